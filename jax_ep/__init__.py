@@ -1,0 +1,29 @@
+"""jax_ep: expert-parallel dispatch and combine for mixture-of-experts in JAX."""
+
+from jax_ep import _ffi, _runtime, formats, sharded
+from jax_ep._api import combine, dispatch
+from jax_ep._autodiff import save_route
+from jax_ep._config import EPConfig
+from jax_ep._handle import EPHandle, InvalidIdError, init
+from jax_ep._types import Dispatched, Route
+from jax_ep.formats import dequantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dispatched",
+    "EPConfig",
+    "EPHandle",
+    "InvalidIdError",
+    "Route",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "formats",
+    "init",
+    "save_route",
+    "sharded",
+]
+
+_runtime.make_room()
+_ffi.register()

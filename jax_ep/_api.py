@@ -1,0 +1,150 @@
+"""dispatch and combine, as called inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _autodiff, _checks
+from jax_ep._types import Dispatched, Route
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from jax_ep._handle import EPHandle
+
+
+def dispatch(
+    ep: EPHandle,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike | None = None,
+    *,
+    input_scale: ArrayLike | None = None,
+) -> Dispatched:
+    """Sends each token to the ranks of its experts and groups what arrives by expert.
+
+    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays, on
+    every rank with the same n. A token crosses to a rank once, however many of that
+    rank's experts it goes to. The order of rows depends on the inputs alone.
+    Differentiable with respect to `tokens` and `router_weights`.
+
+    Args:
+        ep: handle of `jax_ep.init`.
+        tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank.
+        topk_ids: int32 `[n, K]`, global expert ids. -1 is no expert; the same id twice
+            makes two rows; ids outside [-1, E) count as -1, in `num_invalid` and for
+            `ep.check()`.
+        router_weights: float32 `[n, K]` that travel with the tokens, or None for 1.
+        input_scale: the global scale of "nvfp4"; other formats take none.
+
+    Returns:
+        A `Dispatched` with N = `ep.recv_capacity` rows.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, outside shard_map, under vmap, or if `ep` is closed.
+
+    Source: SPEC section 3; the system documents' dispatch_kernel (fused form).
+    """
+    _checks.require_open("dispatch", ep)
+    config = ep.config
+    tokens = _checks.as_array("dispatch", "tokens", tokens)
+    topk_ids = _checks.as_array("dispatch", "topk_ids", topk_ids)
+    _checks.require_dtype("dispatch", "tokens", tokens, config.dtype)
+    _checks.require_dtype("dispatch", "topk_ids", topk_ids, "int32")
+    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
+        raise ValueError(
+            "jax_ep.dispatch: tokens must have shape [n, hidden_size] with hidden_size "
+            f"{config.hidden_size}, got {tokens.shape}; reshape the tokens or init "
+            "with their hidden_size"
+        )
+    n = tokens.shape[0]
+    if n > config.max_tokens_per_rank:
+        raise ValueError(
+            "jax_ep.dispatch: tokens must have at most max_tokens_per_rank = "
+            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
+            "split the call"
+        )
+    ids_shape = (n, config.top_k)
+    _checks.require_shape("dispatch", "topk_ids", topk_ids, ids_shape, "[n, top_k]")
+    if input_scale is not None:
+        raise ValueError(
+            "jax_ep.dispatch: input_scale must be None unless dispatch_format is "
+            f'"nvfp4", got one for {config.dispatch_format!r}; leave it out'
+        )
+    weighted = router_weights is not None
+    if router_weights is None:
+        weights = jnp.ones(ids_shape, jnp.float32)
+    else:
+        weights = _checks.as_array("dispatch", "router_weights", router_weights)
+        _checks.require_dtype("dispatch", "router_weights", weights, "float32")
+        _checks.require_shape(
+            "dispatch", "router_weights", weights, ids_shape, "[n, top_k]"
+        )
+    _checks.require_scope("dispatch", ep)
+    args = _checks.vary_together(ep, tokens, topk_ids, weights)
+    with jax.named_scope("jax_ep.dispatch"):
+        return _autodiff.dispatch(ep, weighted, *args)
+
+
+def combine(
+    ep: EPHandle,
+    expert_out: ArrayLike,
+    route: Route,
+    router_weights: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
+) -> jax.Array:
+    """Brings expert rows home: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
+
+    Call it inside `jax.shard_map`, as `dispatch`. A rank sums its rows of a token in
+    float32 in k order and rounds once to `combine_dtype`; the source sums the ranks in
+    ascending order, then `residual`, and rounds once to `dtype`. Rows of padding and
+    dropped rows are never read. Differentiable with respect to `expert_out`,
+    `router_weights` and `residual`.
+
+    Args:
+        ep: the handle that dispatched.
+        expert_out: `[N, H]` in the config's dtype.
+        route: `d.route` of the dispatch.
+        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1.
+        residual: `[n, H]` in the config's dtype, added to the sum, or None.
+
+    Returns:
+        `[n, H]` in the config's dtype.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, outside shard_map, under vmap, or if `ep` is closed.
+
+    Source: SPEC section 3; the system documents' EPCombineKernel.
+    """
+    _checks.require_open("combine", ep)
+    config = ep.config
+    route = _checks.require_route("combine", ep, route)
+    n, rows = route.slot_of.shape[0], ep.recv_capacity
+
+    def checked(name: str, value: Any, dtype: str, *shape: int, why: str) -> jax.Array:
+        array = _checks.as_array("combine", name, value)
+        _checks.require_dtype("combine", name, array, dtype)
+        _checks.require_shape("combine", name, array, shape, why)
+        return array
+
+    hidden = config.hidden_size
+    expert_out = checked(
+        "expert_out", expert_out, config.dtype, rows, hidden, why="[N, hidden_size]"
+    )
+    weights = skip = None
+    if router_weights is not None:
+        weights = checked("router_weights", router_weights, "float32", rows, why="[N]")
+    if residual is not None:
+        skip = checked(
+            "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"
+        )
+    _checks.require_scope("combine", ep)
+    args = _checks.vary_together(ep, route, expert_out, weights, skip)
+    with jax.named_scope("jax_ep.combine"):
+        return _autodiff.combine(ep, *args)

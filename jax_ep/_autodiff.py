@@ -1,0 +1,211 @@
+"""Differentiable dispatch and combine over a transport.
+
+Four functions of a rank's arrays, each with a reverse rule made of the others, so that
+any order of derivative works and every exchange after the first reuses `route`:
+
+    dispatch          routes, then sends     its transpose is  _return_rows
+    _send_cached      sends along a route    its transpose is  _return_rows
+    _return_rows      sums rows back         its transpose is  _send_cached
+    combine           weighted sum of rows   its rule uses     _send_cached
+
+With x tokens, w weights, E expert rows and i = row(t, k):
+    dispatch: dx[t] = sum_k drow(t,k), dw[t,k] = dwrow(i)
+    combine:  dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import _collective
+from jax_ep._types import Dispatched, Route
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+ROUTE_NAME = "jax_ep_route"
+ROWS_NAME = "jax_ep_rows"
+OUT_NAME = "jax_ep_out"
+
+# Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
+# received rows, combined tokens) and exchanges nothing twice.
+save_route = jax.checkpoint_policies.save_only_these_names(
+    ROUTE_NAME, ROWS_NAME, OUT_NAME
+)
+
+
+def _own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a `jax.custom_vjp` whose arguments `static` are not differentiated."""
+    return partial(jax.custom_vjp, nondiff_argnums=static)
+
+
+def _refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body`, with an error that names the remedy where it is batched."""
+    guarded = jax.custom_batching.custom_vmap(body)
+
+    @guarded.def_vmap
+    def _(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        raise ValueError(
+            f"jax_ep.{function}: must not be called under vmap, got a batch of "
+            f"{axis_size}; fold the batch into the tokens dimension"
+        )
+
+    return guarded
+
+
+@_own_rule(0, 1)
+def dispatch(
+    ep: EPHandle,
+    weighted: bool,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+) -> Dispatched:
+    """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
+    body = _refusing_vmap("dispatch", partial(_collective.dispatch, ep))
+    d = body(tokens, topk_ids, router_weights)
+    # Named inside the rule, so that a remat policy can save what the backward reads.
+    named = {
+        field: checkpoint_name(
+            getattr(d, field), ROWS_NAME if field in _ROW_FIELDS else ROUTE_NAME
+        )
+        for field in _ROW_FIELDS + _TABLE_FIELDS
+    }
+    return Dispatched(scales=None, grad_port=None, **named)
+
+
+_ROW_FIELDS = ("tokens", "router_weights")
+_TABLE_FIELDS = (
+    "row_offsets",
+    "group_sizes",
+    "expert_counts",
+    "expert_ids",
+    "src_info",
+    "num_dropped",
+    "num_invalid",
+    "route",
+)
+
+
+def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: jax.Array) -> Any:
+    d = dispatch(ep, weighted, *args)
+    return d, d.route
+
+
+def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
+    dx, dw = _return_rows(ep, route, ct.tokens, ct.router_weights if weighted else None)
+    return dx, None, dw
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@_own_rule(0)
+def _send_cached(
+    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    body = _refusing_vmap("combine", partial(_collective.dispatch_cached, ep))
+    return body(route, tokens, weights)
+
+
+def _send_cached_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
+    return _send_cached(ep, route, *args), route
+
+
+def _send_cached_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
+    drows, dweights = ct
+    return None, *_return_rows(ep, route, drows, dweights)
+
+
+_send_cached.defvjp(_send_cached_fwd, _send_cached_bwd)
+
+
+@_own_rule(0)
+def _return_rows(
+    ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    def body(
+        route: Route, rows: jax.Array, row_weights: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return _collective.combine(
+            ep, route, rows, None, row_weights, None, ep.config.dtype
+        )
+
+    return _refusing_vmap("dispatch", body)(route, rows, row_weights)
+
+
+def _return_rows_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
+    return _return_rows(ep, route, *args), route
+
+
+def _return_rows_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
+    dtokens, dweights = ct
+    return None, *_send_cached(ep, route, dtokens, dweights)
+
+
+_return_rows.defvjp(_return_rows_fwd, _return_rows_bwd)
+
+
+@_own_rule(0)
+def combine(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """As `jax_ep.combine`."""
+
+    def body(
+        route: Route,
+        expert_out: jax.Array,
+        router_weights: jax.Array | None,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        y, _ = _collective.combine(
+            ep, route, expert_out, router_weights, None, residual, ep.config.wire_dtype
+        )
+        return y
+
+    guarded = _refusing_vmap("combine", body)
+    return checkpoint_name(
+        guarded(route, expert_out, router_weights, residual), OUT_NAME
+    )
+
+
+def _combine_fwd(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+) -> Any:
+    y = combine(ep, route, expert_out, router_weights, residual)
+    weighting = None if router_weights is None else (router_weights, expert_out)
+    # None or (): the structure says whether there was a residual, without an array.
+    had_residual = None if residual is None else ()
+    return y, (route, weighting, had_residual)
+
+
+def _combine_bwd(ep: EPHandle, residuals: Any, dy: jax.Array) -> Any:
+    route, weighting, had_residual = residuals
+    rows, _ = _send_cached(ep, route, dy, None)
+    dresidual = None if had_residual is None else dy
+    if weighting is None:
+        return None, rows, None, dresidual
+    router_weights, expert_out = weighting
+    # Padding may hold anything in E and in w; its cotangents are zero all the same.
+    real = route.row_slot >= 0
+    rows32 = rows.astype(jnp.float32)
+    scaled = jnp.where(real, router_weights, 0.0)[:, None] * rows32
+    dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
+    return None, scaled.astype(rows.dtype), jnp.where(real, dot, 0.0), dresidual
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)

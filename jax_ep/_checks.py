@@ -1,0 +1,152 @@
+"""Checks of the arguments of dispatch and combine, and of where they are called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._types import Route
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+
+def as_array(function: str, name: str, value: Any) -> jax.Array:
+    """`value` as a JAX array of its own dtype; nothing is cast."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(
+            f"jax_ep.{function}: {name} must be an array, got {type(value).__name__}; "
+            "wrap it with jnp.asarray and a dtype"
+        )
+    array = jnp.asarray(value)
+    if array.dtype != value.dtype:
+        raise TypeError(
+            f"jax_ep.{function}: {name} must have a dtype that JAX keeps, got "
+            f"{value.dtype}; cast it first"
+        )
+    return array
+
+
+def require_dtype(function: str, name: str, value: jax.Array, dtype: str) -> None:
+    """Raises TypeError unless `value` has `dtype`."""
+    if value.dtype != jnp.dtype(dtype):
+        raise TypeError(
+            f"jax_ep.{function}: {name} must be {dtype}, got {value.dtype}; cast it "
+            f"with {name}.astype({dtype!r})"
+        )
+
+
+def require_shape(
+    function: str, name: str, value: jax.Array, shape: tuple[int, ...], why: str
+) -> None:
+    """Raises ValueError unless `value` has `shape`."""
+    if value.shape != shape:
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have shape {shape} ({why}), got "
+            f"{value.shape}"
+        )
+
+
+def require_open(function: str, ep: EPHandle) -> None:
+    """Raises unless `ep` is a handle that has not been closed."""
+    from jax_ep._handle import EPHandle
+
+    if not isinstance(ep, EPHandle):
+        raise TypeError(
+            f"jax_ep.{function}: ep must be what jax_ep.init returned, got "
+            f"{type(ep).__name__}"
+        )
+    if ep.closed:
+        raise ValueError(
+            f"jax_ep.{function}: ep must be open, got a closed handle; call "
+            "jax_ep.init again"
+        )
+
+
+def require_route(function: str, ep: EPHandle, route: Any) -> Route:
+    """Raises unless `route` came from a dispatch of `ep`."""
+    if not isinstance(route, Route):
+        raise TypeError(
+            f"jax_ep.{function}: route must be the `route` of a Dispatched, got "
+            f"{type(route).__name__}"
+        )
+    if route.key != ep.key:
+        raise ValueError(
+            f"jax_ep.{function}: route must come from a dispatch of the same ep, got "
+            f"one of handle {route.key:#x} for handle {ep.key:#x}; pass the ep that "
+            "dispatched"
+        )
+    top_k, ranks = ep.config.top_k, ep.ep_size
+    n = route.slot_of.shape[0]
+    for name, array, shape in (
+        ("slot_of", route.slot_of, (n, top_k)),
+        ("row_of", route.row_of, (ranks, n, top_k)),
+        ("row_slot", route.row_slot, (ep.recv_capacity,)),
+        ("slot_counts", route.slot_counts, (ranks,)),
+    ):
+        require_shape(function, f"route.{name}", array, shape, "as dispatch made it")
+    return route
+
+
+def require_scope(function: str, ep: EPHandle) -> None:
+    """Raises unless the call is inside shard_map over the axes of `ep`."""
+    names = ep.axis_names
+    try:
+        size = jax.lax.axis_size(names)
+    except NameError:
+        raise ValueError(
+            f"jax_ep.{function}: mesh axis {names} must be in scope, got a call "
+            "outside jax.shard_map over it; wrap the caller in jax.shard_map(..., "
+            f"mesh=ep.mesh), or use jax_ep.sharded.{function} on global arrays"
+        ) from None
+    if size != ep.ep_size:
+        raise ValueError(
+            f"jax_ep.{function}: mesh axis {names} must have the size {ep.ep_size} "
+            f"that jax_ep.init saw, got {size}; use the mesh that ep was made for"
+        )
+    _warn_partial_manual(function)
+
+
+def _warn_partial_manual(function: str) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != jax.sharding.AxisType.Manual and mesh.shape[name] > 1
+    ]
+    if left:
+        warnings.warn(
+            f"jax_ep.{function}: every mesh axis should be manual, got automatic axes "
+            f"{left}: XLA gathers the operands over them; leave axis_names out of "
+            "jax.shard_map",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _varying(value: jax.Array) -> frozenset[str]:
+    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", None) or ())
+
+
+def vary_together(ep: EPHandle, *trees: Any) -> Any:
+    """Casts arrays to vary over the EP axes and every axis that another varies on.
+
+    A custom call wants operands of one kind, and the reverse rule cotangents of the
+    kind of its inputs; both hold once everything varies alike. Without check_vma no
+    array has a kind and this changes nothing.
+    """
+    leaves: Iterable[jax.Array] = jax.tree.leaves(trees)
+    axes = frozenset(ep.axis_names).union(*map(_varying, leaves))
+
+    def cast(value: jax.Array) -> jax.Array:
+        missing = tuple(
+            name for name in ep.mesh.axis_names if name in axes - _varying(value)
+        )
+        return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(cast, trees)

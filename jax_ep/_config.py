@@ -1,0 +1,210 @@
+"""EPConfig: the sizes and options of one expert-parallel layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_ep import _native_cpu as native
+from jax_ep import formats
+
+DTYPES = ("bfloat16", "float16", "float32")
+REDUCES = ("rank", "source", "none")
+SCALE_LAYOUTS = ("rows", "tiled_128x4")
+WIRE_FORMATS = ("fp8_block128",)
+_CAPACITY_MULTIPLE = 128
+
+
+def _require(holds: bool, what: str, value: Any, remedy: str = "") -> None:
+    if not holds:
+        tail = f"; {remedy}" if remedy else ""
+        raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}{tail}")
+
+
+def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
+    # bool is an int, and numpy integers are not; both would surprise in a cache key.
+    if type(value) is not int:
+        raise TypeError(
+            f"jax_ep.EPConfig: {name} must be a Python int, got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    _require(
+        value >= low and (high is None or value <= high),
+        f"{name} must be {bound}",
+        value,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Sizes and options of one expert-parallel layer; frozen, hashable, validated.
+
+    Attributes:
+        num_experts: E, experts of the whole group; a multiple of its ranks.
+        top_k: K, experts a token may go to; at most 32.
+        hidden_size: H, elements of a token; a token is a multiple of 16 bytes.
+        max_tokens_per_rank: T, the most tokens a rank passes to one call.
+        dtype: of tokens and expert outputs: bfloat16, float16 or float32.
+        dispatch_format: token format on the wire, one of
+            `jax_ep.formats.names()`; "bf16" sends tokens as they are.
+        combine_dtype: of the rows that combine sends; None is `dtype`.
+        combine_format: None, or "fp8_block128" to quantise combine's rows.
+        grad_format: None, or "fp8_block128" to quantise the backward's rows.
+        reduce: what combine sums where: "rank", "source" or "none".
+        recv_capacity: N, output rows of a rank. Excludes `capacity_factor`.
+        capacity_factor: N = round_up(ceil(capacity_factor * T * K), 128). With neither,
+            N is the worst case for distinct ids.
+        expert_alignment: each group's length is padded up to it.
+        scale_layout: "rows" or "tiled_128x4".
+        zero_tail: whether rows past the last group are cleared.
+        fused_shared_expert: a shared expert's rows are group 0.
+        skip_a2a: every rank holds the same tokens; nothing is exchanged.
+        allreduce_world_size: ranks that split the shared expert; None is R.
+        num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
+        ranks_per_node: forces "nodes" for tests; None finds them.
+        timeout_s: bound on every wait of p2p and shmem, in seconds.
+
+    Raises:
+        ValueError, TypeError: a field does not hold what is said above.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dtype: str = "bfloat16"
+    dispatch_format: str = "bf16"
+    combine_dtype: str | None = None
+    combine_format: str | None = None
+    grad_format: str | None = None
+    reduce: str = "rank"
+    recv_capacity: int | None = None
+    capacity_factor: float | None = None
+    expert_alignment: int = 1
+    scale_layout: str = "rows"
+    zero_tail: bool = True
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+    allreduce_world_size: int | None = None
+    num_sms: int | None = None
+    ranks_per_node: int | None = None
+    timeout_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Normalises dtypes to their names and validates every field."""
+        object.__setattr__(self, "dtype", _dtype_name("dtype", self.dtype))
+        if self.combine_dtype is not None:
+            name = _dtype_name("combine_dtype", self.combine_dtype)
+            object.__setattr__(self, "combine_dtype", name)
+        self._check_sizes()
+        self._check_options()
+
+    def _check_sizes(self) -> None:
+        _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
+        _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
+        _require_int("hidden_size", self.hidden_size, 1, native.MAX_INDEX)
+        _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        _require_int("expert_alignment", self.expert_alignment, 1)
+        for name in ("allreduce_world_size", "num_sms", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
+        row_bytes = self.hidden_size * self.element_bytes
+        _require(
+            row_bytes % native.ROW_ALIGN_BYTES == 0,
+            f"hidden_size must make a token of {self.dtype} a multiple of "
+            f"{native.ROW_ALIGN_BYTES} bytes",
+            self.hidden_size,
+            f"use a multiple of {native.ROW_ALIGN_BYTES // self.element_bytes}",
+        )
+        _require(
+            self.recv_capacity is None or self.capacity_factor is None,
+            "recv_capacity and capacity_factor must not both be given",
+            (self.recv_capacity, self.capacity_factor),
+            "give one of them",
+        )
+        if self.recv_capacity is not None:
+            _require_int("recv_capacity", self.recv_capacity, 1, native.MAX_INDEX)
+        if self.capacity_factor is not None:
+            _require(
+                isinstance(self.capacity_factor, int | float)
+                and math.isfinite(self.capacity_factor)
+                and self.capacity_factor > 0,
+                "capacity_factor must be a positive number",
+                self.capacity_factor,
+            )
+        _require(
+            isinstance(self.timeout_s, int | float) and self.timeout_s > 0,
+            "timeout_s must be a positive number of seconds",
+            self.timeout_s,
+        )
+
+    def _check_options(self) -> None:
+        names = formats.names()
+        _require(
+            self.dispatch_format in names,
+            f"dispatch_format must be one of {list(names)}",
+            self.dispatch_format,
+        )
+        block = formats.block(self.dispatch_format)
+        _require(
+            self.hidden_size % block == 0,
+            f"hidden_size must be a multiple of {self.dispatch_format}'s block of "
+            f"{block}",
+            self.hidden_size,
+        )
+        for name, allowed in (
+            ("reduce", REDUCES),
+            ("scale_layout", SCALE_LAYOUTS),
+            ("combine_format", (None, *WIRE_FORMATS)),
+            ("grad_format", (None, *WIRE_FORMATS)),
+        ):
+            value = getattr(self, name)
+            _require(value in allowed, f"{name} must be one of {list(allowed)}", value)
+        for name in ("zero_tail", "fused_shared_expert", "skip_a2a"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be a bool", value)
+        _require(
+            not (self.reduce == "none" and self.fused_shared_expert),
+            'reduce="none" must not be used with fused_shared_expert',
+            (self.reduce, self.fused_shared_expert),
+            'use reduce="rank" or "source"',
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of `dtype`."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def wire_dtype(self) -> str:
+        """The dtype of the rows that combine sends."""
+        return self.combine_dtype or self.dtype
+
+    def capacity(self, ep_size: int) -> int:
+        """N, the output rows of a rank in a group of `ep_size` ranks."""
+        if self.recv_capacity is not None:
+            return self.recv_capacity
+        tokens, top_k = self.max_tokens_per_rank, self.top_k
+        if self.capacity_factor is not None:
+            rows = math.ceil(self.capacity_factor * tokens * top_k)
+            return -(-rows // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+        local_experts = self.num_experts // ep_size
+        groups = local_experts + (1 if self.fused_shared_expert else 0)
+        sources = 1 if self.skip_a2a else ep_size
+        rows = sources * tokens * min(top_k, local_experts)
+        rows += groups * (self.expert_alignment - 1)
+        return rows + (tokens if self.fused_shared_expert else 0)
+
+
+def _dtype_name(field: str, value: Any) -> str:
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = None
+    _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value)
+    assert name is not None
+    return name

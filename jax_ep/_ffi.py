@@ -1,0 +1,71 @@
+"""The native modules: loading, registering their targets, calling them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _native_cpu as native
+
+
+def _load_cuda() -> ModuleType | None:
+    try:
+        return importlib.import_module("jax_ep._native_cuda")
+    except ModuleNotFoundError:
+        return None
+
+
+native_cuda = _load_cuda()
+
+
+def register() -> None:
+    """Registers every target on every platform that this build serves."""
+    for platform, module in (("cpu", native), ("CUDA", native_cuda)):
+        if module is not None:
+            for name, handler in module.targets().items():
+                jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def native_for(platform: str) -> ModuleType:
+    """The native module that serves devices of `platform` ("cpu" or "gpu").
+
+    Raises:
+        ValueError: this build has none.
+    """
+    if platform == "cpu":
+        return native
+    if platform in ("gpu", "cuda") and native_cuda is not None:
+        return native_cuda
+    remedy = (
+        "this jax_ep was built without a CUDA compiler; put nvcc on PATH or in "
+        "CUDA_HOME and reinstall it"
+        if platform in ("gpu", "cuda")
+        else "use a mesh of CPU or NVIDIA GPU devices"
+    )
+    raise ValueError(
+        "jax_ep.init: the mesh's devices must be of a platform that this build serves, "
+        f"got {platform!r}; {remedy}"
+    )
+
+
+def call(
+    target: str,
+    results: Sequence[Any],
+    *operands: jax.Array,
+    has_side_effect: bool = False,
+    **attributes: int | bool | str,
+) -> list[jax.Array]:
+    """Calls a target; Python ints become the int64 attributes that handlers read."""
+    attrs = {
+        name: np.int64(value) if type(value) is int else value
+        for name, value in attributes.items()
+    }
+    function = jax.ffi.ffi_call(
+        target, tuple(results), has_side_effect=has_side_effect, vmap_method=None
+    )
+    return list(function(*operands, **attrs))

@@ -1,0 +1,57 @@
+"""Room in XLA's CPU thread pool. Used at import and by init.
+
+XLA's CPU pool has max(NPROC or cores, devices) threads. Collectives block a thread for
+each device, so several programs in flight on more devices than cores can take every
+thread and stop (docs/sharp_bits.md). NPROC is read when the backend starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+
+THREADS_PER_DEVICE = 4
+MIN_THREADS = 32
+
+
+def _forced_devices() -> int:
+    flags = os.environ.get("XLA_FLAGS", "")
+    match = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(match.group(1)) if match else 0
+
+
+def _backend_started() -> bool:
+    try:
+        from jax._src import xla_bridge  # no public way to ask without starting it
+
+        return bool(xla_bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
+
+
+def make_room() -> None:
+    """Raises NPROC while XLA's backend has not started; never lowers it."""
+    if _backend_started():
+        return
+    current = os.environ.get("NPROC", "")
+    wanted = max(
+        int(current) if current.isdigit() else 0,
+        os.cpu_count() or 1,
+        MIN_THREADS,
+        THREADS_PER_DEVICE * _forced_devices(),
+    )
+    os.environ["NPROC"] = str(wanted)
+
+
+def warn_if_short(pool_threads: int, devices: int) -> None:
+    """Warns where XLA's pool can deadlock with this many local CPU devices."""
+    if 0 < pool_threads < 2 * devices:
+        warnings.warn(
+            f"jax_ep.init: XLA's CPU pool must have at least {2 * devices} threads for "
+            f"{devices} devices, got {pool_threads}: several runs in flight can hang. "
+            f"Import jax_ep before the first use of JAX, or set NPROC={4 * devices} in "
+            "the environment.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,24 @@
+# The native module jax_ep._native_cuda. No libcuda at link time: it imports where there is no GPU.
+if(NOT CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_COMPILER "${JAX_EP_NVCC}")
+endif()
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  # Ampere and Hopper as machine code; newer GPUs compile the PTX when the module loads.
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+add_library(jax_ep_cuda OBJECT cuda/dispatch.cu cuda/combine.cu)
+set_target_properties(jax_ep_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+target_include_directories(jax_ep_cuda PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
+target_link_libraries(jax_ep_cuda PUBLIC CUDA::cudart_static)
+
+nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cuda_handlers.cc)
+target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
+target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
+target_link_libraries(_native_cuda PRIVATE jax_ep_cuda Threads::Threads)
+install(TARGETS _native_cuda LIBRARY DESTINATION jax_ep)

@@ -1,0 +1,135 @@
+// Combine on the CPU: sum a slot's rows at the expert rank, sum the ranks at the source.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/rows.h"
+#include "cpu/steps.h"
+#include "protocol/layout.h"
+#include "protocol/routing.h"
+
+namespace jax_ep::cpu {
+namespace {
+
+// Partial sums stay in the first-level cache.
+constexpr int64_t kSumElements = 1024;
+
+template <typename Visit>
+void VisitElement(ElementType type, Visit&& visit) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return visit(float{});
+    case ElementType::kBFloat16:
+      return visit(BFloat16{});
+    case ElementType::kFloat16:
+      return visit(Float16{});
+  }
+}
+
+template <typename Element, typename Wire>
+void SumRowsOfSlot(const CombinePackStep& step, const int32_t* rows, Wire* to) {
+  const EpShape& shape = step.shape;
+  alignas(64) float sum[kSumElements];
+  for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
+    const int64_t count = Min(kSumElements, shape.hidden - begin);
+    std::fill_n(sum, count, 0.0f);
+    for (int64_t k = 0; k < shape.top_k; ++k) {
+      const int32_t row = RowOrDropped(rows[k], shape.recv_rows);
+      if (row < 0) continue;
+      const float weight = step.row_weights != nullptr ? step.row_weights[row] : 1.0f;
+      Accumulate(sum, static_cast<const Element*>(step.expert_out) + row * shape.hidden + begin,
+                 weight, count);
+    }
+    Round(to + begin, sum, count);
+  }
+}
+
+template <typename Element, typename Wire>
+void SumRanksOfToken(const CombineUnpackStep& step, const CombineMessage& message, int64_t token,
+                     const int32_t* slots, int64_t num_slots) {
+  const EpShape& shape = step.shape;
+  alignas(64) float sum[kSumElements];
+  for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
+    const int64_t count = Min(kSumElements, shape.hidden - begin);
+    std::fill_n(sum, count, 0.0f);
+    for (int64_t i = 0; i < num_slots; ++i) {
+      const uint8_t* from = step.recv + slots[i] * message.bytes + message.row;
+      Accumulate(sum, reinterpret_cast<const Wire*>(from) + begin, 1.0f, count);
+    }
+    const int64_t offset = token * shape.hidden + begin;
+    if (step.residual != nullptr) {
+      Accumulate(sum, static_cast<const Element*>(step.residual) + offset, 1.0f, count);
+    }
+    Round(static_cast<Element*>(step.output) + offset, sum, count);
+  }
+}
+
+// The distinct slots of a token by rank, ascending: slots are numbered rank * n + slot.
+int64_t SortedSlots(const EpShape& shape, const int32_t* slot_of, int32_t* slots) {
+  int64_t count = 0;
+  for (int64_t k = 0; k < shape.top_k; ++k) {
+    if (slot_of[k] >= 0 && slot_of[k] < shape.slots()) slots[count++] = slot_of[k];
+  }
+  std::sort(slots, slots + count);
+  return std::unique(slots, slots + count) - slots;
+}
+
+}  // namespace
+
+RowTask CombinePack(const CombinePackStep& step) {
+  const EpShape& shape = step.shape;
+  const auto message =
+      CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t item = begin; item < end; ++item) {
+      if (item % shape.tokens >= step.slot_counts[item / shape.tokens]) continue;
+      const int32_t* rows = step.row_of + item * shape.top_k;
+      uint8_t* to = step.send + item * message.bytes;
+      VisitElement(step.element, [&]<typename Element>(Element) {
+        VisitElement(step.wire, [&]<typename Wire>(Wire) {
+          SumRowsOfSlot<Element>(step, rows, reinterpret_cast<Wire*>(to + message.row));
+        });
+      });
+      for (int64_t k = 0; k < step.num_weights; ++k) {
+        const int32_t row = RowOrDropped(rows[k], shape.recv_rows);
+        const float grad = row < 0 ? 0.0f : step.weight_grads[row];
+        std::memcpy(to + message.weight_grad + k * kWeightBytes, &grad, kWeightBytes);
+      }
+    }
+  };
+  const int64_t rows = Min(shape.recv_rows, shape.slots() * shape.top_k);
+  return {shape.slots(), rows * shape.row_bytes(), std::move(run)};
+}
+
+RowTask CombineUnpack(const CombineUnpackStep& step) {
+  const EpShape& shape = step.shape;
+  const auto message =
+      CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t token = begin; token < end; ++token) {
+      const int32_t* slot_of = step.slot_of + token * shape.top_k;
+      int32_t slots[kMaxTopK];
+      const int64_t num_slots = SortedSlots(shape, slot_of, slots);
+      VisitElement(step.element, [&]<typename Element>(Element) {
+        VisitElement(step.wire, [&]<typename Wire>(Wire) {
+          SumRanksOfToken<Element, Wire>(step, message, token, slots, num_slots);
+        });
+      });
+      for (int64_t k = 0; k < step.num_weights; ++k) {
+        float grad = 0.0f;
+        if (slot_of[k] >= 0 && slot_of[k] < shape.slots()) {
+          std::memcpy(&grad,
+                      step.recv + slot_of[k] * message.bytes + message.weight_grad +
+                          k * kWeightBytes,
+                      kWeightBytes);
+        }
+        step.weight_grads[token * step.num_weights + k] = grad;
+      }
+    }
+  };
+  const int64_t slots = Min(shape.slots(), shape.tokens * shape.top_k);
+  return {shape.tokens, slots * message.bytes, std::move(run)};
+}
+
+}  // namespace jax_ep::cpu

@@ -1,0 +1,266 @@
+// Dispatch on the CPU: route, encode and place, for a first call and along a known route.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/rows.h"
+#include "cpu/steps.h"
+#include "formats/registry.h"
+#include "protocol/layout.h"
+#include "protocol/routing.h"
+
+namespace jax_ep::cpu {
+namespace {
+
+int32_t* Int32At(uint8_t* base, int64_t offset) {
+  return reinterpret_cast<int32_t*>(base + offset);
+}
+const int32_t* Int32At(const uint8_t* base, int64_t offset) {
+  return reinterpret_cast<const int32_t*>(base + offset);
+}
+
+template <typename Format>
+int64_t PayloadBytes(const EpShape& shape) {
+  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
+}
+
+template <typename Format>
+bool Streaming(const EpShape& shape, int64_t rows) {
+  return rows * PayloadBytes<Format>(shape) > kStreamingBytes;
+}
+
+// A format that copies the token as it is may stream it past the caches.
+template <typename Format>
+void Encode(const EpShape& shape, const uint8_t* token, uint8_t* payload, uint8_t* scales,
+            bool streaming) {
+  if constexpr (Format::kPayloadDtype == nullptr) {
+    static_cast<void>(scales);
+    CopyRow(payload, token, shape.row_bytes(), streaming);
+  } else {
+    Format::EncodeToken(token, shape.hidden, shape.element_bytes, payload, scales);
+  }
+}
+
+// Calls `send(slot, first_k)` once for each distinct slot of a token, in the order of its entries.
+// Tables come back from the caller's program, so a slot out of range is skipped.
+template <typename Send>
+void ForEachSlot(const EpShape& shape, const int32_t* slots, Send&& send) {
+  for (int64_t k = 0; k < shape.top_k; ++k) {
+    const int32_t slot = slots[k];
+    if (slot < 0 || slot >= shape.slots()) continue;
+    if (std::find(slots, slots + k, slot) == slots + k) send(slot, k);
+  }
+}
+
+}  // namespace
+
+template <typename Format>
+RowTask Pack(const PackStep& step) {
+  const EpShape& shape = step.shape;
+  const auto header = RegionHeader::Of(shape.local_experts);
+  const auto message = DispatchMessage::Of(PayloadBytes<Format>(shape),
+                                           Format::ScaleBytes(shape.hidden), shape.top_k);
+  const int64_t region_bytes = header.bytes + shape.tokens * message.bytes;
+
+  std::vector<int32_t> slots(static_cast<size_t>(shape.ranks), 0);
+  std::vector<int32_t> rows(static_cast<size_t>(shape.experts()), 0);
+  InvalidIds invalid;
+  RouteTokens(shape, step.ids, 0, shape.tokens, {slots.data(), rows.data()},
+              {step.slot_of, step.position}, invalid);
+  *step.num_invalid = invalid.count;
+  if (invalid.count > 0 && step.report != nullptr && step.report->set == 0) {
+    const auto top_k = static_cast<int32_t>(shape.top_k);
+    *step.report = {invalid.first_entry / top_k, invalid.first_entry % top_k,
+                    step.ids[invalid.first_entry], 1};
+  }
+  int64_t sent = 0;
+  for (int64_t rank = 0; rank < shape.ranks; ++rank) {
+    uint8_t* region = step.send + rank * region_bytes;
+    *Int32At(region, header.num_slots) = slots[static_cast<size_t>(rank)];
+    std::memcpy(region + header.expert_counts, rows.data() + rank * shape.local_experts,
+                static_cast<size_t>(shape.local_experts * kIndexBytes));
+    sent += slots[static_cast<size_t>(rank)];
+  }
+
+  const bool streaming = Streaming<Format>(shape, sent);
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t token = begin; token < end; ++token) {
+      const int32_t* token_slots = step.slot_of + token * shape.top_k;
+      ForEachSlot(shape, token_slots, [&](int32_t slot, int64_t first_k) {
+        uint8_t* to = step.send + (slot / shape.tokens) * region_bytes + header.bytes +
+                      (slot % shape.tokens) * message.bytes;
+        Encode<Format>(shape,
+                       static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
+                       to + message.payload, to + message.scales, streaming);
+        *Int32At(to, message.source_token) = static_cast<int32_t>(token);
+        for (int64_t k = 0; k < shape.top_k; ++k) {
+          const bool here = k >= first_k && token_slots[k] == slot;
+          const int64_t entry = token * shape.top_k + k;
+          Int32At(to, message.local_expert)[k] =
+              here ? step.ids[entry] % static_cast<int32_t>(shape.local_experts) : -1;
+          Int32At(to, message.position)[k] = here ? step.position[entry] : -1;
+        }
+        std::memcpy(to + message.weight, step.weights + token * shape.top_k,
+                    static_cast<size_t>(shape.top_k * kWeightBytes));
+      });
+    }
+    if (streaming) FenceStreaming();
+  };
+  return {shape.tokens, sent * message.bytes, std::move(run)};
+}
+
+template <typename Format>
+RowTask Unpack(const UnpackStep& step) {
+  const EpShape& shape = step.shape;
+  const int64_t payload_bytes = PayloadBytes<Format>(shape);
+  const auto header = RegionHeader::Of(shape.local_experts);
+  const auto message =
+      DispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), shape.top_k);
+  const int64_t region_bytes = header.bytes + shape.tokens * message.bytes;
+
+  // Counts first: with those of all sources every row's place is known.
+  int64_t start = 0;
+  int64_t dropped = 0;
+  step.row_offsets[0] = 0;
+  for (int64_t expert = 0; expert < shape.local_experts; ++expert) {
+    int64_t rows = 0;
+    for (int64_t source = 0; source < shape.ranks; ++source) {
+      step.row_base[source * shape.local_experts + expert] =
+          static_cast<int32_t>(Min(start + rows, kMaxIndex));
+      rows += Int32At(step.recv + source * region_bytes, header.expert_counts)[expert];
+    }
+    dropped += DroppedRows(start, rows, shape.recv_rows);
+    start = NextGroupStart(start, rows, shape.expert_alignment);
+    step.expert_counts[expert] = static_cast<int32_t>(rows);
+    step.expert_ids[expert] = static_cast<int32_t>(expert);
+    step.row_offsets[expert + 1] = static_cast<int32_t>(Min(start, shape.recv_rows));
+    step.group_sizes[expert] = step.row_offsets[expert + 1] - step.row_offsets[expert];
+  }
+  *step.num_dropped = static_cast<int32_t>(dropped);
+
+  // Then the tables, row by row, so that the copies below need no order.
+  std::fill_n(step.row_slot, shape.recv_rows, -1);
+  std::fill_n(step.src_info, shape.recv_rows * 3, -1);
+  std::fill_n(step.row_weights, shape.recv_rows, 0.0f);
+  std::fill_n(step.row_of, shape.slots() * shape.top_k, -1);
+  int64_t received = 0;
+  for (int64_t source = 0; source < shape.ranks; ++source) {
+    const uint8_t* region = step.recv + source * region_bytes;
+    const int32_t num_slots = std::clamp<int32_t>(*Int32At(region, header.num_slots), 0,
+                                                  static_cast<int32_t>(shape.tokens));
+    step.slot_counts[source] = num_slots;
+    for (int64_t slot = 0; slot < num_slots; ++slot) {
+      const uint8_t* from = region + header.bytes + slot * message.bytes;
+      const int64_t flat_slot = source * shape.tokens + slot;
+      for (int64_t k = 0; k < shape.top_k; ++k) {
+        const int32_t expert = Int32At(from, message.local_expert)[k];
+        if (expert < 0 || expert >= shape.local_experts) continue;
+        const int64_t base = step.row_base[source * shape.local_experts + expert];
+        const int32_t row =
+            RowOrDropped(base + Int32At(from, message.position)[k], shape.recv_rows);
+        if (row < 0) continue;
+        ++received;
+        step.row_of[flat_slot * shape.top_k + k] = row;
+        step.row_slot[row] = static_cast<int32_t>(flat_slot);
+        step.src_info[row * 3] = static_cast<int32_t>(source);
+        step.src_info[row * 3 + 1] = *Int32At(from, message.source_token);
+        step.src_info[row * 3 + 2] = static_cast<int32_t>(k);
+        std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes,
+                    kWeightBytes);
+      }
+    }
+  }
+
+  // Items are slots, whose payload is read once for all its rows, then rows that nothing fills.
+  const int64_t end_of_zeros =
+      step.zero_tail ? shape.recv_rows : step.row_offsets[shape.local_experts];
+  const bool streaming = Streaming<Format>(shape, std::max(received, end_of_zeros));
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t item = begin; item < Min(end, shape.slots()); ++item) {
+      const uint8_t* from = step.recv + (item / shape.tokens) * region_bytes + header.bytes +
+                            (item % shape.tokens) * message.bytes + message.payload;
+      for (int64_t k = 0; k < shape.top_k; ++k) {
+        const int32_t row = step.row_of[item * shape.top_k + k];
+        if (row >= 0) CopyRow(step.rows + row * payload_bytes, from, payload_bytes, streaming);
+      }
+    }
+    for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0); row < end - shape.slots();
+         ++row) {
+      if (step.row_slot[row] < 0) {
+        ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
+      }
+    }
+    if (streaming) FenceStreaming();
+  };
+  return {shape.slots() + end_of_zeros, std::max(received, end_of_zeros) * payload_bytes,
+          std::move(run)};
+}
+
+template <typename Format>
+RowTask CachedPack(const CachedPackStep& step) {
+  const EpShape& shape = step.shape;
+  const auto message = CachedDispatchMessage::Of(
+      PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const int64_t sent = Min(shape.tokens * shape.top_k, shape.slots());  // at most
+  const bool streaming = Streaming<Format>(shape, sent);
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t token = begin; token < end; ++token) {
+      ForEachSlot(shape, step.slot_of + token * shape.top_k, [&](int32_t slot, int64_t) {
+        uint8_t* to = step.send + slot * message.bytes;
+        Encode<Format>(shape,
+                       static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
+                       to + message.payload, to + message.scales, streaming);
+        std::memcpy(to + message.weight, step.weights + token * step.num_weights,
+                    static_cast<size_t>(step.num_weights * kWeightBytes));
+      });
+    }
+    if (streaming) FenceStreaming();
+  };
+  return {shape.tokens, sent * message.bytes, std::move(run)};
+}
+
+template <typename Format>
+RowTask CachedUnpack(const CachedUnpackStep& step) {
+  const EpShape& shape = step.shape;
+  const int64_t payload_bytes = PayloadBytes<Format>(shape);
+  const auto message = CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden),
+                                                 step.num_weights);
+  const bool streaming = Streaming<Format>(shape, shape.recv_rows);
+  // As in Unpack: slots, then rows that nothing fills.
+  auto run = [=](int64_t begin, int64_t end) {
+    const EpShape& shape = step.shape;
+    for (int64_t item = begin; item < Min(end, shape.slots()); ++item) {
+      const uint8_t* from = step.recv + item * message.bytes;
+      for (int64_t k = 0; k < shape.top_k; ++k) {
+        const int32_t row = RowOrDropped(step.row_of[item * shape.top_k + k], shape.recv_rows);
+        if (row < 0) continue;
+        CopyRow(step.rows + row * payload_bytes, from + message.payload, payload_bytes, streaming);
+        if (step.num_weights != 0) {
+          std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes,
+                      kWeightBytes);
+        }
+      }
+    }
+    for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0); row < end - shape.slots();
+         ++row) {
+      if (step.row_slot[row] >= 0) continue;
+      ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
+      if (step.num_weights != 0) step.row_weights[row] = 0.0f;
+    }
+    if (streaming) FenceStreaming();
+  };
+  return {shape.slots() + shape.recv_rows, shape.recv_rows * payload_bytes, std::move(run)};
+}
+
+#define JAX_EP_INSTANTIATE(Format)                               \
+  template RowTask Pack<Format>(const PackStep&);                \
+  template RowTask Unpack<Format>(const UnpackStep&);            \
+  template RowTask CachedPack<Format>(const CachedPackStep&);    \
+  template RowTask CachedUnpack<Format>(const CachedUnpackStep&);
+JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
+#undef JAX_EP_INSTANTIATE
+
+}  // namespace jax_ep::cpu

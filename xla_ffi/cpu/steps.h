@@ -1,0 +1,22 @@
+// The CPU steps of the collective transport. Each does its sequential part at once and returns the
+// rest as a task; nothing blocks and nothing is kept between calls.
+#pragma once
+
+#include "cpu/row_task.h"
+#include "protocol/steps.h"
+
+namespace jax_ep::cpu {
+
+template <typename Format>
+RowTask Pack(const PackStep& step);
+template <typename Format>
+RowTask Unpack(const UnpackStep& step);
+template <typename Format>
+RowTask CachedPack(const CachedPackStep& step);
+template <typename Format>
+RowTask CachedUnpack(const CachedUnpackStep& step);
+
+RowTask CombinePack(const CombinePackStep& step);
+RowTask CombineUnpack(const CombineUnpackStep& step);
+
+}  // namespace jax_ep::cpu

@@ -1,0 +1,57 @@
+// Checked launches and loads of kernels, and the grids of kernels that work on rows. Host side of
+// every .cu file.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "protocol/platform.h"
+
+namespace jax_ep::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kWarpsPerBlock = 8;
+inline constexpr int kBlockThreads = kWarpsPerBlock * kWarpSize;
+
+// Enough to fill any GPU several times over; kernels stride over what is left.
+inline constexpr int64_t kMaxGridX = 8192;
+inline constexpr int64_t kMaxGridY = 64;
+
+// A warp takes one part of one row: 16-byte vectors, of which each lane has kVectorsPerLane.
+inline constexpr int64_t kVectorBytes = 16;
+inline constexpr int kVectorsPerLane = 4;
+inline constexpr int64_t kPartVectors = kVectorsPerLane * kWarpSize;
+
+JAX_EP_HOST_DEVICE constexpr int64_t CeilDiv(int64_t value, int64_t by) {
+  return (value + by - 1) / by;
+}
+
+// One thread an item.
+inline dim3 ItemGrid(int64_t items) {
+  return dim3(static_cast<unsigned>(Min(CeilDiv(items, kBlockThreads), kMaxGridX)));
+}
+
+// One warp a (row, part); ForEachPart of primitives.cuh walks it.
+inline dim3 RowGrid(int64_t rows, int64_t row_bytes) {
+  return dim3(static_cast<unsigned>(Min(CeilDiv(rows, kWarpsPerBlock), kMaxGridX)),
+              static_cast<unsigned>(Min(CeilDiv(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
+}
+
+template <typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid,
+                          dim3(static_cast<unsigned>(threads)), pointers, shared_bytes, stream);
+}
+
+template <typename... Params>
+cudaError_t Preload(void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+}
+
+}  // namespace jax_ep::cuda

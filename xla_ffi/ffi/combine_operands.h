@@ -1,0 +1,123 @@
+// As operands.h, for the two targets of combine.
+#pragma once
+
+#include <utility>
+
+#include "ffi/decode.h"
+
+namespace jax_ep::ffi_layer {
+
+inline void CheckWireType(Checker& check, std::string_view name, ElementType& wire) {
+  if (name == "float32") {
+    wire = ElementType::kFloat32;
+  } else if (name == "bfloat16") {
+    wire = ElementType::kBFloat16;
+  } else if (name == "float16") {
+    wire = ElementType::kFloat16;
+  } else {
+    check.Require(false, "unknown combine_dtype " + std::string(name));
+  }
+}
+
+struct DecodedCombinePack {
+  CombinePackStep step{};
+  static constexpr const char* kTarget = "ep_combine_pack";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // expert_out [N, H]
+        .template Arg<F32>()        // router_weights [N] or [0]
+        .template Arg<F32>()        // weight_grads [N] or [0]
+        .template Arg<I32>()        // row_of [R, n, K]
+        .template Arg<I32>()        // slot_counts [R]
+        .template Ret<Wire>()       // send [R, n * message]
+        .template Attr<bool>("weighted")
+        .template Attr<bool>("with_weight_grads")
+        .template Attr<std::string_view>("combine_dtype");
+  }
+  ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const F32& weight_grads,
+                    const I32& row_of, const I32& slot_counts, Out<Wire> send,
+                    bool weighted, bool with_weight_grads, std::string_view combine_dtype) {
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    CheckTokens(check, "expert_out", expert_out, shape, step.element);
+    CheckWireType(check, combine_dtype, step.wire);
+    check.Rank("row_of", row_of, 3);
+    if (!check.ok()) return check.error();
+    shape.recv_rows = shape.tokens;
+    shape.ranks = Dim(row_of, 0);
+    shape.tokens = Dim(row_of, 1);
+    shape.top_k = Dim(row_of, 2);
+    step.num_weights = with_weight_grads ? shape.top_k : 0;
+    check.Shape(shape);
+    check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
+    check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
+    check.Dims("slot_counts", slot_counts, {shape.ranks});
+    if (!check.ok()) return check.error();
+    CheckWire(check, *send, shape.ranks,
+              shape.tokens * CombineMessage::Of(shape.hidden * ElementBytes(step.wire),
+                                                step.num_weights)
+                                 .bytes);
+    if (!check.ok()) return check.error();
+    step.expert_out = expert_out.untyped_data();
+    step.row_weights = weighted ? row_weights.typed_data() : nullptr;
+    step.weight_grads = weight_grads.typed_data();
+    step.row_of = row_of.typed_data();
+    step.slot_counts = slot_counts.typed_data();
+    step.send = Bytes(*send);
+    return ffi::Error::Success();
+  }
+};
+
+struct DecodedCombineUnpack {
+  CombineUnpackStep step{};
+  static constexpr const char* kTarget = "ep_combine_unpack";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<Wire>()       // recv [R, n * message]
+        .template Arg<I32>()        // slot_of [n, K]
+        .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
+        .template Ret<AnyBuffer>()  // output [n, H]
+        .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
+        .template Attr<bool>("with_residual")
+        .template Attr<std::string_view>("combine_dtype");
+  }
+  ffi::Error Decode(const Wire& recv, const I32& slot_of, const AnyBuffer& residual,
+                    Out<AnyBuffer> output, Out<F32> weight_grads,
+                    bool with_residual, std::string_view combine_dtype) {
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    CheckTokens(check, "output", *output, shape, step.element);
+    CheckWireType(check, combine_dtype, step.wire);
+    check.Rank("slot_of", slot_of, 2);
+    check.Rank("weight_grads", *weight_grads, 2);
+    check.Rank("the wire buffer", recv, 2);
+    if (!check.ok()) return check.error();
+    shape.ranks = Dim(recv, 0);
+    shape.top_k = Dim(slot_of, 1);
+    step.num_weights = Dim(*weight_grads, 1);
+    check.Shape(shape);
+    check.Require(step.num_weights == 0 || step.num_weights == shape.top_k,
+                  "weight_grads must have 0 or K columns");
+    check.Require(residual.element_type() == output->element_type(),
+                  "residual must have the dtype of the output");
+    check.Dims("residual", residual, {with_residual ? shape.tokens : 0, shape.hidden});
+    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
+    check.Dims("weight_grads", *weight_grads, {shape.tokens, step.num_weights});
+    if (!check.ok()) return check.error();
+    CheckWire(check, recv, shape.ranks,
+              shape.tokens * CombineMessage::Of(shape.hidden * ElementBytes(step.wire),
+                                                step.num_weights)
+                                 .bytes);
+    if (!check.ok()) return check.error();
+    step.recv = Bytes(recv);
+    step.slot_of = slot_of.typed_data();
+    step.residual = with_residual ? residual.untyped_data() : nullptr;
+    step.output = output->untyped_data();
+    step.weight_grads = weight_grads->typed_data();
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace jax_ep::ffi_layer

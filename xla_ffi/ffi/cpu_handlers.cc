@@ -1,0 +1,110 @@
+// The targets on the CPU: decode, run the step, hand the rest to the executor.
+#include "ffi/cpu_handlers.h"
+
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "cpu/steps.h"
+#include "ffi/combine_operands.h"
+#include "ffi/cpu_executor.h"
+#include "ffi/group.h"
+#include "ffi/operands.h"
+
+namespace jax_ep::ffi_layer {
+
+InvalidIdReport* AllocateReports(int64_t count) {
+  return new InvalidIdReport[static_cast<size_t>(count)]();
+}
+void FreeReports(InvalidIdReport* reports) { delete[] reports; }
+
+namespace {
+
+// The decoder has checked that the format exists.
+template <typename MakeTask>
+cpu::RowTask OfFormat(std::string_view format, MakeTask&& make_task) {
+  cpu::RowTask task;
+  VisitFormat(format, [&](auto f) { task = make_task(f); });
+  return task;
+}
+
+cpu::RowTask Start(DecodedPack& call, int32_t ordinal) {
+  const auto group = GroupRegistry::Get().Find(call.key);
+  if (group) call.step.report = group->ReportOf(ordinal);
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::Pack<F>(call.step); });
+}
+cpu::RowTask Start(DecodedUnpack& call, int32_t) {
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::Unpack<F>(call.step); });
+}
+cpu::RowTask Start(DecodedCachedPack& call, int32_t) {
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedPack<F>(call.step); });
+}
+cpu::RowTask Start(DecodedCachedUnpack& call, int32_t) {
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedUnpack<F>(call.step); });
+}
+cpu::RowTask Start(DecodedCombinePack& call, int32_t) { return cpu::CombinePack(call.step); }
+cpu::RowTask Start(DecodedCombineUnpack& call, int32_t) { return cpu::CombineUnpack(call.step); }
+
+template <typename Decoded>
+struct Handler {
+  template <typename... Operands>
+  ffi::Future operator()(ffi::ThreadPool pool, int32_t ordinal, Operands... operands) const {
+    // Only allocation can throw; nothing may escape into XLA.
+    try {
+      cpu::ScopedDenormals denormals;
+      Decoded call;
+      ffi::Error error = call.Decode(operands...);
+      if (error.failure()) return Failed(std::move(error));
+      return Run(pool, Start(call, ordinal));
+    } catch (const std::exception& e) {
+      return Failed(ffi::Error::Internal(std::string(Decoded::kTarget) + ": " + e.what()));
+    }
+  }
+};
+
+ffi::Error Init(ffi::ThreadPool pool, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
+                Out<I32> my_rank, int64_t key) {
+  const auto group = GroupRegistry::Get().Find(key);
+  const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
+  if (!rank || my_rank->element_count() != 1) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      "ep_init: device ordinal " + std::to_string(ordinal) +
+                          " must belong to the group that jax_ep.init opened");
+  }
+  group->set_pool_threads(pool.num_threads());
+  std::memset(dev_ptrs->untyped_data(), 0, dev_ptrs->size_bytes());
+  *my_rank->typed_data() = *rank;
+  return ffi::Error::Success();
+}
+
+auto Context() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ctx<ffi::DeviceOrdinal>(); }
+
+XLA_FFI_DEFINE_HANDLER(kInit, Init,
+                       Context()
+                           .Ret<ffi::Buffer<ffi::U32>>()  // dev_ptrs [2, 3, 2], low word first
+                           .Ret<I32>()                    // my_rank [1]
+                           .Attr<int64_t>("key"));
+#define JAX_EP_DEFINE(name, Decoded) \
+  XLA_FFI_DEFINE_HANDLER(name, Handler<Decoded>{}, Decoded::Bind(Context()))
+JAX_EP_DEFINE(kPack, DecodedPack);
+JAX_EP_DEFINE(kUnpack, DecodedUnpack);
+JAX_EP_DEFINE(kCachedPack, DecodedCachedPack);
+JAX_EP_DEFINE(kCachedUnpack, DecodedCachedUnpack);
+JAX_EP_DEFINE(kCombinePack, DecodedCombinePack);
+JAX_EP_DEFINE(kCombineUnpack, DecodedCombineUnpack);
+#undef JAX_EP_DEFINE
+
+}  // namespace
+
+std::vector<Target> CpuTargets() {
+  return {{"ep_init", kInit},
+          {DecodedPack::kTarget, kPack},
+          {DecodedUnpack::kTarget, kUnpack},
+          {DecodedCachedPack::kTarget, kCachedPack},
+          {DecodedCachedUnpack::kTarget, kCachedUnpack},
+          {DecodedCombinePack::kTarget, kCombinePack},
+          {DecodedCombineUnpack::kTarget, kCombineUnpack}};
+}
+
+}  // namespace jax_ep::ffi_layer

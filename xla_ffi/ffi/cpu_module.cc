@@ -1,0 +1,117 @@
+// The native module jax_ep._native_cpu: CPU targets, and the sizes and formats that Python asks for.
+#include <string>
+
+#include "ffi/cpu_handlers.h"
+#include "ffi/module_common.h"
+#include "formats/registry.h"
+#include "protocol/layout.h"
+#include "protocol/shape.h"
+
+namespace nb = nanobind;
+
+namespace jax_ep::ffi_layer {
+namespace {
+
+nb::list Formats() {
+  nb::list formats;
+  ForEachFormat([&](auto f) {
+    using Format = decltype(f);
+    const auto or_none = [](const char* name) -> nb::object {
+      return name == nullptr ? nb::object(nb::none()) : nb::object(nb::str(name));
+    };
+    nb::dict format;
+    format["name"] = Format::kName;
+    format["block"] = Format::kBlock;
+    format["payload_dtype"] = or_none(Format::kPayloadDtype);
+    format["scale_dtype"] = or_none(Format::kScaleDtype);
+    formats.append(format);
+  });
+  return formats;
+}
+
+// Bytes of an encoded token: (payload, scales).
+std::pair<int64_t, int64_t> Encoded(const std::string& format, int64_t hidden,
+                                    int64_t element_bytes) {
+  std::pair<int64_t, int64_t> bytes{-1, -1};
+  VisitFormat(format, [&](auto f) {
+    using Format = decltype(f);
+    bytes = {Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden)};
+  });
+  if (bytes.first < 0) throw nb::value_error(("unknown format " + format).c_str());
+  return bytes;
+}
+
+// Rows (structure, field, type, offset) of the layout table, for one size.
+nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_bytes,
+                     int64_t top_k, int64_t local_experts) {
+  const auto [payload, scales] = Encoded(format, hidden, element_bytes);
+  nb::list table;
+  const auto add = [&](const char* structure, const char* field, const char* type,
+                       int64_t offset) {
+    table.append(nb::make_tuple(structure, field, type, offset));
+  };
+  const auto header = RegionHeader::Of(local_experts);
+  add("RegionHeader", "num_slots", "int32", header.num_slots);
+  add("RegionHeader", "expert_counts", "int32 [L]", header.expert_counts);
+  add("RegionHeader", "bytes", "", header.bytes);
+  const auto dispatch = DispatchMessage::Of(payload, scales, top_k);
+  add("DispatchMessage", "payload", "format", dispatch.payload);
+  add("DispatchMessage", "scales", "format", dispatch.scales);
+  add("DispatchMessage", "source_token", "int32", dispatch.source_token);
+  add("DispatchMessage", "local_expert", "int32 [K]", dispatch.local_expert);
+  add("DispatchMessage", "position", "int32 [K]", dispatch.position);
+  add("DispatchMessage", "weight", "float32 [K]", dispatch.weight);
+  add("DispatchMessage", "bytes", "", dispatch.bytes);
+  const auto cached = CachedDispatchMessage::Of(payload, scales, top_k);
+  add("CachedDispatchMessage", "payload", "format", cached.payload);
+  add("CachedDispatchMessage", "scales", "format", cached.scales);
+  add("CachedDispatchMessage", "weight", "float32 [K]", cached.weight);
+  add("CachedDispatchMessage", "bytes", "", cached.bytes);
+  const auto combine = CombineMessage::Of(hidden * element_bytes, top_k);
+  add("CombineMessage", "row", "combine_dtype [H]", combine.row);
+  add("CombineMessage", "weight_grad", "float32 [K]", combine.weight_grad);
+  add("CombineMessage", "bytes", "", combine.bytes);
+  return table;
+}
+
+NB_MODULE(_native_cpu, m) {
+  m.doc() = "CPU handlers of jax_ep, and the sizes that its Python side asks for.";
+  DefineCommon(m, CpuTargets());
+  m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_EXPERTS") = kMaxExperts;
+  m.attr("MAX_INDEX") = kMaxIndex;
+  m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
+  m.def("formats", &Formats, "The registry of token formats.");
+  m.def(
+      "dispatch_region_bytes",
+      [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
+         int64_t top_k, int64_t local_experts) {
+        const auto [payload, scales] = Encoded(format, hidden, element_bytes);
+        return RegionHeader::Of(local_experts).bytes +
+               tokens * DispatchMessage::Of(payload, scales, top_k).bytes;
+      },
+      nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
+      nb::arg("top_k"), nb::arg("local_experts"), "Bytes of one region of a first dispatch.");
+  m.def(
+      "cached_region_bytes",
+      [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
+         int64_t num_weights) {
+        const auto [payload, scales] = Encoded(format, hidden, element_bytes);
+        return tokens * CachedDispatchMessage::Of(payload, scales, num_weights).bytes;
+      },
+      nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
+      nb::arg("num_weights"), "Bytes of one region of a dispatch along a known route.");
+  m.def(
+      "combine_region_bytes",
+      [](int64_t row_bytes, int64_t tokens, int64_t num_weights) {
+        return tokens * CombineMessage::Of(row_bytes, num_weights).bytes;
+      },
+      nb::arg("row_bytes"), nb::arg("tokens"), nb::arg("num_weights"),
+      "Bytes of one region of a combine.");
+  m.def("layout_table", &LayoutTable, nb::arg("format"), nb::arg("hidden"),
+        nb::arg("element_bytes"), nb::arg("top_k"), nb::arg("local_experts"),
+        "(structure, field, type, offset) of every field of the wire, for docs/protocol.md.");
+}
+
+}  // namespace
+}  // namespace jax_ep::ffi_layer

@@ -1,0 +1,66 @@
+// What both native modules give Python: their targets and their groups.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "ffi/group.h"
+#include "ffi/targets.h"
+
+namespace jax_ep::ffi_layer {
+
+inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
+  namespace nb = nanobind;
+  m.def(
+      "targets",
+      [targets] {
+        nb::dict result;
+        for (const Target& target : targets) {
+          result[target.name] = nb::capsule(reinterpret_cast<void*>(target.handler));
+        }
+        return result;
+      },
+      "Custom-call target name -> handler capsule, for jax.ffi.register_ffi_target.");
+  m.def(
+      "open_group",
+      [](int64_t key, const std::vector<int32_t>& ordinals, const std::vector<int32_t>& ranks) {
+        nb::gil_scoped_release release;
+        GroupRegistry::Get().Open(key, std::make_shared<Group>(ordinals, ranks));
+      },
+      nb::arg("key"), nb::arg("ordinals"), nb::arg("ranks"),
+      "Registers a group: local device ordinals[i] is rank ranks[i].");
+  m.def(
+      "close_group",
+      [](int64_t key) {
+        nb::gil_scoped_release release;
+        GroupRegistry::Get().Close(key);
+      },
+      nb::arg("key"), "Forgets a group; a key that is not open is ignored.");
+  m.def(
+      "take_invalid_ids",
+      [](int64_t key) {
+        std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> found;
+        if (const auto group = GroupRegistry::Get().Find(key)) {
+          for (const InvalidId& id : group->TakeInvalidIds()) {
+            found.emplace_back(id.rank, id.report.token, id.report.k, id.report.value);
+          }
+        }
+        return found;
+      },
+      nb::arg("key"), "(rank, token, k, value) of the first bad id of each local device.");
+  m.def(
+      "pool_threads",
+      [](int64_t key) -> int64_t {
+        const auto group = GroupRegistry::Get().Find(key);
+        return group ? group->pool_threads() : 0;
+      },
+      nb::arg("key"), "Threads of XLA's CPU pool as ep_init saw it; 0 where there is none.");
+}
+
+}  // namespace jax_ep::ffi_layer

@@ -1,0 +1,254 @@
+// The operands, results and attributes of every target, once: the binding that XLA checks and the
+// decoder that fills the step. cpu_module.cc and cuda_module.cc add their context and launch.
+#pragma once
+
+#include <utility>
+
+#include "ffi/decode.h"
+
+namespace jax_ep::ffi_layer {
+
+struct DecodedPack {
+  PackStep step{};
+  int64_t key = 0;
+  std::string_view format;
+  static constexpr const char* kTarget = "ep_pack";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // tokens [n, H]
+        .template Arg<I32>()        // topk_ids [n, K]
+        .template Arg<F32>()        // router_weights [n, K]
+        .template Ret<Wire>()       // send [R, region]
+        .template Ret<I32>()        // slot_of [n, K]
+        .template Ret<I32>()        // position [n, K]
+        .template Ret<I32>()        // num_invalid [1]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("num_experts")
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
+                    Out<Wire> send, Out<I32> slot_of, Out<I32> position,
+                    Out<I32> num_invalid, int64_t group_key, int64_t num_experts,
+                    std::string_view format_name) {
+    key = group_key;
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{};
+    CheckTokens(check, "tokens", tokens, shape, element);
+    check.Rank("topk_ids", ids, 2);
+    check.Rank("the wire buffer", *send, 2);
+    if (!check.ok()) return check.error();
+    shape.top_k = Dim(ids, 1);
+    shape.ranks = Dim(*send, 0);
+    check.Require(shape.ranks > 0 && num_experts > 0 && num_experts % shape.ranks == 0,
+                  "num_experts must be a positive multiple of the ranks, got " +
+                      std::to_string(num_experts) + " and " + std::to_string(shape.ranks));
+    if (!check.ok()) return check.error();
+    shape.local_experts = num_experts / shape.ranks;
+    check.Shape(shape);
+    check.Dims("topk_ids", ids, {shape.tokens, shape.top_k});
+    check.Dims("router_weights", weights, {shape.tokens, shape.top_k});
+    check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
+    check.Dims("position", *position, {shape.tokens, shape.top_k});
+    check.Dims("num_invalid", *num_invalid, {1});
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    const auto message = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k);
+    CheckWire(check, *send, shape.ranks,
+              RegionHeader::Of(shape.local_experts).bytes + shape.tokens * message.bytes);
+    if (!check.ok()) return check.error();
+    step.tokens = tokens.untyped_data();
+    step.ids = ids.typed_data();
+    step.weights = weights.typed_data();
+    step.send = Bytes(*send);
+    step.slot_of = slot_of->typed_data();
+    step.position = position->typed_data();
+    step.num_invalid = num_invalid->typed_data();
+    return ffi::Error::Success();
+  }
+};
+
+struct DecodedUnpack {
+  UnpackStep step{};
+  std::string_view format;
+  static constexpr const char* kTarget = "ep_unpack";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<Wire>()       // recv [R, region]
+        .template Ret<AnyBuffer>()  // tokens [N, H]
+        .template Ret<I32>()        // row_offsets [G + 1]
+        .template Ret<I32>()        // group_sizes [G]
+        .template Ret<I32>()        // expert_counts [G]
+        .template Ret<I32>()        // expert_ids [G]
+        .template Ret<I32>()        // src_info [N, 3]
+        .template Ret<F32>()        // router_weights [N]
+        .template Ret<I32>()        // num_dropped [1]
+        .template Ret<I32>()        // row_of [R, n, K]
+        .template Ret<I32>()        // row_slot [N]
+        .template Ret<I32>()        // slot_counts [R]
+        .template Ret<I32>()        // row_base [R, L]
+        .template Attr<int64_t>("expert_alignment")
+        .template Attr<bool>("zero_tail")
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const Wire& recv, Out<AnyBuffer> rows, Out<I32> row_offsets,
+                    Out<I32> group_sizes, Out<I32> expert_counts,
+                    Out<I32> expert_ids, Out<I32> src_info,
+                    Out<F32> row_weights, Out<I32> num_dropped,
+                    Out<I32> row_of, Out<I32> row_slot, Out<I32> slot_counts,
+                    Out<I32> row_base, int64_t expert_alignment, bool zero_tail,
+                    std::string_view format_name) {
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{};
+    // n and K come with row_of; the rows give H and N.
+    CheckTokens(check, "tokens", *rows, shape, element);
+    check.Rank("row_of", *row_of, 3);
+    check.Rank("expert_counts", *expert_counts, 1);
+    if (!check.ok()) return check.error();
+    shape.recv_rows = shape.tokens;
+    shape.ranks = Dim(*row_of, 0);
+    shape.tokens = Dim(*row_of, 1);
+    shape.top_k = Dim(*row_of, 2);
+    shape.local_experts = Dim(*expert_counts, 0);
+    shape.expert_alignment = expert_alignment;
+    check.Shape(shape);
+    check.Dims("row_offsets", *row_offsets, {shape.local_experts + 1});
+    check.Dims("group_sizes", *group_sizes, {shape.local_experts});
+    check.Dims("expert_ids", *expert_ids, {shape.local_experts});
+    check.Dims("src_info", *src_info, {shape.recv_rows, 3});
+    check.Dims("router_weights", *row_weights, {shape.recv_rows});
+    check.Dims("num_dropped", *num_dropped, {1});
+    check.Dims("row_slot", *row_slot, {shape.recv_rows});
+    check.Dims("slot_counts", *slot_counts, {shape.ranks});
+    check.Dims("row_base", *row_base, {shape.ranks, shape.local_experts});
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    const auto message = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k);
+    CheckWire(check, recv, shape.ranks,
+              RegionHeader::Of(shape.local_experts).bytes + shape.tokens * message.bytes);
+    if (!check.ok()) return check.error();
+    step.zero_tail = zero_tail;
+    step.recv = Bytes(recv);
+    step.rows = static_cast<uint8_t*>(rows->untyped_data());
+    step.row_offsets = row_offsets->typed_data();
+    step.group_sizes = group_sizes->typed_data();
+    step.expert_counts = expert_counts->typed_data();
+    step.expert_ids = expert_ids->typed_data();
+    step.src_info = src_info->typed_data();
+    step.row_weights = row_weights->typed_data();
+    step.num_dropped = num_dropped->typed_data();
+    step.row_of = row_of->typed_data();
+    step.row_slot = row_slot->typed_data();
+    step.slot_counts = slot_counts->typed_data();
+    step.row_base = row_base->typed_data();
+    return ffi::Error::Success();
+  }
+};
+
+struct DecodedCachedPack {
+  CachedPackStep step{};
+  std::string_view format;
+  static constexpr const char* kTarget = "ep_pack_cached";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // tokens [n, H]
+        .template Arg<F32>()        // weights [n, K] or [n, 0]
+        .template Arg<I32>()        // slot_of [n, K]
+        .template Ret<Wire>()       // send [R, n * message]
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of,
+                    Out<Wire> send, std::string_view format_name) {
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{};
+    CheckTokens(check, "tokens", tokens, shape, element);
+    check.Rank("weights", weights, 2);
+    check.Rank("slot_of", slot_of, 2);
+    check.Rank("the wire buffer", *send, 2);
+    if (!check.ok()) return check.error();
+    shape.ranks = Dim(*send, 0);
+    shape.top_k = Dim(slot_of, 1);
+    step.num_weights = Dim(weights, 1);
+    check.Shape(shape);
+    check.Require(step.num_weights == 0 || step.num_weights == shape.top_k,
+                  "weights must have 0 or K columns");
+    check.Dims("weights", weights, {shape.tokens, step.num_weights});
+    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    CheckWire(
+        check, *send, shape.ranks,
+        shape.tokens *
+            CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes);
+    if (!check.ok()) return check.error();
+    step.tokens = tokens.untyped_data();
+    step.weights = weights.typed_data();
+    step.slot_of = slot_of.typed_data();
+    step.send = Bytes(*send);
+    return ffi::Error::Success();
+  }
+};
+
+struct DecodedCachedUnpack {
+  CachedUnpackStep step{};
+  std::string_view format;
+  static constexpr const char* kTarget = "ep_unpack_cached";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<Wire>()       // recv [R, n * message]
+        .template Arg<I32>()        // row_of [R, n, K]
+        .template Arg<I32>()        // row_slot [N]
+        .template Ret<AnyBuffer>()  // rows [N, H]
+        .template Ret<F32>()        // row_weights [N] or [0]
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const Wire& recv, const I32& row_of, const I32& row_slot,
+                    Out<AnyBuffer> rows, Out<F32> row_weights,
+                    std::string_view format_name) {
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{};
+    CheckTokens(check, "rows", *rows, shape, element);
+    check.Rank("row_of", row_of, 3);
+    check.Rank("row_weights", *row_weights, 1);
+    if (!check.ok()) return check.error();
+    shape.recv_rows = shape.tokens;
+    shape.ranks = Dim(row_of, 0);
+    shape.tokens = Dim(row_of, 1);
+    shape.top_k = Dim(row_of, 2);
+    const bool weighted = Dim(*row_weights, 0) != 0;
+    step.num_weights = weighted ? shape.top_k : 0;
+    check.Shape(shape);
+    check.Dims("row_slot", row_slot, {shape.recv_rows});
+    check.Dims("row_weights", *row_weights, {weighted ? shape.recv_rows : 0});
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    CheckWire(
+        check, recv, shape.ranks,
+        shape.tokens *
+            CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes);
+    if (!check.ok()) return check.error();
+    step.recv = Bytes(recv);
+    step.row_of = row_of.typed_data();
+    step.row_slot = row_slot.typed_data();
+    step.rows = static_cast<uint8_t*>(rows->untyped_data());
+    step.row_weights = row_weights->typed_data();
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace jax_ep::ffi_layer

@@ -1,0 +1,112 @@
+// The wire: where each byte of a message and of a region lies. This is its only statement; sizes in
+// Python and the table in docs/protocol.md come from here.
+//
+// A region is what one rank sends to one other in one call: a header, then one message per slot.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/platform.h"
+
+namespace jax_ep {
+
+// Yields the offset of each field and the running end together, so that sizes and offsets agree.
+struct LayoutCursor {
+  int64_t end = 0;
+
+  JAX_EP_HOST_DEVICE constexpr int64_t Take(int64_t bytes, int64_t align) {
+    const int64_t offset = RoundUp(end, align);
+    end = offset + bytes;
+    return offset;
+  }
+};
+
+inline constexpr int64_t kMessageAlignBytes = 16;
+inline constexpr int64_t kIndexBytes = 4;   // int32
+inline constexpr int64_t kWeightBytes = 4;  // float32
+
+// Precedes the messages of a first dispatch: what the receiver needs to place every row.
+struct RegionHeader {
+  int64_t num_slots;      // int32: messages that follow
+  int64_t expert_counts;  // int32 [L]: rows for each local expert of the receiver
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr RegionHeader Of(int64_t local_experts) {
+    LayoutCursor cursor;
+    RegionHeader header{};
+    header.num_slots = cursor.Take(kIndexBytes, kIndexBytes);
+    header.expert_counts = cursor.Take(local_experts * kIndexBytes, kIndexBytes);
+    header.bytes = RoundUp(cursor.end, kMessageAlignBytes);
+    return header;
+  }
+};
+
+// One token on its way to one rank, with where its rows go there.
+struct DispatchMessage {
+  int64_t payload;       // the encoded token
+  int64_t scales;        // its scales, if the format has any
+  int64_t source_token;  // int32: index of the token at its source
+  int64_t local_expert;  // int32 [K]: the receiver's expert, -1 where k goes elsewhere
+  int64_t position;      // int32 [K]: earlier rows of that expert from this source
+  int64_t weight;        // float32 [K]: router weights
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr DispatchMessage Of(int64_t payload_bytes, int64_t scale_bytes,
+                                                         int64_t top_k) {
+    LayoutCursor cursor;
+    DispatchMessage message{};
+    message.payload = cursor.Take(payload_bytes, kMessageAlignBytes);
+    message.scales = cursor.Take(scale_bytes, kMessageAlignBytes);
+    message.source_token = cursor.Take(kIndexBytes, kIndexBytes);
+    message.local_expert = cursor.Take(top_k * kIndexBytes, kIndexBytes);
+    message.position = cursor.Take(top_k * kIndexBytes, kIndexBytes);
+    message.weight = cursor.Take(top_k * kWeightBytes, kWeightBytes);
+    message.bytes = RoundUp(cursor.end, kMessageAlignBytes);
+    return message;
+  }
+};
+
+// A token along a known route: no indices travel. `num_weights` is K, or 0 without weights.
+struct CachedDispatchMessage {
+  int64_t payload;
+  int64_t scales;
+  int64_t weight;  // float32 [num_weights]
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr CachedDispatchMessage Of(int64_t payload_bytes,
+                                                               int64_t scale_bytes,
+                                                               int64_t num_weights) {
+    LayoutCursor cursor;
+    CachedDispatchMessage message{};
+    message.payload = cursor.Take(payload_bytes, kMessageAlignBytes);
+    message.scales = cursor.Take(scale_bytes, kMessageAlignBytes);
+    message.weight = cursor.Take(num_weights * kWeightBytes, kWeightBytes);
+    message.bytes = RoundUp(cursor.end, kMessageAlignBytes);
+    return message;
+  }
+};
+
+// The sum of a slot's rows on its way home. `num_weights` is K when weight gradients ride along.
+struct CombineMessage {
+  int64_t row;          // combine_dtype [H]
+  int64_t weight_grad;  // float32 [num_weights]
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr CombineMessage Of(int64_t row_bytes, int64_t num_weights) {
+    LayoutCursor cursor;
+    CombineMessage message{};
+    message.row = cursor.Take(row_bytes, kMessageAlignBytes);
+    message.weight_grad = cursor.Take(num_weights * kWeightBytes, kWeightBytes);
+    message.bytes = RoundUp(cursor.end, kMessageAlignBytes);
+    return message;
+  }
+};
+
+static_assert(RegionHeader::Of(64).expert_counts == 4);
+static_assert(RegionHeader::Of(64).bytes == 272);
+static_assert(DispatchMessage::Of(14336, 0, 8).source_token == 14336);
+static_assert(DispatchMessage::Of(14336, 0, 8).bytes == 14336 + 112);
+static_assert(CachedDispatchMessage::Of(14336, 0, 0).bytes == 14336);
+static_assert(CombineMessage::Of(14336, 8).bytes == 14336 + 32);
+
+}  // namespace jax_ep

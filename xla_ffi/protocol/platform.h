@@ -1,0 +1,24 @@
+// What a header needs to serve g++ and nvcc alike. Every header of protocol/ and formats/ uses it.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAX_EP_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define JAX_EP_HOST_DEVICE inline
+#endif
+
+namespace jax_ep {
+
+template <typename T>
+JAX_EP_HOST_DEVICE constexpr T Min(T a, T b) {
+  return a < b ? a : b;
+}
+
+// `align` must be positive; it need not be a power of two.
+JAX_EP_HOST_DEVICE constexpr int64_t RoundUp(int64_t value, int64_t align) {
+  return (value + align - 1) / align * align;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,102 @@
+// Deterministic routing: which slot carries a token, which row receives it. The order of rows is a
+// function of the ids alone; see docs/protocol.md. Used by the CPU and CUDA kernels and by tests.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/platform.h"
+#include "protocol/shape.h"
+
+namespace jax_ep {
+
+// Where an expert lives. rank < 0 for the id -1 and for ids outside [-1, E).
+struct ExpertPlace {
+  int32_t rank;
+  int32_t local_expert;
+};
+
+JAX_EP_HOST_DEVICE ExpertPlace PlaceOf(int32_t id, int32_t ranks, int32_t local_experts) {
+  // The unsigned comparison refuses negative ids too.
+  if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(ranks * local_experts)) return {-1, -1};
+  return {id / local_experts, id % local_experts};
+}
+
+JAX_EP_HOST_DEVICE bool IsInvalidId(int32_t id, int32_t ranks, int32_t local_experts) {
+  return id != -1 && static_cast<uint32_t>(id) >= static_cast<uint32_t>(ranks * local_experts);
+}
+
+// Whether entry k is the first of its token that goes to `rank`: it opens the slot that later
+// entries of the token share (dedup). `ids` are the token's K ids.
+JAX_EP_HOST_DEVICE bool OpensSlot(const int32_t* ids, int32_t k, int32_t rank, int32_t ranks,
+                                  int32_t local_experts) {
+  for (int32_t earlier = 0; earlier < k; ++earlier) {
+    if (PlaceOf(ids[earlier], ranks, local_experts).rank == rank) return false;
+  }
+  return true;
+}
+
+// Counters of a run of tokens: slots per rank [R] and rows per expert [E]. They start at what
+// earlier runs counted, so a call may be routed in one run or in several.
+struct RouteCounters {
+  int32_t* slots;
+  int32_t* rows;
+};
+
+// The tables of SPEC's `route` that the source fills.
+struct SourceTables {
+  int32_t* slot_of;   // [n, K] rank * n + slot, -1 where there is no row
+  int32_t* position;  // [n, K] earlier rows of the same expert from this source
+};
+
+struct InvalidIds {
+  int32_t count = 0;
+  int32_t first_entry = -1;  // token * K + k
+};
+
+// Routes tokens [begin, end) in token order.
+JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, int64_t begin,
+                                    int64_t end, RouteCounters counters, SourceTables tables,
+                                    InvalidIds& invalid) {
+  const int32_t ranks = static_cast<int32_t>(shape.ranks);
+  const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
+  const int32_t top_k = static_cast<int32_t>(shape.top_k);
+  for (int64_t token = begin; token < end; ++token) {
+    const int32_t* token_ids = ids + token * top_k;
+    for (int32_t k = 0; k < top_k; ++k) {
+      const int64_t entry = token * top_k + k;
+      const ExpertPlace place = PlaceOf(token_ids[k], ranks, local_experts);
+      if (place.rank < 0) {
+        tables.slot_of[entry] = -1;
+        tables.position[entry] = -1;
+        if (token_ids[k] != -1) {
+          if (invalid.count++ == 0) invalid.first_entry = static_cast<int32_t>(entry);
+        }
+        continue;
+      }
+      if (OpensSlot(token_ids, k, place.rank, ranks, local_experts)) ++counters.slots[place.rank];
+      tables.slot_of[entry] =
+          static_cast<int32_t>(place.rank * shape.tokens + counters.slots[place.rank] - 1);
+      tables.position[entry] = counters.rows[token_ids[k]]++;
+    }
+  }
+}
+
+// Start of a group's rows given where the previous one starts and its real rows, not yet cut by N.
+JAX_EP_HOST_DEVICE int64_t NextGroupStart(int64_t start, int64_t rows, int64_t alignment) {
+  return start + RoundUp(rows, alignment);
+}
+
+// The output row at `index`, or -1 where it is dropped: the only guard between a message's contents
+// and a write, so it holds for any index.
+JAX_EP_HOST_DEVICE int32_t RowOrDropped(int64_t index, int64_t recv_rows) {
+  return index >= 0 && index < recv_rows ? static_cast<int32_t>(index) : -1;
+}
+
+// Real rows of a group that lie at or past N.
+JAX_EP_HOST_DEVICE int64_t DroppedRows(int64_t start, int64_t rows, int64_t recv_rows) {
+  const int64_t end = start + rows;
+  if (end <= recv_rows) return 0;
+  return start >= recv_rows ? rows : end - recv_rows;
+}
+
+}  // namespace jax_ep
