@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _native_cpu as native
+try:
+    from jax_ep import _native_cpu as native
+except ImportError as error:
+    raise ImportError(
+        "jax_ep: the native module must be built, got the bare sources; run pip "
+        "install in the repository, and start Python elsewhere than in it"
+    ) from error
 
 
 def _load_cuda() -> ModuleType | None:

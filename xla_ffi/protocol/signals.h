@@ -98,7 +98,8 @@ JAX_EP_HOST_DEVICE constexpr CallState StartState(uint64_t first_epoch) {
   return state;
 }
 
-// Where the next call goes: region epoch % depth, or the next one that holds no pending call.
+// Where the next call goes: region epoch % depth, or the next one that holds no pending call, for
+// depth in [1, kMaxDepth].
 // Without the second half a split call that stays pending over `depth` other calls deadlocks: the
 // last of them waits for a credit that this rank gives only later in its own stream.
 JAX_EP_HOST_DEVICE constexpr RegionLease LeaseRegion(const CallState& state, uint32_t depth) {
@@ -106,7 +107,7 @@ JAX_EP_HOST_DEVICE constexpr RegionLease LeaseRegion(const CallState& state, uin
   const uint32_t first = static_cast<uint32_t>(epoch % depth);
   for (uint32_t step = 0; step < depth; ++step) {
     const uint32_t region = (first + step) % depth;
-    if ((state.pending >> region & 1) == 0) return {epoch, state.last_epoch[region], region};
+    if (((state.pending >> region) & 1) == 0) return {epoch, state.last_epoch[region], region};
   }
   return {epoch, 0, kNoRegion};
 }

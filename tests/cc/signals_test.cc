@@ -1,0 +1,288 @@
+// Tests of protocol/signals.h: its decisions where epochs wrap, and programs of calls between ranks
+// that are threads, up to late peers and mixed-up calls. Runs under TSan and ASan + UBSan as well.
+#include "protocol/signals.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+
+#include "signals_exchange.h"
+
+namespace jax_ep {
+namespace {
+
+// Calls start a few epochs before each of these wrap or change sign.
+constexpr uint64_t kFirstEpochs[] = {kFirstEpoch, (uint64_t{1} << 32) - 2, (uint64_t{1} << 63) - 2,
+                                     UINT64_MAX - 1};
+
+// ---- Decisions ----------------------------------------------------------------------------------
+
+void TestFlags() {
+  for (const uint64_t first : kFirstEpochs) {
+    for (uint64_t epoch = first; epoch != first + 6; ++epoch) {
+      CHECK(ClassifyFlag({StartMark(first), 0, 0, 0}, epoch, 7) == Observation::kPending);
+      CHECK(ClassifyFlag({epoch - 1, 0, 0, 7}, epoch, 7) == Observation::kPending);
+      CHECK(ClassifyFlag({epoch, 0, 0, 7}, epoch, 7) == Observation::kArrived);
+      CHECK(ClassifyFlag({epoch, 0, 0, 8}, epoch, 7) == Observation::kProtocolError);
+      CHECK(ClassifyFlag({epoch + 1, 0, 0, 7}, epoch, 7) == Observation::kProtocolError);
+    }
+  }
+  // A zeroed window is a valid start.
+  CHECK(StartMark(kFirstEpoch) == FlagCell{}.epoch && StartState(kFirstEpoch).last_epoch[0] == 0);
+}
+
+void TestCredits() {
+  for (const uint64_t first : kFirstEpochs) {
+    for (uint32_t depth = 1; depth <= kMaxDepth; ++depth) {
+      CallState state = StartState(first);
+      uint64_t consumed[kMaxDepth];
+      std::fill_n(consumed, kMaxDepth, StartMark(first));
+      for (uint32_t call = 0; call < 3 * depth + 2; ++call) {
+        const RegionLease lease = LeaseRegion(state, depth);
+        CHECK(lease.epoch == first + call && lease.region == lease.epoch % depth);
+        uint64_t& credit = consumed[lease.region];
+        CHECK(credit == lease.previous);                  // StartMark for the region's first call
+        const bool divides = (depth & (depth - 1)) == 0;  // 2^64, so regions take turns
+        if (divides && call >= depth) CHECK(lease.previous == lease.epoch - depth);
+        CHECK(ClassifyCredit(credit, lease) == Observation::kArrived);
+        CHECK(ClassifyCredit(lease.previous - 1, lease) == Observation::kPending);
+        CHECK(ClassifyCredit(lease.epoch, lease) == Observation::kProtocolError);
+        CommitSend(state, lease);
+        CommitPlace(state, lease);
+        if (LeaseRegion(state, depth).region == lease.region) {
+          CHECK(ClassifyCredit(credit, LeaseRegion(state, depth)) == Observation::kPending);
+        }
+        credit = lease.epoch;
+      }
+    }
+  }
+}
+
+void TestLeases() {
+  CallState state = StartState(4);
+  const RegionLease held = LeaseRegion(state, 2);
+  CHECK(held.epoch == 4 && held.region == 0 && held.previous == 3);
+  CommitSend(state, held);
+  // Fused calls go round the held region, one after the other.
+  for (uint64_t epoch = 5; epoch < 8; ++epoch) {
+    const RegionLease lease = LeaseRegion(state, 2);
+    CHECK(lease.epoch == epoch && lease.region == 1);
+    CHECK(lease.previous == (epoch == 5 ? StartMark(4) : epoch - 1));
+    CommitSend(state, lease);
+    CHECK(LeaseRegion(state, 2).region == kNoRegion);
+    CommitPlace(state, lease);
+  }
+  CommitPlace(state, held);
+  const RegionLease back = LeaseRegion(state, 2);
+  CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
+}
+
+void TestQueueOrder() {
+  const WorkPlan plan{1, 4, 3};
+  uint32_t next[4] = {};
+  Phase last = Phase::kRoute;
+  for (uint32_t ticket = 0; ticket < 8; ++ticket) {
+    const WorkItem item = ItemOf(plan, ticket);
+    CHECK(item.phase >= last && item.index == next[static_cast<int>(item.phase)]++);
+    last = item.phase;
+  }
+  CHECK(next[0] == 1 && next[1] == 4 && next[2] == 3);
+  CHECK(ItemOf(plan, 8).phase == Phase::kNone && ItemOf(plan, UINT32_MAX).phase == Phase::kNone);
+  CHECK(ItemOf({0, 0, 0}, 0).phase == Phase::kNone);
+}
+
+// A clock that only the test advances.
+struct ScriptedMemory : HostSignalMemory {
+  uint64_t* now;
+  uint64_t* looks;
+
+  uint64_t NowNs() const {
+    ++*looks;
+    return *now;
+  }
+  void Pause() const {}
+};
+static_assert(SignalMemory<ScriptedMemory>);
+
+void TestWaitUntil() {
+  for (const uint64_t start : {uint64_t{0}, UINT64_MAX - 5}) {  // the clock may wrap as well
+    uint64_t now = start, looks = 0, polls = 0;
+    WaitReport poison{};
+    ScriptedMemory memory;
+    memory.now = &now;
+    memory.looks = &looks;
+    const WaitBound bound{start + 10, &poison};
+    const auto wait = [&](auto observe) {
+      looks = polls = 0;
+      now = start;
+      return WaitUntil(memory, bound, [&] {
+        ++polls;
+        return observe();
+      });
+    };
+
+    CHECK(wait([] { return Observation::kArrived; }) == WaitStatus::kArrived);
+    CHECK(polls == 1 && looks == 0);
+    CHECK(wait([] { return Observation::kProtocolError; }) == WaitStatus::kProtocolError);
+    CHECK(polls == 1 && looks == 0);
+
+    // Eleven batches until the clock is found past the deadline, and one more.
+    const auto tick = [&] {
+      if (polls % kPollsPerCheck == 0 && polls / kPollsPerCheck > 1) ++now;
+      return Observation::kPending;
+    };
+    CHECK(wait(tick) == WaitStatus::kTimedOut);
+    CHECK(looks == 11 && polls == 12 * kPollsPerCheck);
+
+    // The worker sleeps past the deadline and what it waits for comes meanwhile.
+    const auto sleep = [&] {
+      now = start + 1000;
+      return polls > kPollsPerCheck ? Observation::kArrived : Observation::kPending;
+    };
+    CHECK(wait(sleep) == WaitStatus::kArrived);
+    CHECK(looks == 1);
+
+    poison.status = WaitStatus::kTimedOut;
+    CHECK(wait([] { return Observation::kPending; }) == WaitStatus::kPoisoned);
+    CHECK(polls == kPollsPerCheck && looks == 0);
+  }
+}
+
+// ---- Exchanges
+// -----------------------------------------------------------------------------------
+
+void TestPrograms() {
+  const struct {
+    const char* program;
+    uint32_t min_depth;
+  } programs[] = {
+      {"D D D D D", 1},
+      {"D C D D C D C C", 1},
+      {"D>a D>b D<a D<b D>c C D<c", 2},
+      {"D>a D>b D<b D>c D<a D<c", 2},
+      {"D>a D C D D C>b D<a D C C<b", 2},
+  };
+  for (const auto& [program, min_depth] : programs) {
+    for (uint32_t depth = min_depth; depth <= 2; ++depth) {
+      for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks) {
+        for (const uint64_t first : kFirstEpochs) {
+          // One worker shows that the queue needs no second one.
+          for (const uint32_t workers : {1u, 3u}) {
+            Exchange exchange(
+                {.ranks = ranks, .depth = depth, .workers = workers, .first_epoch = first});
+            exchange.Run(program);
+            for (uint32_t r = 0; r < ranks; ++r) {
+              CHECK(exchange.ok(r) && exchange.calls_done(r) == Parse(program).size());
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void CheckReport(const WaitReport& report, uint32_t awaited, uint64_t epoch, WaitStatus status) {
+  CHECK(report.status == status && report.epoch == epoch && report.tag == 5);
+  CHECK(report.awaited_rank == awaited && report.waiting_rank != awaited);
+}
+
+constexpr std::chrono::milliseconds kShort{700};
+
+// The last rank comes after the others have given up: everybody's report names it, and it sends
+// nothing into windows whose owners no longer read them.
+void TestLatePeer() {
+  for (const uint32_t ranks : {2u, 4u}) {
+    for (const uint32_t workers : {1u, 2u}) {
+      Exchange exchange({.ranks = ranks, .workers = workers, .timeout = kShort});
+      const uint32_t late = ranks - 1;
+      exchange.Run(0, late, {"D D"});
+      for (uint32_t r = 0; r < ranks; ++r) {
+        CheckReport(exchange.report(r), late, kFirstEpoch, WaitStatus::kTimedOut);
+        CHECK(exchange.report(r).phase == Phase::kPlace);
+        CHECK(r == late || !exchange.ok(r));
+      }
+      exchange.Run(late, ranks, {"D D"});
+      CHECK(!exchange.ok(late) && exchange.calls_done(late) == 0);
+      for (uint32_t r = 0; r < ranks; ++r) {
+        const Region& region = exchange.window(r, 0).regions[0];
+        CHECK(region.counts_flag[late].epoch == StartMark(kFirstEpoch));
+        CHECK(region.flags[late][0].epoch == StartMark(kFirstEpoch));
+      }
+    }
+  }
+}
+
+// The last rank sends its first call and never reads: the others' second call waits for its credit.
+void TestMissingCredit() {
+  if (!kWaitForCredit) return;
+  Exchange exchange({.ranks = 3, .workers = 2, .timeout = kShort});
+  exchange.Run(0, 3, {"D D", "D D", "D>a"});
+  CHECK(!exchange.ok(0) && !exchange.ok(1) && exchange.ok(2));
+  for (uint32_t r = 0; r < 3; ++r) {
+    CheckReport(exchange.report(r), 2, kFirstEpoch + 1, WaitStatus::kTimedOut);
+    CHECK(exchange.report(r).phase == Phase::kRoute || exchange.report(r).phase == Phase::kSend);
+  }
+}
+
+// Two kinds in opposite order cannot end, but the waits are bounded and say who waited for whom.
+void TestOppositeOrders() {
+  Exchange exchange({.ranks = 2, .timeout = kShort});
+  exchange.Run(0, 2, {"D C", "C D"});
+  for (uint32_t r = 0; r < 2; ++r) {
+    CHECK(!exchange.ok(r) && exchange.calls_done(r) == 0);
+    const WaitReport& report = exchange.report(r);
+    CheckReport(report, 1u - report.waiting_rank, kFirstEpoch, WaitStatus::kTimedOut);
+  }
+}
+
+void TestWrongTag() {
+  Exchange exchange({.ranks = 4, .workers = 2, .tags = {5, 5, 9, 5}});
+  exchange.Run("D D");
+  for (uint32_t r = 0; r < 4; ++r) {
+    const WaitReport& report = exchange.report(r);
+    CHECK(!exchange.ok(r) && exchange.calls_done(r) == 0);
+    CHECK(report.status == WaitStatus::kProtocolError && report.phase == Phase::kPlace);
+    CHECK((report.waiting_rank == 2) != (report.awaited_rank == 2));
+    CHECK(report.tag == (report.waiting_rank == 2 ? 9 : 5));
+  }
+}
+
+// A flag or a credit from the future is refused, and the report reaches ranks that wait for others.
+void TestGreaterEpoch() {
+  for (const bool credit : {false, true}) {
+    if (credit && !kWaitForCredit) continue;
+    Exchange exchange({.ranks = 3, .depth = 2});
+    if (credit) {
+      exchange.window(0, 0).credits[1][kFirstEpoch % 2] = kFirstEpoch;
+    } else {
+      exchange.window(0, 0).regions[kFirstEpoch % 2].counts_flag[1] = {kFirstEpoch + 2, 0, 0, 5};
+    }
+    exchange.Run(0, credit ? 3 : 1, {"D"});
+    for (uint32_t r = 0; r < 3; ++r) {
+      const WaitReport& report = exchange.report(r);
+      CHECK(report.waiting_rank == 0);
+      CheckReport(report, 1, kFirstEpoch, WaitStatus::kProtocolError);
+      if (credit) CHECK(!exchange.ok(r) && report.phase == Phase::kRoute);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  jax_ep::TestFlags();
+  jax_ep::TestCredits();
+  jax_ep::TestLeases();
+  jax_ep::TestQueueOrder();
+  jax_ep::TestWaitUntil();
+  jax_ep::TestPrograms();
+  jax_ep::TestLatePeer();
+  jax_ep::TestMissingCredit();
+  jax_ep::TestOppositeOrders();
+  jax_ep::TestWrongTag();
+  jax_ep::TestGreaterEpoch();
+  std::printf("signals_test: ok\n");
+  return 0;
+}
