@@ -7,7 +7,6 @@ skipped for which reason: the record behind every claim that something runs on a
 """
 
 import collections
-import datetime
 import json
 import pathlib
 import subprocess
@@ -15,18 +14,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def commit():
-    run = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip() or "unknown"
+import recording
 
 
 def devices():
@@ -46,7 +34,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
-        command += [str(ROOT / "tests"), *sys.argv[1:]]
+        command += [str(recording.ROOT / "tests"), *sys.argv[1:]]
         status = subprocess.run(command, check=False, cwd=folder).returncode
         suite = ET.parse(report).getroot().find("testsuite")
         skipped = collections.Counter(
@@ -62,8 +50,8 @@ def main():
     record = {
         "kind": "test suite",
         "devices": found,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        "commit": recording.commit(),
+        "date": recording.date(),
         "python": sys.version.split()[0],
         "arguments": sys.argv[1:],
         "passed": total - len(failed) - sum(skipped.values()),
@@ -71,9 +59,8 @@ def main():
         "skipped": dict(skipped),
         "seconds": round(float(suite.get("time")), 1),
     }
-    name = found["kind"].lower().replace("nvidia ", "").replace(" ", "-")
-    path = RESULTS / f"suite-{name}x{found['count']}-{record['date']}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    name = recording.short_device(found["kind"])
+    recording.write(f"suite-{name}x{found['count']}", record)
     print(json.dumps(record, indent=1))
     return status
 

@@ -53,7 +53,7 @@ def cpu_part(data):
     head = (
         f"CPU steps on one core ({data['cpu']}, {data['date']}, commit "
         f"{data['commit'][:12]}): H 7168, bfloat16, top-8 of 256, 4 ranks; payload "
-        "bytes read and written, against one `memcpy` that moves as many in the same run."
+        "bytes read and written, against one `memcpy` of as many in the same run."
     )
     return head + "\n\n" + table(("T", "step", "us", "GB/s", "of memcpy"), rows)
 

@@ -50,6 +50,7 @@ def dispatch(
     Source: SPEC section 3; the system documents' dispatch_kernel (fused form).
     """
     _checks.require_open("dispatch", ep)
+    _checks.require_scope("dispatch", ep)
     config = ep.config
     tokens = _checks.as_array("dispatch", "tokens", tokens)
     topk_ids = _checks.as_array("dispatch", "topk_ids", topk_ids)
@@ -84,7 +85,6 @@ def dispatch(
         _checks.require_shape(
             "dispatch", "router_weights", weights, ids_shape, "[n, top_k]"
         )
-    _checks.require_scope("dispatch", ep)
     args = _checks.vary_together(ep, tokens, topk_ids, weights)
     with jax.named_scope("jax_ep.dispatch"):
         return _autodiff.dispatch(ep, weighted, *args)
@@ -123,6 +123,7 @@ def combine(
     Source: SPEC section 3; the system documents' EPCombineKernel.
     """
     _checks.require_open("combine", ep)
+    _checks.require_scope("combine", ep)
     config = ep.config
     route = _checks.require_route("combine", ep, route)
     n, rows = route.slot_of.shape[0], ep.recv_capacity
@@ -144,7 +145,6 @@ def combine(
         skip = checked(
             "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"
         )
-    _checks.require_scope("combine", ep)
     args = _checks.vary_together(ep, route, expert_out, weights, skip)
     with jax.named_scope("jax_ep.combine"):
         return _autodiff.combine(ep, *args)

@@ -15,6 +15,7 @@ With x tokens, w weights, E expert rows and i = row(t, k):
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,32 +70,22 @@ def dispatch(
 ) -> Dispatched:
     """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
     body = _refusing_vmap("dispatch", partial(_collective.dispatch, ep))
-    d = body(tokens, topk_ids, router_weights)
-    # Named inside the rule, so that a remat policy can save what the backward reads.
-    named = {
-        field: checkpoint_name(
-            getattr(d, field), ROWS_NAME if field in _ROW_FIELDS else ROUTE_NAME
-        )
-        for field in _ROW_FIELDS + _TABLE_FIELDS
-    }
-    return Dispatched(scales=None, grad_port=None, **named)
+    return _named(body(tokens, topk_ids, router_weights))
 
 
-_ROW_FIELDS = ("tokens", "router_weights")
-_TABLE_FIELDS = (
-    "row_offsets",
-    "group_sizes",
-    "expert_counts",
-    "expert_ids",
-    "src_info",
-    "num_dropped",
-    "num_invalid",
-    "route",
-)
+def _named(d: Dispatched) -> Dispatched:
+    """`d` with the names that remat policies go by."""
+
+    def name(field: str) -> Any:
+        is_row = field in ("tokens", "router_weights")
+        return checkpoint_name(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
+
+    return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
 
 
 def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: jax.Array) -> Any:
-    d = dispatch(ep, weighted, *args)
+    # Named again: names inside the nested rule do not reach the residuals.
+    d = _named(dispatch(ep, weighted, *args))
     return d, d.route
 
 
@@ -187,6 +178,7 @@ def _combine_fwd(
     residual: jax.Array | None,
 ) -> Any:
     y = combine(ep, route, expert_out, router_weights, residual)
+    y = checkpoint_name(y, OUT_NAME)
     weighting = None if router_weights is None else (router_weights, expert_out)
     # None or (): the structure says whether there was a residual, without an array.
     had_residual = None if residual is None else ()

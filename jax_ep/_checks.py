@@ -47,7 +47,7 @@ def require_shape(
     if value.shape != shape:
         raise ValueError(
             f"jax_ep.{function}: {name} must have shape {shape} ({why}), got "
-            f"{value.shape}"
+            f"{value.shape}; pass arrays of one call, as its docstring gives them"
         )
 
 
@@ -58,7 +58,7 @@ def require_open(function: str, ep: EPHandle) -> None:
     if not isinstance(ep, EPHandle):
         raise TypeError(
             f"jax_ep.{function}: ep must be what jax_ep.init returned, got "
-            f"{type(ep).__name__}"
+            f"{type(ep).__name__}; call jax_ep.init once and pass its result"
         )
     if ep.closed:
         raise ValueError(
@@ -72,7 +72,7 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
     if not isinstance(route, Route):
         raise TypeError(
             f"jax_ep.{function}: route must be the `route` of a Dispatched, got "
-            f"{type(route).__name__}"
+            f"{type(route).__name__}; pass d.route of the dispatch"
         )
     if route.key != ep.key:
         raise ValueError(

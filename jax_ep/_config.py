@@ -18,10 +18,9 @@ WIRE_FORMATS = ("fp8_block128",)
 _CAPACITY_MULTIPLE = 128
 
 
-def _require(holds: bool, what: str, value: Any, remedy: str = "") -> None:
+def _require(holds: bool, what: str, value: Any, remedy: str) -> None:
     if not holds:
-        tail = f"; {remedy}" if remedy else ""
-        raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}{tail}")
+        raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}; {remedy}")
 
 
 def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -30,12 +29,13 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
     if type(value) is not int:
         raise TypeError(
             f"jax_ep.EPConfig: {name} must be a Python int, got {value!r} of type "
-            f"{type(value).__name__}"
+            f"{type(value).__name__}; convert it with int()"
         )
     _require(
         value >= low and (high is None or value <= high),
         f"{name} must be {bound}",
         value,
+        "pass a value within these bounds",
     )
 
 
@@ -135,11 +135,13 @@ class EPConfig:
                 and self.capacity_factor > 0,
                 "capacity_factor must be a positive number",
                 self.capacity_factor,
+                "1.25 is a usual factor",
             )
         _require(
             isinstance(self.timeout_s, int | float) and self.timeout_s > 0,
             "timeout_s must be a positive number of seconds",
             self.timeout_s,
+            "100.0 is the default",
         )
 
     def _check_options(self) -> None:
@@ -148,6 +150,7 @@ class EPConfig:
             self.dispatch_format in names,
             f"dispatch_format must be one of {list(names)}",
             self.dispatch_format,
+            '"bf16" sends tokens as they are',
         )
         block = formats.block(self.dispatch_format)
         _require(
@@ -155,6 +158,7 @@ class EPConfig:
             f"hidden_size must be a multiple of {self.dispatch_format}'s block of "
             f"{block}",
             self.hidden_size,
+            "pad the hidden dimension or take another format",
         )
         for name, allowed in (
             ("reduce", REDUCES),
@@ -163,10 +167,20 @@ class EPConfig:
             ("grad_format", (None, *WIRE_FORMATS)),
         ):
             value = getattr(self, name)
-            _require(value in allowed, f"{name} must be one of {list(allowed)}", value)
+            _require(
+                value in allowed,
+                f"{name} must be one of {list(allowed)}",
+                value,
+                f"the default is {allowed[0]!r}",
+            )
         for name in ("zero_tail", "fused_shared_expert", "skip_a2a"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} must be a bool", value)
+            _require(
+                isinstance(value, bool),
+                f"{name} must be a bool",
+                value,
+                "pass True or False",
+            )
         _require(
             not (self.reduce == "none" and self.fused_shared_expert),
             'reduce="none" must not be used with fused_shared_expert',
@@ -205,6 +219,11 @@ def _dtype_name(field: str, value: Any) -> str:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
-    _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value)
+    _require(
+        name in DTYPES,
+        f"{field} must be one of {list(DTYPES)}",
+        value,
+        "cast tokens to one of them",
+    )
     assert name is not None
     return name

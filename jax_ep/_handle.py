@@ -67,7 +67,7 @@ class EPHandle:
         self._closed = False
         self._native = _ffi.native_for(mesh.devices.flat[0].platform)
         local = _local_ranks(mesh, axis_names)
-        ordinals = [device.local_hardware_id or 0 for device, _ in local]
+        ordinals = [_ordinal(device) for device, _ in local]
         self._native.open_group(self.key, ordinals, [rank for _, rank in local])
         # Collected handles leave no group behind; collective programs run without one.
         self._release = weakref.finalize(self, self._native.close_group, self.key)
@@ -196,11 +196,12 @@ def init(
     if not isinstance(config, EPConfig):
         raise TypeError(
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
-            f"{type(config).__name__}"
+            f"{type(config).__name__}; build one with jax_ep.EPConfig(...)"
         )
     if transport not in TRANSPORTS:
         raise ValueError(
-            f"jax_ep.init: transport must be one of {TRANSPORTS}, got {transport!r}"
+            f"jax_ep.init: transport must be one of {TRANSPORTS}, got {transport!r}; "
+            '"auto" takes the fastest that works here'
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks, transport)
@@ -223,7 +224,7 @@ def _mesh(mesh: Mesh | None) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             "jax_ep.init: mesh must be a jax.sharding.Mesh of devices, got "
-            f"{type(mesh).__name__}"
+            f"{type(mesh).__name__}; make one with jax.make_mesh"
         )
     return mesh
 
@@ -250,7 +251,7 @@ def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
         if getattr(config, field) != served:
             raise ValueError(
                 f"jax_ep.init: {field} must be {served!r} in this version, got "
-                f"{getattr(config, field)!r}"
+                f"{getattr(config, field)!r}; leave the field at its default"
             )
     rows = config.capacity(ranks)
     entries = ranks * config.max_tokens_per_rank * config.top_k
@@ -289,6 +290,12 @@ def _local_ranks(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[Any, int]]:
         for device, rank in zip(mesh.devices.flat, ranks.flat, strict=True)
         if device.process_index == process
     ]
+
+
+def _ordinal(device: Any) -> int:
+    """What XLA tells a handler as the ordinal of its device."""
+    # A CPU client counts over all processes, a GPU client the devices it sees.
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _new_key(

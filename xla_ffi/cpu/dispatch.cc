@@ -128,7 +128,10 @@ RowTask Unpack(const UnpackStep& step) {
     for (int64_t source = 0; source < shape.ranks; ++source) {
       step.row_base[source * shape.local_experts + expert] =
           static_cast<int32_t>(Min(start + rows, kMaxIndex));
-      rows += Int32At(step.recv + source * region_bytes, header.expert_counts)[expert];
+      // As many as there can be: row_offsets decide below which rows are cleared.
+      rows += std::clamp<int64_t>(
+          Int32At(step.recv + source * region_bytes, header.expert_counts)[expert], 0,
+          shape.tokens * shape.top_k);
     }
     dropped += DroppedRows(start, rows, shape.recv_rows);
     start = NextGroupStart(start, rows, shape.expert_alignment);
@@ -213,8 +216,10 @@ RowTask CachedPack(const CachedPackStep& step) {
         Encode<Format>(shape,
                        static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
                        to + message.payload, to + message.scales, streaming);
-        std::memcpy(to + message.weight, step.weights + token * step.num_weights,
-                    static_cast<size_t>(step.num_weights * kWeightBytes));
+        if (step.num_weights != 0) {
+          std::memcpy(to + message.weight, step.weights + token * step.num_weights,
+                      static_cast<size_t>(step.num_weights * kWeightBytes));
+        }
       });
     }
     if (streaming) FenceStreaming();

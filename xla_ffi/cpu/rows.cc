@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "protocol/platform.h"
+
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -19,29 +21,34 @@
 namespace jax_ep::cpu {
 
 #if defined(__SSE2__)
-static bool IsAligned(const void* a, const void* b) {
-  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 15) == 0;
+// Only whole cache lines are streamed. A line that gets a part of its bytes this way, and the rest
+// by ordinary stores (a message's indices beside its payload), goes to memory in pieces.
+static constexpr int64_t kLineBytes = 64;
+static int64_t BytesToLine(const void* to, int64_t bytes) {
+  return Min(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kLineBytes), bytes);
 }
 #endif
 
 void CopyRow(void* to, const void* from, int64_t bytes, bool streaming) {
 #if defined(__SSE2__)
-  if (streaming && IsAligned(to, from)) {
-    auto* target = static_cast<__m128i*>(to);
-    const auto* source = static_cast<const __m128i*>(from);
-    const int64_t units = bytes / 16;
-    int64_t i = 0;
-    for (; i + 4 <= units; i += 4) {
-      const __m128i a = _mm_load_si128(source + i);
-      const __m128i b = _mm_load_si128(source + i + 1);
-      const __m128i c = _mm_load_si128(source + i + 2);
-      const __m128i d = _mm_load_si128(source + i + 3);
-      _mm_stream_si128(target + i, a);
-      _mm_stream_si128(target + i + 1, b);
-      _mm_stream_si128(target + i + 2, c);
-      _mm_stream_si128(target + i + 3, d);
+  if (streaming) {
+    auto* target = static_cast<uint8_t*>(to);
+    const auto* source = static_cast<const uint8_t*>(from);
+    int64_t i = BytesToLine(to, bytes);
+    std::memcpy(target, source, static_cast<size_t>(i));
+    for (; i + kLineBytes <= bytes; i += kLineBytes) {
+      auto* line = reinterpret_cast<__m128i*>(target + i);
+      const auto* loads = reinterpret_cast<const __m128i*>(source + i);
+      const __m128i a = _mm_loadu_si128(loads);
+      const __m128i b = _mm_loadu_si128(loads + 1);
+      const __m128i c = _mm_loadu_si128(loads + 2);
+      const __m128i d = _mm_loadu_si128(loads + 3);
+      _mm_stream_si128(line, a);
+      _mm_stream_si128(line + 1, b);
+      _mm_stream_si128(line + 2, c);
+      _mm_stream_si128(line + 3, d);
     }
-    for (; i < units; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
+    std::memcpy(target + i, source + i, static_cast<size_t>(bytes - i));
     return;
   }
 #endif
@@ -51,9 +58,15 @@ void CopyRow(void* to, const void* from, int64_t bytes, bool streaming) {
 
 void ClearRow(void* to, int64_t bytes, bool streaming) {
 #if defined(__SSE2__)
-  if (streaming && IsAligned(to, to)) {
-    auto* target = static_cast<__m128i*>(to);
-    for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(target + i, _mm_setzero_si128());
+  if (streaming) {
+    auto* target = static_cast<uint8_t*>(to);
+    int64_t i = BytesToLine(to, bytes);
+    std::memset(target, 0, static_cast<size_t>(i));
+    for (; i + kLineBytes <= bytes; i += kLineBytes) {
+      auto* line = reinterpret_cast<__m128i*>(target + i);
+      for (int64_t part = 0; part < 4; ++part) _mm_stream_si128(line + part, _mm_setzero_si128());
+    }
+    std::memset(target + i, 0, static_cast<size_t>(bytes - i));
     return;
   }
 #endif

@@ -12,7 +12,7 @@ namespace jax_ep::cpu {
 // read that an ordinary store makes of the line it overwrites.
 inline constexpr int64_t kStreamingBytes = int64_t{8} << 20;
 
-// `bytes` is a multiple of 16; rows that do not lie on 16 bytes are not streamed.
+// `streaming`: the row goes past the caches, where the processor can do that.
 void CopyRow(void* to, const void* from, int64_t bytes, bool streaming);
 void ClearRow(void* to, int64_t bytes, bool streaming);
 // Streaming stores are weakly ordered: each thread fences before it reports its items done.

@@ -5,8 +5,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-__global__ void WriteInitKernel(uint32_t* dev_ptrs, int64_t words, int32_t* my_rank,
-                                int32_t rank) {
+__global__ void WriteInitKernel(uint32_t* dev_ptrs, int64_t words, int32_t* my_rank, int32_t rank) {
   for (int64_t i = threadIdx.x; i < words; i += blockDim.x) dev_ptrs[i] = 0;
   if (threadIdx.x == 0) *my_rank = rank;
 }

@@ -36,8 +36,9 @@ inline dim3 ItemGrid(int64_t items) {
 
 // One warp a (row, part); ForEachPart of primitives.cuh walks it.
 inline dim3 RowGrid(int64_t rows, int64_t row_bytes) {
-  return dim3(static_cast<unsigned>(Min(CeilDiv(rows, kWarpsPerBlock), kMaxGridX)),
-              static_cast<unsigned>(Min(CeilDiv(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
+  return dim3(
+      static_cast<unsigned>(Min(CeilDiv(rows, kWarpsPerBlock), kMaxGridX)),
+      static_cast<unsigned>(Min(CeilDiv(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
 }
 
 template <typename... Params>

@@ -14,7 +14,7 @@ __device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % k
 __device__ __forceinline__ int Warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ unsigned LanesBelow(int lane) { return (1u << lane) - 1; }
 
-// Lane k's value, with lanes counted by the lowest bit set in `lanes`.
+// The value of the lowest lane in `lanes`.
 template <typename T>
 __device__ __forceinline__ T FromLowest(unsigned lanes, T value) {
   return __shfl_sync(kFullWarp, value, __ffs(static_cast<int>(lanes)) - 1);

@@ -1,5 +1,6 @@
-// The CUDA steps of the collective transport, as cpu/steps.h for a stream: each enqueues its kernels
-// and returns. None allocates, waits or reads device memory, so all may run under graph capture.
+// The CUDA steps of the collective transport, as cpu/steps.h for a stream: each enqueues its
+// kernels and returns. None allocates, waits or reads device memory, so all may run under graph
+// capture.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,0 +1,220 @@
+"""NumPy oracle of dispatch, combine and their gradients, written from the contract.
+
+It simulates all ranks of one EP group at once, knows nothing of jax_ep, and is what
+every semantics test compares with. `config` is anything with EPConfig's field names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+class Row(NamedTuple):
+    """One (token, k) copy at an expert rank; `index >= N` means that it is dropped."""
+
+    index: int
+    source: int
+    token: int
+    k: int
+
+
+@dataclasses.dataclass
+class Placement:
+    """Where the rows of one expert rank lie, before anything is copied."""
+
+    rows: list[Row]
+    row_offsets: np.ndarray
+    expert_counts: np.ndarray
+    capacity: int
+
+    @property
+    def kept(self) -> list[Row]:
+        """The rows that N did not cut off."""
+        return [row for row in self.rows if row.index < self.capacity]
+
+
+@dataclasses.dataclass
+class RankOutput:
+    """What dispatch gives on one rank; fields are named as in the contract."""
+
+    tokens: np.ndarray
+    row_offsets: np.ndarray
+    group_sizes: np.ndarray
+    expert_counts: np.ndarray
+    expert_ids: np.ndarray
+    src_info: np.ndarray
+    router_weights: np.ndarray
+    num_dropped: np.ndarray
+    num_invalid: np.ndarray
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(RankOutput))
+ROW_FIELDS = ("tokens", "src_info", "router_weights")
+
+
+def capacity(config: Any, num_ranks: int) -> int:
+    """N, the number of rows of a rank's output."""
+    if config.recv_capacity is not None:
+        return config.recv_capacity
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    if config.capacity_factor is not None:
+        rows = math.ceil(config.capacity_factor * tokens * top_k)
+        return -(-rows // 128) * 128
+    local = config.num_experts // num_ranks
+    padding = local * (config.expert_alignment - 1)
+    return num_ranks * tokens * min(top_k, local) + padding
+
+
+def place(config: Any, ids: Sequence[np.ndarray]) -> list[Placement]:
+    """Rows of every rank in order: by expert, source rank, source token, k."""
+    num_ranks = len(ids)
+    local = config.num_experts // num_ranks
+    limit = capacity(config, num_ranks)
+    placements = []
+    for rank in range(num_ranks):
+        rows: list[Row] = []
+        counts = np.zeros(local, np.int32)
+        offsets = [0]
+        for group in range(local):
+            expert = rank * local + group
+            for source in range(num_ranks):
+                for token, k in np.argwhere(np.asarray(ids[source]) == expert):
+                    index = offsets[-1] + int(counts[group])
+                    rows.append(Row(index, source, int(token), int(k)))
+                    counts[group] += 1
+            align = config.expert_alignment
+            offsets.append(offsets[-1] + -(-int(counts[group]) // align) * align)
+        clamped = np.minimum(np.array(offsets), limit).astype(np.int32)
+        placements.append(Placement(rows, clamped, counts, limit))
+    return placements
+
+
+def dispatch(
+    config: Any,
+    tokens: Sequence[np.ndarray],
+    ids: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray] | None = None,
+) -> list[RankOutput]:
+    """Outputs of dispatch on every rank.
+
+    Args:
+      config: EPConfig's fields.
+      tokens: [n, H] of each rank.
+      ids: int32 [n, K] of each rank.
+      weights: float32 [n, K] of each rank, or None (rows then have weight 1).
+    """
+    outputs = []
+    for rank, placement in enumerate(place(config, ids)):
+        size = placement.capacity
+        rows = np.zeros((size, config.hidden_size), tokens[0].dtype)
+        src_info = np.full((size, 3), -1, np.int32)
+        row_weights = np.zeros(size, np.float32)
+        for row in placement.kept:
+            rows[row.index] = tokens[row.source][row.token]
+            src_info[row.index] = (row.source, row.token, row.k)
+            row_weights[row.index] = (
+                1 if weights is None else weights[row.source][row.token, row.k]
+            )
+        own = np.asarray(ids[rank])
+        invalid = np.count_nonzero((own < -1) | (own >= config.num_experts))
+        dropped = len(placement.rows) - len(placement.kept)
+        outputs.append(
+            RankOutput(
+                tokens=rows,
+                row_offsets=placement.row_offsets,
+                group_sizes=np.diff(placement.row_offsets),
+                expert_counts=placement.expert_counts,
+                expert_ids=np.arange(len(placement.expert_counts), dtype=np.int32),
+                src_info=src_info,
+                router_weights=row_weights,
+                num_dropped=np.array([dropped], np.int32),
+                num_invalid=np.array([invalid], np.int32),
+            )
+        )
+    return outputs
+
+
+def combine(
+    config: Any,
+    ids: Sequence[np.ndarray],
+    expert_out: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray] | None = None,
+    residual: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:
+    """y of every rank, in the contract's arithmetic: float32, one rounding a step.
+
+    Args:
+      config: EPConfig's fields.
+      ids: what dispatch was given.
+      expert_out: [N, H] of each rank; padding and dropped rows are not read.
+      weights: float32 [N] of each rank, or None (= 1).
+      residual: [n, H] of each rank, or None.
+    """
+    wire = DTYPES[config.combine_dtype or config.dtype]
+    zero = np.zeros(config.hidden_size, np.float32)
+    sums = [np.zeros((len(i), config.hidden_size), np.float32) for i in ids]
+    with np.errstate(all="ignore"):
+        for rank, placement in enumerate(place(config, ids)):
+            partial: dict[tuple[int, int], np.ndarray] = {}
+            # A token's rows of this rank are added in k order, not in row order.
+            for row in sorted(placement.kept, key=lambda row: row[1:]):
+                value = expert_out[rank][row.index].astype(np.float32)
+                if weights is not None:
+                    value = weights[rank][row.index] * value
+                slot = (row.source, row.token)
+                partial[slot] = partial.get(slot, zero) + value
+            for (source, token), value in partial.items():
+                sums[source][token] += value.astype(wire).astype(np.float32)
+        if residual is not None:
+            sums = [
+                s + r.astype(np.float32) for s, r in zip(sums, residual, strict=True)
+            ]
+        return [s.astype(DTYPES[config.dtype]) for s in sums]
+
+
+def dispatch_vjp(
+    config: Any,
+    ids: Sequence[np.ndarray],
+    row_grads: Sequence[np.ndarray],
+    row_weight_grads: Sequence[np.ndarray],
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """dx [n, H] and dw [n, K] of every rank, in float64."""
+    dx = [np.zeros((len(i), config.hidden_size)) for i in ids]
+    dw = [np.zeros(np.shape(i)) for i in ids]
+    for rank, placement in enumerate(place(config, ids)):
+        for row in placement.kept:
+            dx[row.source][row.token] += row_grads[rank][row.index].astype(np.float64)
+            dw[row.source][row.token, row.k] = row_weight_grads[rank][row.index]
+    return dx, dw
+
+
+def combine_vjp(
+    config: Any,
+    ids: Sequence[np.ndarray],
+    expert_out: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray] | None,
+    dy: Sequence[np.ndarray],
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """dE [N, H] and dw [N] of every rank, in float64; zero wherever there is no row."""
+    d_rows = [np.zeros(np.shape(e)) for e in expert_out]
+    d_weights = [np.zeros(len(e)) for e in expert_out]
+    for rank, placement in enumerate(place(config, ids)):
+        for row in placement.kept:
+            grad = dy[row.source][row.token].astype(np.float64)
+            weight = 1.0 if weights is None else float(weights[rank][row.index])
+            d_rows[rank][row.index] = weight * grad
+            value = expert_out[rank][row.index].astype(np.float64)
+            d_weights[rank][row.index] = np.dot(grad, value)
+    return d_rows, d_weights

@@ -1,0 +1,33 @@
+"""Many at once: independent calls, runs in flight, threads. Each in its own process.
+
+A hang then fails one test after its time-out and does not stop the run.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+WORKER = pathlib.Path(__file__).with_name("concurrency_worker.py")
+TIMEOUT_S = 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["independent", "in_flight", "threads", "layers"])
+def test_right_and_no_hang(what: str) -> None:
+    try:
+        done = subprocess.run(
+            [sys.executable, str(WORKER), what],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"")[-4000:]
+        pytest.fail(f"{what} did not end within {TIMEOUT_S} s: {tail!r}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "right"

@@ -1,0 +1,186 @@
+"""jax-ep demo: a quick run from start to picture, its check, its usage errors."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep import _cli
+from jax_ep._demo import check, corpus, dense, devices, moe, picture, run
+from jax_ep._demo.train import Metrics
+
+QUICK = ("-m", "jax_ep._cli", "demo", "--quick")
+# What the demo must choose for itself; importing jax_ep has set NPROC here.
+OWN_CHOICE = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
+
+
+def python(folder: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in OWN_CHOICE}
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_quick_run_learns_passes_and_draws(tmp_path):
+    done = python(tmp_path, *QUICK, "--out", "loss.png")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "check: passed: the first 20 losses" in done.stdout
+    table = re.findall(r"^ +(\d+) +(\d\.\d+) +(\d\.\d+) +[\d.]+% ", done.stdout, re.M)
+    assert (table[0][0], table[-1][0]) == ("1", str(run.QUICK_STEPS))
+    for column in (1, 2):  # of training and of held-out text
+        losses = [float(row[column]) for row in table]
+        assert losses[0] == pytest.approx(np.log(256), abs=0.1)
+        assert losses[-1] < losses[0] - 1
+    assert len(re.findall(r"^  layer \d .*x mean", done.stdout, re.M)) == 2
+    assert "tokens a second" in done.stdout
+    assert "training, step 30/30" in done.stderr
+    drawn = tmp_path / "loss.png"
+    assert drawn.exists() == picture.available()
+    if picture.available():
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+        assert str(drawn) in done.stdout
+    else:
+        assert "pip install 'jax_ep[demo]'" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_check_fails_when_a_gradient_is_wrong(tmp_path):
+    program = """
+import sys
+import jax
+from jax_ep import _cli
+from jax_ep._demo import dense, moe
+right = moe.experts
+def wrong(rows, params, group_sizes):
+    doubled = {k: 2 * v - jax.lax.stop_gradient(v) for k, v in params.items()}
+    return right(rows, doubled, group_sizes)
+moe.experts = wrong
+sys.exit(_cli.main(["demo", "--quick", "--no-plot", "--steps", "2"]))
+"""
+    done = python(tmp_path, "-c", program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "check: FAILED: the first 2 losses" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.multiprocess
+def test_more_devices_than_there_are_is_a_usage_error(tmp_path):
+    done = python(tmp_path, *QUICK, "--devices", "4096")
+    assert done.returncode == 2
+    assert "--devices must be at most" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("dance",),
+        ("demo", "--steps", "0"),
+        ("demo", "--steps", "many"),
+        ("demo", "--devices", "0"),
+        ("demo", "--seed", "-1"),
+        ("demo", "--out", "loss.txt"),
+        ("demo", "--out", "no/such/folder/loss.png"),
+    ],
+)
+def test_usage_errors(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        _cli.main(args)
+    assert stop.value.code == 2
+    assert "usage: jax-ep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [("--version",), ("--help",), ("demo", "--help")])
+def test_help_and_version(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        _cli.main(args)
+    assert stop.value.code == 0
+    assert "jax-ep" in capsys.readouterr().out
+
+
+def steps(losses, norms):
+    stats = moe.LayerStats(np.zeros((2, 4), np.int32), np.ones((2, 1), np.int32))
+    return [
+        Metrics(np.float32(loss), np.float32(norm), stats)
+        for loss, norm in zip(losses, norms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "passed"),
+    [
+        ((5.5, 5.0), (1.0, 0.5), True),
+        ((5.5, 5.0005), (1.0, 0.501), True),
+        ((5.5, 5.002), (1.0, 0.5), False),
+        ((5.5, 5.0), (1.0, 0.51), False),
+        ((5.5, np.nan), (1.0, 0.5), False),
+        ((5.5, 5.0), (np.nan, 0.5), False),
+    ],
+)
+def test_compare(losses, norms, passed):
+    expected = steps((5.5, 5.0), (1.0, 0.5))
+    result = check.compare(steps(losses, norms), expected)
+    assert result.passed is passed
+    assert (result.steps, result.dropped, result.dense_dropped) == (2, 4, 4)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 20, 64])
+def test_dense_drops_what_capacity_drops(capacity):
+    ranks, experts, top_k, tokens = 3, 6, 2, 32
+    rng = np.random.default_rng(capacity)
+    ids = np.stack([rng.choice(experts, top_k, replace=False) for _ in range(tokens)])
+    expected = np.zeros(ids.shape, bool)
+    for rank in range(ranks):
+        local = range(rank * experts // ranks, (rank + 1) * experts // ranks)
+        rows = [place for e in local for place in np.argwhere(ids == e)]
+        for token, k in rows[:capacity]:
+            expected[token, k] = True
+    actual = dense.kept(jnp.asarray(ids, jnp.int32), experts, ranks, capacity)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_corpus_is_the_same_each_time_and_held_out_apart():
+    first, second = corpus.load(), corpus.load()
+    np.testing.assert_array_equal(first.train, second.train)
+    np.testing.assert_array_equal(first.held_out, second.held_out)
+    assert first.train.size + first.held_out.size <= (
+        corpus.MAX_BYTES + corpus.MAX_FILE_BYTES
+    )
+
+
+def test_no_sources_is_an_error(tmp_path):
+    (tmp_path / "alone.py").write_text("pass\n")
+    with pytest.raises(corpus.CorpusError, match=r"must be under .* got 5 bytes"):
+        corpus.load(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", range(1, devices.MAX_CPU_DEVICES + 1))
+@pytest.mark.parametrize("quick", [False, True])
+def test_sizes_serve_any_number_of_ranks(ranks, quick):
+    sizes = run.choose_sizes(ranks, quick=quick)
+    assert sizes.experts % ranks == 0
+    assert sizes.sequences % ranks == 0
+    assert sizes.experts >= sizes.top_k
+
+
+def test_without_matplotlib_the_picture_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(picture, "available", lambda: False)
+    assert run._draw("loss.png", "title", run.History(), [])
+    assert "pip install 'jax_ep[demo]'" in capsys.readouterr().out

@@ -1,0 +1,68 @@
+"""What `import jax_ep` does to a process: NPROC, its warning, the time it takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def python(program: str, **env: str) -> str:
+    """Standard output of `program` in a process of its own, on the CPU."""
+    base = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**base, "JAX_PLATFORMS": "cpu", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_raises_nproc() -> None:
+    """Room for 8 devices on any machine, whichever of the two is imported first."""
+    for order in ("jax_ep, jax", "jax, jax_ep"):
+        assert int(python(f"import os, {order}; print(os.environ['NPROC'])")) >= 16
+
+
+def test_keeps_a_larger_nproc() -> None:
+    program = "import os, jax_ep; print(os.environ['NPROC'])"
+    assert int(python(program, NPROC="300")) == 300
+    assert int(python(program, NPROC="3")) >= 16
+
+
+LATE = """
+import warnings, jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()
+import jax_ep
+mesh = jax.make_mesh((8,), ("ep",))
+config = jax_ep.EPConfig(num_experts=8, top_k=1, hidden_size=8, max_tokens_per_rank=1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    jax_ep.init(mesh, "ep", config)
+print([str(w.message) for w in caught])
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="the pool is large by itself")
+def test_warns_when_too_late() -> None:
+    """The backend has its threads already: init says that runs in flight can hang."""
+    assert "NPROC" in python(LATE)
+    early = LATE.replace("jax.devices()\nimport jax_ep", "import jax_ep")
+    assert early != LATE
+    assert python(early).strip() == "[]"
+
+
+def test_import_time() -> None:
+    """At most 50 ms above that of jax; the best of several, as machines are shared."""
+    program = (
+        "import jax, time; t = time.perf_counter(); import jax_ep;"
+        "print(time.perf_counter() - t)"
+    )
+    assert min(float(python(program)) for _ in range(5)) < 0.050

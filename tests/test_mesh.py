@@ -1,0 +1,172 @@
+"""Meshes: more axes, permuted devices, tuple axes, axis types, set_mesh, eager use."""
+
+from __future__ import annotations
+
+import functools
+
+import helpers
+import jax
+import moe
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def check(mesh, axis, spec, groups, config=None) -> None:
+    """dispatch and combine on every group of a mesh; position = index along `spec`."""
+    config = config or helpers.make_config()
+    ep = helpers.make_ep(mesh, config, axis)
+    assert ep.ep_size == len(groups[0])
+    count = mesh.size
+    rng = np.random.default_rng(count)
+    inputs = helpers.make_inputs(rng, config, count, fill=helpers.normal)
+    d = helpers.run_dispatch(ep, mesh, inputs, spec)
+    helpers.assert_dispatched(config, d, inputs, groups)
+    shape = ep.recv_capacity, config.hidden_size
+    rows = [helpers.normal(rng, shape, inputs.tokens[0].dtype) for _ in range(count)]
+    weights = [helpers.normal(rng, shape[:1], np.float32) for _ in range(count)]
+    y = helpers.run_combine(ep, mesh, d.route, rows, weights, inputs.tokens, spec)
+    for group in groups:
+        part = inputs.pick(group)
+        expected = oracle.combine(
+            config,
+            part.ids,
+            [rows[i] for i in group],
+            [weights[i] for i in group],
+            part.tokens,
+        )
+        for rank, position in enumerate(group):
+            helpers.assert_bits(y[position], expected[rank])
+
+
+@KINDS
+def test_one_axis(kind: AxisType) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(8), kind=kind)
+    check(mesh, "ep", P("ep"), [range(mesh.size)])
+
+
+@KINDS
+@pytest.mark.parametrize("order", [range(7, -1, -1), (3, 0, 6, 1, 7, 2, 5, 4)])
+def test_permuted_devices(order, kind: AxisType) -> None:
+    """The rank is the place in the mesh, whatever the device's ordinal."""
+    mesh = helpers.make_mesh(8, order=order, kind=kind)
+    check(mesh, "ep", P("ep"), [range(8)])
+
+
+def test_part_of_the_devices() -> None:
+    """A mesh of later devices only: no rank has its own number as ordinal."""
+    if jax.device_count() < 3:
+        pytest.skip("needs 3 devices")
+    devices = np.array(jax.devices()[2:0:-1])
+    mesh = jax.sharding.Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
+    check(mesh, "ep", P("ep"), [range(2)])
+
+
+@KINDS
+@pytest.mark.parametrize("axis", ["dp", "ep"])
+def test_independent_groups(axis: str, kind: AxisType) -> None:
+    mesh = helpers.make_mesh({"dp": 2, "ep": 4}, kind=kind)
+    places = np.arange(8).reshape(2, 4)
+    groups = places if axis == "ep" else places.T
+    check(mesh, axis, P(("dp", "ep")), groups.tolist())
+
+
+@KINDS
+@pytest.mark.parametrize("axes", [("dp", "ep"), ("ep", "dp")])
+def test_tuple_of_axes(axes: tuple[str, str], kind: AxisType) -> None:
+    """The group is the product of the axes, the first one named being the slowest."""
+    mesh = helpers.make_mesh({"dp": 2, "ep": 4}, kind=kind)
+    check(mesh, axes, P(axes), [range(8)])
+
+
+def test_tuple_beside_another_axis() -> None:
+    mesh = helpers.make_mesh({"a": 2, "b": 2, "c": 2}, order=(5, 3, 0, 7, 1, 6, 2, 4))
+    places = np.arange(8).reshape(2, 2, 2)
+    # Positions are along P(("a", "b", "c")); the rank is c * 2 + a.
+    groups = [places[:, b].T.reshape(-1).tolist() for b in range(2)]
+    check(mesh, ("c", "a"), P(("a", "b", "c")), groups)
+
+
+@pytest.mark.parametrize("axis", ["ep", ("ep", "dp")])
+def test_gradient_over_tuple_axes_and_groups(axis) -> None:
+    """check_vma typing holds where tokens also vary over another axis."""
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    config = helpers.make_config(dtype="float32")
+    ep = helpers.make_ep(mesh, config, axis)
+    rng = np.random.default_rng(2)
+    inputs = helpers.make_inputs(rng, config, 4, fill=helpers.normal)
+    x, ids, w = map(np.concatenate, (inputs.tokens, inputs.ids, inputs.weights))
+    params = helpers.normal(rng, (24, 16, 16), np.float32) / np.float32(4)
+    spec, params_spec = P(("ep", "dp")), P(axis)
+    run = moe.sharded(
+        mesh,
+        functools.partial(moe.layer, ep),
+        in_specs=(spec, spec, spec, params_spec),
+        out_specs=spec,
+    )
+    ids_on = helpers.put(mesh, [ids], spec)
+    grad = jax.jit(jax.grad(lambda x, w, p: moe.wave(run(x, ids_on, w, p)), (0, 1, 2)))
+    actual = grad(
+        helpers.put(mesh, [x], spec),
+        helpers.put(mesh, [w], spec),
+        helpers.put(mesh, [params], params_spec),
+    )
+    expected = jax.grad(moe.dense_loss, (0, 1, 2))(x, w, params, ids)
+    moe.assert_close(actual, expected)
+
+
+@KINDS
+def test_set_mesh(kind: AxisType) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(4), kind=kind)
+    config = helpers.make_config()
+    inputs = helpers.make_inputs(np.random.default_rng(3), config, mesh.size)
+    with jax.set_mesh(mesh):
+        ep = jax_ep.init(None, "ep", config, transport=helpers.TRANSPORT)
+        body = functools.partial(jax_ep.dispatch, ep)
+        parts = inputs.tokens, inputs.ids, inputs.weights
+        run = jax.jit(jax.shard_map(body, in_specs=P("ep"), out_specs=P("ep")))
+        d = run(*(helpers.put(mesh, part) for part in parts))
+    helpers.assert_dispatched(config, d, inputs)
+    ep.close()
+
+
+def test_eager() -> None:
+    """shard_map without jit, forward and backward."""
+    s = moe.setup(ranks=helpers.some_ranks(2))
+    config, count = s.ep.config, s.ep.ep_size
+    x, ids, w, p = s.global_arrays()
+    d = moe.sharded(s.mesh, functools.partial(jax_ep.dispatch, s.ep))(x, ids, w)
+    split = [np.split(a, count) for a in (s.tokens, s.ids, s.weights)]
+    helpers.assert_dispatched(config, d, helpers.Inputs(*split))
+    grads = jax.grad(moe.loss(s.mesh, functools.partial(moe.layer, s.ep)))(x, w, p, ids)
+    expected = jax.grad(moe.dense_loss)(s.tokens, s.weights, s.params, s.ids)
+    moe.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_results_vary_over_the_axes(check_vma: bool) -> None:
+    """A psum of each result is accepted and right under both settings."""
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    config = helpers.make_config()
+    ep = helpers.make_ep(mesh, config)
+    inputs = helpers.make_inputs(np.random.default_rng(4), config, 4)
+
+    def body(x, ids, w):
+        d = jax_ep.dispatch(ep, x, ids, w)
+        return jax.lax.psum(d.expert_counts, ("dp", "ep"))
+
+    run = moe.sharded(mesh, body, check_vma=check_vma, out_specs=P())
+    parts = inputs.tokens, inputs.ids, inputs.weights
+    total = jax.jit(run)(*(helpers.put(mesh, part) for part in parts))
+    expected = sum(
+        out.expert_counts
+        for group in ([0, 1], [2, 3])
+        for out in oracle.dispatch(config, *vars(inputs.pick(group)).values())
+    )
+    np.testing.assert_array_equal(total, expected)

@@ -1,0 +1,174 @@
+"""jax.checkpoint: right gradients, and how many exchanges a compiled program holds."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+NAMES = ("jax_ep_route", "jax_ep_rows", "jax_ep_out")
+
+
+@pytest.fixture(scope="module")
+def two() -> moe.Setup:
+    """At least two ranks, or XLA would drop the exchanges that are counted."""
+    s = moe.setup(7, ranks=2)
+    s.weights = s.weights / 4  # Keeps three layers well conditioned.
+    return s
+
+
+def bare(fn):
+    return fn
+
+
+def save_route(fn):
+    return jax.checkpoint(fn, policy=jax_ep.save_route)
+
+
+def grad_of(s: moe.Setup, wrap, place: str = "inside"):
+    """Gradient in (x, w, p) of three layers, each rematerialised as `wrap` says.
+
+    The layers are a scan, because in straight-line code XLA may find a repeated
+    exchange and merge it with the first, which would hide what is counted here.
+    """
+    layer = functools.partial(moe.layer, s.ep)
+
+    def stack(layer, x, ids, w, p):
+        def step(x, scale):
+            return layer(x, ids, w * scale, p), None
+
+        return jax.lax.scan(step, x, jnp.array([1.0, 2.0, 3.0]))[0]
+
+    if place == "inside":
+        run = moe.sharded(s.mesh, functools.partial(stack, wrap(layer)))
+    else:
+        run = functools.partial(stack, wrap(moe.sharded(s.mesh, layer)))
+    return jax.grad(lambda x, w, p, ids: moe.wave(run(x, ids, w, p)), (0, 1, 2))
+
+
+def dense_grad(s: moe.Setup):
+    def loss(x, w, p):
+        for scale in (1.0, 2.0, 3.0):
+            x = moe.dense(x, s.ids, w * np.float32(scale), p)
+        return moe.wave(x)
+
+    return jax.grad(loss, (0, 1, 2))(s.tokens, s.weights, s.params)
+
+
+def arguments(s: moe.Setup):
+    x, ids, w, p = s.global_arrays()
+    return x, w, p, ids
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, save_route])
+def test_gradients(two: moe.Setup, wrap, place: str) -> None:
+    actual = jax.jit(grad_of(two, wrap, place))(*arguments(two))
+    moe.assert_close(actual, dense_grad(two))
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_save_route_exchanges_nothing_twice(two: moe.Setup, place: str) -> None:
+    plain, saved, again = (
+        helpers.exchanges(grad_of(two, wrap, place), *arguments(two))
+        for wrap in (bare, save_route, jax.checkpoint)
+    )
+    assert 0 < plain == saved < again
+
+
+def test_save_route_in_straight_line_code(two: moe.Setup) -> None:
+    def count(wrap):
+        layer = wrap(functools.partial(moe.layer, two.ep))
+        return helpers.exchanges(
+            jax.grad(moe.loss(two.mesh, layer), (0, 1, 2)), *arguments(two)
+        )
+
+    assert 0 < count(bare) == count(save_route)
+
+
+def test_backward_exchanges_no_counts(two: moe.Setup) -> None:
+    """One exchange a call, forward or backward: counts and indices travel once."""
+
+    def forward(x, w, p, ids):
+        run = moe.sharded(two.mesh, functools.partial(moe.layer, two.ep))
+        return moe.wave(run(x, ids, w, p))
+
+    args = arguments(two)
+    ahead = helpers.exchanges(forward, *args)
+    both = helpers.exchanges(jax.grad(forward, (0, 1, 2)), *args)
+    # Dispatch and combine forward, then the exchange of dy and that of drow.
+    assert both - ahead == 2
+    assert ahead >= 2
+
+
+def test_names(two: moe.Setup) -> None:
+    """checkpoint_name marks the outputs, so that users' policies can speak of them."""
+    run = moe.sharded(two.mesh, functools.partial(moe.layer, two.ep))
+    x, ids, w, p = two.global_arrays()
+    named = set(re.findall(r"name\[name=(\w+)", str(jax.make_jaxpr(run)(x, ids, w, p))))
+    assert set(NAMES) <= named
+
+
+def test_own_policy(two: moe.Setup) -> None:
+    """A policy by name: all three saved, nothing is sent again; with none, all is."""
+
+    def keep(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        return functools.partial(jax.checkpoint, policy=policy)
+
+    args = arguments(two)
+    plain = helpers.exchanges(grad_of(two, bare), *args)
+    everything = helpers.exchanges(grad_of(two, keep(*NAMES)), *args)
+    nothing = helpers.exchanges(grad_of(two, keep("unrelated")), *args)
+    assert everything == plain < nothing
+
+
+def residual_shapes(s: moe.Setup, weighted: bool) -> list[tuple[int, ...]]:
+    """Shapes of the floats that combine's backward keeps."""
+    x, ids, w, _ = s.global_arrays()
+    d = helpers.dispatch_fn(s.ep, s.mesh, P("ep"))(x, ids, w)
+    weights = d.router_weights if weighted else None
+
+    def body(rows, route, weights):
+        return jax_ep.combine(s.ep, rows, route, router_weights=weights)
+
+    run = moe.sharded(s.mesh, body)
+    _, pull = jax.vjp(lambda rows: run(rows, d.route, weights), d.tokens)
+    floats = [a for a in jax.tree.leaves(pull) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return [tuple(a.shape) for a in floats]
+
+
+def test_rows_are_kept_only_for_weights(two: moe.Setup) -> None:
+    rows = (two.ep.ep_size * two.ep.recv_capacity, two.ep.config.hidden_size)
+    assert rows in residual_shapes(two, weighted=True)
+    assert rows not in residual_shapes(two, weighted=False)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, save_route])
+def test_several_layers(wrap) -> None:
+    """Rematerialised layers of different handles, interleaved A-B-A-B."""
+    s = moe.setup(8)
+    other = helpers.make_ep(
+        s.mesh, helpers.make_config(dtype="float32", expert_alignment=4)
+    )
+
+    def model(x, ids, w, p):
+        for ep in (s.ep, other, s.ep, other):
+            x = wrap(functools.partial(moe.layer, ep))(x, ids, w / 4, p)
+        return x
+
+    def dense(x, w, p, ids):
+        for _ in range(4):
+            x = moe.dense(x, ids, w / 4, p)
+        return moe.wave(x)
+
+    moe.check(s, moe.loss(s.mesh, model), dense)
