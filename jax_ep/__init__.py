@@ -4,7 +4,8 @@ from jax_ep import _ffi, _runtime, formats, sharded
 from jax_ep._api import combine, dispatch
 from jax_ep._autodiff import save_route
 from jax_ep._config import EPConfig
-from jax_ep._handle import EPHandle, InvalidIdError, init
+from jax_ep._handle import EPHandle, InvalidIdError
+from jax_ep._init import init
 from jax_ep._types import Dispatched, Route
 from jax_ep.formats import dequantize
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._handle import EPHandle
 from jax_ep._types import Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 
 def as_array(function: str, name: str, value: Any) -> jax.Array:
@@ -53,8 +51,6 @@ def require_shape(
 
 def require_open(function: str, ep: EPHandle) -> None:
     """Raises unless `ep` is a handle that has not been closed."""
-    from jax_ep._handle import EPHandle
-
     if not isinstance(ep, EPHandle):
         raise TypeError(
             f"jax_ep.{function}: ep must be what jax_ep.init returned, got "

@@ -53,5 +53,5 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
             f"Import jax_ep before the first use of JAX, or set NPROC={4 * devices} in "
             "the environment.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -4,6 +4,7 @@
 
 #include "cpu/rows.h"
 #include "cpu/steps.h"
+#include "formats/element_type.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
 
@@ -12,18 +13,6 @@ namespace {
 
 // Partial sums stay in the first-level cache.
 constexpr int64_t kSumElements = 1024;
-
-template <typename Visit>
-void VisitElement(ElementType type, Visit&& visit) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return visit(float{});
-    case ElementType::kBFloat16:
-      return visit(BFloat16{});
-    case ElementType::kFloat16:
-      return visit(Float16{});
-  }
-}
 
 template <typename Element, typename Wire>
 void SumRowsOfSlot(const CombinePackStep& step, const int32_t* rows, Wire* to) {
@@ -77,18 +66,15 @@ int64_t SortedSlots(const EpShape& shape, const int32_t* slot_of, int32_t* slots
 
 RowTask CombinePack(const CombinePackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message =
-      CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t item = begin; item < end; ++item) {
       if (item % shape.tokens >= step.slot_counts[item / shape.tokens]) continue;
       const int32_t* rows = step.row_of + item * shape.top_k;
       uint8_t* to = step.send + item * message.bytes;
-      VisitElement(step.element, [&]<typename Element>(Element) {
-        VisitElement(step.wire, [&]<typename Wire>(Wire) {
-          SumRowsOfSlot<Element>(step, rows, reinterpret_cast<Wire*>(to + message.row));
-        });
+      VisitElements(step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
+        SumRowsOfSlot<Element>(step, rows, reinterpret_cast<Wire*>(to + message.row));
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {
         const int32_t row = RowOrDropped(rows[k], shape.recv_rows);
@@ -103,26 +89,23 @@ RowTask CombinePack(const CombinePackStep& step) {
 
 RowTask CombineUnpack(const CombineUnpackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message =
-      CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* slot_of = step.slot_of + token * shape.top_k;
       int32_t slots[kMaxTopK];
       const int64_t num_slots = SortedSlots(shape, slot_of, slots);
-      VisitElement(step.element, [&]<typename Element>(Element) {
-        VisitElement(step.wire, [&]<typename Wire>(Wire) {
-          SumRanksOfToken<Element, Wire>(step, message, token, slots, num_slots);
-        });
+      VisitElements(step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
+        SumRanksOfToken<Element, Wire>(step, message, token, slots, num_slots);
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {
         float grad = 0.0f;
         if (slot_of[k] >= 0 && slot_of[k] < shape.slots()) {
-          std::memcpy(&grad,
-                      step.recv + slot_of[k] * message.bytes + message.weight_grad +
-                          k * kWeightBytes,
-                      kWeightBytes);
+          std::memcpy(
+              &grad,
+              step.recv + slot_of[k] * message.bytes + message.weight_grad + k * kWeightBytes,
+              kWeightBytes);
         }
         step.weight_grads[token * step.num_weights + k] = grad;
       }

@@ -90,8 +90,7 @@ RowTask Pack(const PackStep& step) {
       ForEachSlot(shape, token_slots, [&](int32_t slot, int64_t first_k) {
         uint8_t* to = step.send + (slot / shape.tokens) * region_bytes + header.bytes +
                       (slot % shape.tokens) * message.bytes;
-        Encode<Format>(shape,
-                       static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
+        Encode<Format>(shape, static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
                        to + message.payload, to + message.scales, streaming);
         *Int32At(to, message.source_token) = static_cast<int32_t>(token);
         for (int64_t k = 0; k < shape.top_k; ++k) {
@@ -169,8 +168,7 @@ RowTask Unpack(const UnpackStep& step) {
         step.src_info[row * 3] = static_cast<int32_t>(source);
         step.src_info[row * 3 + 1] = *Int32At(from, message.source_token);
         step.src_info[row * 3 + 2] = static_cast<int32_t>(k);
-        std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes,
-                    kWeightBytes);
+        std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes, kWeightBytes);
       }
     }
   }
@@ -213,8 +211,7 @@ RowTask CachedPack(const CachedPackStep& step) {
     for (int64_t token = begin; token < end; ++token) {
       ForEachSlot(shape, step.slot_of + token * shape.top_k, [&](int32_t slot, int64_t) {
         uint8_t* to = step.send + slot * message.bytes;
-        Encode<Format>(shape,
-                       static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
+        Encode<Format>(shape, static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
                        to + message.payload, to + message.scales, streaming);
         if (step.num_weights != 0) {
           std::memcpy(to + message.weight, step.weights + token * step.num_weights,
@@ -231,8 +228,8 @@ template <typename Format>
 RowTask CachedUnpack(const CachedUnpackStep& step) {
   const EpShape& shape = step.shape;
   const int64_t payload_bytes = PayloadBytes<Format>(shape);
-  const auto message = CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden),
-                                                 step.num_weights);
+  const auto message =
+      CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
   const bool streaming = Streaming<Format>(shape, shape.recv_rows);
   // As in Unpack: slots, then rows that nothing fills.
   auto run = [=](int64_t begin, int64_t end) {
@@ -260,10 +257,10 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
   return {shape.slots() + shape.recv_rows, shape.recv_rows * payload_bytes, std::move(run)};
 }
 
-#define JAX_EP_INSTANTIATE(Format)                               \
-  template RowTask Pack<Format>(const PackStep&);                \
-  template RowTask Unpack<Format>(const UnpackStep&);            \
-  template RowTask CachedPack<Format>(const CachedPackStep&);    \
+#define JAX_EP_INSTANTIATE(Format)                            \
+  template RowTask Pack<Format>(const PackStep&);             \
+  template RowTask Unpack<Format>(const UnpackStep&);         \
+  template RowTask CachedPack<Format>(const CachedPackStep&); \
   template RowTask CachedUnpack<Format>(const CachedUnpackStep&);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE

@@ -3,6 +3,7 @@
 #include "cuda/launch.h"
 #include "cuda/primitives.cuh"
 #include "cuda/steps.h"
+#include "formats/element_type.h"
 #include "formats/numbers.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
@@ -191,25 +192,6 @@ __global__ void __launch_bounds__(kBlockThreads)
           slot < 0 ? 0.0f : FloatAt(step.recv + slot * message.bytes, message.weight_grad)[lane];
     }
   });
-}
-
-template <typename Visit>
-cudaError_t VisitElement(ElementType type, Visit&& visit) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return visit(float{});
-    case ElementType::kBFloat16:
-      return visit(BFloat16{});
-    case ElementType::kFloat16:
-      return visit(Float16{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-template <typename Visit>
-cudaError_t VisitElements(ElementType element, ElementType wire, Visit&& visit) {
-  return VisitElement(
-      element, [&](auto e) { return VisitElement(wire, [&](auto w) { return visit(e, w); }); });
 }
 
 }  // namespace

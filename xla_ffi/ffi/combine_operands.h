@@ -36,8 +36,8 @@ struct DecodedCombinePack {
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const F32& weight_grads,
-                    const I32& row_of, const I32& slot_counts, Out<Wire> send,
-                    bool weighted, bool with_weight_grads, std::string_view combine_dtype) {
+                    const I32& row_of, const I32& slot_counts, Out<Wire> send, bool weighted,
+                    bool with_weight_grads, std::string_view combine_dtype) {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "expert_out", expert_out, shape, step.element);
@@ -54,10 +54,10 @@ struct DecodedCombinePack {
     check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
     check.Dims("slot_counts", slot_counts, {shape.ranks});
     if (!check.ok()) return check.error();
-    CheckWire(check, *send, shape.ranks,
-              shape.tokens * CombineMessage::Of(shape.hidden * ElementBytes(step.wire),
-                                                step.num_weights)
-                                 .bytes);
+    CheckWire(
+        check, *send, shape.ranks,
+        shape.tokens *
+            CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes);
     if (!check.ok()) return check.error();
     step.expert_out = expert_out.untyped_data();
     step.row_weights = weighted ? row_weights.typed_data() : nullptr;
@@ -84,8 +84,8 @@ struct DecodedCombineUnpack {
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const Wire& recv, const I32& slot_of, const AnyBuffer& residual,
-                    Out<AnyBuffer> output, Out<F32> weight_grads,
-                    bool with_residual, std::string_view combine_dtype) {
+                    Out<AnyBuffer> output, Out<F32> weight_grads, bool with_residual,
+                    std::string_view combine_dtype) {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);
@@ -106,10 +106,10 @@ struct DecodedCombineUnpack {
     check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
     check.Dims("weight_grads", *weight_grads, {shape.tokens, step.num_weights});
     if (!check.ok()) return check.error();
-    CheckWire(check, recv, shape.ranks,
-              shape.tokens * CombineMessage::Of(shape.hidden * ElementBytes(step.wire),
-                                                step.num_weights)
-                                 .bytes);
+    CheckWire(
+        check, recv, shape.ranks,
+        shape.tokens *
+            CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
     step.slot_of = slot_of.typed_data();

@@ -1,5 +1,5 @@
-// Runs a RowTask on the handler's thread and on XLA's pool. Nobody waits: the handler's thread takes
-// chunks like any other, and whoever finishes the last one completes the future. A pool whose
+// Runs a RowTask on the handler's thread and on XLA's pool. Nobody waits: the handler's thread
+// takes chunks like any other, and whoever finishes the last one completes the future. A pool whose
 // threads are all busy (in XLA's own collectives, say) therefore costs speed, never progress.
 #pragma once
 

@@ -1,4 +1,5 @@
-// The native module jax_ep._native_cpu: CPU targets, and the sizes and formats that Python asks for.
+// The native module jax_ep._native_cpu: CPU targets, and the sizes and formats that Python asks
+// for.
 #include <string>
 
 #include "ffi/cpu_handlers.h"
@@ -46,8 +47,7 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
                      int64_t top_k, int64_t local_experts) {
   const auto [payload, scales] = Encoded(format, hidden, element_bytes);
   nb::list table;
-  const auto add = [&](const char* structure, const char* field, const char* type,
-                       int64_t offset) {
+  const auto add = [&](const char* structure, const char* field, const char* type, int64_t offset) {
     table.append(nb::make_tuple(structure, field, type, offset));
   };
   const auto header = RegionHeader::Of(local_experts);

@@ -1,5 +1,5 @@
-// From XLA's buffers and attributes to the steps of protocol/steps.h: every size is checked here, so
-// that kernels on each back end may trust it.
+// From XLA's buffers and attributes to the steps of protocol/steps.h: every size is checked here,
+// so that kernels on each back end may trust it.
 #pragma once
 
 #include <initializer_list>

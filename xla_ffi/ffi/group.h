@@ -1,6 +1,6 @@
-// What one jax_ep.init leaves in this process: which local device is which rank, and where its calls
-// report bad ids. Handlers find it by the key in their attributes; collective handlers also run
-// without it, after close().
+// What one jax_ep.init leaves in this process: which local device is which rank, and where its
+// calls report bad ids. Handlers find it by the key in their attributes; collective handlers also
+// run without it, after close().
 #pragma once
 
 #include <cstdint>

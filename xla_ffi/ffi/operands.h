@@ -27,10 +27,9 @@ struct DecodedPack {
         .template Attr<int64_t>("num_experts")
         .template Attr<std::string_view>("format");
   }
-  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
-                    Out<Wire> send, Out<I32> slot_of, Out<I32> position,
-                    Out<I32> num_invalid, int64_t group_key, int64_t num_experts,
-                    std::string_view format_name) {
+  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights, Out<Wire> send,
+                    Out<I32> slot_of, Out<I32> position, Out<I32> num_invalid, int64_t group_key,
+                    int64_t num_experts, std::string_view format_name) {
     key = group_key;
     format = format_name;
     Checker check(kTarget);
@@ -96,12 +95,10 @@ struct DecodedUnpack {
         .template Attr<std::string_view>("format");
   }
   ffi::Error Decode(const Wire& recv, Out<AnyBuffer> rows, Out<I32> row_offsets,
-                    Out<I32> group_sizes, Out<I32> expert_counts,
-                    Out<I32> expert_ids, Out<I32> src_info,
-                    Out<F32> row_weights, Out<I32> num_dropped,
-                    Out<I32> row_of, Out<I32> row_slot, Out<I32> slot_counts,
-                    Out<I32> row_base, int64_t expert_alignment, bool zero_tail,
-                    std::string_view format_name) {
+                    Out<I32> group_sizes, Out<I32> expert_counts, Out<I32> expert_ids,
+                    Out<I32> src_info, Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of,
+                    Out<I32> row_slot, Out<I32> slot_counts, Out<I32> row_base,
+                    int64_t expert_alignment, bool zero_tail, std::string_view format_name) {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
@@ -165,8 +162,8 @@ struct DecodedCachedPack {
         .template Ret<Wire>()       // send [R, n * message]
         .template Attr<std::string_view>("format");
   }
-  ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of,
-                    Out<Wire> send, std::string_view format_name) {
+  ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of, Out<Wire> send,
+                    std::string_view format_name) {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
@@ -214,9 +211,8 @@ struct DecodedCachedUnpack {
         .template Ret<F32>()        // row_weights [N] or [0]
         .template Attr<std::string_view>("format");
   }
-  ffi::Error Decode(const Wire& recv, const I32& row_of, const I32& row_slot,
-                    Out<AnyBuffer> rows, Out<F32> row_weights,
-                    std::string_view format_name) {
+  ffi::Error Decode(const Wire& recv, const I32& row_of, const I32& row_slot, Out<AnyBuffer> rows,
+                    Out<F32> row_weights, std::string_view format_name) {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;

@@ -48,8 +48,8 @@ JAX_EP_HOST_DEVICE float ToFloat(Float16 value) {
   return BitsFloat(finite_or_special | static_cast<uint32_t>(value.bits & 0x8000) << 16);
 }
 
-// Rounds to nearest even. Every NaN becomes the one positive quiet NaN of the type: hardware differs
-// in the sign and payload of a NaN it makes, and transports must agree on bits.
+// Rounds to nearest even. Every NaN becomes the one positive quiet NaN of the type: hardware
+// differs in the sign and payload of a NaN it makes, and transports must agree on bits.
 template <typename T>
 JAX_EP_HOST_DEVICE T FromFloat(float value);
 

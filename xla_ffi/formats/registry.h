@@ -12,10 +12,10 @@ namespace jax_ep {
 // Calls `visit(Format{})` for the format named `name`; false where there is none.
 template <typename Visit>
 bool VisitFormat(std::string_view name, Visit&& visit) {
-#define JAX_EP_VISIT(Format)    \
-  if (name == Format::kName) {  \
-    visit(Format{});            \
-    return true;                \
+#define JAX_EP_VISIT(Format)   \
+  if (name == Format::kName) { \
+    visit(Format{});           \
+    return true;               \
   }
   JAX_EP_TOKEN_FORMATS(JAX_EP_VISIT)
 #undef JAX_EP_VISIT

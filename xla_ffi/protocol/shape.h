@@ -16,13 +16,13 @@ inline constexpr int64_t kMaxIndex = INT32_MAX;
 inline constexpr int64_t kRowAlignBytes = 16;
 
 struct EpShape {
-  int64_t ranks = 1;            // R
-  int64_t local_experts = 1;    // L
-  int64_t tokens = 0;           // n, of this call
-  int64_t top_k = 1;            // K
-  int64_t hidden = 0;           // H
-  int64_t element_bytes = 2;    // of the token dtype
-  int64_t recv_rows = 0;        // N
+  int64_t ranks = 1;          // R
+  int64_t local_experts = 1;  // L
+  int64_t tokens = 0;         // n, of this call
+  int64_t top_k = 1;          // K
+  int64_t hidden = 0;         // H
+  int64_t element_bytes = 2;  // of the token dtype
+  int64_t recv_rows = 0;      // N
   int64_t expert_alignment = 1;
 
   JAX_EP_HOST_DEVICE int64_t experts() const { return ranks * local_experts; }

@@ -25,13 +25,13 @@ struct alignas(16) InvalidIdReport {
 // route + encode: tokens -> one region a destination rank.
 struct PackStep {
   EpShape shape;
-  const void* tokens;    // [n, H]
-  const int32_t* ids;    // [n, K]
-  const float* weights;  // [n, K]
-  uint8_t* send;         // [R, region]
-  int32_t* slot_of;      // [n, K]
-  int32_t* position;     // [n, K]
-  int32_t* num_invalid;  // [1]
+  const void* tokens;       // [n, H]
+  const int32_t* ids;       // [n, K]
+  const float* weights;     // [n, K]
+  uint8_t* send;            // [R, region]
+  int32_t* slot_of;         // [n, K]
+  int32_t* position;        // [n, K]
+  int32_t* num_invalid;     // [1]
   InvalidIdReport* report;  // nullptr: not reported
 };
 
@@ -78,9 +78,9 @@ struct CachedUnpackStep {
 // reduce at the expert rank: rows -> one sum a slot.
 struct CombinePackStep {
   EpShape shape;
-  ElementType element;  // of expert_out
-  ElementType wire;     // of the sums
-  int64_t num_weights;  // K when weight gradients travel, else 0
+  ElementType element;         // of expert_out
+  ElementType wire;            // of the sums
+  int64_t num_weights;         // K when weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
   const float* weight_grads;   // [N] or unused
