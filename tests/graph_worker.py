@@ -1,7 +1,7 @@
 """A process of test_gpu: one compiled layer called 400 times with changing routing.
 
 Its environment asks XLA for CUDA graphs from one node up, so that the custom calls are
-captured and replayed. With the argument "close" the handle is closed before the replays.
+captured and replayed. With the argument "close" the handle is closed before them.
 """
 
 import sys

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import _cli
+from jax_ep import _cli, _ffi
 from jax_ep._demo import check, corpus, dense, devices, moe, picture, run
 from jax_ep._demo.train import Metrics
 
@@ -39,7 +39,7 @@ def python(folder: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]
 def test_quick_run_learns_passes_and_draws(tmp_path):
     done = python(tmp_path, *QUICK, "--out", "loss.png")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "check: passed: the first 20 losses" in done.stdout
+    assert "check: passed: first 20 losses" in done.stdout
     table = re.findall(r"^ +(\d+) +(\d\.\d+) +(\d\.\d+) +[\d.]+% ", done.stdout, re.M)
     assert (table[0][0], table[-1][0]) == ("1", str(run.QUICK_STEPS))
     for column in (1, 2):  # of training and of held-out text
@@ -64,7 +64,7 @@ def test_check_fails_when_a_gradient_is_wrong(tmp_path):
     program = """
 import sys
 import jax
-from jax_ep import _cli
+from jax_ep import _cli, _ffi
 from jax_ep._demo import dense, moe
 right = moe.experts
 def wrong(rows, params, group_sizes):
@@ -75,7 +75,7 @@ sys.exit(_cli.main(["demo", "--quick", "--no-plot", "--steps", "2"]))
 """
     done = python(tmp_path, "-c", program)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "check: FAILED: the first 2 losses" in done.stdout
+    assert "check: FAILED: first 2 losses" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -118,7 +118,7 @@ def test_help_and_version(args, capsys):
 def steps(losses, norms):
     stats = moe.LayerStats(np.zeros((2, 4), np.int32), np.ones((2, 1), np.int32))
     return [
-        Metrics(np.float32(loss), np.float32(norm), stats)
+        Metrics(np.float32(loss), np.array([7, norm], np.float32), stats)
         for loss, norm in zip(losses, norms, strict=True)
     ]
 
@@ -129,7 +129,7 @@ def steps(losses, norms):
         ((5.5, 5.0), (1.0, 0.5), True),
         ((5.5, 5.0005), (1.0, 0.501), True),
         ((5.5, 5.002), (1.0, 0.5), False),
-        ((5.5, 5.0), (1.0, 0.51), False),
+        ((5.5, 5.0), (1.0, 0.52), False),
         ((5.5, np.nan), (1.0, 0.5), False),
         ((5.5, 5.0), (np.nan, 0.5), False),
     ],
@@ -184,3 +184,13 @@ def test_without_matplotlib_the_picture_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(picture, "available", lambda: False)
     assert run._draw("loss.png", "title", run.History(), [])
     assert "pip install 'jax_ep[demo]'" in capsys.readouterr().out
+
+
+def test_gpus_that_this_build_cannot_serve_are_passed_over(monkeypatch):
+    def refuse(platform):
+        raise ValueError("built without a CUDA compiler")
+
+    monkeypatch.setattr(_ffi, "native_for", refuse)
+    chosen, remark = devices.choose(2)
+    assert [device.platform for device in chosen] == ["cpu", "cpu"]
+    assert "built without a CUDA compiler" in remark
