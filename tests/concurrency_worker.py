@@ -22,6 +22,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 CALLS = 12
 
 
+# A GPU would round to TF32.
+exact = functools.partial(jnp.matmul, precision="highest")
+
+
 def calls(mesh, changes):
     """Compiled: independent dispatch + combine, each behind work of another length."""
     eps = [helpers.make_ep(mesh, helpers.make_config(**c)) for c in changes]
@@ -30,7 +34,9 @@ def calls(mesh, changes):
         """Multiplies by an orthogonal matrix and back, `index` times: x stays exact."""
         n = x.shape[1]
         swap = jnp.eye(n, dtype=x.dtype)[::-1]
-        heavy = jax.lax.fori_loop(0, 40 * (index * 5 % 7), lambda _, a: a @ swap, x)
+        heavy = jax.lax.fori_loop(
+            0, 40 * (index * 5 % 7), lambda _, a: exact(a, swap), x
+        )
         d = jax_ep.dispatch(ep, heavy, ids, w)
         y = jax_ep.combine(ep, d.tokens, d.route, router_weights=d.router_weights)
         return d.tokens, d.src_info, y

@@ -1,0 +1,7 @@
+"""`python -m jax_ep` is the command `jax-ep`."""
+
+import sys
+
+from jax_ep._cli import main
+
+sys.exit(main())
