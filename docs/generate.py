@@ -36,29 +36,70 @@ def newest(prefix):
 
 
 def benchmarks():
-    return "\n\n".join(part(newest(prefix)) for prefix, part in PARTS if newest(prefix))
+    found = ((newest(prefix), part) for prefix, part in PARTS)
+    return "\n\n".join(part(data) for data, part in found if data)
 
 
 def cpu_part(data):
     rows = [
         (
             r["tokens"],
-            r["step"],
-            f"{r['microseconds']:.0f}",
-            f"{r['gigabytes_per_s']:.2f}",
-            f"{r['ratio_to_memcpy']:.2f}",
+            f"`{r['step']}`",
+            f"{r['step_us']:.0f}",
+            f"{r['gb_per_s']:.1f}",
+            f"{r['memcpy_us']:.0f}",
+            f"{r['ratio']:.2f}",
         )
         for r in data["results"]
     ]
     head = (
-        f"CPU steps on one core ({data['cpu']}, {data['date']}, commit "
-        f"{data['commit'][:12]}): H 7168, bfloat16, top-8 of 256, 4 ranks; payload "
-        "bytes read and written, against one `memcpy` of as many in the same run."
+        f"**CPU steps, one core** ({data['machine']}, {data['date']}, commit "
+        f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
+        f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
+        "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
+        "in the same run. Pack and unpack copy; the combine steps also sum."
     )
-    return head + "\n\n" + table(("T", "step", "us", "GB/s", "of memcpy"), rows)
+    columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
+    return head + "\n\n" + table(columns, rows)
 
 
-PARTS = (("cpu", cpu_part),)
+def collective_part(data):
+    rows = [
+        (
+            r["tokens"],
+            f"{r['dispatch_us']:.0f}",
+            f"{r['combine_us']:.0f}",
+            f"{r['all_to_all_us']:.0f}",
+        )
+        for r in data["results"]
+    ]
+    head = (
+        f"**Collective transport, {data['count']} x {data['device']}** (jax "
+        f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
+        f"`benchmarks/collective.py`): hidden {data['hidden']}, bfloat16, "
+        f"top-{data['top_k']} of {data['experts']}, whole calls back to back, host "
+        "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
+        "unpack and launches."
+    )
+    columns = ("T a rank", "dispatch us", "combine us", "`all_to_all` us")
+    return head + "\n\n" + table(columns, rows)
+
+
+def suite_part(data):
+    device = data["devices"]
+    skipped = sum(data["skipped"].values())
+    return (
+        f"**Tests on {device['count']} x {device['kind']}** (jax {device['jax']}, "
+        f"{data['date']}, commit {data['commit'][:12]}; `benchmarks/record_suite.py`): "
+        f"{data['passed']} passed, {len(data['failed'])} failed, {skipped} skipped."
+    )
+
+
+PARTS = (
+    ("cpu", cpu_part),
+    ("collective", collective_part),
+    ("suite", suite_part),
+)
 
 
 def fill(text, name, body):

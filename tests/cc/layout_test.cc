@@ -1,0 +1,102 @@
+// Tests of protocol/layout.h: fields lie in order, apart and aligned, whatever the sizes, and the
+// wire has the offsets it is documented to have.
+#include "protocol/layout.h"
+
+#include <cstdio>
+#include <initializer_list>
+
+#include "check.h"
+
+namespace jax_ep {
+namespace {
+
+struct Field {
+  int64_t offset;
+  int64_t bytes;
+  int64_t align;
+};
+
+// No field overlaps the next, none starts before it could, and the end is the next multiple of 16.
+void CheckFields(std::initializer_list<Field> fields, int64_t bytes) {
+  int64_t end = 0;
+  for (const Field& field : fields) {
+    CHECK(field.offset >= end && field.offset < end + field.align);
+    CHECK(field.offset % field.align == 0);
+    end = field.offset + field.bytes;
+  }
+  CHECK(bytes >= end && bytes < end + 16 && bytes % 16 == 0);
+}
+
+void TestRoundUp() {
+  for (int64_t align = 1; align < 40; ++align) {
+    for (int64_t value = 0; value < 200; ++value) {
+      int64_t expected = value;
+      while (expected % align != 0) ++expected;
+      CHECK(RoundUp(value, align) == expected);
+    }
+  }
+  CHECK(RoundUp(int64_t{INT32_MAX} * 2048, INT32_MAX) == int64_t{INT32_MAX} * 2048);
+  CHECK(Min(int64_t{3}, int64_t{2}) == 2 && Min(-1, 1) == -1);
+}
+
+void TestFieldsForManySizes() {
+  Random random(1);
+  for (int i = 0; i < 20000; ++i) {
+    const int64_t payload = random.In(0, 70) * 8;
+    const int64_t scales = random.OneIn(2) ? 0 : random.In(1, 130);
+    const int64_t top_k = random.In(1, 32);
+    const int64_t weights = random.OneIn(2) ? 0 : top_k;
+    const int64_t experts = random.In(1, 2048);
+    CurrentCase() = "payload " + std::to_string(payload) + ", scales " + std::to_string(scales) +
+                    ", K " + std::to_string(top_k) + ", L " + std::to_string(experts);
+
+    const auto header = RegionHeader::Of(experts);
+    CheckFields({{header.num_slots, 4, 4}, {header.expert_counts, experts * 4, 4}}, header.bytes);
+
+    const auto first = DispatchMessage::Of(payload, scales, top_k);
+    CheckFields({{first.payload, payload, 16},
+                 {first.scales, scales, 16},
+                 {first.source_token, 4, 4},
+                 {first.local_expert, top_k * 4, 4},
+                 {first.position, top_k * 4, 4},
+                 {first.weight, top_k * 4, 4}},
+                first.bytes);
+
+    const auto cached = CachedDispatchMessage::Of(payload, scales, weights);
+    CheckFields({{cached.payload, payload, 16},
+                 {cached.scales, scales, 16},
+                 {cached.weight, weights * 4, 4}},
+                cached.bytes);
+
+    const auto combine = CombineMessage::Of(payload, weights);
+    CheckFields({{combine.row, payload, 16}, {combine.weight_grad, weights * 4, 4}}, combine.bytes);
+  }
+}
+
+// 32 experts a rank, 7168 bfloat16 elements, top-8: every number spelt out.
+void TestKnownOffsets() {
+  const auto header = RegionHeader::Of(32);
+  CHECK(header.num_slots == 0 && header.expert_counts == 4 && header.bytes == 144);
+  const auto message = DispatchMessage::Of(14336, 0, 8);
+  CHECK(message.payload == 0 && message.scales == 14336 && message.source_token == 14336);
+  CHECK(message.local_expert == 14340 && message.position == 14372 && message.weight == 14404);
+  CHECK(message.bytes == 14448);
+  // A payload with scales: 7168 bytes, one float32 for each 128.
+  const auto scaled = DispatchMessage::Of(7168, 224, 8);
+  CHECK(scaled.scales == 7168 && scaled.source_token == 7392 && scaled.bytes == 7504);
+  CHECK(CachedDispatchMessage::Of(7168, 224, 8).weight == 7392);
+  CHECK(CachedDispatchMessage::Of(7168, 224, 8).bytes == 7424);
+  CHECK(CombineMessage::Of(14336, 0).bytes == 14336);
+  CHECK(CombineMessage::Of(14336, 8).weight_grad == 14336);
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  jax_ep::TestRoundUp();
+  jax_ep::TestFieldsForManySizes();
+  jax_ep::TestKnownOffsets();
+  std::printf("layout_test: ok\n");
+  return 0;
+}

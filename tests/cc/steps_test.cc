@@ -1,0 +1,305 @@
+// Tests of the CPU steps: whole dispatches and combines over ranks in one process against the
+// definitions (steps_reference.h), and hostile messages and tables, which may give any result but
+// must stay inside the buffers (run under AddressSanitizer).
+#include <algorithm>
+#include <cstdio>
+#include <string>
+
+#include "check.h"
+#include "cpu/rows.h"
+#include "steps_reference.h"
+#include "steps_world.h"
+
+namespace jax_ep {
+namespace {
+
+std::string Text(const Options& options) {
+  const EpShape& s = options.shape;
+  std::string text;
+  for (const int64_t value :
+       {s.ranks, s.local_experts, s.tokens, s.top_k, s.hidden, s.recv_rows, s.expert_alignment,
+        int64_t(options.element), int64_t(options.wire), int64_t(options.zero_tail),
+        int64_t(options.weights), int64_t(options.residual), options.offset, options.threads}) {
+    text += std::to_string(value) + " ";
+  }
+  return text + "(R L n K H N alignment element wire zero_tail weights residual offset threads)";
+}
+
+Options Draw(Random& random) {
+  Options options;
+  options.element = static_cast<ElementType>(random.In(0, 2));
+  options.wire = static_cast<ElementType>(random.In(0, 2));
+  EpShape& shape = options.shape;
+  shape.ranks = random.In(1, 5);
+  shape.local_experts = random.In(1, 6);
+  shape.tokens = random.OneIn(12) ? 0 : random.In(1, 14);
+  shape.top_k = random.OneIn(15) ? kMaxTopK : random.In(1, 6);
+  shape.element_bytes = ElementBytes(options.element);
+  shape.hidden = random.In(1, 7) * kRowAlignBytes / shape.element_bytes;
+  shape.expert_alignment = random.OneIn(2) ? 1 : random.In(2, 9);
+  const int64_t worst = shape.slots() * shape.top_k + shape.local_experts * shape.expert_alignment;
+  shape.recv_rows = random.OneIn(12) ? 0 : random.In(0, worst / (random.OneIn(2) ? 1 : 4));
+  options.zero_tail = random.OneIn(2);
+  options.weights = random.OneIn(2);
+  options.residual = random.OneIn(2);
+  options.offset = random.OneIn(4) ? shape.element_bytes : 0;
+  options.threads = random.OneIn(4) ? 3 : 1;
+  return options;
+}
+
+void DrawIds(World& world, Random& random) {
+  const int64_t experts = world.shape().experts();
+  for (Rank& rank : world.ranks) {
+    // Anywhere, few experts (duplicates, overflow), or nothing at all.
+    const int64_t spread = random.OneIn(3) ? std::min<int64_t>(2, experts) : experts;
+    const bool silent = random.OneIn(8), with_invalid = random.OneIn(4);
+    for (int64_t i = 0; i < world.shape().tokens * world.shape().top_k; ++i) {
+      int64_t id = random.In(0, spread - 1);
+      if (silent || random.OneIn(7)) id = -1;
+      if (with_invalid && random.OneIn(9)) id = random.OneIn(2) ? experts : INT32_MIN;
+      rank.ids.as<int32_t>()[i] = static_cast<int32_t>(id);
+    }
+  }
+}
+
+// NaN wherever combine must not look; values in the rows that exist.
+void FillExpertOutputs(World& world, const Reference& reference, Random& random) {
+  const EpShape& shape = world.shape();
+  for (int64_t r = 0; r < shape.ranks; ++r) {
+    Rank& rank = world.ranks[static_cast<size_t>(r)];
+    for (const Buffer* buffer : {&rank.expert_out, &rank.row_grads}) {
+      std::memset(buffer->data(), 0xFF, static_cast<size_t>(buffer->bytes()));
+    }
+    for (int64_t row = 0; row < shape.recv_rows; ++row) {
+      if (reference.at(r).rows[static_cast<size_t>(row)].source < 0) {
+        rank.row_weights.as<uint32_t>()[row] = 0x7FC00000;
+        continue;
+      }
+      FillElements(random, rank.expert_out.data() + row * shape.row_bytes(), world.options.element,
+                   shape.hidden);
+      rank.row_grads.as<float>()[row] = static_cast<float>(random.In(-99, 99)) * 0.37f;
+    }
+  }
+}
+
+void RunWholeLayer(const Options& options, Random& random) {
+  CurrentCase() = Text(options);
+  CHECK(Validate(options.shape) == nullptr);
+  World world(options, random);
+  DrawIds(world, random);
+  const Reference reference(world);
+  const int64_t ranks = options.shape.ranks;
+
+  world.Dispatch();
+  for (int64_t r = 0; r < ranks; ++r) reference.CheckSource(r);
+  for (int64_t r = 0; r < ranks; ++r) reference.CheckExpertRank(r);
+
+  world.CachedDispatch();
+  for (int64_t r = 0; r < ranks; ++r) reference.CheckCachedRank(r);
+
+  FillExpertOutputs(world, reference, random);
+  world.Combine();
+  for (int64_t r = 0; r < ranks; ++r) reference.CheckCombined(r);
+}
+
+void TestWholeLayers() {
+  Random random(11);
+  for (int round = 0; round < 600; ++round) RunWholeLayer(Draw(random), random);
+}
+
+// Sums longer than one pass of partial sums, and its remainder.
+void TestLongRows() {
+  Random random(12);
+  for (const ElementType element : {ElementType::kFloat32, ElementType::kBFloat16}) {
+    Options options;
+    options.element = element;
+    options.wire = ElementType::kFloat16;
+    options.residual = true;
+    options.shape = {.ranks = 3,
+                     .local_experts = 2,
+                     .tokens = 4,
+                     .top_k = 3,
+                     .hidden = 2056,
+                     .element_bytes = ElementBytes(element),
+                     .recv_rows = 40};
+    RunWholeLayer(options, random);
+  }
+}
+
+// Rows of every length up to a few cache lines, at every place in a line.
+void TestCopyAndClear() {
+  constexpr int64_t kMargin = 64, kMostBytes = 208;
+  Random random(16);
+  Buffer from(kMargin + kMostBytes), to(2 * kMargin + kMostBytes);
+  from.Randomize(random);
+  for (int64_t bytes = 0; bytes <= kMostBytes; bytes += random.In(1, 16)) {
+    for (int64_t place = 0; place < kMargin; ++place) {
+      const uint8_t* source = from.data() + random.In(0, kMargin);
+      for (const bool streaming : {false, true}) {
+        for (const bool copy : {false, true}) {
+          std::memset(to.data(), kPoison, static_cast<size_t>(to.bytes()));
+          if (copy) {
+            cpu::CopyRow(to.data() + place, source, bytes, streaming);
+          } else {
+            cpu::ClearRow(to.data() + place, bytes, streaming);
+          }
+          cpu::FenceStreaming();
+          for (int64_t i = 0; i < to.bytes(); ++i) {
+            const bool inside = i >= place && i < place + bytes;
+            CHECK(to.data()[i] == (!inside ? kPoison : copy ? source[i - place] : 0));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Calls whose rows go past the caches, with rows on and off 16 bytes.
+void TestStreaming() {
+  Random random(13);
+  for (const int64_t offset : {0, 4}) {
+    Options options;
+    options.element = options.wire = ElementType::kFloat32;
+    options.offset = offset;
+    options.zero_tail = offset == 0;
+    options.threads = 2;
+    options.shape = {.ranks = 2,
+                     .local_experts = 2,
+                     .tokens = 3,
+                     .top_k = 2,
+                     .hidden = (1 << 20) + 12,
+                     .element_bytes = 4,
+                     .recv_rows = 11,
+                     .expert_alignment = 2};
+    CHECK(3 * options.shape.row_bytes() > cpu::kStreamingBytes);
+    CurrentCase() = Text(options);
+    World world(options, random);
+    for (Rank& rank : world.ranks) {
+      const int32_t ids[] = {0, 2, 3, 3, 1, -1};
+      std::copy_n(ids, 6, rank.ids.as<int32_t>());
+    }
+    const Reference reference(world);
+    world.Dispatch();
+    world.CachedDispatch();
+    for (int64_t r = 0; r < 2; ++r) {
+      reference.CheckSource(r);
+      reference.CheckExpertRank(r);
+      reference.CheckCachedRank(r);
+    }
+  }
+}
+
+// The first bad id is kept until somebody takes it, and nobody need ask.
+void TestInvalidIdReports() {
+  Random random(14);
+  Options options;
+  options.shape = {
+      .ranks = 1, .local_experts = 4, .tokens = 2, .top_k = 2, .hidden = 8, .recv_rows = 4};
+  World world(options, random);
+  Rank& rank = world.ranks[0];
+  const int32_t ids[] = {3, -1, -5, 4};
+  std::copy_n(ids, 4, rank.ids.as<int32_t>());
+  world.Pack(rank);
+  CHECK(*rank.num_invalid.as<int32_t>() == 2);
+  CHECK(rank.report.set == 1 && rank.report.token == 1 && rank.report.k == 0);
+  CHECK(rank.report.value == -5);
+  rank.ids.as<int32_t>()[0] = 77;
+  world.Pack(rank);
+  CHECK(*rank.num_invalid.as<int32_t>() == 3 && rank.report.value == -5);
+  rank.report.set = 0;
+  world.Pack(rank);
+  CHECK(rank.report.set == 1 && rank.report.token == 0 && rank.report.value == 77);
+
+  PackStep step{world.shape(),
+                rank.tokens.data(),
+                rank.ids.as<int32_t>(),
+                rank.weights.as<float>(),
+                rank.send.data(),
+                rank.slot_of.as<int32_t>(),
+                rank.position.as<int32_t>(),
+                rank.num_invalid.as<int32_t>(),
+                nullptr};
+  *step.num_invalid = 0;
+  cpu::Pack<Bf16Format>(step);
+  CHECK(*step.num_invalid == 3);
+}
+
+// ---- Hostile input ------------------------------------------------------------------------------
+
+// Now any bits, now a number close to what would be valid.
+void Corrupt(Random& random, const Buffer& buffer, int64_t limit, bool everywhere) {
+  const int64_t words = buffer.bytes() / kIndexBytes;
+  int64_t changes = words == 0 ? 0 : everywhere ? words : random.In(1, 6);
+  for (; changes > 0; --changes) {
+    const int64_t word = everywhere ? changes - 1 : random.In(0, words - 1);
+    buffer.as<int32_t>()[word] = random.OneIn(3) ? static_cast<int32_t>(random.Bits())
+                                                 : static_cast<int32_t>(random.In(-2, limit + 1));
+  }
+}
+
+bool AllIn(const Buffer& buffer, int64_t low, int64_t high) {
+  const int32_t* values = buffer.as<int32_t>();
+  return std::all_of(values, values + buffer.bytes() / kIndexBytes,
+                     [&](int32_t value) { return low <= value && value <= high; });
+}
+
+// A dispatch from corrupt regions, then the rest of the layer with the tables that came of it.
+void CorruptRegions(World& world, Random& random, bool everywhere) {
+  const EpShape& shape = world.shape();
+  for (Rank& rank : world.ranks) {
+    Corrupt(random, rank.recv, std::max(shape.tokens, shape.local_experts), everywhere);
+    world.Unpack(rank);
+    CHECK(AllIn(rank.row_offsets, 0, shape.recv_rows));
+    CHECK(std::is_sorted(rank.row_offsets.as<int32_t>(),
+                         rank.row_offsets.as<int32_t>() + shape.local_experts + 1));
+    CHECK(AllIn(rank.row_of, -1, shape.recv_rows - 1));
+    CHECK(AllIn(rank.row_slot, -1, shape.slots() - 1));
+    CHECK(AllIn(rank.slot_counts, 0, shape.tokens));
+  }
+  world.Combine();
+  world.CachedDispatch();
+}
+
+void CorruptTables(World& world, Random& random, bool everywhere) {
+  const EpShape& shape = world.shape();
+  for (Rank& rank : world.ranks) {
+    Corrupt(random, rank.slot_of, shape.slots(), everywhere);
+    Corrupt(random, rank.row_of, shape.recv_rows, everywhere);
+    Corrupt(random, rank.row_slot, shape.slots(), everywhere);
+    Corrupt(random, rank.slot_counts, shape.tokens, everywhere);
+  }
+  world.Combine();
+  world.CachedDispatch();
+}
+
+void TestHostileInput() {
+  Random random(15);
+  for (int round = 0; round < 1500; ++round) {
+    Options options = Draw(random);
+    options.threads = 1;  // two slots may claim one row: whichever comes last has it
+    CurrentCase() = "round " + std::to_string(round) + ": " + Text(options);
+    World world(options, random);
+    DrawIds(world, random);
+    world.Dispatch();
+    const bool everywhere = random.OneIn(3);
+    if (round % 2 == 0) {
+      CorruptRegions(world, random, everywhere);
+    } else {
+      CorruptTables(world, random, everywhere);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  jax_ep::TestWholeLayers();
+  jax_ep::TestLongRows();
+  jax_ep::TestCopyAndClear();
+  jax_ep::TestStreaming();
+  jax_ep::TestInvalidIdReports();
+  jax_ep::TestHostileInput();
+  std::printf("steps_test: ok\n");
+  return 0;
+}

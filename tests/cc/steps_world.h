@@ -1,0 +1,292 @@
+// All ranks of a group in one process, for steps_test.cc: inputs drawn at random, the CPU steps run
+// on every rank with the exchange between them as copies, and every buffer at its exact size.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "cpu/steps.h"
+#include "formats/bf16.h"
+#include "formats/numbers.h"
+#include "protocol/layout.h"
+
+namespace jax_ep {
+
+struct Options {
+  EpShape shape;
+  ElementType element = ElementType::kBFloat16;
+  ElementType wire = ElementType::kBFloat16;
+  bool zero_tail = true;
+  bool weights = true;  // in cached dispatch and in combine
+  bool residual = false;
+  int64_t offset = 0;   // of every row and wire buffer, off 16 bytes
+  int64_t threads = 1;  // that share each task
+};
+
+inline float LoadElement(const uint8_t* rows, ElementType type, int64_t index) {
+  if (type == ElementType::kFloat32) {
+    float value;
+    std::memcpy(&value, rows + index * 4, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, rows + index * 2, 2);
+  return type == ElementType::kBFloat16 ? ToFloat(BFloat16{bits}) : ToFloat(Float16{bits});
+}
+
+inline void StoreElement(uint8_t* rows, ElementType type, int64_t index, float value) {
+  if (type == ElementType::kFloat32) {
+    const float rounded = FromFloat<float>(value);
+    std::memcpy(rows + index * 4, &rounded, 4);
+    return;
+  }
+  const uint16_t bits = type == ElementType::kBFloat16 ? FromFloat<BFloat16>(value).bits
+                                                       : FromFloat<Float16>(value).bits;
+  std::memcpy(rows + index * 2, &bits, 2);
+}
+
+// Everyday values, a few denormals, zeros of both signs and infinities.
+inline void FillElements(Random& random, uint8_t* rows, ElementType type, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    float value = static_cast<float>(random.In(-1000, 1000)) * 0x1.234p-7f;
+    if (random.OneIn(97)) value = -0.0f;
+    if (random.OneIn(89)) value *= 0x1p-20f;
+    if (random.OneIn(991)) value = 1.0f / (value - value);
+    StoreElement(rows, type, i, value);
+  }
+}
+
+// Runs the items in pieces of random size and order, on as many threads as asked. Who runs
+// which piece is settled beforehand: a shared counter would order the threads, and ThreadSanitizer
+// would then miss items that touch the same byte.
+inline void RunTask(const cpu::RowTask& task, int64_t threads, Random& random) {
+  CHECK(task.items >= 0 && task.bytes >= 0);
+  std::vector<std::pair<int64_t, int64_t>> pieces;
+  for (int64_t begin = 0; begin < task.items;) {
+    const int64_t end = std::min(task.items, begin + random.In(1, 1 + task.items / 3));
+    pieces.emplace_back(begin, end);
+    begin = end;
+  }
+  for (size_t i = pieces.size(); i > 1; --i) {
+    std::swap(pieces[i - 1], pieces[static_cast<size_t>(random.In(0, int64_t(i) - 1))]);
+  }
+  const auto work = [&](int64_t thread) {
+    for (auto i = static_cast<size_t>(thread); i < pieces.size();
+         i += static_cast<size_t>(threads)) {
+      task.run(pieces[i].first, pieces[i].second);
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < threads; ++i) helpers.emplace_back(work, i);
+  work(0);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+// The buffers of one rank.
+struct Rank {
+  Buffer tokens, ids, weights;
+  Buffer slot_of, position, num_invalid;
+  InvalidIdReport report{};
+  Buffer rows, row_offsets, group_sizes, expert_counts, expert_ids, src_info, row_weights,
+      num_dropped, row_of, row_slot, slot_counts, row_base;
+  Buffer cached_rows, cached_row_weights;
+  Buffer expert_out, row_grads, residual, output, weight_grads;
+  Buffer send, recv;
+};
+
+class World {
+ public:
+  World(const Options& options, Random& random)
+      : options(options), ranks(static_cast<size_t>(options.shape.ranks)), random_(random) {
+    options_row_ = Bf16Format::PayloadBytes(shape().hidden, shape().element_bytes);
+    for (Rank& rank : ranks) Allocate(rank);
+  }
+
+  const EpShape& shape() const { return options.shape; }
+  int64_t num_weights() const { return options.weights ? shape().top_k : 0; }
+
+  void Dispatch() {
+    for (Rank& rank : ranks) Pack(rank);
+    Exchange(RegionBytes());
+    for (Rank& rank : ranks) Unpack(rank);
+  }
+
+  void Pack(Rank& rank) {
+    rank.send = Wire(RegionBytes());
+    const PackStep step{shape(),
+                        rank.tokens.data(),
+                        rank.ids.as<int32_t>(),
+                        rank.weights.as<float>(),
+                        rank.send.data(),
+                        rank.slot_of.as<int32_t>(),
+                        rank.position.as<int32_t>(),
+                        rank.num_invalid.as<int32_t>(),
+                        &rank.report};
+    Run(cpu::Pack<Bf16Format>(step));
+  }
+
+  void Unpack(Rank& rank) {
+    const UnpackStep step{shape(),
+                          options.zero_tail,
+                          rank.recv.data(),
+                          rank.rows.data(),
+                          rank.row_offsets.as<int32_t>(),
+                          rank.group_sizes.as<int32_t>(),
+                          rank.expert_counts.as<int32_t>(),
+                          rank.expert_ids.as<int32_t>(),
+                          rank.src_info.as<int32_t>(),
+                          rank.row_weights.as<float>(),
+                          rank.num_dropped.as<int32_t>(),
+                          rank.row_of.as<int32_t>(),
+                          rank.row_slot.as<int32_t>(),
+                          rank.slot_counts.as<int32_t>(),
+                          rank.row_base.as<int32_t>()};
+    Run(cpu::Unpack<Bf16Format>(step));
+  }
+
+  void CachedDispatch() {
+    for (Rank& rank : ranks) CachedPack(rank);
+    Exchange(CachedRegionBytes());
+    for (Rank& rank : ranks) CachedUnpack(rank);
+  }
+
+  void CachedPack(Rank& rank) {
+    rank.send = Wire(CachedRegionBytes());
+    const CachedPackStep step{shape(),
+                              num_weights(),
+                              rank.tokens.data(),
+                              options.weights ? rank.weights.as<float>() : nullptr,
+                              rank.slot_of.as<int32_t>(),
+                              rank.send.data()};
+    Run(cpu::CachedPack<Bf16Format>(step));
+  }
+
+  void CachedUnpack(Rank& rank) {
+    const CachedUnpackStep step{shape(),
+                                num_weights(),
+                                rank.recv.data(),
+                                rank.row_of.as<int32_t>(),
+                                rank.row_slot.as<int32_t>(),
+                                rank.cached_rows.data(),
+                                options.weights ? rank.cached_row_weights.as<float>() : nullptr};
+    Run(cpu::CachedUnpack<Bf16Format>(step));
+  }
+
+  void Combine() {
+    for (Rank& rank : ranks) CombinePack(rank);
+    Exchange(CombineRegionBytes());
+    for (Rank& rank : ranks) CombineUnpack(rank);
+  }
+
+  void CombinePack(Rank& rank) {
+    rank.send = Wire(CombineRegionBytes());
+    const CombinePackStep step{shape(),
+                               options.element,
+                               options.wire,
+                               num_weights(),
+                               rank.expert_out.data(),
+                               options.weights ? rank.row_weights.as<float>() : nullptr,
+                               options.weights ? rank.row_grads.as<float>() : nullptr,
+                               rank.row_of.as<int32_t>(),
+                               rank.slot_counts.as<int32_t>(),
+                               rank.send.data()};
+    Run(cpu::CombinePack(step));
+  }
+
+  void CombineUnpack(Rank& rank) {
+    const CombineUnpackStep step{shape(),
+                                 options.element,
+                                 options.wire,
+                                 num_weights(),
+                                 rank.recv.data(),
+                                 rank.slot_of.as<int32_t>(),
+                                 options.residual ? rank.residual.data() : nullptr,
+                                 rank.output.data(),
+                                 options.weights ? rank.weight_grads.as<float>() : nullptr};
+    Run(cpu::CombineUnpack(step));
+  }
+
+  int64_t RegionBytes() const {
+    return RegionHeader::Of(shape().local_experts).bytes +
+           shape().tokens * DispatchMessage::Of(options_row_, 0, shape().top_k).bytes;
+  }
+  int64_t CachedRegionBytes() const {
+    return shape().tokens * CachedDispatchMessage::Of(options_row_, 0, num_weights()).bytes;
+  }
+  int64_t CombineRegionBytes() const {
+    return shape().tokens *
+           CombineMessage::Of(shape().hidden * ElementBytes(options.wire), num_weights()).bytes;
+  }
+  // Starts as bytes that mean something else each time if they are read: a row of expert 0, an
+  // absent row, a NaN.
+  Buffer Wire(int64_t region_bytes) {
+    Buffer wire(shape().ranks * region_bytes, options.offset == 0 ? 0 : kIndexBytes);
+    const int fills[] = {0x00, kPoison, 0xFF};
+    std::memset(wire.data(), fills[random_.In(0, 2)], static_cast<size_t>(wire.bytes()));
+    return wire;
+  }
+
+  const Options options;
+  std::vector<Rank> ranks;
+
+ private:
+  void Run(const cpu::RowTask& task) { RunTask(task, options.threads, random_); }
+
+  // The all-to-all: region d of source s becomes region s at d.
+  void Exchange(int64_t region_bytes) {
+    for (size_t to = 0; to < ranks.size(); ++to) {
+      ranks[to].recv = Wire(region_bytes);
+      for (size_t from = 0; from < ranks.size(); ++from) {
+        std::memcpy(ranks[to].recv.data() + int64_t(from) * region_bytes,
+                    ranks[from].send.data() + int64_t(to) * region_bytes,
+                    static_cast<size_t>(region_bytes));
+      }
+    }
+  }
+
+  Buffer Int32s(int64_t count) const { return Buffer(count * kIndexBytes); }
+  Buffer Rows(int64_t count) const { return Buffer(count * options_row_, options.offset); }
+
+  void Allocate(Rank& rank) {
+    const int64_t n = shape().tokens, entries = n * shape().top_k, N = shape().recv_rows;
+    const int64_t local = shape().local_experts, R = shape().ranks;
+    rank.tokens = Rows(n);
+    FillElements(random_, rank.tokens.data(), options.element, n * shape().hidden);
+    rank.residual = Rows(n);
+    FillElements(random_, rank.residual.data(), options.element, n * shape().hidden);
+    rank.ids = Int32s(entries);
+    rank.weights = Buffer(entries * kWeightBytes);
+    FillElements(random_, rank.weights.data(), ElementType::kFloat32, entries);
+    rank.slot_of = Int32s(entries);
+    rank.position = Int32s(entries);
+    rank.num_invalid = Int32s(1);
+    rank.rows = Rows(N);
+    rank.row_offsets = Int32s(local + 1);
+    rank.group_sizes = Int32s(local);
+    rank.expert_counts = Int32s(local);
+    rank.expert_ids = Int32s(local);
+    rank.src_info = Int32s(N * 3);
+    rank.row_weights = Buffer(N * kWeightBytes);
+    rank.num_dropped = Int32s(1);
+    rank.row_of = Int32s(R * entries);
+    rank.row_slot = Int32s(N);
+    rank.slot_counts = Int32s(R);
+    rank.row_base = Int32s(R * local);
+    rank.cached_rows = Rows(N);
+    rank.cached_row_weights = Buffer(N * kWeightBytes);
+    rank.expert_out = Rows(N);
+    rank.row_grads = Buffer(N * kWeightBytes);
+    rank.output = Rows(n);
+    rank.weight_grads = Buffer(entries * kWeightBytes);
+  }
+
+  int64_t options_row_ = 0;
+  Random& random_;
+};
+
+}  // namespace jax_ep
