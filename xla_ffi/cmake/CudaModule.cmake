@@ -11,13 +11,24 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
-find_package(CUDAToolkit REQUIRED)
+# Not FindCUDAToolkit: it wants a shared cudart that PyPI's toolkit does not have.
+get_filename_component(jax_ep_toolkit "${CMAKE_CUDA_COMPILER}" REALPATH)
+get_filename_component(jax_ep_toolkit "${jax_ep_toolkit}" DIRECTORY)
+find_library(
+  JAX_EP_CUDART cudart_static
+  HINTS ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES} "${jax_ep_toolkit}/../lib64"
+        "${jax_ep_toolkit}/../lib" REQUIRED)
+add_library(jax_ep_cudart INTERFACE)
+target_include_directories(jax_ep_cudart SYSTEM
+                           INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(jax_ep_cudart INTERFACE "${JAX_EP_CUDART}" ${CMAKE_DL_LIBS} rt
+                                              Threads::Threads)
 
 add_library(jax_ep_cuda OBJECT cuda/dispatch.cu cuda/combine.cu cuda/init.cu)
 set_target_properties(jax_ep_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(jax_ep_cuda PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(jax_ep_cuda PRIVATE --fmad=false -Xcompiler=-Wall,-Wextra)
-target_link_libraries(jax_ep_cuda PUBLIC CUDA::cudart_static)
+target_link_libraries(jax_ep_cuda PUBLIC jax_ep_cudart)
 
 nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cuda_handlers.cc
                     ffi/cuda_reports.cc)

@@ -1,16 +1,23 @@
-# Sets `result` to nvcc's path, from CUDA_HOME, CUDACXX, PATH or PyPI's nvidia-cuda-nvcc, or to "".
+# Sets `result` to nvcc's path, from CUDA_HOME, PATH or PyPI's nvidia-cuda-nvcc, or to "". purelib
+# finds the packages of the environment that asked for an isolated build.
 function(jax_ep_find_cuda_compiler result)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
-            "import glob, sys; print(';'.join(g for p in sys.path for g in sorted(glob.glob(p + '/nvidia/*/bin'))))"
+            "import glob, sys, sysconfig; print(';'.join(g for p in [sysconfig.get_path('purelib'), *sys.path] for g in sorted(glob.glob(p + '/nvidia/*/bin'))))"
     OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE wheel_bins)
   find_program(
     JAX_EP_NVCC_PROGRAM nvcc
-    HINTS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" "$ENV{CUDACXX}"
+    HINTS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin"
     PATHS ${wheel_bins} /usr/local/cuda/bin)
+  set(${result} "" PARENT_SCOPE)
   if(JAX_EP_NVCC_PROGRAM)
-    set(${result} "${JAX_EP_NVCC_PROGRAM}" PARENT_SCOPE)
-  else()
-    set(${result} "" PARENT_SCOPE)
+    execute_process(COMMAND "${JAX_EP_NVCC_PROGRAM}" --version OUTPUT_VARIABLE version)
+    string(REGEX MATCH "release ([0-9.]+)" version "${version}")
+    if(CMAKE_MATCH_1 VERSION_LESS 12.5)
+      message(WARNING "jax_ep: CUDA must be 12.5 or newer, got ${CMAKE_MATCH_1} at "
+                      "${JAX_EP_NVCC_PROGRAM}: it is not used")
+    else()
+      set(${result} "${JAX_EP_NVCC_PROGRAM}" PARENT_SCOPE)
+    endif()
   endif()
 endfunction()
