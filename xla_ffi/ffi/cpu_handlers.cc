@@ -7,10 +7,8 @@
 #include <utility>
 
 #include "cpu/steps.h"
-#include "ffi/combine_operands.h"
 #include "ffi/cpu_executor.h"
 #include "ffi/group.h"
-#include "ffi/operands.h"
 
 namespace jax_ep::ffi_layer {
 
@@ -85,26 +83,14 @@ XLA_FFI_DEFINE_HANDLER(kInit, Init,
                            .Ret<ffi::Buffer<ffi::U32>>()  // dev_ptrs [2, 3, 2], low word first
                            .Ret<I32>()                    // my_rank [1]
                            .Attr<int64_t>("key"));
-#define JAX_EP_DEFINE(name, Decoded) \
-  XLA_FFI_DEFINE_HANDLER(name, Handler<Decoded>{}, Decoded::Bind(Context()))
-JAX_EP_DEFINE(kPack, DecodedPack);
-JAX_EP_DEFINE(kUnpack, DecodedUnpack);
-JAX_EP_DEFINE(kCachedPack, DecodedCachedPack);
-JAX_EP_DEFINE(kCachedUnpack, DecodedCachedUnpack);
-JAX_EP_DEFINE(kCombinePack, DecodedCombinePack);
-JAX_EP_DEFINE(kCombineUnpack, DecodedCombineUnpack);
-#undef JAX_EP_DEFINE
 
 }  // namespace
 
 std::vector<Target> CpuTargets() {
-  return {{"ep_init", kInit},
-          {DecodedPack::kTarget, kPack},
-          {DecodedUnpack::kTarget, kUnpack},
-          {DecodedCachedPack::kTarget, kCachedPack},
-          {DecodedCachedUnpack::kTarget, kCachedUnpack},
-          {DecodedCombinePack::kTarget, kCombinePack},
-          {DecodedCombineUnpack::kTarget, kCombineUnpack}};
+  return Targets(kInit, []<typename Decoded>(Decoded) {
+    XLA_FFI_DEFINE_HANDLER(kStep, Handler<Decoded>{}, Decoded::Bind(Context()));
+    return kStep;
+  });
 }
 
 }  // namespace jax_ep::ffi_layer

@@ -9,9 +9,7 @@
 #include <utility>
 
 #include "cuda/steps.h"
-#include "ffi/combine_operands.h"
 #include "ffi/group.h"
-#include "ffi/operands.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
@@ -97,27 +95,15 @@ XLA_FFI_DEFINE_HANDLER(kInit, Init,
                            .Ret<ffi::Buffer<ffi::U32>>()  // dev_ptrs [2, 3, 2], low word first
                            .Ret<I32>()                    // my_rank [1]
                            .Attr<int64_t>("key"));
-#define JAX_EP_DEFINE(name, Decoded)                                         \
-  XLA_FFI_DEFINE_HANDLER(name, Handler<Decoded>{}, Decoded::Bind(Context()), \
-                         {ffi::Traits::kCmdBufferCompatible})
-JAX_EP_DEFINE(kPack, DecodedPack);
-JAX_EP_DEFINE(kUnpack, DecodedUnpack);
-JAX_EP_DEFINE(kCachedPack, DecodedCachedPack);
-JAX_EP_DEFINE(kCachedUnpack, DecodedCachedUnpack);
-JAX_EP_DEFINE(kCombinePack, DecodedCombinePack);
-JAX_EP_DEFINE(kCombineUnpack, DecodedCombineUnpack);
-#undef JAX_EP_DEFINE
 
 }  // namespace
 
 std::vector<Target> CudaTargets() {
-  return {{"ep_init", kInit},
-          {DecodedPack::kTarget, kPack},
-          {DecodedUnpack::kTarget, kUnpack},
-          {DecodedCachedPack::kTarget, kCachedPack},
-          {DecodedCachedUnpack::kTarget, kCachedUnpack},
-          {DecodedCombinePack::kTarget, kCombinePack},
-          {DecodedCombineUnpack::kTarget, kCombineUnpack}};
+  return Targets(kInit, []<typename Decoded>(Decoded) {
+    XLA_FFI_DEFINE_HANDLER(kStep, Handler<Decoded>{}, Decoded::Bind(Context()),
+                           {ffi::Traits::kCmdBufferCompatible});
+    return kStep;
+  });
 }
 
 }  // namespace jax_ep::ffi_layer

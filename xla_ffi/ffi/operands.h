@@ -1,5 +1,5 @@
 // The operands, results and attributes of every target, once: the binding that XLA checks and the
-// decoder that fills the step. cpu_module.cc and cuda_module.cc add their context and launch.
+// decoder that fills the step. cpu_handlers.cc and cuda_handlers.cc add their context and launch.
 #pragma once
 
 #include <utility>

@@ -1,8 +1,10 @@
-// The list of custom-call targets that a native module registers.
+// The custom-call targets that a native module registers: ep_init and every step, in one list.
 #pragma once
 
 #include <vector>
 
+#include "ffi/combine_operands.h"
+#include "ffi/operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep::ffi_layer {
@@ -11,5 +13,21 @@ struct Target {
   const char* name;
   XLA_FFI_Handler* handler;
 };
+
+template <typename... Decoded>
+struct StepList {};
+using AllSteps = StepList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
+                          DecodedCombinePack, DecodedCombineUnpack>;
+
+// `handler_of(Decoded{})` is a back end's handler of that step.
+template <typename HandlerOf>
+std::vector<Target> Targets(XLA_FFI_Handler* init, HandlerOf handler_of) {
+  std::vector<Target> targets{{"ep_init", init}};
+  const auto add = [&]<typename... Decoded>(StepList<Decoded...>) {
+    (targets.push_back({Decoded::kTarget, handler_of(Decoded{})}), ...);
+  };
+  add(AllSteps{});
+  return targets;
+}
 
 }  // namespace jax_ep::ffi_layer
