@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ep import _native_cpu as native
 from jax_ep import formats
+from jax_ep._native import cpu as native
 
 DTYPES = ("bfloat16", "float16", "float32")
 REDUCES = ("rank", "source", "none")

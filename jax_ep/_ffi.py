@@ -1,8 +1,7 @@
-"""The native modules: loading, registering their targets, calling them."""
+"""The custom-call targets of the native modules: registering and calling them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -10,23 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-try:
-    from jax_ep import _native_cpu as native
-except ImportError as error:
-    raise ImportError(
-        "jax_ep: the native module must be built, got the bare sources; run pip "
-        "install in the repository, and start Python elsewhere than in it"
-    ) from error
-
-
-def _load_cuda() -> ModuleType | None:
-    try:
-        return importlib.import_module("jax_ep._native_cuda")
-    except ModuleNotFoundError:
-        return None
-
-
-native_cuda = _load_cuda()
+from jax_ep._native import cpu as native
+from jax_ep._native import cuda as native_cuda
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _native_cpu as native
+from jax_ep._native import cpu as native
 
 if TYPE_CHECKING:
     from jax_ep._types import Dispatched
