@@ -1,15 +1,14 @@
 """jax_ep: expert-parallel dispatch and combine for mixture-of-experts in JAX."""
 
+__version__ = "0.1.0"
+
 from jax_ep import _ffi, _runtime, formats, sharded
-from jax_ep._api import combine, dispatch
+from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._autodiff import save_route
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
 from jax_ep._init import init
 from jax_ep._types import Dispatched, Route
-from jax_ep.formats import dequantize
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Dispatched",

@@ -126,6 +126,7 @@ def combine(
     _checks.require_scope("combine", ep)
     config = ep.config
     route = _checks.require_route("combine", ep, route)
+    _checks.require_route_shapes("combine", ep, route)
     n, rows = route.slot_of.shape[0], ep.recv_capacity
 
     def checked(name: str, value: Any, dtype: str, *shape: int, why: str) -> jax.Array:
@@ -148,3 +149,23 @@ def combine(
     args = _checks.vary_together(ep, route, expert_out, weights, skip)
     with jax.named_scope("jax_ep.combine"):
         return _autodiff.combine(ep, *args)
+
+
+def dequantize(d: Dispatched) -> jax.Array:
+    """Rows of a dispatch in the token dtype, differentiable.
+
+    Args:
+        d: what `jax_ep.dispatch` returned.
+
+    Returns:
+        `[N, H]` in the config's dtype; for "bf16" these are `d.tokens` themselves.
+
+    Raises:
+        TypeError: `d` is no `Dispatched`.
+    """
+    if not isinstance(d, Dispatched):
+        raise TypeError(
+            "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
+            f"{type(d).__name__}; pass the Dispatched, not its arrays"
+        )
+    return d.tokens

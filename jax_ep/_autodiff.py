@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,11 +35,18 @@ ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
 OUT_NAME = "jax_ep_out"
 
+_TRANSPORTS = {"collective": _collective}
+
 # Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
 # received rows, combined tokens) and exchanges nothing twice.
 save_route = jax.checkpoint_policies.save_only_these_names(
     ROUTE_NAME, ROWS_NAME, OUT_NAME
 )
+
+
+def _transport(ep: EPHandle) -> ModuleType:
+    """The module that exchanges for `ep`: dispatch, dispatch_cached and combine."""
+    return _TRANSPORTS[ep.transport]
 
 
 def _own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
@@ -69,7 +77,7 @@ def dispatch(
     router_weights: jax.Array,
 ) -> Dispatched:
     """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
-    body = _refusing_vmap("dispatch", partial(_collective.dispatch, ep))
+    body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
     return _named(body(tokens, topk_ids, router_weights))
 
 
@@ -101,7 +109,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 def _send_cached(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    body = _refusing_vmap("combine", partial(_collective.dispatch_cached, ep))
+    body = _refusing_vmap("combine", partial(_transport(ep).dispatch_cached, ep))
     return body(route, tokens, weights)
 
 
@@ -124,7 +132,7 @@ def _return_rows(
     def body(
         route: Route, rows: jax.Array, row_weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        return _collective.combine(
+        return _transport(ep).combine(
             ep, route, rows, None, row_weights, None, ep.config.dtype
         )
 
@@ -159,7 +167,7 @@ def combine(
         router_weights: jax.Array | None,
         residual: jax.Array | None,
     ) -> jax.Array:
-        y, _ = _collective.combine(
+        y, _ = _transport(ep).combine(
             ep, route, expert_out, router_weights, None, residual, ep.config.wire_dtype
         )
         return y

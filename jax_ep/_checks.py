@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jax_ep._handle import EPHandle
 from jax_ep._types import Route
@@ -64,7 +65,7 @@ def require_open(function: str, ep: EPHandle) -> None:
 
 
 def require_route(function: str, ep: EPHandle, route: Any) -> Route:
-    """Raises unless `route` came from a dispatch of `ep`."""
+    """Raises unless `route` came from a dispatch of `ep`, with its own dtypes."""
     if not isinstance(route, Route):
         raise TypeError(
             f"jax_ep.{function}: route must be the `route` of a Dispatched, got "
@@ -76,6 +77,13 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
             f"one of handle {route.key:#x} for handle {ep.key:#x}; pass the ep that "
             "dispatched"
         )
+    for name in ("slot_of", "row_of", "row_slot", "slot_counts"):
+        require_dtype(function, f"route.{name}", getattr(route, name), "int32")
+    return route
+
+
+def require_route_shapes(function: str, ep: EPHandle, route: Route) -> None:
+    """Raises unless the tables have the shapes of one rank's dispatch."""
     top_k, ranks = ep.config.top_k, ep.ep_size
     n = route.slot_of.shape[0]
     for name, array, shape in (
@@ -85,40 +93,52 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
         ("slot_counts", route.slot_counts, (ranks,)),
     ):
         require_shape(function, f"route.{name}", array, shape, "as dispatch made it")
-    return route
 
 
 def require_scope(function: str, ep: EPHandle) -> None:
     """Raises unless the call is inside shard_map over the axes of `ep`."""
     names = ep.axis_names
-    try:
-        size = jax.lax.axis_size(names)
-    except NameError:
+    if not in_scope(names):
         raise ValueError(
             f"jax_ep.{function}: mesh axis {names} must be in scope, got a call "
             "outside jax.shard_map over it; wrap the caller in jax.shard_map(..., "
             f"mesh=ep.mesh), or use jax_ep.sharded.{function} on global arrays"
-        ) from None
-    if size != ep.ep_size:
-        raise ValueError(
-            f"jax_ep.{function}: mesh axis {names} must have the size {ep.ep_size} "
-            f"that jax_ep.init saw, got {size}; use the mesh that ep was made for"
         )
-    _warn_partial_manual(function)
-
-
-def _warn_partial_manual(function: str) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    left = [
-        name
+    if dict(mesh.shape) != dict(ep.mesh.shape) or mesh.axis_names != ep.mesh.axis_names:
+        raise ValueError(
+            f"jax_ep.{function}: must be called inside jax.shard_map over the mesh of "
+            f"ep, {dict(ep.mesh.shape)}, got {dict(mesh.shape)}; pass mesh=ep.mesh (a "
+            "vmap axis is no mesh axis)"
+        )
+    _check_manual(function, mesh)
+
+
+def in_scope(names: tuple[str, ...]) -> bool:
+    """Whether all these axes are bound here."""
+    try:
+        jax.lax.axis_size(names)
+    except NameError:
+        return False
+    return True
+
+
+def _check_manual(function: str, mesh: jax.sharding.AbstractMesh) -> None:
+    left = {
+        name: kind
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != jax.sharding.AxisType.Manual and mesh.shape[name] > 1
-    ]
+        if kind != AxisType.Manual and mesh.shape[name] > 1
+    }
+    if AxisType.Explicit in left.values():
+        raise ValueError(
+            f"jax_ep.{function}: every mesh axis must be manual or automatic, got "
+            f"explicit axes {list(left)}; leave axis_names out of jax.shard_map"
+        )
     if left:
         warnings.warn(
             f"jax_ep.{function}: every mesh axis should be manual, got automatic axes "
-            f"{left}: XLA gathers the operands over them; leave axis_names out of "
-            "jax.shard_map",
+            f"{list(left)}: XLA gathers the operands over them; leave axis_names out "
+            "of jax.shard_map",
             RuntimeWarning,
             stacklevel=4,
         )

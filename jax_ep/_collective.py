@@ -22,7 +22,7 @@ _WORD_BYTES = 4  # the wire travels as uint32
 
 def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     # The varying axes of a result are those of the operands; `like` carries them.
-    return jax.typeof(like).update(shape=shape, dtype=jnp.dtype(dtype))
+    return jax.typeof(like).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
 
 
 def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:

@@ -23,6 +23,10 @@ def _require(holds: bool, what: str, value: Any, remedy: str) -> None:
         raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}; {remedy}")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
     # bool is an int, and numpy integers are not; both would surprise in a cache key.
@@ -107,8 +111,9 @@ class EPConfig:
         _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
         _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
         _require_int("hidden_size", self.hidden_size, 1, native.MAX_INDEX)
-        _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1)
-        _require_int("expert_alignment", self.expert_alignment, 1)
+        limit = native.MAX_INDEX
+        _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, limit)
+        _require_int("expert_alignment", self.expert_alignment, 1, limit)
         for name in ("allreduce_world_size", "num_sms", "ranks_per_node"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
@@ -130,15 +135,13 @@ class EPConfig:
             _require_int("recv_capacity", self.recv_capacity, 1, native.MAX_INDEX)
         if self.capacity_factor is not None:
             _require(
-                isinstance(self.capacity_factor, int | float)
-                and math.isfinite(self.capacity_factor)
-                and self.capacity_factor > 0,
-                "capacity_factor must be a positive number",
+                _is_number(self.capacity_factor) and 0 < self.capacity_factor <= limit,
+                f"capacity_factor must be a positive number of at most {limit}",
                 self.capacity_factor,
                 "1.25 is a usual factor",
             )
         _require(
-            isinstance(self.timeout_s, int | float) and self.timeout_s > 0,
+            _is_number(self.timeout_s) and self.timeout_s > 0,
             "timeout_s must be a positive number of seconds",
             self.timeout_s,
             "100.0 is the default",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from jax.sharding import Mesh
@@ -55,6 +56,8 @@ class EPHandle:
         self.local_experts = self.config.num_experts // self.ep_size
         self.recv_capacity = self.config.capacity(self.ep_size)
         self._closed = False
+        # Programs of jax_ep.sharded, which live as long as the handle.
+        self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
         self._release = weakref.finalize(self, self._native.close_group, self.key)
 
@@ -76,7 +79,8 @@ class EPHandle:
         """Raises what finished calls of this process's ranks have reported.
 
         First wait for the results of the calls in question: a call still in flight
-        reports later. A reported id is forgotten once raised.
+        reports later. Each device keeps its first report until the next check, which
+        forgets them all.
 
         Raises:
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch; names
@@ -88,15 +92,26 @@ class EPHandle:
             )
         found = sorted(self._native.take_invalid_ids(self.key))
         if found:
-            rank, token, k, value = found[0]
+            rank, ordinal, token, k, value = found[0]
+            others = len(found) - 1
             raise InvalidIdError(
                 "jax_ep.dispatch: ids must be in [-1, num_experts) = [-1, "
                 f"{self.config.num_experts}), got {value} at rank {rank}, token "
-                f"{token}, k {k}; it counted as -1: check the router"
+                f"{token}, k {k} (device {ordinal}; {others} more devices of this "
+                "process report some); they counted as -1: check the router"
             )
 
     def __enter__(self) -> EPHandle:
-        """Returns itself."""
+        """Returns itself.
+
+        Raises:
+            ValueError: the handle is closed.
+        """
+        if self._closed:
+            raise ValueError(
+                "jax_ep.EPHandle: a handle must be open to be entered, got a closed "
+                "one; call jax_ep.init again"
+            )
         return self
 
     def __exit__(

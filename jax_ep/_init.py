@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_ep import _ffi, _runtime
 from jax_ep._config import EPConfig
@@ -55,12 +56,7 @@ def init(
     Source: SPEC section 2; the system documents' ep_init.
     """
     mesh = _mesh(mesh)
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not names or len(set(names)) != len(names) or set(names) - set(mesh.axis_names):
-        raise ValueError(
-            "jax_ep.init: axis_name must name distinct axes of the mesh, got "
-            f"{axis_name!r}; the mesh has {mesh.axis_names}"
-        )
+    names = _axis_names(mesh, axis_name)
     if not isinstance(config, EPConfig):
         raise TypeError(
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
@@ -90,6 +86,22 @@ def _mesh(mesh: Mesh | None) -> Mesh:
             f"{type(mesh).__name__}; make one with jax.make_mesh"
         )
     return mesh
+
+
+def _axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if (
+        not isinstance(names, tuple | list)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) != len(names)
+        or set(names) - set(mesh.axis_names)
+    ):
+        raise ValueError(
+            "jax_ep.init: axis_name must name distinct axes of the mesh, got "
+            f"{axis_name!r}; the mesh has {mesh.axis_names}"
+        )
+    return tuple(names)
 
 
 def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
@@ -223,6 +235,9 @@ def _run_init(
     mesh: Mesh, key: int, local_devices: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Binds ep_init on every device; returns dev_ptrs and my_rank of the local ones."""
+    # Automatic axes whatever the mesh's are: nothing here is sharded by hand.
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
     spec = PartitionSpec(mesh.axis_names)
 
     def body() -> Any:
@@ -241,7 +256,17 @@ def _run_init(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(), out_specs=(spec, spec), check_vma=False
     )
-    pointers, ranks = jax.jit(mapped)()
+    try:
+        with jax.set_mesh(mesh):
+            pointers, ranks = jax.jit(mapped)()
+            jax.block_until_ready(ranks)
+    except (jax.errors.JAXTypeError, ValueError) as error:
+        if not isinstance(jnp.zeros(()), Tracer):
+            raise
+        raise ValueError(
+            "jax_ep.init: must run outside of traced functions, got a call under jit, "
+            "shard_map or another transformation; call it once and close over ep"
+        ) from error
 
     def local(array: jax.Array) -> np.ndarray:
         shards = {shard.device: shard.data for shard in array.addressable_shards}

@@ -22,7 +22,7 @@ def _extend_to_installed() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     folder = str(installed.locate_file("jax_ep"))
-    if folder in package.__path__:
+    if folder in package.__path__ or installed.version != package.__version__:
         return False
     package.__path__.append(folder)
     return True
@@ -42,7 +42,7 @@ def _load_cpu() -> ModuleType:
     if module is None:
         raise ImportError(
             "jax_ep: the native module must be built, got the bare sources; run "
-            "pip install . in the repository"
+            "pip install . in the repository (again after its version changed)"
         )
     return module
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import jax
 import jax.numpy as jnp
 
 from jax_ep._native import cpu as native
-
-if TYPE_CHECKING:
-    from jax_ep._types import Dispatched
 
 _FORMATS = {entry["name"]: entry for entry in native.formats()}
 
@@ -28,15 +22,3 @@ def block(name: str) -> int:
 def payload_dtype(name: str, dtype: str) -> jnp.dtype:
     """The dtype of dispatched tokens in format `name`, for tokens of `dtype`."""
     return jnp.dtype(_FORMATS[name]["payload_dtype"] or dtype)
-
-
-def dequantize(d: Dispatched) -> jax.Array:
-    """Rows of a dispatch in the token dtype, differentiable.
-
-    Args:
-        d: what `jax_ep.dispatch` returned.
-
-    Returns:
-        `[N, H]` in the config's dtype; for "bf16" these are `d.tokens` themselves.
-    """
-    return d.tokens

@@ -7,10 +7,10 @@ dimension 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep import _api, _checks
@@ -49,20 +49,22 @@ def dispatch(
         ValueError, TypeError: as `jax_ep.dispatch`, or `spec` does not shard dimension
             0 alone over axes that include those of `ep`.
     """
-    _checks.require_open("sharded.dispatch", ep)
-    arrays = [_checks.as_array("sharded.dispatch", "tokens", tokens)]
-    arrays.append(_checks.as_array("sharded.dispatch", "topk_ids", topk_ids))
-    if router_weights is not None:
-        weights = _checks.as_array("sharded.dispatch", "router_weights", router_weights)
-        arrays.append(weights)
-    rows = _row_spec("dispatch", ep, spec)
-    specs = [rows] * len(arrays)
-    names = ["tokens", "topk_ids", "router_weights"][: len(arrays)]
+    function = "sharded.dispatch"
+    axes = _axes(function, ep, spec)
+    operands: dict[str, Any] = {
+        name: _checked(function, ep, axes, name, value)
+        for name, value in (
+            ("tokens", tokens),
+            ("topk_ids", topk_ids),
+            ("router_weights", router_weights),
+        )
+        if value is not None
+    }
+    sharded_over = dict.fromkeys(operands, axes)
     if input_scale is not None:
-        arrays.append(_checks.as_array("sharded.dispatch", "input_scale", input_scale))
-        specs.append(PartitionSpec())
-        names.append("input_scale")
-    return _run(_api.dispatch, ep, rows, tuple(names), tuple(specs), arrays)
+        operands["input_scale"] = _checks.as_array(function, "input_scale", input_scale)
+        sharded_over["input_scale"] = ()
+    return _run(_api.dispatch, ep, axes, sharded_over, operands)
 
 
 def combine(
@@ -83,7 +85,8 @@ def combine(
             shard_map.
         router_weights: float32 `[ranks * N]` or None.
         residual: `[ranks * n, H]` or None.
-        spec: as in `jax_ep.sharded.dispatch`.
+        spec: that of the `jax_ep.sharded.dispatch`; with another one rows would go to
+            other tokens.
 
     Returns:
         `[ranks * n, H]`.
@@ -91,67 +94,89 @@ def combine(
     Raises:
         ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
     """
-    _checks.require_open("sharded.combine", ep)
-    arrays: list[Any] = [
-        _checks.as_array("sharded.combine", "expert_out", expert_out),
-        route,
-    ]
-    names = ["expert_out", "route"]
-    for name, value in (("router_weights", router_weights), ("residual", residual)):
-        if value is not None:
-            arrays.append(_checks.as_array("sharded.combine", name, value))
-            names.append(name)
-    rows = _row_spec("combine", ep, spec)
-    specs = (rows,) * len(arrays)
-    return _run(_api.combine, ep, rows, tuple(names), specs, arrays)
-
-
-def _row_spec(function: str, ep: EPHandle, spec: PartitionSpec | None) -> PartitionSpec:
-    """`spec` reduced to dimension 0, which is all that may be sharded."""
-    if spec is None:
-        return PartitionSpec(ep.mesh.axis_names)
-    first, *rest = tuple(spec) or (None,)
-    axes = (first,) if isinstance(first, str) else tuple(first or ())
-    if any(entry is not None for entry in rest) or not set(ep.axis_names) <= set(axes):
-        raise ValueError(
-            f"jax_ep.sharded.{function}: spec must shard dimension 0 alone, over axes "
-            f"that include {ep.axis_names}, got {spec}"
+    function = "sharded.combine"
+    axes = _axes(function, ep, spec)
+    operands: dict[str, Any] = {
+        name: _checked(function, ep, axes, name, value)
+        for name, value in (
+            ("expert_out", expert_out),
+            ("router_weights", router_weights),
+            ("residual", residual),
         )
-    return PartitionSpec(axes)
+        if value is not None
+    }
+    operands["route"] = _checks.require_route(function, ep, route)
+    return _run(_api.combine, ep, axes, dict.fromkeys(operands, axes), operands)
+
+
+def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
+    """The mesh axes that `spec` shards dimension 0 over: all that may be sharded."""
+    _checks.require_open(function, ep)
+    if _checks.in_scope(ep.axis_names):
+        raise ValueError(
+            f"jax_ep.{function}: must be called on global arrays, got a call inside "
+            f"shard_map; call jax_ep.{function.removeprefix('sharded.')} there"
+        )
+    if spec is None:
+        return ep.mesh.axis_names
+    entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
+    first, *rest = entries or (None,)
+    axes = (first,) if isinstance(first, str) else tuple(first or ())
+    if any(entry is not None for entry in rest) or not set(ep.axis_names) <= set(
+        axes
+    ) <= set(ep.mesh.axis_names):
+        raise ValueError(
+            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
+            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
+            "to shard over all axes"
+        )
+    return axes
+
+
+def _checked(
+    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: ArrayLike
+) -> jax.Array:
+    """`value` as an array that splits evenly over the ranks."""
+    array = _checks.as_array(function, name, value)
+    parts = int(np.prod([ep.mesh.shape[axis] for axis in axes]))
+    if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have a positive multiple of {parts} rows, "
+            f"one part for each rank, got shape {array.shape}; pad it, with ids of -1"
+        )
+    return array
 
 
 def _run(
     function: Callable[..., Any],
     ep: EPHandle,
-    rows: PartitionSpec,
-    names: tuple[str, ...],
-    specs: tuple[PartitionSpec, ...],
-    arrays: list[Any],
+    axes: tuple[str, ...],
+    sharded_over: dict[str, tuple[str, ...]],
+    operands: dict[str, Any],
 ) -> Any:
-    if AxisType.Explicit in ep.mesh.axis_types:
-        # Explicit meshes check that operands lie as the specs say.
-        arrays = [
-            jax.tree.map(
-                lambda leaf, spec=spec: jax.sharding.reshard(
-                    leaf, NamedSharding(ep.mesh, spec)
-                ),
-                array,
-            )
-            for array, spec in zip(arrays, specs, strict=True)
-        ]
-    return _mapped(function, ep, rows, names, specs)(*arrays)
+    placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
+    key = (function, axes, *operands)
+    if key not in ep._programs:
+        specs = {
+            name: PartitionSpec(*([over] if over else []))
+            for name, over in sharded_over.items()
+        }
+
+        def body(operands: dict[str, Any]) -> Any:
+            return function(ep, **operands)
+
+        mapped = jax.shard_map(
+            body, mesh=ep.mesh, in_specs=(specs,), out_specs=PartitionSpec(axes)
+        )
+        ep._programs[key] = jax.jit(mapped)
+    return ep._programs[key](placed)
 
 
-@lru_cache(maxsize=256)
-def _mapped(
-    function: Callable[..., Any],
-    ep: EPHandle,
-    rows: PartitionSpec,
-    names: tuple[str, ...],
-    specs: tuple[PartitionSpec, ...],
-) -> Callable[..., Any]:
-    def body(*operands: Any) -> Any:
-        return function(ep, **dict(zip(names, operands, strict=True)))
-
-    mapped = jax.shard_map(body, mesh=ep.mesh, in_specs=specs, out_specs=rows)
-    return jax.jit(mapped)
+def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
+    """Moves arrays to where the explicit axes of a mesh want them; others follow."""
+    kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
+    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
+    if not explicit:
+        return tree
+    sharding = NamedSharding(ep.mesh, PartitionSpec(explicit))
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)

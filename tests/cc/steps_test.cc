@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "check.h"
 #include "cpu/rows.h"
@@ -189,6 +191,34 @@ void TestStreaming() {
   }
 }
 
+// Independent calls of one handle may pack at the same time on one device: one of them reports.
+void TestInvalidIdReportOfTwoThreads() {
+  Random random(15);
+  Options options;
+  options.shape = {
+      .ranks = 1, .local_experts = 4, .tokens = 1, .top_k = 1, .hidden = 8, .recv_rows = 4};
+  World worlds[] = {World(options, random), World(options, random)};
+  for (World& world : worlds) world.Pack(world.ranks[0]);  // allocates the outputs
+  InvalidIdReport shared{};
+  for (int round = 0; round < 200; ++round) {
+    shared.state = InvalidIdReport::kFree;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 2; ++i) {
+      threads.emplace_back([&, i] {
+        Rank& rank = worlds[i].ranks[0];
+        rank.ids.as<int32_t>()[0] = 100 + i;
+        cpu::Pack<Bf16Format>({worlds[i].shape(), rank.tokens.data(), rank.ids.as<int32_t>(),
+                               rank.weights.as<float>(), rank.send.data(),
+                               rank.slot_of.as<int32_t>(), rank.position.as<int32_t>(),
+                               rank.num_invalid.as<int32_t>(), &shared});
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(shared.state == InvalidIdReport::kSet);
+    CHECK(shared.value == 100 || shared.value == 101);
+  }
+}
+
 // The first bad id is kept until somebody takes it, and nobody need ask.
 void TestInvalidIdReports() {
   Random random(14);
@@ -201,14 +231,15 @@ void TestInvalidIdReports() {
   std::copy_n(ids, 4, rank.ids.as<int32_t>());
   world.Pack(rank);
   CHECK(*rank.num_invalid.as<int32_t>() == 2);
-  CHECK(rank.report.set == 1 && rank.report.token == 1 && rank.report.k == 0);
+  CHECK(rank.report.state == InvalidIdReport::kSet && rank.report.token == 1 && rank.report.k == 0);
   CHECK(rank.report.value == -5);
   rank.ids.as<int32_t>()[0] = 77;
   world.Pack(rank);
   CHECK(*rank.num_invalid.as<int32_t>() == 3 && rank.report.value == -5);
-  rank.report.set = 0;
+  rank.report.state = InvalidIdReport::kFree;
   world.Pack(rank);
-  CHECK(rank.report.set == 1 && rank.report.token == 0 && rank.report.value == 77);
+  CHECK(rank.report.state == InvalidIdReport::kSet && rank.report.token == 0 &&
+        rank.report.value == 77);
 
   PackStep step{world.shape(),
                 rank.tokens.data(),
@@ -299,6 +330,7 @@ int main() {
   jax_ep::TestCopyAndClear();
   jax_ep::TestStreaming();
   jax_ep::TestInvalidIdReports();
+  jax_ep::TestInvalidIdReportOfTwoThreads();
   jax_ep::TestHostileInput();
   std::printf("steps_test: ok\n");
   return 0;

@@ -1,5 +1,6 @@
 // Dispatch on the CPU: route, encode and place, for a first call and along a known route.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -52,6 +53,24 @@ void ForEachSlot(const EpShape& shape, const int32_t* slots, Send&& send) {
   }
 }
 
+// Independent calls of a handle may run at the same time on one device: the first to claim the
+// report writes it.
+void Report(const PackStep& step, int32_t entry) {
+  const std::atomic_ref<int32_t> state(step.report->state);
+  int32_t expected = InvalidIdReport::kFree;
+  // Acquire pairs with the release that frees the report in Group::TakeInvalidIds.
+  if (!state.compare_exchange_strong(expected, InvalidIdReport::kClaimed,
+                                     std::memory_order_acquire)) {
+    return;
+  }
+  const auto top_k = static_cast<int32_t>(step.shape.top_k);
+  step.report->token = entry / top_k;
+  step.report->k = entry % top_k;
+  step.report->value = step.ids[entry];
+  // Release pairs with the acquire of Group::TakeInvalidIds.
+  state.store(InvalidIdReport::kSet, std::memory_order_release);
+}
+
 }  // namespace
 
 template <typename Format>
@@ -68,11 +87,7 @@ RowTask Pack(const PackStep& step) {
   RouteTokens(shape, step.ids, 0, shape.tokens, {slots.data(), rows.data()},
               {step.slot_of, step.position}, invalid);
   *step.num_invalid = invalid.count;
-  if (invalid.count > 0 && step.report != nullptr && step.report->set == 0) {
-    const auto top_k = static_cast<int32_t>(shape.top_k);
-    *step.report = {invalid.first_entry / top_k, invalid.first_entry % top_k,
-                    step.ids[invalid.first_entry], 1};
-  }
+  if (invalid.count > 0 && step.report != nullptr) Report(step, invalid.first_entry);
   int64_t sent = 0;
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
     uint8_t* region = step.send + rank * region_bytes;

@@ -28,10 +28,11 @@ __device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warp
   *step.num_invalid = invalid.count;
   if (invalid.count == 0 || step.report == nullptr) return;
   // The host clears it between calls.
-  if (*static_cast<const volatile int32_t*>(&step.report->set) != 0) return;
+  if (*static_cast<const volatile int32_t*>(&step.report->state) != InvalidIdReport::kFree) return;
   const int32_t top_k = static_cast<int32_t>(step.shape.top_k);
-  *reinterpret_cast<int4*>(step.report) = make_int4(
-      invalid.first_entry / top_k, invalid.first_entry % top_k, step.ids[invalid.first_entry], 1);
+  *reinterpret_cast<int4*>(step.report) =
+      make_int4(invalid.first_entry / top_k, invalid.first_entry % top_k,
+                step.ids[invalid.first_entry], InvalidIdReport::kSet);
 }
 
 __global__ void __launch_bounds__(kMaxRouteWarps* kWarpSize)

@@ -3,6 +3,7 @@
 // run without it, after close().
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,6 +21,7 @@ void FreeReports(InvalidIdReport* reports);
 
 struct InvalidId {
   int32_t rank;
+  int32_t ordinal;
   InvalidIdReport report;
 };
 
@@ -27,7 +29,9 @@ class Group {
  public:
   // Device `ordinals[i]` of this process is rank `ranks[i]` of its EP group.
   Group(const std::vector<int32_t>& ordinals, const std::vector<int32_t>& ranks)
-      : ranks_(ranks), reports_(AllocateReports(static_cast<int64_t>(ranks.size()))) {
+      : ordinals_(ordinals),
+        ranks_(ranks),
+        reports_(AllocateReports(static_cast<int64_t>(ranks.size()))) {
     for (size_t i = 0; i < ordinals.size(); ++i) member_of_[ordinals[i]] = i;
   }
   ~Group() { FreeReports(reports_); }
@@ -49,23 +53,29 @@ class Group {
   std::vector<InvalidId> TakeInvalidIds() {
     std::vector<InvalidId> found;
     for (size_t i = 0; i < ranks_.size(); ++i) {
-      // Pairs with the write at the end of a pack; callers first wait for the results of the calls.
-      volatile int32_t* set = &reports_[i].set;
-      if (*set == 0) continue;
-      found.push_back({ranks_[i], reports_[i]});
-      *set = 0;
+      // Acquire pairs with the release of cpu::Report; a GPU stores the report as one 16-byte unit.
+      const std::atomic_ref<int32_t> state(reports_[i].state);
+      if (state.load(std::memory_order_acquire) != InvalidIdReport::kSet) continue;
+      found.push_back({ranks_[i], ordinals_[i], reports_[i]});
+      // Release pairs with the acquire of the next writer's claim, after these reads.
+      state.store(InvalidIdReport::kFree, std::memory_order_release);
     }
     return found;
   }
 
-  void set_pool_threads(int64_t threads) { pool_threads_ = threads; }
-  int64_t pool_threads() const { return pool_threads_; }
+  // Every device of the process sets it, to the same value.
+  void set_pool_threads(int64_t threads) {
+    pool_threads_.store(threads, std::memory_order_relaxed);
+  }
+  int64_t pool_threads() const { return pool_threads_.load(std::memory_order_relaxed); }
 
  private:
   std::map<int32_t, size_t> member_of_;
+  std::vector<int32_t> ordinals_;
   std::vector<int32_t> ranks_;
   InvalidIdReport* reports_;
-  int64_t pool_threads_ = 0;  // of XLA's CPU pool, seen by ep_init; 0 where there is none
+  std::atomic<int64_t> pool_threads_{
+      0};  // of XLA's CPU pool, seen by ep_init; 0 where there is none
 };
 
 // The groups of this process. One per native module: each serves one platform.

@@ -45,15 +45,16 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
   m.def(
       "take_invalid_ids",
       [](int64_t key) {
-        std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> found;
+        std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>> found;
         if (const auto group = GroupRegistry::Get().Find(key)) {
           for (const InvalidId& id : group->TakeInvalidIds()) {
-            found.emplace_back(id.rank, id.report.token, id.report.k, id.report.value);
+            found.emplace_back(id.rank, id.ordinal, id.report.token, id.report.k, id.report.value);
           }
         }
         return found;
       },
-      nb::arg("key"), "(rank, token, k, value) of the first bad id of each local device.");
+      nb::arg("key"),
+      "(rank, device ordinal, token, k, value) of the first bad id of each local device.");
   m.def(
       "pool_threads",
       [](int64_t key) -> int64_t {

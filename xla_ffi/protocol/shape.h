@@ -50,7 +50,7 @@ constexpr const char* Validate(const EpShape& shape) {
   if (shape.row_bytes() % kRowAlignBytes != 0) return "a token must be a multiple of 16 bytes";
   if (shape.recv_rows < 0 || shape.recv_rows > kMaxIndex) return "recv_capacity must fit in int32";
   if (shape.expert_alignment < 1 || shape.expert_alignment > kMaxIndex) {
-    return "expert_alignment must be positive";
+    return "expert_alignment must be positive and fit in int32";
   }
   return nullptr;
 }

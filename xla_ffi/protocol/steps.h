@@ -13,13 +13,17 @@ enum class ElementType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 constexpr int64_t ElementBytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
-// Where a call reports the first id outside [-1, E). Written at most once until ep.check() clears
-// `set`, by one thread of the call.
+// Where a call reports the first id outside [-1, E). Written at most once until ep.check() frees
+// it, by one thread of the call.
 struct alignas(16) InvalidIdReport {
+  static constexpr int32_t kFree = 0;
+  static constexpr int32_t kSet = 1;
+  static constexpr int32_t kClaimed = 2;  // by a host thread that is writing the other fields
+
   int32_t token;
   int32_t k;
   int32_t value;
-  int32_t set;
+  int32_t state;
 };
 
 // route + encode: tokens -> one region a destination rank.

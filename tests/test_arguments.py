@@ -1,0 +1,170 @@
+"""Arguments at the edge of what is allowed: meshes, tables, weak types, names."""
+
+import gc
+import weakref
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+MIXED = [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return helpers.make_mesh(helpers.some_ranks(2))
+
+
+@pytest.fixture(scope="module")
+def ep(mesh):
+    return helpers.make_ep(mesh, helpers.make_config())
+
+
+def operands(ep, n=8):
+    tokens = jnp.ones((n * ep.ep_size, ep.config.hidden_size), ep.config.dtype)
+    return tokens, jnp.zeros((n * ep.ep_size, ep.config.top_k), jnp.int32)
+
+
+@pytest.mark.parametrize("kinds", MIXED)
+def test_mesh_of_mixed_axis_types(kinds):
+    auto = helpers.make_mesh({"dp": 2, "ep": 2})
+    mesh = Mesh(auto.devices, auto.axis_names, axis_types=kinds)
+    with jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+        assert ep.my_rank.tolist() == [0, 1, 0, 1]
+        tokens, ids = (jnp.concatenate([a, a]) for a in operands(ep))
+        d = jax_ep.sharded.dispatch(ep, tokens, ids)
+        y = jax_ep.sharded.combine(ep, d.tokens, d.route)
+        np.testing.assert_array_equal(np.asarray(y, np.float32), ep.config.top_k)
+
+
+def test_init_inside_the_context_of_another_mesh(mesh):
+    other = Mesh(mesh.devices, ("other",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(other), jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+        assert ep.my_rank.tolist() == list(range(mesh.size))
+
+
+def test_init_under_a_trace_says_so(mesh):
+    def traced(x):
+        jax_ep.init(mesh, "ep", helpers.make_config())
+        return x
+
+    with pytest.raises(ValueError, match=r"jax_ep.init: must run outside of traced"):
+        jax.jit(traced)(1.0)
+
+
+@pytest.mark.parametrize("names", [None, 0, [["ep"]], (), ("ep", "ep"), "zz"])
+def test_init_axis_names(mesh, names):
+    with pytest.raises(ValueError, match=r"jax_ep.init: axis_name must name"):
+        jax_ep.init(mesh, names, helpers.make_config())
+
+
+def test_route_of_another_dtype(ep):
+    d = jax_ep.sharded.dispatch(ep, *operands(ep))
+    cast = jax.tree.map(lambda a: a.astype(jnp.bfloat16), d.route)
+    with pytest.raises(TypeError, match=r"route.slot_of must be int32, got bfloat16"):
+        jax_ep.sharded.combine(ep, d.tokens, cast)
+
+
+def test_results_are_never_weakly_typed(mesh):
+    ep = helpers.make_ep(mesh, helpers.make_config(dtype="float32"))
+    _, ids = operands(ep)
+    tokens = jnp.full((ids.shape[0], ep.config.hidden_size), 1.0)
+    assert tokens.weak_type
+    d = jax_ep.sharded.dispatch(ep, tokens, ids)
+    y = jax_ep.sharded.combine(ep, d.tokens, d.route)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves((d, y)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_alignment": 2**31}, "expert_alignment must be in"),
+        ({"max_tokens_per_rank": 2**64}, "max_tokens_per_rank must be in"),
+        ({"capacity_factor": 1e308}, "capacity_factor must be a positive"),
+        ({"capacity_factor": True}, "capacity_factor must be a positive"),
+        ({"timeout_s": True}, "timeout_s must be a positive"),
+    ],
+)
+def test_config_bounds(changes, words):
+    with pytest.raises(ValueError, match=words):
+        helpers.make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, i: ((x[:-1], i), {}), "tokens must have a positive multiple"),
+        (lambda x, i: ((x[:0], i[:0]), {}), "tokens must have a positive multiple"),
+        (lambda x, i: ((x, i[0, 0]), {}), "topk_ids must have a positive multiple"),
+        (lambda x, i: ((x, i), {"spec": "ep"}), "spec must be a PartitionSpec"),
+        (lambda x, i: ((x, i), {"spec": P(("ep", "zz"))}), "spec must be a Part"),
+        (lambda x, i: ((x, i), {"spec": P("ep", "ep")}), "spec must be a Part"),
+    ],
+)
+def test_sharded_dispatch_arguments(ep, change, words):
+    if ep.ep_size == 1 and "multiple" in words:
+        pytest.skip("every count is a multiple of one rank")
+    arguments, keywords = change(*operands(ep))
+    with pytest.raises(ValueError, match=f"jax_ep.sharded.dispatch: {words}"):
+        jax_ep.sharded.dispatch(ep, *arguments, **keywords)
+
+
+def test_sharded_inside_shard_map_names_the_other_form(ep, mesh):
+    def body(tokens, ids):
+        return jax_ep.sharded.dispatch(ep, tokens, ids).tokens
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(ValueError, match=r"call jax_ep.dispatch there"):
+        mapped(*operands(ep))
+
+
+def test_mesh_of_another_shape(ep):
+    other = helpers.make_mesh({"dp": 2, "ep": ep.ep_size})
+
+    def body(tokens, ids):
+        return jax_ep.dispatch(ep, tokens, ids).tokens
+
+    mapped = jax.shard_map(body, mesh=other, in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(ValueError, match="over the mesh of ep"):
+        mapped(*operands(ep))
+
+
+def test_handle_used_by_sharded_is_collected(mesh):
+    ep = jax_ep.init(mesh, "ep", helpers.make_config())
+    jax.block_until_ready(jax_ep.sharded.dispatch(ep, *operands(ep)).tokens)
+    alive = weakref.ref(ep)
+    del ep
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_check_counts_the_other_devices(mesh):
+    if mesh.size < 2:
+        pytest.skip("needs 2 devices")
+    with jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+        tokens, ids = operands(ep)
+        jax.block_until_ready(jax_ep.sharded.dispatch(ep, tokens, ids + 99))
+        with pytest.raises(jax_ep.InvalidIdError, match=r"at rank 0, .*1 more devices"):
+            ep.check()
+        ep.check()
+
+
+def test_closed_handle_is_not_entered(mesh):
+    ep = jax_ep.init(mesh, "ep", helpers.make_config())
+    ep.close()
+    with pytest.raises(ValueError, match="must be open to be entered"):
+        ep.__enter__()
+
+
+def test_dequantize_wants_the_whole(ep):
+    d = jax_ep.sharded.dispatch(ep, *operands(ep))
+    assert jax_ep.dequantize(d) is d.tokens
+    with pytest.raises(TypeError, match=r"jax_ep.dequantize: d must be"):
+        jax_ep.dequantize(d.tokens)
