@@ -1,6 +1,7 @@
-"""One of the jax.distributed processes of test_multiprocess.py, on the CPU.
+"""One of the jax.distributed processes of test_multiprocess.py.
 
-Arguments: port of the coordinator, number of processes, this process, devices of each.
+Arguments: port of the coordinator, number of processes, this process, devices of each;
+0 devices stand for one GPU a process.
 Every process checks its own ranks; all must come to the end.
 """
 
@@ -23,12 +24,16 @@ from jax.sharding import PartitionSpec as P
 
 def start(port: str, processes: int, process: int, devices: int) -> None:
     """Joins the cluster; must come before the backend starts."""
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    local = [process] if devices == 0 else None
+    if devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", processes, process, local_device_ids=local
+    )
     assert jax.process_count() == processes
-    assert jax.device_count() == processes * devices
+    assert jax.device_count() == processes * max(devices, 1)
 
 
 def semantics(mesh, axis, spec, groups, **changes) -> None:
