@@ -122,9 +122,9 @@ def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str,
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
     first, *rest = entries or (None,)
     axes = (first,) if isinstance(first, str) else tuple(first or ())
-    if any(entry is not None for entry in rest) or not set(ep.axis_names) <= set(
-        axes
-    ) <= set(ep.mesh.axis_names):
+    others_sharded = any(entry is not None for entry in rest)
+    known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
+    if others_sharded or not known:
         raise ValueError(
             f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
             f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
