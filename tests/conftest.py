@@ -8,13 +8,16 @@ from __future__ import annotations
 import pathlib
 import sys
 
-import jax_ep  # noqa: F401  (imported for its effect on NPROC)
+import jax_ep
 
 # isort: split
 import jax
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import helpers
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -25,3 +28,24 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU, this machine has none")
+
+
+@pytest.fixture(scope="module")
+def ep(mesh):
+    """Of one module alone: other tests leave invalid ids for their handles' check.
+
+    `mesh` is the module's own fixture.
+    """
+    config = helpers.make_config()
+    with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as handle:
+        yield handle
+
+
+@pytest.fixture
+def others_go_on(mesh, ep):
+    """After every error a handle still gives right answers in this process."""
+    yield
+    inputs = helpers.make_inputs(np.random.default_rng(1), ep.config, mesh.size)
+    d = helpers.run_dispatch(ep, mesh, inputs)
+    helpers.assert_dispatched(ep.config, d, inputs)
+    assert ep.check() is None

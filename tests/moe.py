@@ -110,7 +110,8 @@ def dense_loss(x: Any, w: Any, p: Any, ids: Any) -> Any:
 def assert_close(actual: Any, expected: Any, atol: float = ATOL) -> None:
     """Leaf by leaf within `atol`, and neither of them trivially zero."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):  # noqa: B905 (structures are equal)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for got, want in pairs:
         got, want = helpers.float32(got), helpers.float32(want)
         assert np.max(np.abs(want)) > 10 * atol
         np.testing.assert_allclose(got, want, rtol=0, atol=atol)

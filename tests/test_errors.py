@@ -8,11 +8,12 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+
+pytestmark = pytest.mark.usefixtures("others_go_on")
 
 # jax_ep.dispatch: <what must hold>, got <value>; <remedy of at least three words>
 FORM = re.compile(
@@ -42,24 +43,6 @@ def raises() -> Any:
 @pytest.fixture(scope="module")
 def mesh():
     return helpers.make_mesh(helpers.some_ranks(RANKS))
-
-
-@pytest.fixture(scope="module")
-def ep(mesh):
-    """Of this module alone: other tests leave invalid ids for their handles' check."""
-    config = helpers.make_config()
-    with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as handle:
-        yield handle
-
-
-@pytest.fixture(autouse=True)
-def others_go_on(mesh, ep):
-    """After every error a handle still gives right answers in this process."""
-    yield
-    inputs = helpers.make_inputs(np.random.default_rng(1), ep.config, mesh.size)
-    d = helpers.run_dispatch(ep, mesh, inputs)
-    helpers.assert_dispatched(ep.config, d, inputs)
-    assert ep.check() is None
 
 
 CONFIGS = {
