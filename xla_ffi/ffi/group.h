@@ -74,8 +74,8 @@ class Group {
   std::vector<int32_t> ordinals_;
   std::vector<int32_t> ranks_;
   InvalidIdReport* reports_;
-  std::atomic<int64_t> pool_threads_{
-      0};  // of XLA's CPU pool, seen by ep_init; 0 where there is none
+  // Of XLA's CPU pool, as ep_init saw it; 0 where there is none.
+  std::atomic<int64_t> pool_threads_{0};
 };
 
 // The groups of this process. One per native module: each serves one platform.
