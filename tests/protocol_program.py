@@ -2,7 +2,9 @@
 
 A program is written "D C D>a D D<a": D and C are kinds of calls (dispatch, combine),
 `D>a` only sends and leaves the call pending under the name a, `D<a` places it, and
-`D=7` is a fused call whose flags carry the tag 7. `protocol_model.explore` runs it.
+`D=7` is a fused call whose flags carry the tag 7. In `C~` this rank needs nothing and
+looks at no flag, in `C~02` at none of ranks 0 and 2; `C.` is a call without items.
+`protocol_model.explore` runs it.
 """
 
 from __future__ import annotations
@@ -13,31 +15,43 @@ from dataclasses import dataclass, field
 
 TAGS = 16  # cells of flags and payloads hold epoch * TAGS + tag
 
+# The queues of a call. The last holds one item, for the worker that returns credits.
+SEND, PLACE, LEAVE = range(3)
+
 
 @dataclass(frozen=True)
 class Design:
     """The choices of the protocol. The defaults are what signals.h does."""
 
     depth: int = 1
-    workers: int = 1
+    workers: int = 1  # resident at a time, a rank
     chunks: int = 1
-    counts: bool = False  # a route item posts counts, which every place item needs
-    queue: str = "send_first"  # or "place_first"
+    route_items: int = 0  # the last to count posts counts, which every placer needs
+    own: bool = False  # a rank sends to itself as well
+    # "split": a worker is a sender and a placer; "helping": a sender without items
+    # places; "send_first", "place_first": a worker does one thing at a time; "arrival":
+    # the first `senders` workers to come send first, the others place.
+    roles: str = "split"
+    senders: int = 1
     regions: str = "free"  # or "modulo": epoch % depth, pending or not
     credits: str = "region"  # or "watermark": one word a peer; or "none"
-    publish: str = "after_payload"  # or "before_payload"
-    consume: str = "after_reads"  # or "before_reads", "first_reader"
+    early_credits: bool = True  # the credit of the epoch to be sent is no error
+    empty_waits: bool = True  # a call without items waits for its credits
+    publish: str = "after_payload"  # or "before_payload", "between_peers"
+    # Who returns the credits: the "last" worker to leave, the "first", or the
+    # "senders" when they have nothing left to send.
+    leave: str = "last"
     check_tag: bool = True
-    ring: int | None = None  # chunk slots that are credited inside a call
+    ring: int | None = None  # chunk slots that are freed inside a call
 
 
 class Op(enum.IntEnum):
-    AWAIT_MARK = 0  # cell >= value: a credit
+    AWAIT_MARK = 0  # cell >= value, and an error beyond the limit: a credit
     AWAIT_FLAG = 1  # the epoch in cell == value's
     WRITE = 2
     READ = 3  # cell == value, or the data is wrong
     RAISE = 4  # cell = max(cell, value)
-    FINISH = 5  # count a reader; the one in `at` publishes the credit
+    LAST = 5  # count up to value; all but the last end their item here
 
 
 @dataclass(frozen=True)
@@ -45,9 +59,7 @@ class Step:
     op: Op
     cell: int
     value: int
-    credit: int = -1
-    members: int = 0
-    at: int = 0
+    limit: int | None = None
 
 
 @dataclass
@@ -65,7 +77,8 @@ class RefusedError(Exception):
 
 
 Item = tuple[Step, ...]
-Call = tuple[Item, ...]
+Queue = tuple[Item, ...]
+Call = tuple[Queue, Queue, Queue]
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class _Exchange:
     region: int
     previous: int  # the region's epoch before
     tag: int
+    ignored: frozenset[int] = frozenset()  # ranks whose flags this one skips
 
     @property
     def _stamp(self) -> int:
@@ -88,7 +102,8 @@ class _Exchange:
 
     @property
     def _peers(self) -> list[int]:
-        return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
+        first = 0 if self.design.own else 1
+        return [(self.rank + i) % self.ranks for i in range(first, self.ranks)]
 
     def _slot(self, chunk: int) -> int:
         ring = self.design.ring
@@ -105,30 +120,46 @@ class _Exchange:
         slot = self._slot(chunk)
         return self.cells("freed", self.kind, source, destination, self.region, slot)
 
-    def _put(self, peer: int, chunk: int) -> list[Step]:
+    def _await_space(self, peer: int, chunk: int) -> list[Step]:
         steps = []
         if self.design.credits != "none":
-            watermark = self.design.credits == "watermark"
-            need = self.epoch - self.design.depth if watermark else self.previous
             cell = self._credit_cell(self.rank, peer)
-            steps.append(Step(Op.AWAIT_MARK, cell, need))
+            if self.design.credits == "watermark":
+                need, limit = self.epoch - self.design.depth, None
+            else:
+                need = self.previous
+                limit = self.epoch if self.design.early_credits else self.epoch - 1
+            steps.append(Step(Op.AWAIT_MARK, cell, need, limit))
         if self.design.ring is not None and chunk >= self.design.ring:
             cell = self._freed_cell(self.rank, peer, chunk)
             need = self._mark(chunk - self.design.ring)
             steps.append(Step(Op.AWAIT_MARK, cell, need))
-        where = (self.kind, peer, self.rank, self.region, self._slot(chunk))
-        payload = Step(Op.WRITE, self.cells("payload", *where), self._stamp)
-        flag = Step(Op.WRITE, self.cells("flag", *where), self._stamp)
-        early = self.design.publish == "before_payload"
-        return [*steps, flag, payload] if early else [*steps, payload, flag]
+        return steps
 
-    def send_items(self) -> list[Item]:
-        items: list[Item] = []
-        if self.design.counts:
-            items.append(tuple(s for peer in self._peers for s in self._put(peer, -1)))
-        for chunk in range(self.design.chunks):
-            items += [tuple(self._put(peer, chunk)) for peer in self._peers]
-        return items
+    def _put(self, chunk: int) -> Item:
+        """A chunk for all destinations: all payloads, then all flags."""
+        payloads, flags = [], []
+        for peer in self._peers:
+            where = (self.kind, peer, self.rank, self.region, self._slot(chunk))
+            cells = self.cells("payload", *where), self.cells("flag", *where)
+            payloads.append(Step(Op.WRITE, cells[0], self._stamp))
+            flags.append(Step(Op.WRITE, cells[1], self._stamp))
+        stores = {
+            "after_payload": [*payloads, *flags],
+            "before_payload": [*flags, *payloads],
+            # The first flag covers only the first payload, the last comes too early.
+            "between_peers": [payloads[0], *flags, *payloads[1:]],
+        }[self.design.publish]
+        return (*self._await_spaces(chunk), *stores)
+
+    def _await_spaces(self, chunk: int) -> list[Step]:
+        return [s for peer in self._peers for s in self._await_space(peer, chunk)]
+
+    def send_items(self) -> Queue:
+        parts = self.design.route_items
+        totals = Step(Op.LAST, self.cells("totals", self.kind, self.rank), parts)
+        routes = [(totals, *self._put(-1))] * parts
+        return (*routes, *(self._put(chunk) for chunk in range(self.design.chunks)))
 
     def _take(self, source: int, chunk: int) -> list[Step]:
         where = (self.kind, self.rank, source, self.region, self._slot(chunk))
@@ -138,28 +169,34 @@ class _Exchange:
         ]
 
     def _place(self, source: int, chunk: int) -> Item:
-        design = self.design
-        finish = Step(
-            Op.FINISH,
-            self.cells("readers", self.kind, self.rank, source, self.region),
-            self.epoch,
-            credit=self._credit_cell(source, self.rank),
-            members=design.chunks,
-            at=1 if design.consume == "first_reader" else design.chunks,
-        )
-        done = [finish]
-        if design.ring is not None:
+        routed = self._peers if self.design.route_items else []
+        steps = [s for peer in routed for s in self._take(peer, -1)]
+        steps += self._take(source, chunk)
+        if self.design.ring is not None:
             freed = self._freed_cell(source, self.rank, chunk)
-            done.append(Step(Op.RAISE, freed, self._mark(chunk)))
-        counts = self._take(source, -1) if design.counts else []
-        flag, read = self._take(source, chunk)
-        if design.consume == "before_reads":
-            return (*counts, flag, *done, read)
-        return (*counts, flag, read, *done)
+            steps.append(Step(Op.RAISE, freed, self._mark(chunk)))
+        return tuple(steps)
 
-    def place_items(self) -> list[Item]:
+    def place_items(self) -> Queue:
         chunks = range(self.design.chunks)
-        return [self._place(peer, chunk) for chunk in chunks for peer in self._peers]
+        return tuple(
+            self._place(peer, chunk)
+            for chunk in chunks
+            for peer in self._peers
+            if peer not in self.ignored
+        )
+
+    def empty_items(self) -> Queue:
+        waits = tuple(self._await_spaces(0))
+        return (waits,) if waits and self.design.empty_waits else ()
+
+    def credit_items(self) -> Queue:
+        cells = [self._credit_cell(peer, self.rank) for peer in self._peers]
+        return (tuple(Step(Op.RAISE, cell, self.epoch) for cell in cells),)
+
+
+def _ignored(name: str, ranks: int) -> frozenset[int]:
+    return frozenset(map(int, name) if name else range(ranks))
 
 
 def compile_program(
@@ -171,12 +208,14 @@ def compile_program(
     pending: dict[tuple[str, str], _Exchange] = {}
     calls: list[Call] = []
     for word in program.split():
-        match = re.fullmatch(r"([A-Z])(?:([<>=])(\w+))?", word)
+        match = re.fullmatch(r"([A-Z])(?:([<>=])(\w+)|(~)(\d*)|(\.))?", word)
         if match is None:
             raise ValueError(f"not a call: {word}")
-        kind, form, name = match[1], match[2], match[3]
+        kind, form = match[1], match[2] or match[4] or match[6]
+        name = match[3] or match[5]
         if form == "<":
-            calls.append(tuple(pending.pop((kind, name)).place_items()))
+            sent = pending.pop((kind, name))
+            calls.append(((), sent.place_items(), sent.credit_items()))
             continue
         epoch = next_epoch.get(kind, 1)
         next_epoch[kind] = epoch + 1
@@ -187,16 +226,29 @@ def compile_program(
             raise RefusedError
         previous = last_sent.get((kind, free[0]), 0)
         last_sent[kind, free[0]] = epoch
-        tag = int(name) if form == "=" else 0
         exchange = _Exchange(
-            design, cells, ranks, rank, kind, epoch, free[0], previous, tag
+            design=design,
+            cells=cells,
+            ranks=ranks,
+            rank=rank,
+            kind=kind,
+            epoch=epoch,
+            region=free[0],
+            previous=previous,
+            tag=int(name) if form == "=" else 0,
+            ignored=_ignored(name, ranks) if form == "~" else frozenset(),
         )
-        items = [exchange.send_items()]
         if form == ">":
             pending[kind, name] = exchange
+            calls.append((exchange.send_items(), (), ()))
+        elif form == ".":
+            calls.append((exchange.empty_items(), (), exchange.credit_items()))
         else:
-            items.append(exchange.place_items())
-        if design.queue == "place_first":
-            items.reverse()
-        calls.append(tuple(item for part in items for item in part))
+            calls.append(
+                (
+                    exchange.send_items(),
+                    exchange.place_items(),
+                    exchange.credit_items(),
+                )
+            )
     return tuple(calls)

@@ -16,15 +16,16 @@ struct Field {
   int64_t align;
 };
 
-// No field overlaps the next, none starts before it could, and the end is the next multiple of 16.
-void CheckFields(std::initializer_list<Field> fields, int64_t bytes) {
+// No field overlaps the next, none starts before it could, and the end is the next multiple.
+void CheckFields(std::initializer_list<Field> fields, int64_t bytes,
+                 int64_t multiple = kMessageStrideBytes) {
   int64_t end = 0;
   for (const Field& field : fields) {
     CHECK(field.offset >= end && field.offset < end + field.align);
     CHECK(field.offset % field.align == 0);
     end = field.offset + field.bytes;
   }
-  CHECK(bytes >= end && bytes < end + 16 && bytes % 16 == 0);
+  CHECK(bytes >= end && bytes < end + multiple && bytes % multiple == 0);
 }
 
 void TestRoundUp() {
@@ -51,13 +52,14 @@ void TestFieldsForManySizes() {
                     ", K " + std::to_string(top_k) + ", L " + std::to_string(experts);
 
     const auto header = RegionHeader::Of(experts);
-    CheckFields({{header.num_slots, 4, 4}, {header.expert_counts, experts * 4, 4}}, header.bytes);
+    CheckFields({{header.num_slots, 4, 4}, {header.expert_counts, experts * 4, 4}}, header.bytes,
+                kMessageAlignBytes);
 
     const auto first = DispatchMessage::Of(payload, scales, top_k);
     CheckFields({{first.payload, payload, 16},
                  {first.scales, scales, 16},
-                 {first.source_token, 4, 4},
-                 {first.local_expert, top_k * 4, 4},
+                 {first.source_token, 4, 16},
+                 {first.expert, top_k * 4, 4},
                  {first.position, top_k * 4, 4},
                  {first.weight, top_k * 4, 4}},
                 first.bytes);
@@ -65,7 +67,7 @@ void TestFieldsForManySizes() {
     const auto cached = CachedDispatchMessage::Of(payload, scales, weights);
     CheckFields({{cached.payload, payload, 16},
                  {cached.scales, scales, 16},
-                 {cached.weight, weights * 4, 4}},
+                 {cached.weight, weights * 4, 16}},
                 cached.bytes);
 
     const auto combine = CombineMessage::Of(payload, weights);
@@ -79,13 +81,19 @@ void TestKnownOffsets() {
   CHECK(header.num_slots == 0 && header.expert_counts == 4 && header.bytes == 144);
   const auto message = DispatchMessage::Of(14336, 0, 8);
   CHECK(message.payload == 0 && message.scales == 14336 && message.source_token == 14336);
-  CHECK(message.local_expert == 14340 && message.position == 14372 && message.weight == 14404);
-  CHECK(message.bytes == 14448);
+  CHECK(message.expert == 14340 && message.position == 14372 && message.weight == 14404);
+  CHECK(message.bytes == 14464);
   // A payload with scales: 7168 bytes, one float32 for each 128.
   const auto scaled = DispatchMessage::Of(7168, 224, 8);
-  CHECK(scaled.scales == 7168 && scaled.source_token == 7392 && scaled.bytes == 7504);
+  CHECK(scaled.scales == 7168 && scaled.source_token == 7392 && scaled.bytes == 7552);
   CHECK(CachedDispatchMessage::Of(7168, 224, 8).weight == 7392);
   CHECK(CachedDispatchMessage::Of(7168, 224, 8).bytes == 7424);
+  // Scales that end inside 16 bytes: what comes after them has copies of its own.
+  CHECK(DispatchMessage::Of(640, 20, 2).source_token == 672);
+  CHECK(DispatchMessage::Of(640, 20, 2).expert == 676);
+  CHECK(DispatchMessage::Of(640, 20, 2).bytes == 768);
+  CHECK(CachedDispatchMessage::Of(640, 20, 2).weight == 672);
+  CHECK(CachedDispatchMessage::Of(640, 20, 2).bytes == 768);
   CHECK(CombineMessage::Of(14336, 0).bytes == 14336);
   CHECK(CombineMessage::Of(14336, 8).weight_grad == 14336);
 }

@@ -133,6 +133,10 @@ void TestPlaces() {
       CHECK(PlaceOf(id, ranks, local).rank < 0 && IsInvalidId(id, ranks, local));
     }
   }
+  for (int32_t local = 1; local <= kMaxExperts; ++local) {
+    const RankOfExpert rank_of(local);
+    for (int32_t id = 0; id < kMaxExperts; ++id) CHECK(rank_of(id) == id / local);
+  }
   const int32_t ids[] = {4, -1, 5, 0, 99, 4};  // 2 experts a rank: ranks 2, -, 2, 0, -, 2
   const bool opens[] = {true, false, false, true, false, false};
   for (int32_t k = 0; k < 6; ++k) {

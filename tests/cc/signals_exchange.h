@@ -1,137 +1,36 @@
-// Whole exchanges between ranks that are threads, with the items, waits and credits of a GPU
-// kernel, over windows in host memory. signals_test.cc runs programs of calls through it. Each
-// JAX_EP_MUTATE_* macro breaks one rule, and then the test must fail (RELAXED_*: under
-// ThreadSanitizer).
+// Whole exchanges between ranks that are threads, with the blocks, queues, waits and credits of a
+// GPU kernel, over windows in host memory. signals_test.cc runs programs of calls through it.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "protocol/host_signal_memory.h"
+#include "check.h"
 #include "protocol/signals.h"
-
-#define CHECK(condition)                                                           \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(1);                                                               \
-    }                                                                              \
-  } while (false)
+#include "signals_world.h"
 
 namespace jax_ep {
-
-#if defined(JAX_EP_MUTATE_RELAXED_PUBLISH)
-struct TestMemory : HostSignalMemory {
-  template <typename Cell>
-  void Post(Cell* cell, const Cell& value) const {
-    std::atomic_ref<Cell>(*cell).store(value, std::memory_order_relaxed);
-  }
-};
-#elif defined(JAX_EP_MUTATE_RELAXED_OBSERVE)
-struct TestMemory : HostSignalMemory {
-  template <typename Cell>
-  Cell Acquire(const Cell* cell) const {
-    return Peek(cell);
-  }
-};
-#elif defined(JAX_EP_MUTATE_RELAXED_FINISH)
-struct TestMemory : HostSignalMemory {
-  uint32_t FetchAddAcqRel(uint32_t* counter, uint32_t value) const {
-    return FetchAddRelaxed(counter, value);
-  }
-};
-#else
-using TestMemory = HostSignalMemory;
-#endif
-static_assert(SignalMemory<TestMemory>);
-
-#if defined(JAX_EP_MUTATE_NO_CREDIT)
-inline constexpr bool kWaitForCredit = false;
-#else
-inline constexpr bool kWaitForCredit = true;
-#endif
-
-inline uint64_t Mix(uint64_t value) {  // splitmix64
-  value += 0x9e3779b97f4a7c15u;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
-
-inline constexpr uint32_t kMaxRanks = 4;
-inline constexpr uint32_t kChunks = 3;
-inline constexpr uint32_t kChunkSlots = 16;
-
-// What the sources write into one region at a destination. `finished` is the destination's own.
-struct Region {
-  FlagCell counts_flag[kMaxRanks];
-  uint32_t counts[kMaxRanks];
-  FlagCell flags[kMaxRanks][kChunks];
-  uint64_t slots[kMaxRanks][kChunks * kChunkSlots];
-  uint32_t finished[kMaxRanks];
-};
-
-struct Window {
-  Region regions[kMaxDepth];
-  uint64_t credits[kMaxRanks][kMaxDepth];  // posted by each destination
-  CallState state;
-  FlagCell routed;  // this rank's route item to its send items
-  uint32_t slots_to[kMaxRanks];
-};
-
-struct Call {
-  uint32_t kind;  // 0: D, 1: C
-  bool sends, places;
-  std::string name;  // of the pending call
-};
-
-// "D C D>a D D<a": fused calls; >a only sends, <a places what >a sent.
-inline std::vector<Call> Parse(const std::string& program) {
-  std::vector<Call> calls;
-  std::istringstream words(program);
-  for (std::string word; words >> word;) {
-    const char form = word.size() > 1 ? word[1] : ' ';
-    calls.push_back({word[0] == 'C', form != '<', form != '>', word.substr(1 + (form != ' '))});
-  }
-  return calls;
-}
 
 struct Options {
   uint32_t ranks = 2;
   uint32_t depth = 1;
-  uint32_t workers = 1;
+  uint32_t blocks = 1;  // workers of a rank, each with threads of two roles
+  uint32_t senders = 1;
+  uint32_t placers = 1;
   uint64_t first_epoch = kFirstEpoch;
-  std::chrono::milliseconds timeout{60000};
+  std::chrono::milliseconds timeout = kLong;
   std::vector<uint16_t> tags = {5, 5, 5, 5};  // by rank
 };
-
-inline uint32_t SlotsTo(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t destination) {
-  const uint64_t draw = Mix(epoch * 64 + kind * 32 + source * 8 + destination);
-  if (draw % 4 == 0) return 0;
-  return static_cast<uint32_t>(draw / 4 % (kChunks * kChunkSlots + 1));
-}
-
-inline uint64_t SlotValue(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t destination,
-                          uint32_t slot) {
-  return Mix(Mix(epoch * 64 + kind * 32 + source * 8 + destination) + slot);
-}
-
-inline uint16_t ChunkCount(uint32_t slots, uint32_t chunk) {
-  const uint32_t first = chunk * kChunkSlots;
-  return static_cast<uint16_t>(slots < first ? 0 : std::min(slots - first, kChunkSlots));
-}
 
 class Exchange {
  public:
@@ -142,12 +41,10 @@ class Exchange {
       const FlagCell unset{StartMark(options.first_epoch), 0, 0, 0};
       for (Window& window : rank->windows) {
         for (Region& region : window.regions) {
-          std::fill_n(region.counts_flag, kMaxRanks, unset);
           std::fill_n(&region.flags[0][0], kMaxRanks * kChunks, unset);
         }
         std::fill_n(&window.credits[0][0], kMaxRanks * kMaxDepth, unset.epoch);
         window.state = StartState(options.first_epoch);
-        window.routed = unset;
       }
       ranks_.push_back(std::move(rank));
     }
@@ -155,13 +52,22 @@ class Exchange {
 
   // Runs ranks [begin, end) to the end of their programs or to their first failure.
   void Run(uint32_t begin, uint32_t end, const std::vector<std::string>& programs) {
+    const uint32_t threads_a_block = options_.senders + options_.placers;
+    std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::thread> threads;
     for (uint32_t r = begin; r < end; ++r) {
       const std::vector<Call> calls = Parse(programs[r % programs.size()]);
       Rank& rank = *ranks_[r];
-      rank.launch = std::make_unique<std::barrier<>>(options_.workers);
-      for (uint32_t w = 0; w < options_.workers; ++w) {
-        threads.emplace_back([this, &rank, calls, w] { RunWorker(rank, calls, w); });
+      rank.launch = std::make_unique<std::barrier<>>(options_.blocks * threads_a_block);
+      for (uint32_t b = 0; b < options_.blocks; ++b) {
+        Block& block =
+            *blocks.emplace_back(std::make_unique<Block>(rank, threads_a_block, options_.placers));
+        for (uint32_t t = 0; t < threads_a_block; ++t) {
+          const uint64_t noise = Mix(options_.first_epoch * 1000 + r * 100 + b * 10 + t);
+          threads.emplace_back([this, &block, calls, t, noise] {
+            RunThread({block, t, t < options_.senders, noise}, calls);
+          });
+        }
       }
     }
     for (std::thread& thread : threads) thread.join();
@@ -185,56 +91,80 @@ class Exchange {
     uint64_t calls_done = 0;
   };
 
-  // One worker's view of one call.
-  struct Job {
+  // What the threads of a block share; written by the first of them (counts: by the first placer),
+  // read behind a barrier.
+  struct Block {
+    Block(Rank& of, uint32_t threads, uint32_t placers)
+        : rank(of), barrier(threads), placer_barrier(placers) {}
+
     Rank& rank;
-    Window& window;
-    Call call;
-    RegionLease lease;
-    uint64_t deadline_ns;
-    uint16_t tag;
+    std::barrier<> barrier;
+    std::barrier<> placer_barrier;
+    Call call = {};
+    RegionLease lease = {};
+    WorkPlan plan = {};
+    std::array<int32_t, kMaxRanks> slots = {};  // by source
+    bool counts_arrived = false;
+    bool last = false;
   };
 
-  void RunWorker(Rank& rank, const std::vector<Call>& calls, uint32_t worker) {
-    uint64_t noise = Mix(options_.first_epoch * 100 + rank.id * 10 + worker);
+  struct Self {
+    Block& block;
+    uint32_t thread;
+    bool sender;
+    uint64_t noise;
+
+    Rank& rank() const { return block.rank; }
+    Window& window() const { return block.rank.windows[block.call.kind]; }
+    Draw DrawOf(uint32_t source) const { return {block.lease.epoch, block.call.kind, source}; }
+  };
+
+  void RunThread(Self self, const std::vector<Call>& calls) {
     std::map<std::pair<uint32_t, std::string>, RegionLease> pending;
     for (const Call& call : calls) {
-      Window& window = rank.windows[call.kind];
-      RegionLease& lease = pending[{call.kind, call.name}];
-      if (call.sends) lease = LeaseRegion(window.state, options_.depth);
-      CHECK(lease.region != kNoRegion);
-      const uint64_t timeout_ns = static_cast<uint64_t>(options_.timeout.count()) * 1000000;
-      const Job job{
-          rank, window, call, lease, memory_.NowNs() + timeout_ns, options_.tags[rank.id]};
-      if (!RunCall(job, noise)) {
-        rank.failed = true;
-        rank.launch->arrive_and_drop();
-        return;
-      }
-      rank.launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
+      if (self.thread == 0) Begin(self.block, call, pending[{call.kind, call.name}]);
+      self.block.barrier.arrive_and_wait();
+      const bool done = self.sender ? RunSender(self) : RunPlacer(self);
+      if (!done) self.rank().failed = true;
+      Leave(self);
+      self.rank().launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
+      if (self.rank().failed) return;
     }
   }
 
-  bool RunCall(const Job& job, uint64_t& noise) {
-    const uint32_t items = options_.ranks * kChunks;
-    const WorkPlan plan{job.call.sends ? 1u : 0u, job.call.sends ? items : 0u,
-                        job.call.places ? items : 0u};
-    for (;;) {
-      Skew(noise);
-      const WorkItem item = TakeItem(memory_, job.window.state, plan);
-      if (item.phase == Phase::kNone) break;
-      if (IsPoisoned(memory_, &job.rank.poison)) return false;
-      const bool done = item.phase == Phase::kRoute  ? Route(job)
-                        : item.phase == Phase::kSend ? Send(job, item.index)
-                                                     : Place(job, item.index);
-      if (!done) return false;
+  void Begin(Block& block, const Call& call, RegionLease& lease) {
+    block.call = call;
+    if (call.sends) lease = LeaseRegion(block.rank.windows[call.kind].state, options_.depth);
+    CHECK(lease.region != kNoRegion);
+    block.lease = lease;
+    block.plan = {call.sends ? kRouteItems : 0, call.sends ? kChunks : 0,
+                  call.places && call.needs ? kChunks * options_.ranks : 0};
+  }
+
+  void Leave(Self& self) {
+    Block& block = self.block;
+    CallState& state = self.window().state;
+    block.barrier.arrive_and_wait();
+    if (kEarlyCredit) ReturnCredits(self);
+    if (self.thread == 0) block.last = LeaveCall(leave_memory_, state, options_.blocks);
+    block.barrier.arrive_and_wait();
+    if (!block.last || self.rank().failed) return;
+    if (!kEarlyCredit) ReturnCredits(self);
+    if (self.thread != 0) return;
+    if (block.call.sends) CommitSend(state, block.lease);
+    if (block.call.places) CommitPlace(state, block.lease);
+    CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.place_items);
+    ++self.rank().calls_done;
+  }
+
+  void ReturnCredits(const Self& self) {
+    const Block& block = self.block;
+    if (!block.call.places) return;
+    for (uint32_t source = self.thread; source < options_.ranks;
+         source += options_.senders + options_.placers) {
+      Window& window = ranks_[source]->windows[block.call.kind];
+      ReturnCredit(memory_, &window.credits[self.rank().id][block.lease.region], block.lease.epoch);
     }
-    if (!LeaveCall(memory_, job.window.state, options_.workers)) return true;
-    if (job.call.sends) CommitSend(job.window.state, job.lease);
-    if (job.call.places) CommitPlace(job.window.state, job.lease);
-    CHECK(job.rank.placed.exchange(0, std::memory_order_relaxed) == plan.place_items);
-    ++job.rank.calls_done;
-    return true;
   }
 
   static void Skew(uint64_t& noise) {
@@ -243,18 +173,28 @@ class Exchange {
     if (noise % 64 == 1) std::this_thread::sleep_for(std::chrono::microseconds(noise / 64 % 100));
   }
 
-  uint32_t Peer(const Job& job, uint32_t index) const {
-    return (job.rank.id + index) % options_.ranks;
+  // Own rank first.
+  uint32_t Peer(const Self& self, uint32_t index) const {
+    return (self.rank().id + index) % options_.ranks;
   }
 
+  Region& RegionAt(const Self& self, uint32_t rank) {
+    return ranks_[rank]->windows[self.block.call.kind].regions[self.block.lease.region];
+  }
+
+  // ---- Waits ----
+
   template <typename Observe>
-  bool Await(const Job& job, Phase phase, uint32_t awaited, Observe observe) {
-    const WaitStatus status = WaitUntil(memory_, {job.deadline_ns, &job.rank.poison}, observe);
+  bool Await(const Self& self, Phase phase, uint32_t awaited, Observe observe) {
+    const WaitBound bound{
+        memory_.NowNs() + static_cast<uint64_t>(options_.timeout.count()) * 1000000,
+        &self.rank().poison};
+    const WaitStatus status = WaitUntil(memory_, bound, observe);
     if (status == WaitStatus::kTimedOut || status == WaitStatus::kProtocolError) {
-      const WaitReport report{job.lease.epoch,
-                              static_cast<uint16_t>(job.rank.id),
+      const WaitReport report{self.block.lease.epoch,
+                              static_cast<uint16_t>(self.rank().id),
                               static_cast<uint16_t>(awaited),
-                              job.tag,
+                              TagOf(self),
                               phase,
                               status};
       SpreadPoison(memory_, report, options_.ranks, [&](uint32_t r) { return &ranks_[r]->poison; });
@@ -262,78 +202,141 @@ class Exchange {
     return status == WaitStatus::kArrived;
   }
 
-  bool AwaitFlag(const Job& job, Phase phase, uint32_t awaited, const FlagCell* cell,
-                 FlagCell& flag) {
-    return Await(job, phase, awaited,
-                 [&] { return ObserveFlag(memory_, cell, job.lease.epoch, job.tag, flag); });
+  uint16_t TagOf(const Self& self) const { return options_.tags[self.rank().id]; }
+
+  bool AwaitFlag(const Self& self, uint32_t source, const FlagCell* cell, FlagCell& flag) {
+    return Await(self, Phase::kPlace, source, [&] {
+      return ObserveFlag(memory_, cell, self.block.lease.epoch, TagOf(self), flag);
+    });
   }
 
-  bool AwaitCredit(const Job& job, Phase phase, uint32_t destination) {
-    if (!kWaitForCredit) return true;
-    const uint64_t* credit = &job.window.credits[destination][job.lease.region];
-    return Await(job, phase, destination,
-                 [&] { return ObserveCredit(memory_, credit, job.lease); });
+  bool AwaitCredits(const Self& self, Phase phase) {
+    const RegionLease& lease = self.block.lease;
+    // Credits may have come before the group died.
+    if (IsPoisoned(memory_, &self.rank().poison)) return false;
+    for (uint32_t i = 0; kWaitForCredit && i < options_.ranks; ++i) {
+      const uint32_t destination = Peer(self, i);
+      const uint64_t* credit = &self.window().credits[destination][lease.region];
+      if (!Await(self, phase, destination, [&] { return ObserveCredit(memory_, credit, lease); })) {
+        return false;
+      }
+    }
+    return true;
   }
 
-  Region& RegionAt(const Job& job, uint32_t rank) {
-    return ranks_[rank]->windows[job.call.kind].regions[job.lease.region];
+  // ---- Senders ----
+
+  bool RunSender(Self& self) {
+    bool may_store = false;
+    for (;;) {
+      Skew(self.noise);
+      const WorkItem item = TakeItem(memory_, self.window().state, self.block.plan, Queue::kSend);
+      if (item.phase == Phase::kNone) return true;
+      if (!(item.phase == Phase::kRoute ? Route(self, item.index)
+                                        : Send(self, item.index, may_store))) {
+        return false;
+      }
+    }
   }
 
-  bool Route(const Job& job) {
-    const uint64_t epoch = job.lease.epoch;
-    const uint32_t me = job.rank.id;
+  // Counts a part of the tokens; whoever adds the last part posts the counts of all.
+  bool Route(const Self& self, uint32_t item) {
+    const Draw draw = self.DrawOf(self.rank().id);
+    Totals& totals = self.window().totals;
     for (uint32_t r = 0; r < options_.ranks; ++r) {
-      job.window.slots_to[r] = SlotsTo(epoch, job.call.kind, me, r);
+      const uint32_t begin = draw.SlotsBefore(item * kRouteLength, r);
+      memory_.FetchAddRelaxed(&totals.slots[r],
+                              draw.SlotsBefore((item + 1) * kRouteLength, r) - begin);
     }
-    PublishFlag(memory_, &job.window.routed, {epoch, 0, 0, job.tag});
+    if (!LastOf(route_memory_, &totals.finished, kRouteItems)) return true;
+    if (!AwaitCredits(self, Phase::kRoute)) return false;
+    const uint32_t me = self.rank().id;
+    for (uint32_t r = 0; r < options_.ranks; ++r) {
+      const auto slots = static_cast<int32_t>(std::exchange(totals.slots[r], 0));
+      memory_.Post(&RegionAt(self, r).counts[me],
+                   CountCell{{slots, TagOf(self), 0}, CellStamp(self.block.lease.epoch)});
+    }
+    return true;
+  }
+
+  // One chunk of tokens, to all destinations.
+  bool Send(const Self& self, uint32_t chunk, bool& may_store) {
+    if (!may_store && !AwaitCredits(self, Phase::kSend)) return false;
+    may_store = true;
+    const uint32_t me = self.rank().id;
+    const Draw draw = self.DrawOf(me);
+    const uint32_t begin = chunk * kChunkLength;
+    std::array<uint32_t, kMaxRanks> first = {}, next = {};
+    for (uint32_t r = 0; r < options_.ranks; ++r) next[r] = first[r] = draw.SlotsBefore(begin, r);
+    for (uint32_t token = begin; token < std::min(begin + kChunkLength, kTokens); ++token) {
+      for (uint32_t r = 0; r < options_.ranks; ++r) {
+        if (!draw.Goes(token, r)) continue;
+        RegionAt(self, r).slots[me][next[r]] = draw.Value(r, next[r]);
+        ++next[r];
+      }
+    }
+    for (uint32_t r = 0; r < options_.ranks; ++r) {
+      PublishFlag(memory_, &RegionAt(self, r).flags[me][chunk],
+                  {self.block.lease.epoch, first[r], static_cast<uint16_t>(next[r] - first[r]),
+                   TagOf(self)});
+    }
+    return true;
+  }
+
+  // ---- Placers ----
+
+  bool RunPlacer(Self& self) {
+    Block& block = self.block;
+    if (block.plan.place_items == 0) return true;
+    if (self.thread == options_.senders) block.counts_arrived = AwaitCounts(self);
+    block.placer_barrier.arrive_and_wait();
+    if (!block.counts_arrived) return false;
+    for (;;) {
+      Skew(self.noise);
+      const WorkItem item = TakeItem(memory_, self.window().state, block.plan, Queue::kPlace);
+      if (item.phase == Phase::kNone) return true;
+      if (!Place(self, Peer(self, item.index % options_.ranks), item.index / options_.ranks)) {
+        return false;
+      }
+    }
+  }
+
+  // One thread waits; the counts are read by all placers of its block.
+  bool AwaitCounts(const Self& self) {
     for (uint32_t i = 0; i < options_.ranks; ++i) {
-      const uint32_t destination = Peer(job, i);
-      if (!AwaitCredit(job, Phase::kRoute, destination)) return false;
-      Region& region = RegionAt(job, destination);
-      region.counts[me] = job.window.slots_to[destination];
-      PublishFlag(memory_, &region.counts_flag[me], {epoch, 0, 0, job.tag});
+      const uint32_t source = Peer(self, i);
+      const CountCell* cell = &RegionAt(self, self.rank().id).counts[source];
+      CountCell seen{};
+      const bool arrived = Await(self, Phase::kPlace, source, [&] {
+        const Observation found = ObserveCounts(memory_, cell, self.block.lease.epoch, seen);
+        const bool differs = found == Observation::kArrived && seen.counts[1] != TagOf(self);
+        return differs ? Observation::kProtocolError : found;
+      });
+      if (!arrived) return false;
+      self.block.slots[source] = seen.counts[0];
     }
     return true;
   }
 
-  bool Send(const Job& job, uint32_t index) {
-    const uint64_t epoch = job.lease.epoch;
-    const uint32_t me = job.rank.id, destination = Peer(job, index % options_.ranks);
-    const uint32_t chunk = index / options_.ranks;
-    FlagCell routed;
-    if (!AwaitFlag(job, Phase::kSend, me, &job.window.routed, routed)) return false;
-    if (!AwaitCredit(job, Phase::kSend, destination)) return false;
-    Region& region = RegionAt(job, destination);
-    const uint32_t first = chunk * kChunkSlots;
-    const uint16_t count = ChunkCount(job.window.slots_to[destination], chunk);
-    for (uint32_t slot = first; slot < first + count; ++slot) {
-      region.slots[me][slot] = SlotValue(epoch, job.call.kind, me, destination, slot);
-    }
-    PublishFlag(memory_, &region.flags[me][chunk], {epoch, first, count, job.tag});
-    return true;
-  }
-
-  bool Place(const Job& job, uint32_t index) {
-    const uint64_t epoch = job.lease.epoch;
-    const uint32_t me = job.rank.id, source = Peer(job, index % options_.ranks);
-    const uint32_t chunk = index / options_.ranks;
-    Region& region = RegionAt(job, me);
+  bool Place(const Self& self, uint32_t source, uint32_t chunk) {
+    const uint32_t me = self.rank().id;
+    const Draw draw = self.DrawOf(source);
+    const Region& region = RegionAt(self, me);
+    CHECK(self.block.slots[source] == static_cast<int32_t>(draw.SlotsBefore(kTokens, me)));
     FlagCell flag;
-    if (!AwaitFlag(job, Phase::kPlace, source, &region.counts_flag[source], flag)) return false;
-    const uint32_t slots = region.counts[source];
-    CHECK(slots == SlotsTo(epoch, job.call.kind, source, me));
-    if (!AwaitFlag(job, Phase::kPlace, source, &region.flags[source][chunk], flag)) return false;
-    CHECK(flag.first_slot == chunk * kChunkSlots && flag.count == ChunkCount(slots, chunk));
+    if (!AwaitFlag(self, source, &region.flags[source][chunk], flag)) return false;
+    CHECK(flag.first_slot == draw.SlotsBefore(chunk * kChunkLength, me));
+    CHECK(flag.first_slot + flag.count == draw.SlotsBefore((chunk + 1) * kChunkLength, me));
     for (uint32_t slot = flag.first_slot; slot < flag.first_slot + flag.count; ++slot) {
-      CHECK(region.slots[source][slot] == SlotValue(epoch, job.call.kind, source, me, slot));
+      CHECK(region.slots[source][slot] == draw.Value(me, slot));
     }
-    job.rank.placed.fetch_add(1, std::memory_order_relaxed);
-    uint64_t* credit = &ranks_[source]->windows[job.call.kind].credits[me][job.lease.region];
-    FinishReads(memory_, &region.finished[source], kChunks, credit, epoch);
+    self.rank().placed.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
 
   const TestMemory memory_{};
+  const RouteMemory route_memory_{};
+  const LeaveMemory leave_memory_{};
   const Options options_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };

@@ -6,8 +6,13 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
+#include <string>
+#include <vector>
 
+#include "check.h"
 #include "signals_exchange.h"
+#include "signals_world.h"
 
 namespace jax_ep {
 namespace {
@@ -32,6 +37,25 @@ void TestFlags() {
   CHECK(StartMark(kFirstEpoch) == FlagCell{}.epoch && StartState(kFirstEpoch).last_epoch[0] == 0);
 }
 
+// A cell arrives with its own stamp alone; zeros and those of the calls around it are pending.
+void TestCounts() {
+  const HostSignalMemory memory;
+  for (const uint64_t first : kFirstEpochs) {
+    for (uint64_t epoch = first; epoch != first + 6; ++epoch) {
+      CountCell cell{}, seen{};
+      CHECK(ObserveCounts(memory, &cell, epoch, seen) == Observation::kPending);
+      for (uint64_t other = epoch - 2 * kMaxDepth; other != epoch + 2 * kMaxDepth; ++other) {
+        memory.Post(&cell, CountCell{{1, 2, 3}, CellStamp(other)});
+        const Observation found = ObserveCounts(memory, &cell, epoch, seen);
+        CHECK((found == Observation::kArrived) == (other == epoch));
+      }
+      memory.Post(&cell, CountCell{{4, -5, 6}, CellStamp(epoch)});
+      CHECK(ObserveCounts(memory, &cell, epoch, seen) == Observation::kArrived);
+      CHECK(seen.counts[0] == 4 && seen.counts[1] == -5 && seen.counts[2] == 6);
+    }
+  }
+}
+
 void TestCredits() {
   for (const uint64_t first : kFirstEpochs) {
     for (uint32_t depth = 1; depth <= kMaxDepth; ++depth) {
@@ -47,7 +71,10 @@ void TestCredits() {
         if (divides && call >= depth) CHECK(lease.previous == lease.epoch - depth);
         CHECK(ClassifyCredit(credit, lease) == Observation::kArrived);
         CHECK(ClassifyCredit(lease.previous - 1, lease) == Observation::kPending);
-        CHECK(ClassifyCredit(lease.epoch, lease) == Observation::kProtocolError);
+        // From a destination that needed nothing of this rank; a later epoch is from nobody.
+        CHECK(ClassifyCredit(lease.epoch, lease) == Observation::kArrived);
+        CHECK(ClassifyCredit(lease.epoch + 1, lease) == Observation::kProtocolError);
+        CHECK(ClassifyCredit(lease.epoch + depth, lease) == Observation::kProtocolError);
         CommitSend(state, lease);
         CommitPlace(state, lease);
         if (LeaseRegion(state, depth).region == lease.region) {
@@ -78,18 +105,56 @@ void TestLeases() {
   CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
 }
 
-void TestQueueOrder() {
-  const WorkPlan plan{1, 4, 3};
-  uint32_t next[4] = {};
-  Phase last = Phase::kRoute;
-  for (uint32_t ticket = 0; ticket < 8; ++ticket) {
-    const WorkItem item = ItemOf(plan, ticket);
-    CHECK(item.phase >= last && item.index == next[static_cast<int>(item.phase)]++);
-    last = item.phase;
+void CheckQueue(const WorkPlan& plan, Queue queue, std::initializer_list<WorkItem> items) {
+  uint32_t ticket = 0;
+  for (const WorkItem& item : items) {
+    const WorkItem taken = ItemOf(plan, queue, ticket++);
+    CHECK(taken.phase == item.phase && taken.index == item.index);
   }
-  CHECK(next[0] == 1 && next[1] == 4 && next[2] == 3);
-  CHECK(ItemOf(plan, 8).phase == Phase::kNone && ItemOf(plan, UINT32_MAX).phase == Phase::kNone);
-  CHECK(ItemOf({0, 0, 0}, 0).phase == Phase::kNone);
+  CHECK(ItemOf(plan, queue, ticket).phase == Phase::kNone);
+  CHECK(ItemOf(plan, queue, UINT32_MAX).phase == Phase::kNone);
+}
+
+void TestQueues() {
+  const WorkPlan plan{2, 3, 4};
+  CheckQueue(plan, Queue::kSend,
+             {{Phase::kRoute, 0},
+              {Phase::kRoute, 1},
+              {Phase::kSend, 0},
+              {Phase::kSend, 1},
+              {Phase::kSend, 2}});
+  CheckQueue(plan, Queue::kPlace,
+             {{Phase::kPlace, 0}, {Phase::kPlace, 1}, {Phase::kPlace, 2}, {Phase::kPlace, 3}});
+  CheckQueue({0, 1, 0}, Queue::kSend, {{Phase::kSend, 0}});
+  for (const Queue queue : {Queue::kSend, Queue::kPlace}) CheckQueue({0, 0, 0}, queue, {});
+}
+
+// Arrivals are numbered. The last to leave, and nobody else, finds the counters as the next call
+// needs them.
+void TestLeaving() {
+  const HostSignalMemory memory;
+  CallState state = StartState(kFirstEpoch);
+  const WorkPlan plan{1, 2, 2};
+  for (uint32_t call = 0; call < 3; ++call) {
+    for (uint32_t worker = 0; worker < 4; ++worker) CHECK(EnterCall(memory, state) == worker);
+    for (const Queue queue : {Queue::kPlace, Queue::kSend}) {
+      uint32_t items = 0;
+      while (TakeItem(memory, state, plan, queue).phase != Phase::kNone) ++items;
+      CHECK(items == (queue == Queue::kSend ? 3 : 2));
+    }
+    for (uint32_t worker = 1; worker < 4; ++worker) {
+      CHECK(!LeaveCall(memory, state, 4));
+      CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kNone);
+      CHECK(EnterCall(memory, state) == 3 + worker);  // a late one is not the first again
+    }
+    CHECK(LeaveCall(memory, state, 4));
+    CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.tickets[1] == 0);
+    CHECK(state.entered == 0);
+  }
+  // One alone is the last.
+  CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kRoute);
+  CHECK(EnterCall(memory, state) == 0 && LeaveCall(memory, state, 1));
+  CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.entered == 0);
 }
 
 // A clock that only the test advances.
@@ -149,36 +214,59 @@ void TestWaitUntil() {
   }
 }
 
-// ---- Exchanges
-// -----------------------------------------------------------------------------------
+// ---- Exchanges ----------------------------------------------------------------------------------
 
 void TestPrograms() {
   const struct {
-    const char* program;
+    std::vector<std::string> by_rank;  // in turn
     uint32_t min_depth;
   } programs[] = {
-      {"D D D D D", 1},
-      {"D C D D C D C C", 1},
-      {"D>a D>b D<a D<b D>c C D<c", 2},
-      {"D>a D>b D<b D>c D<a D<c", 2},
-      {"D>a D C D D C>b D<a D C C<b", 2},
+      {{"D D D D D"}, 1},
+      {{"D C D D C D C C"}, 1},
+      {{"D>a D>b D<a D<b D>c C D<c"}, 2},
+      {{"D>a D>b D<b D>c D<a D<c"}, 2},
+      {{"D>a D C D D C>b D<a D C C<b"}, 2},
+      // Credits come early.
+      {{"C C~ D C C~ C C", "C~ C D C~ C~ C C~", "C~ C~ D C~ C C~ C"}, 1},
+      {{"C>a C~ C<a C~ C", "C>a C C<a C C~"}, 2},
   };
-  for (const auto& [program, min_depth] : programs) {
+  for (const auto& [by_rank, min_depth] : programs) {
     for (uint32_t depth = min_depth; depth <= 2; ++depth) {
       for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks) {
         for (const uint64_t first : kFirstEpochs) {
-          // One worker shows that the queue needs no second one.
-          for (const uint32_t workers : {1u, 3u}) {
-            Exchange exchange(
-                {.ranks = ranks, .depth = depth, .workers = workers, .first_epoch = first});
-            exchange.Run(program);
+          // One worker shows that the queues need no second one.
+          for (const uint32_t many : {1u, 2u}) {
+            CurrentCase() = by_rank[0] + ", depth " + std::to_string(depth) + ", " +
+                            std::to_string(ranks) + " ranks, " + std::to_string(many) +
+                            " of each role, from epoch " + std::to_string(first);
+            Exchange exchange({.ranks = ranks,
+                               .depth = depth,
+                               .blocks = many,
+                               .senders = many,
+                               .placers = many,
+                               .first_epoch = first});
+            exchange.Run(0, ranks, by_rank);
             for (uint32_t r = 0; r < ranks; ++r) {
-              CHECK(exchange.ok(r) && exchange.calls_done(r) == Parse(program).size());
+              CHECK(exchange.ok(r) && exchange.calls_done(r) == Parse(by_rank[0]).size());
             }
           }
         }
       }
     }
+  }
+}
+
+// The others end a call, and give its credits, before the first rank begins it.
+void TestEarlyCredits() {
+  for (const uint32_t depth : {1u, 2u}) {
+    Exchange exchange({.ranks = 3, .depth = depth, .blocks = 2});
+    const uint32_t region = kFirstEpoch % depth;
+    exchange.Run(1, 3, {"C~"});
+    CHECK(exchange.window(0, 1).credits[1][region] == kFirstEpoch);
+    CHECK(exchange.window(0, 1).credits[2][region] == kFirstEpoch);
+    exchange.Run(0, 1, {"C"});
+    exchange.Run("C C");
+    for (uint32_t r = 0; r < 3; ++r) CHECK(exchange.ok(r) && exchange.calls_done(r) == 3);
   }
 }
 
@@ -193,8 +281,8 @@ constexpr std::chrono::milliseconds kShort{700};
 // nothing into windows whose owners no longer read them.
 void TestLatePeer() {
   for (const uint32_t ranks : {2u, 4u}) {
-    for (const uint32_t workers : {1u, 2u}) {
-      Exchange exchange({.ranks = ranks, .workers = workers, .timeout = kShort});
+    for (const uint32_t blocks : {1u, 2u}) {
+      Exchange exchange({.ranks = ranks, .blocks = blocks, .timeout = kShort});
       const uint32_t late = ranks - 1;
       exchange.Run(0, late, {"D D"});
       for (uint32_t r = 0; r < ranks; ++r) {
@@ -206,22 +294,30 @@ void TestLatePeer() {
       CHECK(!exchange.ok(late) && exchange.calls_done(late) == 0);
       for (uint32_t r = 0; r < ranks; ++r) {
         const Region& region = exchange.window(r, 0).regions[0];
-        CHECK(region.counts_flag[late].epoch == StartMark(kFirstEpoch));
+        CHECK(region.counts[late].stamp == 0);
         CHECK(region.flags[late][0].epoch == StartMark(kFirstEpoch));
       }
     }
   }
 }
 
-// The last rank sends its first call and never reads: the others' second call waits for its credit.
+// The last rank sends its first call and never reads: the others' second call waits for its credit,
+// and their placers for those that wait for it. All give up.
 void TestMissingCredit() {
   if (!kWaitForCredit) return;
-  Exchange exchange({.ranks = 3, .workers = 2, .timeout = kShort});
+  Exchange exchange({.ranks = 3, .blocks = 2, .timeout = kShort});
   exchange.Run(0, 3, {"D D", "D D", "D>a"});
   CHECK(!exchange.ok(0) && !exchange.ok(1) && exchange.ok(2));
+  CHECK(exchange.calls_done(0) == 1 && exchange.calls_done(1) == 1);
   for (uint32_t r = 0; r < 3; ++r) {
-    CheckReport(exchange.report(r), 2, kFirstEpoch + 1, WaitStatus::kTimedOut);
-    CHECK(exchange.report(r).phase == Phase::kRoute || exchange.report(r).phase == Phase::kSend);
+    const WaitReport& report = exchange.report(r);
+    CHECK(report.status == WaitStatus::kTimedOut && report.epoch == kFirstEpoch + 1);
+    CHECK(report.waiting_rank != 2 && report.tag == 5);
+    // Credits are what senders wait for, and only the last rank's is missing.
+    CHECK(report.phase == Phase::kPlace || report.awaited_rank == 2);
+    const Region& region = exchange.window(r, 0).regions[0];
+    CHECK(region.counts[0].stamp == CellStamp(kFirstEpoch));
+    CHECK(region.flags[1][0].epoch == kFirstEpoch);
   }
 }
 
@@ -237,7 +333,7 @@ void TestOppositeOrders() {
 }
 
 void TestWrongTag() {
-  Exchange exchange({.ranks = 4, .workers = 2, .tags = {5, 5, 9, 5}});
+  Exchange exchange({.ranks = 4, .blocks = 2, .tags = {5, 5, 9, 5}});
   exchange.Run("D D");
   for (uint32_t r = 0; r < 4; ++r) {
     const WaitReport& report = exchange.report(r);
@@ -254,9 +350,15 @@ void TestGreaterEpoch() {
     if (credit && !kWaitForCredit) continue;
     Exchange exchange({.ranks = 3, .depth = 2});
     if (credit) {
-      exchange.window(0, 0).credits[1][kFirstEpoch % 2] = kFirstEpoch;
+      exchange.window(0, 0).credits[1][kFirstEpoch % 2] = kFirstEpoch + 2;
     } else {
-      exchange.window(0, 0).regions[kFirstEpoch % 2].counts_flag[1] = {kFirstEpoch + 2, 0, 0, 5};
+      Region& region = exchange.window(0, 0).regions[kFirstEpoch % 2];
+      for (uint32_t source = 1; source < 3; ++source) {
+        const Draw draw{kFirstEpoch, 0, source};
+        region.counts[source] = {{static_cast<int32_t>(draw.SlotsBefore(kTokens, 0)), 5, 0},
+                                 CellStamp(kFirstEpoch)};
+      }
+      region.flags[1][0] = {kFirstEpoch + 2, 0, 0, 5};
     }
     exchange.Run(0, credit ? 3 : 1, {"D"});
     for (uint32_t r = 0; r < 3; ++r) {
@@ -273,11 +375,14 @@ void TestGreaterEpoch() {
 
 int main() {
   jax_ep::TestFlags();
+  jax_ep::TestCounts();
   jax_ep::TestCredits();
   jax_ep::TestLeases();
-  jax_ep::TestQueueOrder();
+  jax_ep::TestQueues();
+  jax_ep::TestLeaving();
   jax_ep::TestWaitUntil();
   jax_ep::TestPrograms();
+  jax_ep::TestEarlyCredits();
   jax_ep::TestLatePeer();
   jax_ep::TestMissingCredit();
   jax_ep::TestOppositeOrders();

@@ -25,6 +25,21 @@ JAX_EP_HOST_DEVICE bool IsInvalidId(int32_t id, int32_t ranks, int32_t local_exp
   return id != -1 && static_cast<uint32_t>(id) >= static_cast<uint32_t>(ranks * local_experts);
 }
 
+// id / local_experts by a multiplication, for ids in [0, kMaxExperts): exact because both are below
+// 2^11 and the quotient's error is below 2^22 / 2^27.
+class RankOfExpert {
+ public:
+  JAX_EP_HOST_DEVICE explicit RankOfExpert(int32_t local_experts)
+      : factor_((uint32_t{1} << kShift) / static_cast<uint32_t>(local_experts) + 1) {}
+  JAX_EP_HOST_DEVICE int32_t operator()(int32_t id) const {
+    return static_cast<int32_t>((static_cast<uint64_t>(id) * factor_) >> kShift);
+  }
+
+ private:
+  static constexpr int kShift = 27;
+  uint32_t factor_;
+};
+
 // Whether entry k is the first of its token that goes to `rank`: it opens the slot that later
 // entries of the token share (dedup). `ids` are the token's K ids.
 JAX_EP_HOST_DEVICE bool OpensSlot(const int32_t* ids, int32_t k, int32_t rank, int32_t ranks,

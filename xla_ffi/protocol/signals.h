@@ -21,7 +21,7 @@ inline constexpr uint64_t kFirstEpoch = 1;
 inline constexpr uint32_t kPollsPerCheck = 256;
 
 // One chunk's arrival. Written and read in one 128-bit access, so that the epoch vouches for the
-// other fields as well. An empty chunk is flagged too.
+// other fields as well.
 struct alignas(16) FlagCell {
   uint64_t epoch;
   uint32_t first_slot;
@@ -36,8 +36,28 @@ enum class Observation : uint8_t { kPending, kArrived, kProtocolError };
 
 enum class WaitStatus : uint8_t { kArrived = 0, kTimedOut, kPoisoned, kProtocolError };
 
-// The phases in queue order. kNone is what a ticket past the end of the queue gets.
+// What a worker is doing; kNone is what a ticket past the end of a queue gets.
 enum class Phase : uint8_t { kRoute, kSend, kPlace, kNone };
+
+// A call has two queues of items. Senders take routing, then sending; placers take placing.
+enum class Queue : uint8_t { kSend, kPlace };
+inline constexpr uint32_t kQueues = 2;
+
+// Counts that need no flag: an epoch comes with every three of them, in one 128-bit access, so a
+// cell is there or not. One flight where counts and a flag behind a fence take three.
+struct alignas(16) CountCell {
+  int32_t counts[3];
+  uint32_t stamp;
+};
+static_assert(sizeof(CountCell) == 16 && std::is_trivially_copyable_v<CountCell>);
+inline constexpr int64_t kCountsPerCell = 3;
+
+// Odd, so that a zeroed window is a valid start. A cell keeps its stamp through calls that use its
+// region and post no counts (cached dispatches); it is taken for another's only where exactly 2^31
+// epochs, or a multiple, lie between the two calls.
+JAX_EP_HOST_DEVICE constexpr uint32_t CellStamp(uint64_t epoch) {
+  return static_cast<uint32_t>(epoch << 1) | 1u;
+}
 
 // Why a group died. It is also the poison cell of each rank: written in one 128-bit access, so that
 // every rank, in any process, names the wait that failed first as far as it knows. All zero: alive.
@@ -81,7 +101,8 @@ struct CallState {
   uint64_t next_epoch;
   uint64_t last_epoch[kMaxDepth];  // last epoch sent through each region
   uint32_t pending;                // bit r: region r is sent and not yet placed
-  uint32_t tickets;
+  uint32_t tickets[kQueues];
+  uint32_t entered;
   uint32_t leavers;
 };
 
@@ -124,18 +145,25 @@ JAX_EP_HOST_DEVICE constexpr void CommitPlace(CallState& state, const RegionLeas
 
 // `consumed` is the last epoch that the destination has read out of this region. One word a region:
 // a single mark for all would let an epoch placed out of order free a region that is still unread.
-// With nothing pending, `previous` is epoch - depth (or StartMark, at the beginning).
+// With nothing pending, `previous` is epoch - depth (or StartMark, at the beginning). The
+// destination may be done with this very epoch already, if it needed nothing of this source, but
+// not with a later one of the region: there it waits for this rank's credit of this epoch. So a
+// call that may end without a look at every source waits for all credits, even with nothing to
+// send.
 JAX_EP_HOST_DEVICE constexpr Observation ClassifyCredit(uint64_t consumed,
                                                         const RegionLease& lease) {
-  if (EpochsAhead(consumed, lease.epoch) >= 0) return Observation::kProtocolError;
+  if (EpochsAhead(consumed, lease.epoch) > 0) return Observation::kProtocolError;
   return EpochsAhead(consumed, lease.previous) >= 0 ? Observation::kArrived : Observation::kPending;
 }
 
-// ---- The work queue -----------------------------------------------------------------------------
+// ---- The work queues ----------------------------------------------------------------------------
 
-// Items in the order of their tickets. An item may wait only for lower items of its own rank (which
-// running workers hold, since tickets are handed out in order) and for remote data and credits; so
-// one resident worker a rank is enough for every call to end.
+// Items of each queue in the order of their tickets. A send item may wait only for lower items of
+// its own queue (which running senders hold, since tickets are handed out in order) and for
+// credits; a place item only for data from senders. A worker has a sender and a placer that do not
+// wait for each other, or sends as long as there is something to send and places then; those that
+// come after the first may place alone. So one resident worker a rank is enough for every call to
+// end.
 struct WorkPlan {
   uint32_t route_items;
   uint32_t send_items;
@@ -147,13 +175,13 @@ struct WorkItem {
   uint32_t index;  // within its phase
 };
 
-JAX_EP_HOST_DEVICE constexpr WorkItem ItemOf(const WorkPlan& plan, uint32_t ticket) {
+JAX_EP_HOST_DEVICE constexpr WorkItem ItemOf(const WorkPlan& plan, Queue queue, uint32_t ticket) {
+  if (queue == Queue::kPlace) {
+    return ticket < plan.place_items ? WorkItem{Phase::kPlace, ticket} : WorkItem{Phase::kNone, 0};
+  }
   if (ticket < plan.route_items) return {Phase::kRoute, ticket};
   ticket -= plan.route_items;
-  if (ticket < plan.send_items) return {Phase::kSend, ticket};
-  ticket -= plan.send_items;
-  if (ticket < plan.place_items) return {Phase::kPlace, ticket};
-  return {Phase::kNone, 0};
+  return ticket < plan.send_items ? WorkItem{Phase::kSend, ticket} : WorkItem{Phase::kNone, 0};
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -172,17 +200,18 @@ concept CellAccess = requires(const M& memory, Cell* cell, const Cell* view, con
 
 // FetchAdd* and StoreRelaxed work on counters of the own rank.
 template <typename M>
-concept SignalMemory = CellAccess<M, FlagCell> && CellAccess<M, uint64_t> &&
-                       CellAccess<M, WaitReport> && requires(const M& memory, uint32_t* counter) {
-                         { memory.ReleaseFence() } -> std::same_as<void>;
-                         { memory.FetchAddRelaxed(counter, 1u) } -> std::same_as<uint32_t>;
-                         { memory.FetchAddAcqRel(counter, 1u) } -> std::same_as<uint32_t>;
-                         { memory.StoreRelaxed(counter, 0u) } -> std::same_as<void>;
-                         { memory.NowNs() } -> std::same_as<uint64_t>;
-                         { memory.Pause() } -> std::same_as<void>;
-                       };
+concept SignalMemory =
+    CellAccess<M, FlagCell> && CellAccess<M, CountCell> && CellAccess<M, uint64_t> &&
+    CellAccess<M, WaitReport> && requires(const M& memory, uint32_t* counter) {
+      { memory.ReleaseFence() } -> std::same_as<void>;
+      { memory.FetchAddRelaxed(counter, 1u) } -> std::same_as<uint32_t>;
+      { memory.FetchAddAcqRel(counter, 1u) } -> std::same_as<uint32_t>;
+      { memory.StoreRelaxed(counter, 0u) } -> std::same_as<void>;
+      { memory.NowNs() } -> std::same_as<uint64_t>;
+      { memory.Pause() } -> std::same_as<void>;
+    };
 
-// Announces payload or counts that this thread has written (or has waited to complete, if they are
+// Announces payload that this thread has written (or has waited to complete, if they are
 // bulk copies). The lanes of a warp that each announce to one destination execute one fence.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE void PublishFlag(const M& memory, FlagCell* cell, const FlagCell& value) {
@@ -194,56 +223,74 @@ JAX_EP_HOST_DEVICE void PublishFlag(const M& memory, FlagCell* cell, const FlagC
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE Observation ObserveFlag(const M& memory, const FlagCell* cell, uint64_t epoch,
                                            uint16_t tag, FlagCell& arrived) {
-  const Observation peeked = ClassifyFlag(memory.Peek(cell), epoch, tag);
-  if (peeked != Observation::kArrived) return peeked;
-  arrived = memory.Acquire(cell);  // Acquire; pairs with the release in PublishFlag at the source.
+  // Acquire; pairs with the release in PublishFlag at the source. In every poll: a relaxed look
+  // before it would cost another access once the flag is there.
+  arrived = memory.Acquire(cell);
   return ClassifyFlag(arrived, epoch, tag);
+}
+
+// The cell's counts may be used iff the result is kArrived; they are all that it vouches for.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE Observation ObserveCounts(const M& memory, const CountCell* cell, uint64_t epoch,
+                                             CountCell& arrived) {
+  // Relaxed: the cell is the whole message. Posted relaxed as well, after the region's credit.
+  arrived = memory.Peek(cell);
+  return arrived.stamp == CellStamp(epoch) ? Observation::kArrived : Observation::kPending;
 }
 
 // The region at the destination may be overwritten iff the result is kArrived.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE Observation ObserveCredit(const M& memory, const uint64_t* credit,
                                              const RegionLease& lease) {
-  const Observation peeked = ClassifyCredit(memory.Peek(credit), lease);
-  if (peeked != Observation::kArrived) return peeked;
-  // Acquire; pairs with the release in FinishReads at the destination.
+  // Acquire; pairs with the release in ReturnCredit at the destination.
   return ClassifyCredit(memory.Acquire(credit), lease);
 }
 
 // True for the last of `members` calls on `counter`, which then sees all that the others wrote and
 // whose own accesses come after all of theirs. The counter is left at zero for its next use, which
-// must be ordered after this one: by a credit (FinishReads) or by the next launch (leaving a call).
+// must be ordered after this one: by a credit or by the next launch.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE bool LastOf(const M& memory, uint32_t* counter, uint32_t members) {
+  if (members == 1) return true;
   // Acquire and release; pairs with itself in the other members.
   if (memory.FetchAddAcqRel(counter, 1u) + 1 != members) return false;
   memory.StoreRelaxed(counter, 0u);
   return true;
 }
 
-// Ends one reader's use of a region, its counts and its flags from one source. `finished` belongs
-// to that region and source; the last of `readers` returns the credit to the source.
-template <SignalMemory M>
-JAX_EP_HOST_DEVICE void FinishReads(const M& memory, uint32_t* finished, uint32_t readers,
-                                    uint64_t* credit, uint64_t epoch) {
-  if (!LastOf(memory, finished, readers)) return;
-  memory.ReleaseFence();  // Release; pairs with Acquire in ObserveCredit at the source.
-  memory.Post(credit, epoch);
-}
-
 // Claims the next item. Relaxed: the order of tickets carries no data, only progress.
 template <SignalMemory M>
-JAX_EP_HOST_DEVICE WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan) {
-  return ItemOf(plan, memory.FetchAddRelaxed(&state.tickets, 1u));
+JAX_EP_HOST_DEVICE WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan,
+                                     Queue queue) {
+  uint32_t* tickets = &state.tickets[static_cast<uint32_t>(queue)];
+  return ItemOf(plan, queue, memory.FetchAddRelaxed(tickets, 1u));
 }
 
-// For a worker whose ticket was past the end. True for the last one, which alone may commit the
-// call's state afterwards; workers of the next call start after this call's launch has ended.
+// How many workers came before this one. The first few may take other work than the rest: whoever
+// waits for them waits for workers that are running.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE uint32_t EnterCall(const M& memory, CallState& state) {
+  return memory.FetchAddRelaxed(&state.entered, 1u);
+}
+
+// For a worker whose queues are empty and whose reads are over. True for the last one, which alone
+// returns the credits and commits the call's state afterwards; workers of the next call start after
+// this call's launch has ended.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE bool LeaveCall(const M& memory, CallState& state, uint32_t workers) {
   if (!LastOf(memory, &state.leavers, workers)) return false;
-  memory.StoreRelaxed(&state.tickets, 0u);
+  for (uint32_t& tickets : state.tickets) memory.StoreRelaxed(&tickets, 0u);
+  memory.StoreRelaxed(&state.entered, 0u);
   return true;
+}
+
+// Gives a source its region back: `credit` is the source's cell for this region and rank. For the
+// last to leave a call, after LeaveCall: all reads of the region, its counts and its flags, by all
+// workers, are over.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE void ReturnCredit(const M& memory, uint64_t* credit, uint64_t epoch) {
+  memory.ReleaseFence();  // Release; pairs with Acquire in ObserveCredit at the source.
+  memory.Post(credit, epoch);
 }
 
 // ---- Bounded waits ------------------------------------------------------------------------------

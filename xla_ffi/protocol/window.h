@@ -1,0 +1,192 @@
+// The window: the memory of a rank that the ranks of its group store into. Where each part lies,
+// how a call is cut into chunks, and what a rank keeps of its calls. Sizes in Python come from
+// here.
+//
+// A window has a poison cell, scratch of its own rank, and two buffer groups: one for dispatches,
+// one for combines. A buffer group has `depth` regions from every source; a region holds the
+// messages of a whole call, without the header, which lies with the counts.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/layout.h"
+#include "protocol/shape.h"
+#include "protocol/signals.h"
+
+namespace jax_ep {
+
+// A lane of a warp serves a rank.
+inline constexpr int64_t kMaxWindowRanks = 32;
+
+enum class CallKind : uint32_t { kDispatch, kCombine };
+inline constexpr int kBufferGroups = 2;
+
+// ---- Chunks -------------------------------------------------------------------------------------
+
+JAX_EP_HOST_DEVICE constexpr int64_t DivideUp(int64_t value, int64_t by) {
+  return (value + by - 1) / by;
+}
+
+// A chunk is what one flag announces. Few tokens make chunks of one, so that many workers share
+// them; many make larger ones, so that a fence and a flag are paid for less often, but not so large
+// that most of a call is still unannounced when its last byte is sent. Functions of n alone: source
+// and destination must agree.
+struct ChunkRule {
+  int64_t wanted;  // chunks of a call
+  int64_t most;    // tokens of a chunk
+
+  JAX_EP_HOST_DEVICE constexpr int64_t Tokens(int64_t tokens) const {
+    const int64_t even = Min(DivideUp(tokens, wanted), most);
+    return even < 1 ? 1 : even;
+  }
+  JAX_EP_HOST_DEVICE constexpr int64_t Count(int64_t tokens) const {
+    return DivideUp(tokens, Tokens(tokens));
+  }
+  // The most that any n <= tokens needs.
+  JAX_EP_HOST_DEVICE constexpr int64_t MaxCount(int64_t tokens) const {
+    const int64_t long_calls = DivideUp(tokens, most);
+    const int64_t short_calls = Min(tokens, wanted);
+    return long_calls > short_calls ? long_calls : short_calls;
+  }
+};
+
+inline constexpr int64_t kMaxChunkTokens = 32;
+inline constexpr ChunkRule kDispatchChunks{1024, 4};
+inline constexpr ChunkRule kCombineChunks{64, 8};
+
+// Combine cuts rows into pieces as well: a warp keeps the sums of a piece in registers.
+inline constexpr int64_t kPieceElements = 1024;
+
+JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
+  return DivideUp(hidden, kPieceElements);
+}
+
+// ---- Layout -------------------------------------------------------------------------------------
+
+// What the route items of a call add up; int32s, zero between calls.
+struct RouteTotals {
+  int32_t* rows;              // [E]
+  int32_t* slots;             // [R]
+  uint32_t* finished;         // route items that have added theirs
+  int32_t* invalid;           // bad ids
+  int32_t* invalid_from_end;  // n * K - the first one's entry, so that the largest is the first
+
+  JAX_EP_HOST_DEVICE RouteTotals(int32_t* memory, int64_t experts, int64_t ranks)
+      : rows(memory),
+        slots(rows + experts),
+        finished(reinterpret_cast<uint32_t*>(slots + ranks)),
+        invalid(slots + ranks + 1),
+        invalid_from_end(slots + ranks + 2) {}
+  static constexpr int64_t Ints(int64_t experts, int64_t ranks) { return experts + ranks + 3; }
+};
+
+// A source's counts for one destination: a cell of its own with the number of slots and the call's
+// tag, then the rows of each local expert.
+JAX_EP_HOST_DEVICE constexpr int64_t CountCells(int64_t local_experts) {
+  return 1 + DivideUp(local_experts, kCountsPerCell);
+}
+
+// What decides the size of a window; equal on all ranks.
+struct WindowSizes {
+  int64_t ranks;
+  int64_t local_experts;
+  int64_t tokens;  // T
+  int64_t top_k;
+  int64_t hidden;
+  int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
+  int64_t combine_message_bytes;
+  int64_t depth;
+};
+
+// One buffer group; offsets from the start of the window.
+struct BufferGroupLayout {
+  int64_t regions;  // [depth, R sources, region_bytes]
+  int64_t region_bytes;
+  int64_t counts;  // CountCell [depth, R sources, count_cells]; none in combine's
+  int64_t count_cells;
+  int64_t flags;  // FlagCell [depth, R sources, chunk], in combine's [.., chunk, piece]
+  int64_t flags_per_source;
+  int64_t credits;  // uint64 [depth, R destinations]
+};
+
+struct WindowLayout {
+  int64_t poison;        // WaitReport
+  int64_t route_totals;  // RouteTotals of the own rank
+  BufferGroupLayout groups[kBufferGroups];
+  int64_t bytes;
+
+  static constexpr WindowLayout Of(const WindowSizes& sizes) {
+    // Signals of different writers on lines of their own; TMA wants 16 bytes.
+    constexpr int64_t kAlign = 128;
+    LayoutCursor cursor;
+    WindowLayout layout{};
+    layout.poison = cursor.Take(sizeof(WaitReport), kAlign);
+    layout.route_totals = cursor.Take(
+        RouteTotals::Ints(sizes.ranks * sizes.local_experts, sizes.ranks) * kIndexBytes, kAlign);
+    for (int i = 0; i < kBufferGroups; ++i) {
+      const bool combine = i == static_cast<int>(CallKind::kCombine);
+      const int64_t regions = sizes.depth * sizes.ranks;
+      BufferGroupLayout& group = layout.groups[i];
+      group.count_cells = combine ? 0 : CountCells(sizes.local_experts);
+      group.flags_per_source = combine
+                                   ? kCombineChunks.MaxCount(sizes.tokens) * Pieces(sizes.hidden)
+                                   : kDispatchChunks.MaxCount(sizes.tokens);
+      group.region_bytes = RoundUp(
+          sizes.tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes),
+          kAlign);
+      group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
+      group.flags = cursor.Take(
+          regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
+      group.counts = cursor.Take(
+          regions * group.count_cells * static_cast<int64_t>(sizeof(CountCell)), kAlign);
+      group.regions = cursor.Take(regions * group.region_bytes, kAlign);
+    }
+    layout.bytes = RoundUp(cursor.end, kAlign);
+    return layout;
+  }
+};
+
+// ---- What a rank keeps of its calls -------------------------------------------------------------
+
+enum class Gate : uint32_t { kOpen, kPoisoned, kClosed };
+
+// Lives as long as the process, because a captured graph may replay a call after close(): it then
+// finds the gate closed and touches no window.
+struct alignas(128) WindowControl {
+  Gate gate;
+  // Set by a worker of the call under way that gave up.
+  uint32_t failed[kBufferGroups];
+  CallState calls[kBufferGroups];
+};
+
+// What a kernel knows of its group at one rank.
+struct WindowGroup {
+  uint8_t* windows[kMaxWindowRanks];
+  WindowControl* control;   // of this rank
+  WaitReport* host_report;  // of this rank, in memory that the host reads
+  WindowLayout layout;
+  uint64_t timeout_ns;
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t depth;
+  uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
+};
+
+// The tag of a call's flags: its kind and a digest of its shape. Ranks that are in different calls
+// then see an error, not each other's data.
+JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(uint32_t kind, int64_t tokens, int64_t payload_bytes,
+                                              int64_t num_weights, int64_t site) {
+  uint64_t digest = 0x9E3779B97F4A7C15u;
+  const int64_t parts[] = {tokens, payload_bytes, num_weights, site};
+  for (const int64_t part : parts) {
+    digest = (digest ^ static_cast<uint64_t>(part)) * 0xD6E8FEB86659FD93u;
+    digest ^= digest >> 32;
+  }
+  return static_cast<uint16_t>(kind << 14 | (digest & 0x3FFF));
+}
+
+static_assert(kDispatchChunks.Count(0) == 0 && kDispatchChunks.Count(128) == 128);
+static_assert(kCombineChunks.Tokens(32) == 1 && kCombineChunks.Tokens(8192) == 8);
+static_assert(Pieces(7168) == 7 && Pieces(16) == 1);
+
+}  // namespace jax_ep

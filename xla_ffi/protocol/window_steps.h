@@ -1,0 +1,72 @@
+// The operands of the fused calls of the window transports, as steps.h has those of the collective
+// one. Shapes are SPEC.md's; every pointer lies in the memory of the device that runs the call.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/steps.h"
+
+namespace jax_ep {
+
+// Digest of the place in the user's program that made a call; equal on all ranks.
+using CallSite = int64_t;
+
+// route + encode + exchange + place.
+struct WindowDispatchStep {
+  EpShape shape;
+  bool zero_tail;
+  CallSite site;
+  const void* tokens;       // [n, H]
+  const int32_t* ids;       // [n, K]
+  const float* weights;     // [n, K]
+  uint8_t* rows;            // [N, payload]
+  int32_t* row_offsets;     // [G + 1]
+  int32_t* group_sizes;     // [G]
+  int32_t* expert_counts;   // [G]
+  int32_t* expert_ids;      // [G]
+  int32_t* src_info;        // [N, 3]
+  float* row_weights;       // [N]
+  int32_t* num_dropped;     // [1]
+  int32_t* num_invalid;     // [1]
+  int32_t* slot_of;         // [n, K]
+  int32_t* row_of;          // [R, n, K]
+  int32_t* row_slot;        // [N]
+  int32_t* slot_counts;     // [R]
+  InvalidIdReport* report;  // nullptr: not reported
+};
+
+// encode + exchange + place along a known route; padding and tail become zero.
+struct WindowCachedDispatchStep {
+  EpShape shape;
+  CallSite site;
+  int64_t num_weights;      // K or 0
+  const void* tokens;       // [n, H]
+  const float* weights;     // [n, num_weights]
+  const int32_t* slot_of;   // [n, K]
+  const int32_t* row_of;    // [R, n, K]
+  const int32_t* row_slot;  // [N]
+  uint8_t* rows;            // [N, payload]
+  float* row_weights;       // [N] or unused without weights
+  int32_t* done;            // [1] zero: what a later call of the group takes to come after
+};
+
+// reduce + exchange + reduce.
+struct WindowCombineStep {
+  EpShape shape;
+  CallSite site;
+  ElementType element;         // of expert_out, residual and output
+  ElementType wire;            // of the sums that travel
+  int64_t num_weights;         // K when weight gradients travel, else 0
+  const void* expert_out;      // [N, H]
+  const float* row_weights;    // [N], nullptr = 1
+  const float* weight_grads;   // [N] or unused
+  const int32_t* row_of;       // [R, n, K]
+  const int32_t* slot_counts;  // [R]
+  const int32_t* slot_of;      // [n, K]
+  const void* residual;        // [n, H] or nullptr
+  void* output;                // [n, H]
+  float* output_weight_grads;  // [n, num_weights]
+  int32_t* done;               // [1], as above
+};
+
+}  // namespace jax_ep
