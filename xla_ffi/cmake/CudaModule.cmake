@@ -24,14 +24,20 @@ target_include_directories(jax_ep_cudart SYSTEM
 target_link_libraries(jax_ep_cudart INTERFACE "${JAX_EP_CUDART}" ${CMAKE_DL_LIBS} rt
                                               Threads::Threads)
 
-add_library(jax_ep_cuda OBJECT cuda/dispatch.cu cuda/combine.cu cuda/init.cu)
+add_library(
+  jax_ep_cuda OBJECT
+  cuda/dispatch.cu cuda/combine.cu cuda/init.cu cuda/window_dispatch.cu
+  cuda/window_cached_dispatch.cu cuda/window_combine.cu cuda/driver.cc cuda/lasting.cc
+  cuda/window_support.cc cuda/windows.cc)
 set_target_properties(jax_ep_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(jax_ep_cuda PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
-target_compile_options(jax_ep_cuda PRIVATE --fmad=false -Xcompiler=-Wall,-Wextra)
+target_compile_options(
+  jax_ep_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false;-Xcompiler=-Wall,-Wextra>
+                      $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>)
 target_link_libraries(jax_ep_cuda PUBLIC jax_ep_cudart)
 
 nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cuda_handlers.cc
-                    ffi/cuda_reports.cc)
+                    ffi/cuda_reports.cc ffi/window_group.cc)
 target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
 target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
 target_link_libraries(_native_cuda PRIVATE jax_ep_cuda Threads::Threads)

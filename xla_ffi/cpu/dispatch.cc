@@ -111,7 +111,7 @@ RowTask Pack(const PackStep& step) {
         for (int64_t k = 0; k < shape.top_k; ++k) {
           const bool here = k >= first_k && token_slots[k] == slot;
           const int64_t entry = token * shape.top_k + k;
-          Int32At(to, message.local_expert)[k] =
+          Int32At(to, message.expert)[k] =
               here ? step.ids[entry] % static_cast<int32_t>(shape.local_experts) : -1;
           Int32At(to, message.position)[k] = here ? step.position[entry] : -1;
         }
@@ -171,7 +171,7 @@ RowTask Unpack(const UnpackStep& step) {
       const uint8_t* from = region + header.bytes + slot * message.bytes;
       const int64_t flat_slot = source * shape.tokens + slot;
       for (int64_t k = 0; k < shape.top_k; ++k) {
-        const int32_t expert = Int32At(from, message.local_expert)[k];
+        const int32_t expert = Int32At(from, message.expert)[k];
         if (expert < 0 || expert >= shape.local_experts) continue;
         const int64_t base = step.row_base[source * shape.local_experts + expert];
         const int32_t row =

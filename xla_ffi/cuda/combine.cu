@@ -1,5 +1,6 @@
 // Combine on the GPU: sum a slot's rows at the expert rank, sum the ranks at the source. A lane
 // holds the float32 sums of one 16-byte vector of elements; terms come in the order of the CPU.
+#include "cuda/elements.cuh"
 #include "cuda/launch.h"
 #include "cuda/primitives.cuh"
 #include "cuda/steps.h"
@@ -14,65 +15,6 @@ namespace {
 // Rows in flight a lane.
 constexpr int kRowsAtOnce = 4;
 static_assert(kWarpSize % kRowsAtOnce == 0);
-
-// Consecutive elements of a row, in accesses of at most 16 bytes.
-template <typename T, int kCount>
-struct Elements {
-  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  static constexpr int kWords = kBytes / 4;
-  static_assert(kBytes == 8 || kBytes % kVectorBytes == 0);
-
-  uint32_t words[kWords];
-
-  __device__ void Load(const uint8_t* from) {
-    if constexpr (kBytes == 8) {
-      const uint2 v = *reinterpret_cast<const uint2*>(from);
-      words[0] = v.x, words[1] = v.y;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; i += 4) {
-        const uint4 v = reinterpret_cast<const uint4*>(from)[i / 4];
-        words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
-      }
-    }
-  }
-  __device__ void Store(uint8_t* to) const {
-    if constexpr (kBytes == 8) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; i += 4) {
-        reinterpret_cast<uint4*>(to)[i / 4] =
-            make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-      }
-    }
-  }
-  __device__ float Get(int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return ToFloat(BitsFloat(words[i]));
-    } else {
-      return ToFloat(T{static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))});
-    }
-  }
-  __device__ static Elements Round(const float (&sum)[kCount]) {
-    Elements rounded;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        rounded.words[i] = FloatBits(FromFloat<T>(sum[i]));
-      } else {
-        rounded.words[i] = static_cast<uint32_t>(FromFloat<T>(sum[2 * i]).bits) |
-                           static_cast<uint32_t>(FromFloat<T>(sum[2 * i + 1]).bits) << 16;
-      }
-    }
-    return rounded;
-  }
-};
-
-// A vector of the element type decides how many elements a lane takes; the other type's accesses
-// follow, since a row of either holds the same number of elements.
-template <typename Element>
-inline constexpr int kLaneElements = static_cast<int>(kVectorBytes / sizeof(Element));
 
 // The terms of a sum in their order: lane i holds the index and the weight of the i-th row.
 struct TermList {

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (lane >= shape.top_k) return;
       const bool here = lane_slot == slot;
       const int64_t entry = token * shape.top_k + lane;
-      Int32At(to, message.local_expert)[lane] =
+      Int32At(to, message.expert)[lane] =
           here ? step.ids[entry] % static_cast<int32_t>(shape.local_experts) : -1;
       Int32At(to, message.position)[lane] = here ? step.position[entry] : -1;
       FloatAt(to, message.weight)[lane] = step.weights[entry];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     int32_t row = -1;
     if (slot < step.slot_counts[source]) {
       const uint8_t* from = step.recv + source * region_bytes + header_bytes + slot * message.bytes;
-      const int32_t expert = Int32At(from, message.local_expert)[k];
+      const int32_t expert = Int32At(from, message.expert)[k];
       if (expert >= 0 && expert < shape.local_experts) {
         const int64_t base = step.row_base[source * shape.local_experts + expert];
         row = RowOrDropped(base + Int32At(from, message.position)[k], shape.recv_rows);

@@ -1,26 +1,42 @@
 // The device side of ep_init: its results, and the loading of every kernel.
 #include "cuda/launch.h"
 #include "cuda/steps.h"
+#include "cuda/window_calls.h"
 
 namespace jax_ep::cuda {
 namespace {
 
-__global__ void WriteInitKernel(uint32_t* dev_ptrs, int64_t words, int32_t* my_rank, int32_t rank) {
-  for (int64_t i = threadIdx.x; i < words; i += blockDim.x) dev_ptrs[i] = 0;
-  if (threadIdx.x == 0) *my_rank = rank;
+constexpr int kPointers = kBufferGroups * 3;
+
+__global__ void WriteInitKernel(InitResults results, uint32_t* dev_ptrs, int32_t* my_rank) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < kPointers) {
+    const uint64_t pointer = results.dev_ptrs[i / 3][i % 3];
+    dev_ptrs[2 * i] = static_cast<uint32_t>(pointer);
+    dev_ptrs[2 * i + 1] = static_cast<uint32_t>(pointer >> 32);
+  }
+  if (i == 0) *my_rank = results.rank;
 }
 
 }  // namespace
 
-cudaError_t WriteInit(uint32_t* dev_ptrs, int64_t words, int32_t* my_rank, int32_t rank,
+cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* my_rank,
                       cudaStream_t stream) {
-  return Launch(WriteInitKernel, dim3(1), kWarpSize, 0, stream, dev_ptrs, words, my_rank, rank);
+  static_assert(kPointers <= kWarpSize);
+  return Launch(WriteInitKernel, dim3(1), kWarpSize, 0, stream, results, dev_ptrs, my_rank);
 }
 
 cudaError_t PreloadKernels() {
   cudaError_t error = Preload(WriteInitKernel);
   if (error == cudaSuccess) error = PreloadDispatchKernels();
   if (error == cudaSuccess) error = PreloadCombineKernels();
+  return error;
+}
+
+cudaError_t PreloadWindowKernels() {
+  cudaError_t error = PreloadWindowDispatch();
+  if (error == cudaSuccess) error = PreloadWindowCachedDispatch();
+  if (error == cudaSuccess) error = PreloadWindowCombine();
   return error;
 }
 

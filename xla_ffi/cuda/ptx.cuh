@@ -102,6 +102,38 @@ __device__ __forceinline__ void FenceAcqRelSystem() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+// ---- Loads around L1
+// -----------------------------------------------------------------------------
+
+// L1 may still hold what lay at an address before a flag was observed. Volatile, so that no
+// compiler moves the load to before that.
+__device__ __forceinline__ int32_t LoadAroundL1(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ float LoadAroundL1(const float* from) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint2 LoadAroundL1(const uint2* from) {
+  uint2 value;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ uint4 LoadAroundL1(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
 // ---- Counters among the blocks of one GPU -------------------------------------------------------
 
 // Orders nothing.
@@ -134,6 +166,12 @@ __device__ __forceinline__ uint32_t FetchAddAcqRelGpu(uint32_t* counter, uint32_
                : "l"(counter), "r"(value)
                : "memory");
   return before;
+}
+
+// Waits until `threads` threads of the block, whole warps, have come to barrier `id` (1 to 15; 0 is
+// __syncthreads); orders their accesses.
+__device__ __forceinline__ void NamedBarrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- Time ---------------------------------------------------------------------------------------

@@ -1,0 +1,394 @@
+// The fused combine of the window transports: senders sum a slot's rows and store the sum into the
+// window of the slot's source, placers add up what the ranks have sent for a token. Rows are cut
+// into pieces, and a warp holds the float32 sums of one piece.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/launch.h"
+#include "cuda/window_call.cuh"
+#include "cuda/window_calls.h"
+#include "cuda/window_grid.h"
+#include "cuda/window_sum.cuh"
+#include "formats/element_type.h"
+#include "protocol/layout.h"
+#include "protocol/routing.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// As many as 128 registers a thread allow.
+constexpr uint32_t kSumWarps = 16;
+constexpr uint32_t kSumThreads = kSumWarps * kWarpSize;
+
+// Warps of a block that send first; senders that find nothing left to send become placers. A
+// sender has a fence to wait for and more terms than a placer, so most warps are senders; but those
+// of few more than kSendingWarps in all would only have more chunks unfinished at a time.
+constexpr uint32_t kSendingWarps = 768;
+constexpr uint32_t kMaxSumSenders = 12;
+// Up to so many tokens a call is a matter of latency: all warps send, and then all place.
+constexpr int64_t kFewTokens = 256;
+// Tokens of a place item.
+constexpr ChunkRule kPlaceTokens{kFewTokens, 8};
+
+struct CombinePlan {
+  WorkPlan work;
+  CombineMessage message;
+  int64_t row_bytes;
+  Divisor ranks;
+  Divisor tokens;
+  Divisor top_k;
+  Divisor pieces;
+  Divisor chunk_slots;
+  int32_t place_tokens;
+  int32_t batch;  // sums whose terms a warp looks up at a time
+  uint32_t senders;
+  uint16_t tag;
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// What all items of a warp share.
+struct Combine {
+  const WindowCombineStep& step;
+  const CombinePlan& plan;
+  WindowCall& call;
+  TermLanes lanes{plan.top_k, plan.batch};
+
+  __device__ int64_t FlagOf(uint32_t chunk, uint32_t piece) const {
+    return int64_t{chunk} * plan.pieces.value + piece;
+  }
+
+  // Whole warp, once before its first store of the call: every destination's region is free.
+  __device__ bool AwaitCredits() const {
+    const uint32_t rank = static_cast<uint32_t>(Lane());
+    return AllSucceed(rank >= call.ranks() || call.AwaitCredit(Phase::kSend, rank));
+  }
+
+  // Whole warp: each lane with a slot waits for its chunk of a source.
+  __device__ bool AwaitChunks(bool has_slot, uint32_t source, uint32_t slot, uint32_t piece) const {
+    bool arrived = true;
+    if (has_slot) {
+      uint32_t rest;
+      FlagCell flag;
+      arrived = call.AwaitFlag(Phase::kPlace, source,
+                               FlagOf(plan.chunk_slots.Divide(slot, rest), piece), flag);
+    }
+    return AllSucceed(arrived);
+  }
+
+  __device__ static bool AllSucceed(bool succeeded) {
+    const bool all = __all_sync(kFullWarp, succeeded) != 0;
+    // From the acquires of the lanes to the accesses of every lane; a vote is no barrier.
+    __syncwarp();
+    return all;
+  }
+};
+
+// The sums of the rows of a chunk's slots, a piece of them, on their way to the slots' source.
+template <typename Element, typename Wire>
+class SendJob {
+ public:
+  static constexpr int kCount = kVectorElements<Element, Wire>;
+
+  // Look-ups are under way once it exists.
+  __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
+    const uint32_t part = c.plan.pieces.Divide(item, piece_);
+    uint32_t turn;
+    chunk_ = c.plan.ranks.Divide(part, turn);
+    // Ranks start with different ones, and with themselves last.
+    const uint32_t after = c.call.rank() + 1 + turn, ranks = c.plan.ranks.value;
+    source_ = after < ranks ? after : after - ranks;
+    // Rows do not wait for the count: entries of no slot are read, but not used.
+    end_ = Min(First() + c.plan.chunk_slots.int_value(), c.plan.tokens.int_value());
+    slot_ = First();
+    next_row_ = LoadRow();
+    end_ = Min(end_, c.step.slot_counts[source_]);
+  }
+
+  __device__ __forceinline__ void Run() {
+    if (piece_ == 0 && c_->step.num_weights != 0) SendWeightGrads();
+    SumPiece<Element, kCount, true>(c_->step.shape.hidden, piece_, *this);
+  }
+
+  // After Run: one lane announces the stores of all.
+  __device__ __forceinline__ void Publish() const {
+    __syncwarp();
+    // Nobody waits for a chunk without slots.
+    if (Lane() == 0 && end_ > First()) {
+      c_->call.Publish(source_, c_->FlagOf(chunk_, piece_), static_cast<uint32_t>(First()),
+                       static_cast<uint32_t>(end_ - First()));
+    }
+  }
+
+  __device__ __forceinline__ void Start(bool first) {
+    if (!first) {
+      slot_ = First();
+      next_row_ = LoadRow();
+    }
+    from_ = static_cast<const uint8_t*>(c_->step.expert_out) + PieceBytes<Element>(piece_) +
+            LaneBytes<Element, kCount>();
+    to_ = Messages() + c_->plan.message.row + PieceBytes<Wire>(piece_) + LaneBytes<Wire, kCount>();
+  }
+
+  __device__ __forceinline__ bool Next(Term& term) {
+    if (lanes_.empty()) {
+      if (slot_ >= end_) return false;
+      const int32_t count = end_ - slot_;
+      row_ = lanes_.In(count) ? RowOrDropped(next_row_, c_->step.shape.recv_rows) : -1;
+      lanes_.Start(count, row_ >= 0);
+      slot_ += c_->plan.batch;
+      next_row_ = LoadRow();
+    }
+    const int32_t row = __shfl_sync(kFullWarp, row_, lanes_.Pop(term.last));
+    term.present = row >= 0;
+    term.from = from_ + row * c_->plan.row_bytes;
+    const bool weighted = term.present && c_->step.row_weights != nullptr;
+    if (weighted) term.weight = LoadAroundL1(c_->step.row_weights + row);
+    return true;
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void Store(const ColumnSums<kCount, kColumns>& sums, int column,
+                                        bool in_row) {
+    using Sums = Columns<Wire, kCount, kColumns>;
+    if (in_row) Sums::Store(sums, to_ + column * Sums::kColumnBytes);
+    to_ += c_->plan.message.bytes;
+  }
+
+ private:
+  __device__ int32_t First() const {
+    return static_cast<int32_t>(chunk_ * c_->plan.chunk_slots.value);
+  }
+  // R * n * K fits int32 (Validate).
+  __device__ int32_t Entry(int32_t slot) const {
+    const uint32_t first = source_ * c_->plan.tokens.value + static_cast<uint32_t>(slot);
+    return static_cast<int32_t>(first * c_->plan.top_k.value);
+  }
+  __device__ int32_t LoadRow() const {
+    return lanes_.In(end_ - slot_) ? c_->step.row_of[Entry(slot_) + Lane()] : -1;
+  }
+  // From the chunk's first slot on.
+  __device__ uint8_t* Messages() const {
+    return c_->call.Region(source_, c_->call.rank()) + First() * c_->plan.message.bytes;
+  }
+
+  __device__ void SendWeightGrads() const {
+    const int32_t entries = (end_ - First()) * c_->plan.top_k.int_value();
+#pragma unroll 1
+    for (int32_t at = Lane(); at < entries; at += kWarpSize) {
+      const int32_t row =
+          RowOrDropped(c_->step.row_of[Entry(First()) + at], c_->step.shape.recv_rows);
+      uint32_t k;
+      const uint32_t slot = c_->plan.top_k.Divide(static_cast<uint32_t>(at), k);
+      FloatAt(Messages() + slot * c_->plan.message.bytes, c_->plan.message.weight_grad)[k] =
+          row < 0 ? 0.0f : c_->step.weight_grads[row];
+    }
+  }
+
+  const Combine* c_;
+  uint32_t piece_;
+  uint32_t source_;
+  uint32_t chunk_;
+  TermLanes lanes_;
+  int32_t end_;
+  int32_t slot_;  // of the next batch
+  int32_t next_row_;
+  int32_t row_ = -1;
+  const uint8_t* from_ = nullptr;
+  uint8_t* to_ = nullptr;
+};
+
+// The sums of some tokens, a piece of them: what the ranks have sent, each rank's once, by rank.
+template <typename Element, typename Wire>
+class PlaceJob {
+ public:
+  static constexpr int kCount = kVectorElements<Element, Wire>;
+
+  __device__ __forceinline__ PlaceJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
+    token_ = static_cast<int32_t>(c.plan.pieces.Divide(item, piece_)) * c.plan.place_tokens;
+    end_ = Min(token_ + c.plan.place_tokens, c.plan.tokens.int_value());
+  }
+
+  // False where a wait fails. Rows are not in flight across waits: too much would have to be kept.
+  __device__ __forceinline__ bool Run() {
+#pragma unroll 1
+    for (int32_t next = LoadSlot(token_); token_ < end_; token_ += c_->plan.batch) {
+      const int32_t slot = next;
+      next = LoadSlot(token_ + c_->plan.batch);
+      uint32_t at;
+      const uint32_t source =
+          c_->plan.tokens.Divide(slot < 0 ? 0 : static_cast<uint32_t>(slot), at);
+      if (!c_->AwaitChunks(slot >= 0, source, at, piece_)) return false;
+      const uint8_t* message =
+          c_->call.Region(c_->call.rank(), source) + at * c_->plan.message.bytes;
+      if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(slot >= 0, message);
+      // By rank: a token's slots at one rank are one slot.
+      const int from = SortedDistinct(lanes_, c_->plan.top_k.int_value(), slot);
+      message_ = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(message), from);
+      message_ = from < 0 ? 0 : message_ + c_->plan.message.row + PieceBytes<Wire>(piece_);
+      SumPiece<Wire, kCount, false>(c_->step.shape.hidden, piece_, *this);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void Start(bool) {
+    lanes_.Start(end_ - token_, message_ != 0);
+    at_ = token_ * c_->plan.row_bytes + PieceBytes<Element>(piece_) + LaneBytes<Element, kCount>();
+  }
+
+  __device__ __forceinline__ bool Next(Term& term) {
+    if (lanes_.empty()) return false;
+    const uint64_t message = __shfl_sync(kFullWarp, message_, lanes_.Pop(term.last));
+    term.present = message != 0;
+    term.from = reinterpret_cast<const uint8_t*>(message + LaneBytes<Wire, kCount>());
+    return true;
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void Store(ColumnSums<kCount, kColumns>& sums, int column,
+                                        bool in_row) {
+    using Rows = Columns<Element, kCount, kColumns>;
+    const int64_t at = at_ + column * Rows::kColumnBytes;
+    at_ += c_->plan.row_bytes;
+    if (!in_row) return;
+    const auto* residual = static_cast<const uint8_t*>(c_->step.residual);
+    Rows::AddAndStore(sums, residual == nullptr ? nullptr : residual + at,
+                      static_cast<uint8_t*>(c_->step.output) + at);
+  }
+
+ private:
+  // rank * n + slot of this lane's entry, or -1.
+  __device__ int32_t LoadSlot(int32_t token) const {
+    if (!lanes_.In(end_ - token)) return -1;
+    const int32_t slot = c_->step.slot_of[token * c_->plan.top_k.int_value() + Lane()];
+    const uint32_t slots = c_->plan.ranks.value * c_->plan.tokens.value;
+    return static_cast<uint32_t>(slot) < slots ? slot : -1;
+  }
+
+  __device__ void PlaceWeightGrad(bool has_slot, const uint8_t* message) const {
+    if (!lanes_.In(end_ - token_)) return;
+    const float* grads = FloatAt(message, c_->plan.message.weight_grad);
+    c_->step.output_weight_grads[token_ * c_->plan.top_k.int_value() + Lane()] =
+        has_slot ? LoadAroundL1(grads + lanes_.place()) : 0.0f;
+  }
+
+  const Combine* c_;
+  uint32_t piece_;
+  TermLanes lanes_;
+  int32_t token_;  // of the batch
+  int32_t end_;
+  uint64_t message_ = 0;  // where the piece of this lane's message starts; 0: none
+  int64_t at_ = 0;        // of this lane's first vector in output and residual
+};
+
+// A sender, until there is nothing left to send. False where a wait fails.
+template <typename Element, typename Wire>
+__device__ bool Send(const Combine& c, WorkItem item) {
+  if (item.phase == Phase::kNone) return true;
+  SendJob<Element, Wire> job(c, item.index);
+  if (!c.AwaitCredits()) return false;
+  for (;;) {
+    job.Run();
+    // Before the fence, so that it and the next item's look-ups wait for memory together.
+    item = c.call.Take(c.plan.work, Queue::kSend);
+    if (item.phase == Phase::kNone) break;
+    const SendJob<Element, Wire> next(c, item.index);
+    job.Publish();
+    job = next;
+  }
+  job.Publish();
+  return true;
+}
+
+// Whole block: what a call returns that did not end.
+__device__ void Fail(const WindowCombineStep& step) {
+  FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
+            kNoValue);
+  FillWords(step.output_weight_grads, step.shape.tokens * step.num_weights, kNoValue);
+}
+
+#endif  // sm_90
+
+template <typename Element, typename Wire>
+__global__ void __launch_bounds__(kSumThreads, 1)
+    WindowCombineKernel(const __grid_constant__ WindowCombineStep step,
+                        const __grid_constant__ WindowGroup group,
+                        const __grid_constant__ CombinePlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  __shared__ bool last;
+  WindowCall call(group, CallKind::kCombine, plan.tag);
+  const uint32_t warp = static_cast<uint32_t>(Warp());
+  const bool sends = warp < plan.senders;
+  WorkItem item;
+  if (call.BeginAndTake(plan.work, sends ? Queue::kSend : Queue::kPlace, item)) {
+    const Combine combine{step, plan, call};
+    // A call without tokens waits for its credits as well, or ranks that need nothing of each other
+    // could get further apart than credits tell.
+    bool open = plan.work.send_items > 0 || combine.AwaitCredits();
+    if (sends && open) {
+      open = Send<Element, Wire>(combine, item);
+      item = call.Take(plan.work, Queue::kPlace);
+    }
+    while (open && item.phase != Phase::kNone) {
+      open = PlaceJob<Element, Wire>(combine, item.index).Run();
+      item = call.Take(plan.work, Queue::kPlace);
+    }
+  }
+  bool failed;
+  if (!call.Leave(last, failed)) return;
+  call.Commit(failed);
+  if (threadIdx.x == 0) *step.done = 0;
+  if (failed) Fail(step);
+#endif
+}
+
+uint32_t SumSenders(const WindowGroup& group, int64_t tokens) {
+  if (tokens <= kFewTokens) return kSumWarps;
+  const uint32_t blocks = group.num_sms != 0 ? std::min(group.num_sms, Processors()) : Processors();
+  return std::min((kSendingWarps + blocks - 1) / blocks, kMaxSumSenders);
+}
+
+}  // namespace
+
+cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
+                          cudaStream_t stream) {
+  const EpShape& shape = step.shape;
+  const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
+  CombinePlan plan{};
+  plan.row_bytes = shape.row_bytes();
+  plan.ranks = Divisor::Of(shape.ranks);
+  plan.tokens = Divisor::Of(shape.tokens);
+  plan.top_k = Divisor::Of(shape.top_k);
+  plan.pieces = Divisor::Of(pieces);
+  plan.chunk_slots = Divisor::Of(kCombineChunks.Tokens(shape.tokens));
+  plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
+  plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
+  plan.senders = SumSenders(group, shape.tokens);
+  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  plan.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
+               static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
+  plan.tag = CallTag(2, shape.tokens, plan.message.bytes, step.num_weights, step.site);
+  const dim3 grid(WindowBlocks(group, plan.work, plan.senders, kSumWarps));
+  return VisitElements(step.element, step.wire,
+                       [&]<typename Element, typename Wire>(Element, Wire) {
+                         return Launch(WindowCombineKernel<Element, Wire>, grid, kSumThreads, 0,
+                                       stream, step, group, plan);
+                       });
+}
+
+cudaError_t PreloadWindowCombine() {
+  cudaError_t error = cudaSuccess;
+  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
+                                    ElementType::kFloat16};
+  for (const ElementType element : kTypes) {
+    for (const ElementType wire : kTypes) {
+      if (error != cudaSuccess) return error;
+      error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
+        return Preload(WindowCombineKernel<Element, Wire>);
+      });
+    }
+  }
+  return error;
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,100 @@
+// The fused dispatch of the window transports: senders store messages into the destinations'
+// windows while placers move what has arrived to its rows.
+#include "cuda/launch.h"
+#include "cuda/window_calls.h"
+#include "cuda/window_dispatch_place.cuh"
+#include "cuda/window_dispatch_plan.cuh"
+#include "cuda/window_dispatch_send.cuh"
+#include "cuda/window_grid.h"
+#include "formats/registry.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+template <typename Format>
+__global__ void __launch_bounds__(kRowThreads, 1)
+    WindowDispatchKernel(const __grid_constant__ WindowDispatchStep step,
+                         const __grid_constant__ WindowGroup group,
+                         const __grid_constant__ DispatchPlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  static_assert(Format::kPayloadDtype == nullptr, "only a payload that is the token is copied");
+  extern __shared__ __align__(128) uint8_t shared[];
+  const DispatchShared memory(shared, step.shape, plan.rows);
+  WindowCall call(group, CallKind::kDispatch, plan.tag);
+  const uint32_t warp = static_cast<uint32_t>(Warp());
+  WorkItem item;
+  const bool open = plan.roles.EnterAndTake(call, plan.work, *memory.entered, item);
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps);
+  FillWords(memory.zeros, kZeroBytes, 0);
+  FenceProxyAsyncShared();
+  if (threadIdx.x == 0) *memory.counts_arrived = true;
+  // The zeros are there; and open is the same for all, so that barriers have all their threads.
+  if (__syncthreads_and(open)) {
+    const uint32_t senders = plan.roles.Senders(*memory.entered);
+    if (warp < senders) {
+      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
+      int32_t* router_rows = memory.router_rows + warp * step.shape.experts();
+      Sender(step, plan, call, stages, router_rows).Run(item);
+    }
+    Team team;
+    if (plan.roles.Places(senders, team)) {
+      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kPlace);
+      Placer(step, plan, call, stages, memory).Run(team, item);
+    }
+  }
+  bool failed;
+  if (call.Leave(*memory.last, failed)) {
+    call.Commit(failed);
+    if (failed) Fail(step);
+  }
+  // The rows are complete when the kernel ends; the credits need not wait for that.
+  BulkWait<0>();
+#endif
+}
+
+template <typename Format>
+bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, DispatchPlan& plan) {
+  const EpShape& shape = step.shape;
+  const auto message = DispatchMessage::Of(shape.row_bytes(), 0, shape.top_k);
+  const int64_t chunks = kDispatchChunks.Count(shape.tokens);
+  plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
+  plan.work.route_items =
+      static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
+  plan.work.send_items = static_cast<uint32_t>(chunks);
+  plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
+  plan.work.place_items =
+      PlaceItems(plan.chunk_items, step.zero_tail ? shape.recv_rows * shape.row_bytes() : 0);
+  plan.roles = RolesOf(group, plan.work, shape.tokens, 3);
+  plan.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
+  return PlanRows(message.payload + shape.row_bytes(), message.source_token, message.bytes,
+                  kMaxSharedBytes - DispatchShared::FixedBytes(shape), plan.rows);
+}
+
+}  // namespace
+
+template <typename Format>
+cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                           cudaStream_t stream) {
+  DispatchPlan plan{};
+  if (!MakePlan<Format>(step, group, plan)) return cudaErrorInvalidConfiguration;
+  const int64_t shared = DispatchShared::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
+  const dim3 grid(plan.roles.blocks);
+  return Launch(WindowDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
+                stream, step, group, plan);
+}
+
+cudaError_t PreloadWindowDispatch() {
+  cudaError_t error = cudaSuccess;
+  ForEachFormat([&]<typename Format>(Format) {
+    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
+  });
+  return error;
+}
+
+#define JAX_EP_INSTANTIATE(Format)                                                           \
+  template cudaError_t WindowDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
+                                              cudaStream_t);
+JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
+#undef JAX_EP_INSTANTIATE
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,164 @@
+// The placing warps of a window dispatch: from the counts of all sources to the tables of the
+// groups, and from arrived messages to rows. Used by window_dispatch.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/window_call.cuh"
+#include "cuda/window_dispatch_plan.cuh"
+#include "cuda/window_groups.cuh"
+#include "cuda/window_rows.cuh"
+#include "protocol/window_steps.h"
+
+namespace jax_ep::cuda {
+
+class Placer {
+ public:
+  __device__ Placer(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
+                    BulkStages& stages, const DispatchShared& memory)
+      : step_(step),
+        plan_(plan),
+        call_(call),
+        stages_(stages),
+        groups_(step.shape, kRowWarps, memory.groups),
+        memory_(memory) {}
+
+  __device__ void Run(const Team& team, WorkItem item) {
+    groups_.Build(call_, team, *memory_.counts_arrived);
+    if (!*memory_.counts_arrived) return;
+    for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kPlace)) {
+      if (item.index == 0) groups_.Write(step_);
+      FillShare(item.index);
+      if (item.index < plan_.chunk_items && !PlaceChunk(item.index)) return;
+    }
+  }
+
+ private:
+  // An equal share of everything that no message fills: padding, the tail, slots without a token.
+  __device__ void FillShare(uint32_t item) {
+    const EpShape& shape = step_.shape;
+    const int64_t items = plan_.work.place_items;
+    if (shape.expert_alignment > 1) {
+      for (int64_t expert = item; expert < shape.local_experts; expert += items) {
+        Clear(groups_.PaddingOf(expert), true);
+      }
+    }
+    const int64_t end = groups_.End(), share = CeilDiv(shape.recv_rows - end, items);
+    const int64_t begin = Min(end + item * share, shape.recv_rows);
+    Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
+    if (item >= plan_.chunk_items) return;
+    const uint32_t source = item % call_.ranks();
+    const int32_t first = static_cast<int32_t>(item / call_.ranks()) * plan_.chunk_tokens;
+    const int32_t last = Min(first + plan_.chunk_tokens, static_cast<int32_t>(shape.tokens));
+    const int32_t absent = groups_.Slots(source) > first ? groups_.Slots(source) : first;
+    const int32_t top_k = static_cast<int32_t>(shape.top_k);
+    int32_t* row_of = step_.row_of + source * shape.tokens * shape.top_k;
+    for (int32_t entry = absent * top_k + Lane(); entry < last * top_k; entry += kWarpSize) {
+      row_of[entry] = -1;
+    }
+  }
+
+  __device__ void Clear(const GroupTable::Range& range, bool payload) {
+    for (int64_t row = range.begin + Lane(); row < range.end; row += kWarpSize) {
+      step_.row_slot[row] = -1;
+      step_.row_weights[row] = 0.0f;
+    }
+    for (int64_t i = range.begin * 3 + Lane(); i < range.end * 3; i += kWarpSize) {
+      step_.src_info[i] = -1;
+    }
+    const int64_t bytes = plan_.rows.payload_bytes;
+    if (payload) {
+      StoreZeros(step_.rows + range.begin * bytes, step_.rows + range.end * bytes, memory_.zeros);
+    }
+  }
+
+  __device__ bool PlaceChunk(uint32_t item) {
+    const EpShape& shape = step_.shape;
+    const RowPlan& rows = plan_.rows;
+    const Arrival chunk = AwaitChunk(call_, item, shape.tokens);
+    if (!chunk.ok) return false;
+    const auto message = MessageOf(shape);
+    const bool own = chunk.source == call_.rank();
+    const uint8_t* messages =
+        call_.Region(call_.rank(), chunk.source) + int64_t{chunk.first_slot} * rows.message_bytes;
+    uint32_t token = 0;  // of the message of this lane's number
+    if (own && static_cast<uint32_t>(Lane()) < chunk.count) {
+      const uint8_t* from = messages + Lane() * int64_t{rows.message_bytes};
+      token = Min(static_cast<uint32_t>(LoadAroundL1(Int32At(from, message.source_token))),
+                  static_cast<uint32_t>(shape.tokens) - 1);
+    }
+    const auto load = [&](uint32_t unit) {
+      const uint32_t index = unit / rows.pieces;
+      const uint8_t* from = messages + int64_t{index} * rows.message_bytes;
+      const int64_t of_token = __shfl_sync(kFullWarp, token, static_cast<int>(index));
+      const uint8_t* payload =
+          own ? static_cast<const uint8_t*>(step_.tokens) + of_token * rows.payload_bytes : from;
+      LoadPiece(stages_, rows, unit % rows.pieces, payload, from);
+    };
+    const uint32_t units = chunk.count * rows.pieces;
+    const uint32_t primed = stages_.Prime(units, load);
+    int32_t row = -1;  // of the entry of this lane's number
+    stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
+      const uint32_t piece = unit % rows.pieces;
+      if (piece == 0) {
+        row = Record(chunk.source, chunk.first_slot + unit / rows.pieces,
+                     stage + rows.piece_bytes - message.source_token);
+      }
+      if (row < 0) return;
+      BulkStore(step_.rows + int64_t{row} * rows.payload_bytes +
+                    static_cast<int64_t>(piece) * rows.piece_bytes,
+                stage, rows.PieceBytes(piece));
+    });
+    stages_.Drain();
+    return true;
+  }
+
+  // Whole warp: the tables of a slot. Returns the row of the entry of this lane's number.
+  __device__ int32_t Record(uint32_t source, uint32_t slot, const uint8_t* stage) {
+    const EpShape& shape = step_.shape;
+    const auto message = MessageOf(shape);
+    const int k = Lane();
+    if (k >= shape.top_k) return -1;
+    const int64_t flat = source * shape.tokens + slot;
+    const int32_t expert = Int32At(stage, message.expert)[k] -
+                           static_cast<int32_t>(call_.rank() * shape.local_experts);
+    const int32_t row = groups_.RowOf(source, expert, Int32At(stage, message.position)[k]);
+    step_.row_of[flat * shape.top_k + k] = row;
+    if (row < 0) return -1;
+    step_.row_slot[row] = static_cast<int32_t>(flat);
+    int32_t* info = step_.src_info + int64_t{row} * 3;
+    info[0] = static_cast<int32_t>(source);
+    info[1] = *Int32At(stage, message.source_token);
+    info[2] = k;
+    step_.row_weights[row] = FloatAt(stage, message.weight)[k];
+    return row;
+  }
+
+  const WindowDispatchStep& step_;
+  const DispatchPlan& plan_;
+  WindowCall& call_;
+  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  GroupTable groups_;
+  const DispatchShared& memory_;
+};
+
+// Whole block: what a call returns that did not end.
+__device__ inline void Fail(const WindowDispatchStep& step) {
+  const EpShape& shape = step.shape;
+  const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
+  FillWords(step.rows, shape.recv_rows * shape.row_bytes(), kNoValue);
+  FillWords(step.row_weights, shape.recv_rows, kNoValue);
+  FillWords(step.row_slot, shape.recv_rows, kNoValue);
+  FillWords(step.src_info, shape.recv_rows * 3, kNoValue);
+  FillWords(step.expert_ids, experts, kNoValue);
+  FillWords(step.slot_of, entries, kNoValue);
+  FillWords(step.row_of, shape.ranks * entries, kNoValue);
+  FillWords(step.row_offsets, experts + 1, 0);
+  FillWords(step.group_sizes, experts, 0);
+  FillWords(step.expert_counts, experts, 0);
+  FillWords(step.slot_counts, shape.ranks, 0);
+  FillWords(step.num_dropped, 1, 0);
+  FillWords(step.num_invalid, 1, 0);
+}
+
+}  // namespace jax_ep::cuda

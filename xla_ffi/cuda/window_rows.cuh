@@ -1,0 +1,165 @@
+// How rows pass through the stages of a warp on their way to windows and from windows to their
+// places: whole messages, or in pieces where a message is too long for a stage. What both kinds of
+// window dispatch share. Used by window_dispatch.cu and window_cached_dispatch.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/bulk_stages.cuh"
+#include "cuda/launch.h"
+#include "cuda/window_call.cuh"
+
+namespace jax_ep::cuda {
+
+// Warps of a block. A block has as many stages as shared memory holds: three a warp for 14 KB rows.
+inline constexpr uint32_t kRowWarps = 5;
+inline constexpr uint32_t kRowThreads = kRowWarps * kWarpSize;
+inline constexpr uint32_t kPlacerBarrier = 1;
+
+// What an sm_90 gives a block that asks for it.
+inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
+
+// A message is its payload and, from `side` on, what travels beside it. In a stage the side lies
+// behind the piece, which for a whole payload is where it lies in the message.
+struct RowPlan {
+  StagePlan stages;
+  uint32_t pieces;
+  uint32_t piece_bytes;
+  uint32_t payload_bytes;
+  uint32_t side;
+  uint32_t side_bytes;
+  uint32_t message_bytes;
+
+  __device__ uint32_t PieceBytes(uint32_t piece) const {
+    return Min(piece_bytes, payload_bytes - piece * piece_bytes);
+  }
+};
+
+// Fits at least two stages a warp into `budget` bytes; false where even that fails.
+inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
+                     RowPlan& plan) {
+  constexpr int64_t kMinPieceBytes = 1024;
+  for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
+    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), kRowAlignBytes);
+    const int64_t stage = RoundUp(piece + message_bytes - side, 128);
+    const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
+    if (stages < 2) continue;
+    plan.stages = {static_cast<uint32_t>(stage),
+                   static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
+    plan.pieces = static_cast<uint32_t>(CeilDiv(payload_bytes, piece));
+    plan.piece_bytes = static_cast<uint32_t>(piece);
+    plan.payload_bytes = static_cast<uint32_t>(payload_bytes);
+    plan.side = static_cast<uint32_t>(side);
+    plan.side_bytes = static_cast<uint32_t>(message_bytes - side);
+    plan.message_bytes = static_cast<uint32_t>(message_bytes);
+    return true;
+  }
+  return false;
+}
+
+// Whole warp: loads a piece of a payload, and with the first one what lies beside it unless
+// `message` is nullptr.
+__device__ inline void LoadPiece(BulkStages& stages, const RowPlan& plan, uint32_t piece,
+                                 const uint8_t* payload, const uint8_t* message) {
+  const uint32_t bytes = plan.PieceBytes(piece);
+  const uint32_t side_bytes = piece == 0 && message != nullptr ? plan.side_bytes : 0;
+  stages.Load(bytes + side_bytes, [&](uint8_t* stage, uint64_t* barrier) {
+    const uint8_t* from = payload + static_cast<int64_t>(piece) * plan.piece_bytes;
+    if (side_bytes != 0 && from == message && bytes == plan.side) {
+      BulkLoad(stage, message, bytes + side_bytes, barrier);
+      return;
+    }
+    BulkLoad(stage, from, bytes, barrier);
+    if (side_bytes != 0) {
+      BulkLoad(stage + plan.piece_bytes, message + plan.side, side_bytes, barrier);
+    }
+  });
+}
+
+// One lane: stores a piece of a message, and with the first one its side.
+__device__ inline void StorePiece(const RowPlan& plan, uint32_t piece, uint8_t* message,
+                                  const uint8_t* stage) {
+  const uint32_t bytes = plan.PieceBytes(piece);
+  if (piece == 0 && bytes == plan.side) {
+    BulkStore(message, stage, plan.message_bytes);
+    return;
+  }
+  BulkStore(message + static_cast<int64_t>(piece) * plan.piece_bytes, stage, bytes);
+  if (piece == 0 && plan.side_bytes != 0) {
+    BulkStore(message + plan.side, stage + plan.piece_bytes, plan.side_bytes);
+  }
+}
+
+// The slot of a token at this lane's `destination`, or -1; the token's entries are in the lanes
+// from `base` on, which hold their ranks and slots.
+__device__ inline int32_t SlotAt(uint32_t destination, int32_t base, int32_t top_k, int32_t rank,
+                                 int32_t slot) {
+  int32_t found = -1;
+  for (int32_t k = 0; k < top_k; ++k) {
+    const int32_t to = __shfl_sync(kFullWarp, rank, base + k);
+    const int32_t at = __shfl_sync(kFullWarp, slot, base + k);
+    if (to == static_cast<int32_t>(destination)) found = at;
+  }
+  return found;
+}
+
+// Whole warp, once before its first store of the call: every destination's region is free.
+__device__ inline bool AwaitCredits(const WindowCall& call, Phase phase) {
+  bool free = true;
+  if (static_cast<uint32_t>(Lane()) < call.ranks()) {
+    free = call.AwaitCredit(phase, static_cast<uint32_t>(Lane()));
+  }
+  // From the acquires to the stores of every lane, bulk stores included.
+  __syncwarp();
+  FenceProxyAsyncGlobal();
+  return __all_sync(kFullWarp, free);
+}
+
+// The rank that this lane stores a chunk to, or the number of ranks for none. Turned by rank and
+// chunk: if all ranks began with the same destination its link would hold up the others'.
+__device__ inline uint32_t DestinationOf(const WindowCall& call, uint32_t chunk) {
+  const uint32_t lane = static_cast<uint32_t>(Lane()), ranks = call.ranks();
+  return lane < ranks ? (lane + call.rank() + 1 + chunk) % ranks : ranks;
+}
+
+// Whole warp: announces a chunk to every destination, after all its stores. `first_slot` and
+// `count` are those at this lane's destination.
+__device__ inline void PublishChunk(const WindowCall& call, uint32_t chunk, uint32_t first_slot,
+                                    uint32_t count) {
+  const uint32_t destination = DestinationOf(call, chunk);
+  // Each lane for its own stores; a later lane's flag says nothing about them.
+  BulkWait<0>();
+  if (destination < call.ranks()) {
+    call.Publish(destination, chunk, first_slot, count);
+  }
+}
+
+// A chunk that has arrived.
+struct Arrival {
+  bool ok;
+  uint32_t source;
+  uint32_t first_slot;
+  uint32_t count;
+};
+
+// Whole warp: waits for the chunk of place item `index`; its slots lie in [0, tokens).
+__device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int64_t tokens) {
+  const uint32_t ranks = call.ranks();
+  // Own tokens first: they come first.
+  const uint32_t source = (call.rank() + index % ranks) % ranks;
+  FlagCell flag{};
+  bool ok = true;
+  if (Lane() == 0) {
+    ok = call.AwaitFlag(Phase::kPlace, source, index / ranks, flag);
+  }
+  // From the acquire to the loads of every lane, bulk loads included.
+  __syncwarp();
+  FenceProxyAsyncGlobal();
+  const uint32_t limit = static_cast<uint32_t>(tokens);
+  const uint32_t first = Min(__shfl_sync(kFullWarp, flag.first_slot, 0), limit);
+  const uint32_t count = __shfl_sync(kFullWarp, static_cast<uint32_t>(flag.count), 0);
+  return {__shfl_sync(kFullWarp, static_cast<int>(ok), 0) != 0, source, first,
+          Min(Min(count, limit - first), static_cast<uint32_t>(kMaxChunkTokens))};
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,151 @@
+// Windows in CUDA virtual memory: mapping, the start of their signals, and the end of their use.
+#include "cuda/windows.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "cuda/driver.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+static_assert(sizeof(CUmemGenericAllocationHandle) == sizeof(uint64_t) &&
+              sizeof(CUdeviceptr) == sizeof(uint64_t));
+
+CUmemLocation On(int device) {
+  CUmemLocation location{};
+  location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  location.id = device;
+  return location;
+}
+
+// Flags and credits as StartMark says; all else is zero.
+void WriteStart(uint8_t* window, const WindowLayout& layout, const WindowSizes& sizes,
+                uint64_t first_epoch) {
+  Stream stream;
+  stream.Fill(window, 0, static_cast<size_t>(layout.bytes));
+  const uint64_t mark = StartMark(first_epoch);
+  const auto regions = static_cast<size_t>(sizes.depth * sizes.ranks);
+  for (const BufferGroupLayout& group : layout.groups) {
+    const std::vector<FlagCell> flags(regions * static_cast<size_t>(group.flags_per_source),
+                                      FlagCell{mark, 0, 0, 0});
+    const std::vector<uint64_t> credits(regions, mark);
+    stream.Copy(window + group.flags, flags.data(), flags.size() * sizeof(FlagCell));
+    stream.Copy(window + group.credits, credits.data(), credits.size() * sizeof(uint64_t));
+    stream.Wait();
+  }
+}
+
+// A device-wide wait is refused while a stream of the device is being captured, which takes
+// milliseconds.
+cudaError_t SynchronizeDevice() {
+  constexpr int kAttempts = 1000;
+  cudaError_t error = cudaDeviceSynchronize();
+  for (int i = 0; i < kAttempts && error == cudaErrorStreamCaptureUnsupported; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    error = cudaDeviceSynchronize();
+  }
+  return error;
+}
+
+}  // namespace
+
+Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch) {
+  const Driver& driver = Driver::Get();
+  CUmemAllocationProp kind{};
+  kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  kind.location = On(device);
+  size_t granularity = 1;
+  Check(driver.get_granularity(&granularity, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "the granularity of a window");
+  bytes_ = static_cast<size_t>(RoundUp(bytes, static_cast<int64_t>(granularity)));
+
+  CUmemGenericAllocationHandle handle = 0;
+  const CUresult created = driver.create(&handle, bytes_, &kind, 0);
+  if (created == CUDA_ERROR_OUT_OF_MEMORY) {
+    size_t free = 0, total = 0;
+    Check(cudaMemGetInfo(&free, &total), "free memory");
+    throw OutOfDeviceMemory(device, static_cast<int64_t>(bytes_), static_cast<int64_t>(free));
+  }
+  Check(created, "memory for a window");
+  handle_ = handle;
+  has_handle_ = true;
+
+  try {
+    CUdeviceptr address = 0;
+    Check(driver.reserve(&address, bytes_, 0, 0, 0), "addresses for a window");
+    address_ = address;
+    Check(driver.map(address_, bytes_, 0, handle_, 0), "mapping a window");
+    mapped_ = true;
+    std::vector<CUmemAccessDesc> access;
+    for (const int32_t ordinal : may_touch) {
+      access.push_back({On(ordinal), CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    }
+    Check(driver.set_access(address_, bytes_, access.data(), access.size()),
+          "opening a window to its group");
+  } catch (...) {
+    Free();
+    throw;
+  }
+}
+
+Window::Window(Window&& other) noexcept
+    : handle_(other.handle_),
+      address_(other.address_),
+      bytes_(other.bytes_),
+      has_handle_(other.has_handle_),
+      mapped_(other.mapped_) {
+  other.Abandon();
+}
+
+Window::~Window() { Free(); }
+
+// Also of a window whose constructor has failed.
+void Window::Free() {
+  const Driver& driver = Driver::Get();
+  if (mapped_) driver.unmap(address_, bytes_);
+  if (address_ != 0) driver.free_address(address_, bytes_);
+  if (has_handle_) driver.release(handle_);
+  Abandon();
+}
+
+void Window::Abandon() {
+  address_ = 0;
+  has_handle_ = mapped_ = false;
+}
+
+std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const WindowLayout& layout,
+                                const WindowSizes& sizes, uint64_t first_epoch) {
+  std::vector<Window> windows;
+  windows.reserve(ordinals.size());
+  for (const int32_t ordinal : ordinals) {
+    OnDevice(ordinal, [&] {
+      windows.emplace_back(ordinal, layout.bytes, ordinals);
+      WriteStart(windows.back().data(), layout, sizes, first_epoch);
+    });
+  }
+  return windows;
+}
+
+bool Quiesce(const std::vector<DeviceControl>& controls) {
+  try {
+    const Gate closed = Gate::kClosed;
+    // All gates first: a call that found one open ends by itself, within its time limit at most.
+    for (const auto& [device, control] : controls) {
+      OnDevice(device, [gate = &control->gate, &closed] {
+        Stream stream;
+        stream.Copy(gate, &closed, sizeof(closed));
+        stream.Wait();
+      });
+    }
+    for (const DeviceControl& each : controls) {
+      OnDevice(each.device, [] { Check(SynchronizeDevice(), "waiting for a device"); });
+    }
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace jax_ep::cuda
