@@ -58,7 +58,7 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
   add("DispatchMessage", "payload", "format", dispatch.payload);
   add("DispatchMessage", "scales", "format", dispatch.scales);
   add("DispatchMessage", "source_token", "int32", dispatch.source_token);
-  add("DispatchMessage", "local_expert", "int32 [K]", dispatch.local_expert);
+  add("DispatchMessage", "expert", "int32 [K]", dispatch.expert);
   add("DispatchMessage", "position", "int32 [K]", dispatch.position);
   add("DispatchMessage", "weight", "float32 [K]", dispatch.weight);
   add("DispatchMessage", "bytes", "", dispatch.bytes);

@@ -1,15 +1,18 @@
-// The targets on the GPU: decode, then enqueue the step on XLA's stream. All but ep_init may run
-// under graph capture. XLA has made the stream's device current.
+// The targets on the GPU: decode, then enqueue the step or the call on XLA's stream. All but
+// ep_init may run under graph capture. XLA has made the stream's device current.
 #include "ffi/cuda_handlers.h"
 
 #include <cuda_runtime_api.h>
 
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "cuda/steps.h"
-#include "ffi/group.h"
+#include "cuda/window_calls.h"
+#include "ffi/window_group.h"
+#include "ffi/window_operands.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
@@ -50,6 +53,55 @@ cudaError_t Enqueue(DecodedCombineUnpack& call, int32_t, cudaStream_t stream) {
   return cuda::CombineUnpack(call.step, stream);
 }
 
+ffi::Error Precondition(const char* target, const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);
+}
+
+cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  call.step.report = group.ReportOf(ordinal);
+  return OfFormat(call.format, [&]<typename F>(F) {
+    return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+  });
+}
+cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  return OfFormat(call.format, [&]<typename F>(F) {
+    return cuda::WindowCachedDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+  });
+}
+cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  return cuda::WindowCombine(call.step, *group.OfDevice(ordinal), stream);
+}
+
+// close() may come at any time after the look at the registry: the kernel then finds its gate
+// closed.
+template <typename Call>
+ffi::Error Run(Call& call, int32_t ordinal, cudaStream_t stream)
+  requires requires { call.message_bytes; }
+{
+  const auto group = std::dynamic_pointer_cast<WindowedGroup>(GroupRegistry::Get().Find(call.key));
+  const WindowGroup* own = group ? group->OfDevice(ordinal) : nullptr;
+  if (own == nullptr) {
+    return Precondition(Call::kTarget,
+                        "ep must be open and hold this device, got a closed one or another mesh, "
+                        "on device ordinal " +
+                            std::to_string(ordinal) + "; call jax_ep.init again");
+  }
+  // Of any local rank: all of them refuse then, also those that never ran the call that failed.
+  const auto failures = group->Failures();
+  if (!failures.empty()) return Precondition(Call::kTarget, failures.front().second);
+  ffi::Error error = call.Fits(group->sizes(), own->layout);
+  if (error.failure()) return error;
+  return FromCuda(Call::kTarget, Launch(call, *group, ordinal, stream));
+}
+
+template <typename Step>
+ffi::Error Run(Step& call, int32_t ordinal, cudaStream_t stream) {
+  return FromCuda(Step::kTarget, Enqueue(call, ordinal, stream));
+}
+
 template <typename Decoded>
 struct Handler {
   template <typename... Operands>
@@ -59,28 +111,46 @@ struct Handler {
       Decoded call;
       ffi::Error error = call.Decode(operands...);
       if (error.failure()) return error;
-      return FromCuda(Decoded::kTarget, Enqueue(call, ordinal, stream));
+      return Run(call, ordinal, stream);
     } catch (const std::exception& e) {
       return ffi::Error::Internal(std::string(Decoded::kTarget) + ": " + e.what());
     }
   }
 };
 
+// Of a device: addresses for users, and the kernels that its calls will launch.
+cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
+  const uint8_t* window = group.windows[group.rank];
+  for (int i = 0; i < kBufferGroups; ++i) {
+    const BufferGroupLayout& buffers = group.layout.groups[i];
+    // Calls send from their operands; combine has no counts, its flags stand for them.
+    const int64_t counts = buffers.count_cells != 0 ? buffers.counts : buffers.flags;
+    results.dev_ptrs[i][0] = 0;
+    results.dev_ptrs[i][1] = reinterpret_cast<uint64_t>(window + buffers.regions);
+    results.dev_ptrs[i][2] = reinterpret_cast<uint64_t>(window + counts);
+  }
+  return cuda::PreloadWindowKernels();
+}
+
 ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
                 Out<I32> my_rank, int64_t key) {
   try {
     const auto group = GroupRegistry::Get().Find(key);
     const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
-    if (!rank || my_rank->element_count() != 1) {
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        "ep_init: device ordinal " + std::to_string(ordinal) +
-                            " must belong to the group that jax_ep.init opened");
+    cuda::InitResults results{};
+    constexpr size_t kWords = sizeof(results.dev_ptrs) / sizeof(uint32_t);
+    if (!rank || my_rank->element_count() != 1 || dev_ptrs->element_count() != kWords) {
+      return Precondition("ep_init", "device ordinal " + std::to_string(ordinal) +
+                                         " must belong to the group that jax_ep.init opened");
     }
-    const ffi::Error loaded = FromCuda("ep_init", cuda::PreloadKernels());
-    if (loaded.failure()) return loaded;
-    return FromCuda("ep_init", cuda::WriteInit(dev_ptrs->typed_data(),
-                                               static_cast<int64_t>(dev_ptrs->element_count()),
-                                               my_rank->typed_data(), *rank, stream));
+    results.rank = *rank;
+    cudaError_t error = cuda::PreloadKernels();
+    const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
+    if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
+    if (error == cudaSuccess) {
+      error = cuda::WriteInit(results, dev_ptrs->typed_data(), my_rank->typed_data(), stream);
+    }
+    return FromCuda("ep_init", error);
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("ep_init: ") + e.what());
   }
@@ -99,11 +169,14 @@ XLA_FFI_DEFINE_HANDLER(kInit, Init,
 }  // namespace
 
 std::vector<Target> CudaTargets() {
-  return Targets(kInit, []<typename Decoded>(Decoded) {
-    XLA_FFI_DEFINE_HANDLER(kStep, Handler<Decoded>{}, Decoded::Bind(Context()),
+  const auto handler_of = []<typename Decoded>(Decoded) {
+    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Decoded>{}, Decoded::Bind(Context()),
                            {ffi::Traits::kCmdBufferCompatible});
-    return kStep;
-  });
+    return kCall;
+  };
+  std::vector<Target> targets = Targets(kInit, handler_of);
+  AddTargets(targets, WindowCalls{}, handler_of);
+  return targets;
 }
 
 }  // namespace jax_ep::ffi_layer

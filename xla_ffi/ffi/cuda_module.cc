@@ -1,21 +1,99 @@
-// The native module jax_ep._native_cuda: CUDA targets. It imports where there is no GPU or driver.
+// The native module jax_ep._native_cuda: CUDA targets and the windows of transport p2p. It imports
+// where there is no GPU or driver.
 #include <cuda_runtime_api.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/window_support.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/module_common.h"
+#include "ffi/window_group.h"
+#include "ffi/window_sizes.h"
+
+namespace nb = nanobind;
 
 namespace jax_ep::ffi_layer {
 namespace {
+
+// Device ordinals of each EP group, by rank.
+using EpGroups = std::vector<std::vector<int32_t>>;
 
 int DeviceCount() {
   int devices = 0;
   return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : 0;
 }
 
+WindowSizes CheckedSizes(const WindowConfig& config) {
+  WindowSizes sizes{};
+  if (!SizesOf(config, sizes)) throw std::invalid_argument("unknown format " + config.format);
+  return sizes;
+}
+
+std::optional<std::pair<std::string, std::string>> P2pObstacle(const EpGroups& ep_groups) {
+  nb::gil_scoped_release release;
+  for (const std::vector<int32_t>& ordinals : ep_groups) {
+    const auto obstacle = cuda::FindObstacle(ordinals);
+    if (obstacle) return std::pair(obstacle->lacks, obstacle->found);
+  }
+  return std::nullopt;
+}
+
+int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
+                    double timeout_s, int64_t num_sms, uint64_t first_epoch) {
+  nb::gil_scoped_release release;
+  const WindowSizes sizes = CheckedSizes(config);
+  for (const std::vector<int32_t>& ordinals : ep_groups) {
+    const int64_t processors = cuda::Multiprocessors(ordinals);
+    if (num_sms <= processors) continue;
+    throw std::invalid_argument("jax_ep.init: num_sms must be at most the " +
+                                std::to_string(processors) + " SMs of a device, got " +
+                                std::to_string(num_sms) +
+                                "; leave it None to choose from the shape");
+  }
+  const WindowOptions options{timeout_s, num_sms, first_epoch};
+  auto group = std::make_shared<WindowedGroup>(ep_groups, sizes, options);
+  const int64_t bytes = group->window_bytes();
+  GroupRegistry::Get().Open(key, std::move(group));
+  return bytes;
+}
+
 NB_MODULE(_native_cuda, m) {
-  m.doc() = "CUDA handlers of jax_ep.";
+  m.doc() = "CUDA handlers of jax_ep, and the windows of its GPU transports.";
   DefineCommon(m, CudaTargets());
+  m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
+  m.attr("FIRST_EPOCH") = kFirstEpoch;
   m.def("device_count", &DeviceCount, "GPUs that this process can use; 0 without a driver.");
+  nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
+      .def(
+          "__init__",
+          [](WindowConfig* self, const std::string& format, int64_t hidden, int64_t element_bytes,
+             int64_t wire_element_bytes, int64_t tokens, int64_t top_k, int64_t ranks,
+             int64_t local_experts) {
+            new (self) WindowConfig{format, hidden, element_bytes, wire_element_bytes,
+                                    tokens, top_k,  ranks,         local_experts};
+          },
+          nb::kw_only(), nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
+          nb::arg("wire_element_bytes"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("ranks"),
+          nb::arg("local_experts"));
+  m.def("p2p_obstacle", &P2pObstacle, nb::arg("ep_groups"),
+        "(what the groups must have, what was found) where transport p2p is not served.");
+  m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
+        nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
+        "As open_group, with a window a rank; returns the bytes of a window.");
+  m.def(
+      "wait_failures",
+      [](int64_t key) {
+        const auto group = std::dynamic_pointer_cast<WindowedGroup>(GroupRegistry::Get().Find(key));
+        return group ? group->Failures() : std::vector<std::pair<int32_t, std::string>>{};
+      },
+      nb::arg("key"), "(rank, text) of each local device whose calls have failed, by rank.");
 }
 
 }  // namespace

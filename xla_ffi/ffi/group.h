@@ -34,9 +34,12 @@ class Group {
         reports_(AllocateReports(static_cast<int64_t>(ranks.size()))) {
     for (size_t i = 0; i < ordinals.size(); ++i) member_of_[ordinals[i]] = i;
   }
-  ~Group() { FreeReports(reports_); }
+  virtual ~Group() { FreeReports(reports_); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
+
+  // Gives up what only an open group needs, though a handler may still hold the group.
+  virtual void Close() {}
 
   std::optional<int32_t> RankOf(int32_t ordinal) const {
     const auto it = member_of_.find(ordinal);
@@ -92,12 +95,15 @@ class GroupRegistry {
     groups_[key] = std::move(group);
   }
   void Close(int64_t key) {
-    std::shared_ptr<Group> last;  // destroyed after the lock is released
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = groups_.find(key);
-    if (it == groups_.end()) return;
-    last = std::move(it->second);
-    groups_.erase(it);
+    std::shared_ptr<Group> last;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto it = groups_.find(key);
+      if (it == groups_.end()) return;
+      last = std::move(it->second);
+      groups_.erase(it);
+    }
+    last->Close();  // without the lock: it may wait for devices
   }
   std::shared_ptr<Group> Find(int64_t key) const {
     std::lock_guard<std::mutex> lock(mutex_);

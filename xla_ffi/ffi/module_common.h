@@ -41,7 +41,7 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
         nb::gil_scoped_release release;
         GroupRegistry::Get().Close(key);
       },
-      nb::arg("key"), "Forgets a group; a key that is not open is ignored.");
+      nb::arg("key"), "Closes and forgets a group; a key that is not open is ignored.");
   m.def(
       "take_invalid_ids",
       [](int64_t key) {

@@ -1,4 +1,5 @@
-// The custom-call targets that a native module registers: ep_init and every step, in one list.
+// The custom-call targets that a native module registers: ep_init and every step, in one list, and
+// what else a back end adds.
 #pragma once
 
 #include <vector>
@@ -15,18 +16,21 @@ struct Target {
 };
 
 template <typename... Decoded>
-struct StepList {};
-using AllSteps = StepList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
-                          DecodedCombinePack, DecodedCombineUnpack>;
+struct TargetList {};
+using AllSteps = TargetList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
+                            DecodedCombinePack, DecodedCombineUnpack>;
 
-// `handler_of(Decoded{})` is a back end's handler of that step.
+// `handler_of(Decoded{})` is a back end's handler of that target.
+template <typename... Decoded, typename HandlerOf>
+void AddTargets(std::vector<Target>& targets, TargetList<Decoded...>, HandlerOf handler_of) {
+  (targets.push_back({Decoded::kTarget, handler_of(Decoded{})}), ...);
+}
+
+// ep_init and every step.
 template <typename HandlerOf>
 std::vector<Target> Targets(XLA_FFI_Handler* init, HandlerOf handler_of) {
   std::vector<Target> targets{{"ep_init", init}};
-  const auto add = [&]<typename... Decoded>(StepList<Decoded...>) {
-    (targets.push_back({Decoded::kTarget, handler_of(Decoded{})}), ...);
-  };
-  add(AllSteps{});
+  AddTargets(targets, AllSteps{}, handler_of);
   return targets;
 }
 

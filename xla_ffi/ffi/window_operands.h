@@ -1,0 +1,311 @@
+// As operands.h, for the fused calls of the window transports. `Fits` then holds a call against the
+// windows of its group: what it allows stays inside them.
+#pragma once
+
+#include <utility>
+
+#include "ffi/targets.h"
+#include "protocol/window.h"
+#include "protocol/window_steps.h"
+
+namespace jax_ep::ffi_layer {
+
+// What all calls must hold. A call of the group's K and H and of at most its tokens has a flag for
+// each of its chunks.
+inline void CheckFits(Checker& check, const EpShape& shape, int64_t message_bytes, CallKind kind,
+                      const WindowSizes& sizes, const WindowLayout& layout) {
+  const auto of_group = [&](const char* name, int64_t value, int64_t wanted) {
+    check.Require(value == wanted, std::string(name) + " must be the group's " +
+                                       std::to_string(wanted) + ", got " + std::to_string(value));
+  };
+  of_group("the number of ranks", shape.ranks, sizes.ranks);
+  of_group("top_k", shape.top_k, sizes.top_k);
+  of_group("hidden_size", shape.hidden, sizes.hidden);
+  const auto at_most = [&](const char* name, int64_t value, int64_t limit) {
+    check.Require(value <= limit, std::string(name) + " must be at most " + std::to_string(limit) +
+                                      ", got " + std::to_string(value));
+  };
+  at_most("the number of tokens", shape.tokens, sizes.tokens);
+  // Both factors are below 2^31.
+  at_most("the bytes for a rank", shape.tokens * message_bytes,
+          layout.groups[static_cast<int>(kind)].region_bytes);
+}
+
+// `after` is a result of the group's call before, or anything in a first call. It only orders the
+// two calls and is not read. Never empty: XLA may make it a parameter of a program, and an empty
+// parameter has no buffer on GPUs.
+inline void CheckAfter(Checker& check, const I32& after) { check.Dims("after", after, {1}); }
+
+struct DecodedWindowDispatch {
+  WindowDispatchStep step{};
+  int64_t key = 0;
+  std::string_view format;
+  int64_t message_bytes = 0;
+  static constexpr const char* kTarget = "ep_dispatch";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // tokens [n, H]
+        .template Arg<I32>()        // topk_ids [n, K]
+        .template Arg<F32>()        // router_weights [n, K]
+        .template Arg<I32>()        // after [1]
+        .template Ret<AnyBuffer>()  // tokens [N, H]
+        .template Ret<I32>()        // row_offsets [G + 1]
+        .template Ret<I32>()        // group_sizes [G]
+        .template Ret<I32>()        // expert_counts [G]
+        .template Ret<I32>()        // expert_ids [G]
+        .template Ret<I32>()        // src_info [N, 3]
+        .template Ret<F32>()        // router_weights [N]
+        .template Ret<I32>()        // num_dropped [1]
+        .template Ret<I32>()        // row_of [R, n, K]
+        .template Ret<I32>()        // row_slot [N]
+        .template Ret<I32>()        // slot_counts [R]
+        .template Ret<I32>()        // slot_of [n, K]
+        .template Ret<I32>()        // num_invalid [1]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
+        .template Attr<int64_t>("expert_alignment")
+        .template Attr<bool>("zero_tail")
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights, const I32& after,
+                    Out<AnyBuffer> rows, Out<I32> row_offsets, Out<I32> group_sizes,
+                    Out<I32> expert_counts, Out<I32> expert_ids, Out<I32> src_info,
+                    Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of, Out<I32> row_slot,
+                    Out<I32> slot_counts, Out<I32> slot_of, Out<I32> num_invalid, int64_t group_key,
+                    int64_t site, int64_t expert_alignment, bool zero_tail,
+                    std::string_view format_name) {
+    key = group_key;
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{}, row_element{};
+    EpShape row_shape;
+    CheckTokens(check, "the rows", *rows, row_shape, row_element);
+    CheckTokens(check, "tokens", tokens, shape, element);
+    check.Rank("topk_ids", ids, 2);
+    check.Rank("row_of", *row_of, 3);
+    check.Rank("expert_counts", *expert_counts, 1);
+    if (!check.ok()) return check.error();
+    shape.top_k = Dim(ids, 1);
+    shape.ranks = Dim(*row_of, 0);
+    shape.local_experts = Dim(*expert_counts, 0);
+    shape.recv_rows = Dim(*rows, 0);
+    shape.expert_alignment = expert_alignment;
+    check.Shape(shape);
+    check.Require(element == row_element, "the rows must have the dtype of the tokens");
+    check.Dims("topk_ids", ids, {shape.tokens, shape.top_k});
+    check.Dims("router_weights", weights, {shape.tokens, shape.top_k});
+    check.Dims("the rows", *rows, {shape.recv_rows, shape.hidden});
+    check.Dims("row_offsets", *row_offsets, {shape.local_experts + 1});
+    check.Dims("group_sizes", *group_sizes, {shape.local_experts});
+    check.Dims("expert_ids", *expert_ids, {shape.local_experts});
+    check.Dims("src_info", *src_info, {shape.recv_rows, 3});
+    check.Dims("the rows' router_weights", *row_weights, {shape.recv_rows});
+    check.Dims("num_dropped", *num_dropped, {1});
+    check.Dims("row_of", *row_of, {shape.ranks, shape.tokens, shape.top_k});
+    check.Dims("row_slot", *row_slot, {shape.recv_rows});
+    check.Dims("slot_counts", *slot_counts, {shape.ranks});
+    check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
+    check.Dims("num_invalid", *num_invalid, {1});
+    CheckAfter(check, after);
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    if (!check.ok()) return check.error();
+    message_bytes = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k).bytes;
+    step.zero_tail = zero_tail;
+    step.site = site;
+    step.tokens = tokens.untyped_data();
+    step.ids = ids.typed_data();
+    step.weights = weights.typed_data();
+    step.rows = static_cast<uint8_t*>(rows->untyped_data());
+    step.row_offsets = row_offsets->typed_data();
+    step.group_sizes = group_sizes->typed_data();
+    step.expert_counts = expert_counts->typed_data();
+    step.expert_ids = expert_ids->typed_data();
+    step.src_info = src_info->typed_data();
+    step.row_weights = row_weights->typed_data();
+    step.num_dropped = num_dropped->typed_data();
+    step.num_invalid = num_invalid->typed_data();
+    step.slot_of = slot_of->typed_data();
+    step.row_of = row_of->typed_data();
+    step.row_slot = row_slot->typed_data();
+    step.slot_counts = slot_counts->typed_data();
+    return ffi::Error::Success();
+  }
+  ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
+    Checker check(kTarget);
+    CheckFits(check, step.shape, message_bytes, CallKind::kDispatch, sizes, layout);
+    check.Require(step.shape.local_experts == sizes.local_experts,
+                  "the experts of a rank must be the group's " +
+                      std::to_string(sizes.local_experts) + ", got " +
+                      std::to_string(step.shape.local_experts));
+    return check.ok() ? ffi::Error::Success() : check.error();
+  }
+};
+
+struct DecodedWindowCachedDispatch {
+  WindowCachedDispatchStep step{};
+  int64_t key = 0;
+  std::string_view format;
+  int64_t message_bytes = 0;
+  static constexpr const char* kTarget = "ep_dispatch_cached";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // tokens [n, H]
+        .template Arg<F32>()        // weights [n, K] or [n, 0]
+        .template Arg<I32>()        // slot_of [n, K]
+        .template Arg<I32>()        // row_of [R, n, K]
+        .template Arg<I32>()        // row_slot [N]
+        .template Arg<I32>()        // after [1]
+        .template Ret<AnyBuffer>()  // rows [N, H]
+        .template Ret<F32>()        // row_weights [N] or [0]
+        .template Ret<I32>()        // done [1]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
+        .template Attr<std::string_view>("format");
+  }
+  ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of,
+                    const I32& row_of, const I32& row_slot, const I32& after, Out<AnyBuffer> rows,
+                    Out<F32> row_weights, Out<I32> done, int64_t group_key, int64_t site,
+                    std::string_view format_name) {
+    key = group_key;
+    format = format_name;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType element{}, row_element{};
+    EpShape row_shape;
+    CheckTokens(check, "rows", *rows, row_shape, row_element);
+    CheckTokens(check, "tokens", tokens, shape, element);
+    check.Rank("weights", weights, 2);
+    check.Rank("row_of", row_of, 3);
+    if (!check.ok()) return check.error();
+    shape.recv_rows = row_shape.tokens;
+    shape.ranks = Dim(row_of, 0);
+    shape.top_k = Dim(row_of, 2);
+    step.num_weights = Dim(weights, 1);
+    check.Shape(shape);
+    check.Require(element == row_element, "rows must have the dtype of the tokens");
+    check.Require(step.num_weights == 0 || step.num_weights == shape.top_k,
+                  "weights must have 0 or K columns");
+    check.Dims("weights", weights, {shape.tokens, step.num_weights});
+    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
+    check.Dims("row_of", row_of, {shape.ranks, shape.tokens, shape.top_k});
+    check.Dims("row_slot", row_slot, {shape.recv_rows});
+    check.Dims("rows", *rows, {shape.recv_rows, shape.hidden});
+    check.Dims("row_weights", *row_weights, {step.num_weights != 0 ? shape.recv_rows : 0});
+    check.Dims("done", *done, {1});
+    CheckAfter(check, after);
+    if (!check.ok()) return check.error();
+    const EncodedBytes encoded = EncodedBytesOf(format, shape);
+    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    if (!check.ok()) return check.error();
+    message_bytes =
+        CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes;
+    step.site = site;
+    step.tokens = tokens.untyped_data();
+    step.weights = weights.typed_data();
+    step.slot_of = slot_of.typed_data();
+    step.row_of = row_of.typed_data();
+    step.row_slot = row_slot.typed_data();
+    step.rows = static_cast<uint8_t*>(rows->untyped_data());
+    step.row_weights = row_weights->typed_data();
+    step.done = done->typed_data();
+    return ffi::Error::Success();
+  }
+  ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
+    Checker check(kTarget);
+    CheckFits(check, step.shape, message_bytes, CallKind::kDispatch, sizes, layout);
+    return check.ok() ? ffi::Error::Success() : check.error();
+  }
+};
+
+struct DecodedWindowCombine {
+  WindowCombineStep step{};
+  int64_t key = 0;
+  int64_t message_bytes = 0;
+  static constexpr const char* kTarget = "ep_combine";
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<AnyBuffer>()  // expert_out [N, H]
+        .template Arg<F32>()        // router_weights [N] or [0]
+        .template Arg<F32>()        // weight_grads [N] or [0]
+        .template Arg<I32>()        // row_of [R, n, K]
+        .template Arg<I32>()        // slot_counts [R]
+        .template Arg<I32>()        // slot_of [n, K]
+        .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
+        .template Arg<I32>()        // after [1]
+        .template Ret<AnyBuffer>()  // output [n, H]
+        .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
+        .template Ret<I32>()        // done [1]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
+        .template Attr<bool>("weighted")
+        .template Attr<bool>("with_weight_grads")
+        .template Attr<bool>("with_residual")
+        .template Attr<std::string_view>("combine_dtype");
+  }
+  ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const F32& weight_grads,
+                    const I32& row_of, const I32& slot_counts, const I32& slot_of,
+                    const AnyBuffer& residual, const I32& after, Out<AnyBuffer> output,
+                    Out<F32> output_weight_grads, Out<I32> done, int64_t group_key, int64_t site,
+                    bool weighted, bool with_weight_grads, bool with_residual,
+                    std::string_view combine_dtype) {
+    key = group_key;
+    Checker check(kTarget);
+    EpShape& shape = step.shape;
+    ElementType output_element{};
+    EpShape row_shape;
+    CheckTokens(check, "expert_out", expert_out, row_shape, step.element);
+    CheckTokens(check, "output", *output, shape, output_element);
+    CheckWireType(check, combine_dtype, step.wire);
+    check.Rank("row_of", row_of, 3);
+    if (!check.ok()) return check.error();
+    shape.recv_rows = row_shape.tokens;
+    shape.ranks = Dim(row_of, 0);
+    shape.top_k = Dim(row_of, 2);
+    step.num_weights = with_weight_grads ? shape.top_k : 0;
+    check.Shape(shape);
+    check.Require(step.element == output_element, "output must have the dtype of expert_out");
+    check.Require(residual.element_type() == output->element_type(),
+                  "residual must have the dtype of the output");
+    check.Dims("expert_out", expert_out, {shape.recv_rows, shape.hidden});
+    check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
+    check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
+    check.Dims("row_of", row_of, {shape.ranks, shape.tokens, shape.top_k});
+    check.Dims("slot_counts", slot_counts, {shape.ranks});
+    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
+    check.Dims("residual", residual, {with_residual ? shape.tokens : 0, shape.hidden});
+    check.Dims("the tokens' weight_grads", *output_weight_grads, {shape.tokens, step.num_weights});
+    check.Dims("done", *done, {1});
+    CheckAfter(check, after);
+    if (!check.ok()) return check.error();
+    message_bytes =
+        CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes;
+    step.site = site;
+    step.expert_out = expert_out.untyped_data();
+    step.row_weights = weighted ? row_weights.typed_data() : nullptr;
+    step.weight_grads = weight_grads.typed_data();
+    step.row_of = row_of.typed_data();
+    step.slot_counts = slot_counts.typed_data();
+    step.slot_of = slot_of.typed_data();
+    step.residual = with_residual ? residual.untyped_data() : nullptr;
+    step.output = output->untyped_data();
+    step.output_weight_grads = output_weight_grads->typed_data();
+    step.done = done->typed_data();
+    return ffi::Error::Success();
+  }
+  ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
+    Checker check(kTarget);
+    CheckFits(check, step.shape, message_bytes, CallKind::kCombine, sizes, layout);
+    return check.ok() ? ffi::Error::Success() : check.error();
+  }
+};
+
+using WindowCalls =
+    TargetList<DecodedWindowDispatch, DecodedWindowCachedDispatch, DecodedWindowCombine>;
+
+}  // namespace jax_ep::ffi_layer

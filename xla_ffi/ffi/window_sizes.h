@@ -1,0 +1,55 @@
+// From the fields of a config to the sizes of its windows. Both native modules use it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "formats/registry.h"
+#include "protocol/layout.h"
+#include "protocol/window.h"
+
+namespace jax_ep::ffi_layer {
+
+// Of EPConfig, and the group's ranks.
+struct WindowConfig {
+  std::string format;
+  int64_t hidden;
+  int64_t element_bytes;       // of dtype
+  int64_t wire_element_bytes;  // of combine_dtype
+  int64_t tokens;              // T
+  int64_t top_k;
+  int64_t ranks;
+  int64_t local_experts;
+};
+
+// Regions for calls in flight are cheap where calls are short.
+inline constexpr int64_t kMaxTokensOfTwoRegions = 512;
+
+// Room for every use: a first dispatch in the format, tokens or cotangents along a route, sums in
+// the wire's type or, of cotangents, in the tokens' own. False: there is no such format.
+inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
+  const int64_t row_bytes = config.hidden * config.element_bytes;
+  int64_t dispatch_bytes = -1;
+  VisitFormat(config.format, [&](auto f) {
+    using Format = decltype(f);
+    dispatch_bytes = DispatchMessage::Of(Format::PayloadBytes(config.hidden, config.element_bytes),
+                                         Format::ScaleBytes(config.hidden), config.top_k)
+                         .bytes;
+  });
+  const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
+  const int64_t widest = std::max(config.element_bytes, config.wire_element_bytes);
+  sizes = {
+      .ranks = config.ranks,
+      .local_experts = config.local_experts,
+      .tokens = config.tokens,
+      .top_k = config.top_k,
+      .hidden = config.hidden,
+      .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
+      .combine_message_bytes = CombineMessage::Of(config.hidden * widest, config.top_k).bytes,
+      .depth = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1,
+  };
+  return dispatch_bytes >= 0;
+}
+
+}  // namespace jax_ep::ffi_layer
