@@ -3,10 +3,13 @@
 Four functions of a rank's arrays, each with a reverse rule made of the others, so that
 any order of derivative works and every exchange after the first reuses `route`:
 
-    dispatch          routes, then sends     its transpose is  _return_rows
+    _dispatch         routes, then sends     its transpose is  _return_rows
     _send_cached      sends along a route    its transpose is  _return_rows
     _return_rows      sums rows back         its transpose is  _send_cached
-    combine           weighted sum of rows   its rule uses     _send_cached
+    _combine          weighted sum of rows   its rule uses     _send_cached
+
+What users' traces and the rules call are `dispatch`, `combine`, `send_cached` and
+`return_rows`, which chain the calls of a handle (`_chain`) around these four.
 
 With x tokens, w weights, E expert rows and i = row(t, k):
     dispatch: dx[t] = sum_k drow(t,k), dw[t,k] = dwrow(i)
@@ -25,7 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _collective
+from jax_ep import _chain, _collective, _p2p
+from jax_ep._chain import Token
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -35,7 +39,10 @@ ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
 OUT_NAME = "jax_ep_out"
 
-_TRANSPORTS = {"collective": _collective}
+# Rows or tokens and weights, and from a chained transport what comes next goes after.
+Sent = tuple[Any, ...]
+
+_TRANSPORTS = {"collective": _collective, "p2p": _p2p}
 
 # Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
 # received rows, combined tokens) and exchanges nothing twice.
@@ -68,17 +75,32 @@ def _refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any
     return guarded
 
 
-@_own_rule(0, 1)
 def dispatch(
     ep: EPHandle,
     weighted: bool,
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    given: Token | None = None,
 ) -> Dispatched:
     """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
+    after = _chain.before(ep, tokens, given)
+    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, after)
+    _chain.passed(ep, (d.num_dropped,))
+    return d
+
+
+@_own_rule(0, 1)
+def _dispatch(
+    ep: EPHandle,
+    weighted: bool,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    after: Token,
+) -> Dispatched:
     body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
-    return _named(body(tokens, topk_ids, router_weights))
+    return _named(body(tokens, topk_ids, router_weights, *after))
 
 
 def _named(d: Dispatched) -> Dispatched:
@@ -91,67 +113,105 @@ def _named(d: Dispatched) -> Dispatched:
     return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
 
 
-def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: jax.Array) -> Any:
+def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
     # Named again: names inside the nested rule do not reach the residuals.
     d = _named(dispatch(ep, weighted, *args))
     return d, d.route
 
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
-    dx, dw = _return_rows(ep, route, ct.tokens, ct.router_weights if weighted else None)
-    return dx, None, dw
+    dweights = ct.router_weights if weighted else None
+    dx, dw, *_ = return_rows(ep, route, ct.tokens, dweights)
+    return dx, None, dw, None
 
 
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def send_cached(
+    ep: EPHandle,
+    route: Route,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    given: Token | None = None,
+) -> Sent:
+    """Tokens and their weights as rows along `route`."""
+    after = _chain.before(ep, tokens, given)
+    sent = _send_cached(ep, route, tokens, weights, after)
+    _chain.passed(ep, sent[2:])
+    return sent
 
 
 @_own_rule(0)
 def _send_cached(
-    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+    ep: EPHandle,
+    route: Route,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    after: Token,
+) -> Sent:
     body = _refusing_vmap("combine", partial(_transport(ep).dispatch_cached, ep))
-    return body(route, tokens, weights)
+    return body(route, tokens, weights, *after)
 
 
 def _send_cached_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return _send_cached(ep, route, *args), route
+    return send_cached(ep, route, *args), route
 
 
 def _send_cached_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
-    drows, dweights = ct
-    return None, *_return_rows(ep, route, drows, dweights)
+    drows, dweights, *_ = ct
+    dtokens, dsent, *_ = return_rows(ep, route, drows, dweights)
+    return None, dtokens, dsent, None
 
 
 _send_cached.defvjp(_send_cached_fwd, _send_cached_bwd)
 
 
+def return_rows(
+    ep: EPHandle,
+    route: Route,
+    rows: jax.Array,
+    row_weights: jax.Array | None,
+    given: Token | None = None,
+) -> Sent:
+    """Rows summed back to their tokens, and the rows' weights beside them."""
+    after = _chain.before(ep, rows, given)
+    returned = _return_rows(ep, route, rows, row_weights, after)
+    _chain.passed(ep, returned[2:])
+    return returned
+
+
 @_own_rule(0)
 def _return_rows(
-    ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+    ep: EPHandle,
+    route: Route,
+    rows: jax.Array,
+    row_weights: jax.Array | None,
+    after: Token,
+) -> Sent:
     def body(
-        route: Route, rows: jax.Array, row_weights: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        route: Route, rows: jax.Array, row_weights: jax.Array | None, *after: jax.Array
+    ) -> Sent:
         return _transport(ep).combine(
-            ep, route, rows, None, row_weights, None, ep.config.dtype
+            ep, route, rows, None, row_weights, None, ep.config.dtype, *after
         )
 
-    return _refusing_vmap("dispatch", body)(route, rows, row_weights)
+    return _refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
 
 
 def _return_rows_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return _return_rows(ep, route, *args), route
+    return return_rows(ep, route, *args), route
 
 
 def _return_rows_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
-    dtokens, dweights = ct
-    return None, *_send_cached(ep, route, dtokens, dweights)
+    dtokens, dweights, *_ = ct
+    drows, dreturned, *_ = send_cached(ep, route, dtokens, dweights)
+    return None, drows, dreturned, None
 
 
 _return_rows.defvjp(_return_rows_fwd, _return_rows_bwd)
 
 
-@_own_rule(0)
 def combine(
     ep: EPHandle,
     route: Route,
@@ -160,21 +220,48 @@ def combine(
     residual: jax.Array | None,
 ) -> jax.Array:
     """As `jax_ep.combine`."""
+    return _chained_combine(ep, route, expert_out, router_weights, residual, None)[0]
 
+
+def _chained_combine(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+    given: Token | None,
+) -> tuple[jax.Array, ...]:
+    after = _chain.before(ep, expert_out, given)
+    out = _combine(ep, route, expert_out, router_weights, residual, after)
+    _chain.passed(ep, out[1:])
+    return out
+
+
+@_own_rule(0)
+def _combine(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+    after: Token,
+) -> tuple[jax.Array, ...]:
     def body(
         route: Route,
         expert_out: jax.Array,
         router_weights: jax.Array | None,
         residual: jax.Array | None,
-    ) -> jax.Array:
-        y, _ = _transport(ep).combine(
-            ep, route, expert_out, router_weights, None, residual, ep.config.wire_dtype
+        *after: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        wire = ep.config.wire_dtype
+        y, _, *done = _transport(ep).combine(
+            ep, route, expert_out, router_weights, None, residual, wire, *after
         )
-        return y
+        return y, *done
 
     guarded = _refusing_vmap("combine", body)
     return checkpoint_name(
-        guarded(route, expert_out, router_weights, residual), OUT_NAME
+        guarded(route, expert_out, router_weights, residual, *after), OUT_NAME
     )
 
 
@@ -184,28 +271,30 @@ def _combine_fwd(
     expert_out: jax.Array,
     router_weights: jax.Array | None,
     residual: jax.Array | None,
+    after: Token,
 ) -> Any:
-    y = combine(ep, route, expert_out, router_weights, residual)
-    y = checkpoint_name(y, OUT_NAME)
+    out = _chained_combine(ep, route, expert_out, router_weights, residual, after)
     weighting = None if router_weights is None else (router_weights, expert_out)
     # None or (): the structure says whether there was a residual, without an array.
     had_residual = None if residual is None else ()
-    return y, (route, weighting, had_residual)
+    return checkpoint_name(out, OUT_NAME), (route, weighting, had_residual)
 
 
-def _combine_bwd(ep: EPHandle, residuals: Any, dy: jax.Array) -> Any:
+def _combine_bwd(ep: EPHandle, residuals: Any, ct: Any) -> Any:
     route, weighting, had_residual = residuals
-    rows, _ = _send_cached(ep, route, dy, None)
+    dy, *_ = ct
+    rows, *_ = send_cached(ep, route, dy, None)
     dresidual = None if had_residual is None else dy
     if weighting is None:
-        return None, rows, None, dresidual
+        return None, rows, None, dresidual, None
     router_weights, expert_out = weighting
     # Padding may hold anything in E and in w; its cotangents are zero all the same.
     real = route.row_slot >= 0
     rows32 = rows.astype(jnp.float32)
     scaled = jnp.where(real, router_weights, 0.0)[:, None] * rows32
     dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
-    return None, scaled.astype(rows.dtype), jnp.where(real, dot, 0.0), dresidual
+    drows = scaled.astype(rows.dtype)
+    return None, drows, jnp.where(real, dot, 0.0), dresidual, None
 
 
-combine.defvjp(_combine_fwd, _combine_bwd)
+_combine.defvjp(_combine_fwd, _combine_bwd)

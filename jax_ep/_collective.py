@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, formats
+from jax_ep import _ffi
+from jax_ep._results import dispatched, empty, received, struct
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -20,20 +21,10 @@ if TYPE_CHECKING:
 _WORD_BYTES = 4  # the wire travels as uint32
 
 
-def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    # The varying axes of a result are those of the operands; `like` carries them.
-    return jax.typeof(like).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
-
-
 def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
     if ep.ep_size == 1:
         return send
     return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
-
-
-def _empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A zero-size operand that stands for "not given"."""
-    return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
 
 
 def dispatch(
@@ -42,18 +33,18 @@ def dispatch(
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
     config, ranks = ep.config, ep.ep_size
     n, hidden = tokens.shape
-    top_k, local_experts, rows = config.top_k, ep.local_experts, ep.recv_capacity
+    top_k, local_experts = config.top_k, ep.local_experts
     region_bytes = _ffi.native.dispatch_region_bytes(
         config.dispatch_format, hidden, config.element_bytes, n, top_k, local_experts
     )
 
     def int32(*shape: int) -> Any:
-        return _struct(tokens, shape, jnp.int32)
+        return struct(tokens, shape, jnp.int32)
 
     send, slot_of, _, num_invalid = _ffi.call(
         "ep_pack",
         (
-            _struct(tokens, (ranks, region_bytes // _WORD_BYTES), jnp.uint32),
+            struct(tokens, (ranks, region_bytes // _WORD_BYTES), jnp.uint32),
             int32(n, top_k),
             int32(n, top_k),
             int32(1),
@@ -65,43 +56,15 @@ def dispatch(
         num_experts=config.num_experts,
         format=config.dispatch_format,
     )
-    payload = formats.payload_dtype(config.dispatch_format, config.dtype)
-    out = _ffi.call(
+    *arrived, _ = _ffi.call(
         "ep_unpack",
-        (
-            _struct(tokens, (rows, hidden), payload),
-            int32(local_experts + 1),
-            int32(local_experts),
-            int32(local_experts),
-            int32(local_experts),
-            int32(rows, 3),
-            _struct(tokens, (rows,), jnp.float32),
-            int32(1),
-            int32(ranks, n, top_k),
-            int32(rows),
-            int32(ranks),
-            int32(ranks, local_experts),
-        ),
+        (*received(ep, tokens), int32(ranks, local_experts)),
         _exchange(ep, send),
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
     )
-    row_of, row_slot, slot_counts = out[8:11]
-    return Dispatched(
-        tokens=out[0],
-        scales=None,
-        row_offsets=out[1],
-        group_sizes=out[2],
-        expert_counts=out[3],
-        expert_ids=out[4],
-        src_info=out[5],
-        router_weights=out[6],
-        num_dropped=out[7],
-        num_invalid=num_invalid,
-        route=Route(slot_of, row_of, row_slot, slot_counts, ep.key),
-        grad_port=None,
-    )
+    return dispatched(ep, arrived, slot_of, num_invalid)
 
 
 def dispatch_cached(
@@ -115,13 +78,13 @@ def dispatch_cached(
     rows, top_k = ep.recv_capacity, ep.config.top_k
     num_weights = 0 if weights is None else top_k
     if weights is None:
-        weights = _empty(tokens, (n, 0), jnp.float32)
+        weights = empty(tokens, (n, 0), jnp.float32)
     region_bytes = _ffi.native.cached_region_bytes(
         "bf16", hidden, ep.config.element_bytes, n, num_weights
     )
     (send,) = _ffi.call(
         "ep_pack_cached",
-        (_struct(tokens, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (struct(tokens, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
         tokens,
         weights,
         route.slot_of,
@@ -130,8 +93,8 @@ def dispatch_cached(
     out, row_weights = _ffi.call(
         "ep_unpack_cached",
         (
-            _struct(tokens, (rows, hidden), tokens.dtype),
-            _struct(tokens, (rows if num_weights else 0,), jnp.float32),
+            struct(tokens, (rows, hidden), tokens.dtype),
+            struct(tokens, (rows if num_weights else 0,), jnp.float32),
         ),
         _exchange(ep, send),
         route.row_of,
@@ -157,13 +120,13 @@ def combine(
     hidden = expert_out.shape[1]
     n, top_k = route.slot_of.shape
     num_weights = 0 if weight_grads is None else top_k
-    none = _empty(expert_out, (0,), jnp.float32)
+    none = empty(expert_out, (0,), jnp.float32)
     region_bytes = _ffi.native.combine_region_bytes(
         hidden * jnp.dtype(wire_dtype).itemsize, n, num_weights
     )
     (send,) = _ffi.call(
         "ep_combine_pack",
-        (_struct(expert_out, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (struct(expert_out, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
         expert_out,
         none if router_weights is None else router_weights,
         none if weight_grads is None else weight_grads,
@@ -176,12 +139,12 @@ def combine(
     out, grads = _ffi.call(
         "ep_combine_unpack",
         (
-            _struct(expert_out, (n, hidden), expert_out.dtype),
-            _struct(expert_out, (n, num_weights), jnp.float32),
+            struct(expert_out, (n, hidden), expert_out.dtype),
+            struct(expert_out, (n, num_weights), jnp.float32),
         ),
         _exchange(ep, send),
         route.slot_of,
-        _empty(expert_out, (0, hidden), expert_out.dtype)
+        empty(expert_out, (0, hidden), expert_out.dtype)
         if residual is None
         else residual,
         with_residual=residual is not None,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -60,6 +61,8 @@ class EPHandle:
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
         self._release = weakref.finalize(self, self._native.close_group, self.key)
+        # The end of the process frees all it holds, without waiting for its devices.
+        self._release.atexit = False
 
     @property
     def closed(self) -> bool:
@@ -70,7 +73,8 @@ class EPHandle:
         """Releases what `init` allocated; closing twice is allowed.
 
         A trace after this is a ValueError. Functions compiled before still run on the
-        collective transport, whose programs carry all they need.
+        collective transport, whose programs carry all they need, and raise
+        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight.
         """
         self._closed = True
         self._release()
@@ -85,11 +89,17 @@ class EPHandle:
         Raises:
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch; names
                 rank, token, k and value of the first on the lowest rank.
+            jax.errors.JaxRuntimeError: a wait of p2p failed; names the rank that
+                waited, the one it waited for, the phase and the call. It stays so
+                until the handle is closed.
         """
         if self._closed:
             raise ValueError(
                 "jax_ep.check: ep must be open, got a closed handle; check before close"
             )
+        if self.transport == "p2p":
+            for _, failure in self._native.wait_failures(self.key):
+                raise jax.errors.JaxRuntimeError(f"jax_ep.check: {failure}")
         found = sorted(self._native.take_invalid_ids(self.key))
         if found:
             rank, ordinal, token, k, value = found[0]

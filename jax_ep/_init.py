@@ -15,12 +15,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep import _ffi, _runtime
+from jax_ep import _ffi, _runtime, _transports
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
+from jax_ep._transports import TRANSPORTS
 
-TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 _LARGE_BYTES = 10**9
+# Of the first call over new windows; tests start near the wrap of 64 bits.
+_FIRST_EPOCH: int | None = None
 
 _instances: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -43,7 +45,8 @@ def init(
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
             count in the order given, the last axis fastest.
         config: sizes and options.
-        transport: "collective" (XLA's all-to-all, on CPU and GPU), or "auto" for the
+        transport: "p2p" (GPUs of one process that reach each other's memory),
+            "collective" (XLA's all-to-all, on CPU and GPU), or "auto" for the
             fastest one that this build and these devices have.
 
     Returns:
@@ -52,6 +55,7 @@ def init(
     Raises:
         ValueError, TypeError: an argument does not hold what is said above; a config
             that this mesh or transport cannot serve.
+        RuntimeError: a device has no room for the windows of "p2p".
 
     Source: SPEC section 2; the system documents' ep_init.
     """
@@ -69,7 +73,8 @@ def init(
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks, transport)
-    return _open(mesh, names, config, ranks, "collective")
+    chosen = _transports.choose(mesh, names, transport)
+    return _open(mesh, names, config, ranks, chosen)
 
 
 def _mesh(mesh: Mesh | None) -> Mesh:
@@ -110,10 +115,10 @@ def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
             "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
             f"{config.num_experts} and {ranks}; pad the experts or change the mesh"
         )
-    if transport in ("p2p", "shmem"):
+    if transport == "shmem":
         raise ValueError(
-            f"jax_ep.init: transport must be one that this version has, got "
-            f'{transport!r}; use "collective" or "auto"'
+            "jax_ep.init: transport must be one that this version has, got 'shmem'; "
+            'use "p2p", "collective" or "auto"'
         )
     for field, served in (
         ("combine_format", None),
@@ -167,12 +172,6 @@ def _local_ranks(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[Any, int]]:
     ]
 
 
-def _ordinal(device: Any) -> int:
-    """What XLA tells a handler as the ordinal of its device."""
-    # A CPU client counts over all processes, a GPU client the devices it sees.
-    return device.id if device.platform == "cpu" else device.local_hardware_id
-
-
 def _new_key(
     mesh: Mesh, names: tuple[str, ...], config: EPConfig, transport: str
 ) -> int:
@@ -204,7 +203,19 @@ def _open(
     local = _local_ranks(mesh, names)
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
-    native.open_group(key, [_ordinal(device) for device in devices], ranks)
+    buffer_bytes = 0
+    if transport == "p2p":
+        buffer_bytes = native.open_windows(
+            key,
+            _transports.local_ordinals(_transports.ep_groups(mesh, names)),
+            _transports.window_config(config, ep_size),
+            timeout_s=config.timeout_s,
+            num_sms=config.num_sms or 0,
+            first_epoch=native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
+        )
+    else:
+        ordinals = [_transports.ordinal(device) for device in devices]
+        native.open_group(key, ordinals, ranks)
     try:
         dev_ptrs, my_rank = _run_init(mesh, key, devices)
         if my_rank.tolist() != ranks:
@@ -223,7 +234,7 @@ def _open(
         config=config,
         transport=transport,
         ep_size=ep_size,
-        buffer_bytes=0,
+        buffer_bytes=buffer_bytes,
         dev_ptrs=dev_ptrs,
         my_rank=my_rank,
         key=key,

@@ -1,0 +1,98 @@
+"""One order for the calls of a handle within a trace. Used by `_autodiff`.
+
+XLA may run calls that do not depend on each other side by side; calls that share
+windows must not. So every call takes an operand `after` that its kernel does not read:
+a result of the handle's call before it. A barrier would not do, as XLA orders what it
+launches by buffers alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks
+
+try:
+    from jax.extend.core import take_current_trace
+except ImportError:  # A JAX that hides its traces: calls are not chained.
+    take_current_trace = None
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+_CHAINED = {"p2p"}
+_CHECKS_LEAKS = "jax_check_tracer_leaks"
+
+# What a call of a chained transport takes and yields: one array. () elsewhere, so that
+# programs of other transports hold nothing of it.
+Token = tuple[jax.Array, ...]
+
+
+def before(ep: EPHandle, like: jax.Array, given: Token | None = None) -> Token:
+    """What the next call of `ep` comes after.
+
+    Args:
+        ep: the handle.
+        like: an operand of the call, which varies over mesh axes as the call does.
+        given: what the call comes after where none came before it in this trace.
+
+    Returns:
+        int32 `[1]`, zero where there is nothing; () for an unchained transport.
+    """
+    if ep.transport not in _CHAINED:
+        return ()
+    trace = _current_trace()
+    for where, token in _links(ep):
+        # A call cannot vary over fewer axes than its operands.
+        if where is trace and _checks._varying(token) <= _checks._varying(like):
+            _, after = _checks.vary_together(ep, like, token)
+            return (after,)
+    return given or (jax.lax.full_like(like, 0, dtype=jnp.int32, shape=(1,)),)
+
+
+def passed(ep: EPHandle, token: Token) -> None:
+    """Notes a result of the call that `ep` has just made in this trace.
+
+    It holds the trace until the next call of this handle on this thread.
+    """
+    trace = _current_trace()
+    # What is held would be reported as leaked.
+    leaks = getattr(jax.config, _CHECKS_LEAKS, False)
+    if ep.transport not in _CHAINED or trace is None or leaks:
+        return
+    links = _links(ep)
+    # Of other traces only those that this one lies in go on; the rest has ended, or is
+    # a derivative's, whose calls come down to this trace.
+    around = _around(trace)
+    links[:] = [link for link in links if any(link[0] is outer for outer in around)]
+    links.append((trace, token[0]))
+
+
+def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
+    """(trace, last result in it) of this thread's traces, from the outside in.
+
+    A trace may take a result of its own only. What is traced inside it is kept by JAX
+    and used again elsewhere, where an outer trace's value would have escaped.
+    """
+    # On the handle itself: what is traced refers to it, and both must be collected.
+    here = vars(ep).setdefault("_chain", threading.local())
+    return vars(here).setdefault("links", [])
+
+
+def _current_trace() -> Any:
+    if take_current_trace is None:
+        return None
+    with take_current_trace() as trace:
+        return trace
+
+
+def _around(trace: Any) -> list[Any]:
+    """The traces that `trace` lies in."""
+    found = []
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        found.append(trace)
+    return found
