@@ -21,6 +21,7 @@ namespace {
 static_assert(kLitmusBytes + uint64_t{kMaxGpus} * kLoadRows * kRowBytes <= kWindowBytes);
 
 constexpr uint32_t kBlockCounts[] = {1, 4, 8, 16, 24, 32, 48, 64, 132};
+constexpr uint32_t kPeakBlockCounts[] = {64, 132};
 constexpr uint32_t kRowSizes[] = {2048, 4096, 7168, 14336, 28672};
 constexpr uint32_t kStageCounts[] = {2, 4, 8, 15};
 constexpr uint32_t kWarpCounts[] = {1, 2, 4};
@@ -163,9 +164,9 @@ void MeasureLocal(Gpus all) {
   Report().Add("local", rows).Add("local_shapes", shapes);
 }
 
-void MeasurePeers(Gpus gpus) {
+void MeasurePeers(Gpus gpus, std::span<const uint32_t> block_counts) {
   std::vector<JsonObject> rows;
-  for (const uint32_t blocks : kBlockCounts) {
+  for (const uint32_t blocks : block_counts) {
     for (const Pattern* pattern : {&kStore, &kCopy}) {
       rows.push_back(MeasureStream(gpus, *pattern, {blocks}, PeerStep, 1));
     }
@@ -178,11 +179,15 @@ void MeasurePeers(Gpus gpus) {
                        .Add("blocks", blocks)
                        .Add("gb_s", bytes / ms / 1e6));
   }
+  Report().Add("peer_write", rows);
+}
+
+void MeasurePeerShapes(Gpus gpus) {
   std::vector<JsonObject> shapes;
   ForEachShape(gpus[0], 16, [&](const StreamShape& shape) {
     shapes.push_back(MeasureStream(gpus, kCopy, shape, PeerStep, 1));
   });
-  Report().Add("peer_write", rows).Add("peer_write_shapes", shapes);
+  Report().Add("peer_write_shapes", shapes);
 }
 
 // A call's bulk traffic without its order: some blocks send each token to its ranks while others
@@ -250,12 +255,16 @@ void MeasureLaunches(Gpus all) {
 
 int Main(int argc, char** argv) {
   double seconds = 20;
+  bool peak_only = false;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--seconds") != 0 || i + 1 == argc) {
-      std::fprintf(stderr, "usage: gpu_limits [--seconds S]  (of the litmus test)\n");
+    if (std::strcmp(argv[i], "--peak") == 0) {
+      peak_only = true;
+    } else if (std::strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) {
+      seconds = std::atof(argv[++i]);
+    } else {
+      std::fprintf(stderr, "usage: gpu_limits [--seconds S (of the litmus test) | --peak]\n");
       return 2;
     }
-    seconds = std::atof(argv[++i]);
   }
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   const double start = Seconds();
@@ -266,10 +275,16 @@ int Main(int argc, char** argv) {
       .Add("device", properties.name)
       .Add("count", static_cast<double>(gpus.size()))
       .Add("processors", gpus[0].processors);
+  if (peak_only) {
+    if (gpus.size() > 1) MeasurePeers(gpus, kPeakBlockCounts);
+    std::puts(Report().Text().c_str());
+    return 0;
+  }
   MeasureLocal(gpus);
   MeasureLaunches(gpus);
   if (gpus.size() > 1) {
-    MeasurePeers(gpus);
+    MeasurePeers(gpus, kBlockCounts);
+    MeasurePeerShapes(gpus);
     MeasureSendAndPlace(gpus);
     MeasureSignals(gpus);
   }

@@ -71,13 +71,12 @@ def driver():
     return query.stdout.strip().splitlines()[0] if query.returncode == 0 else "unknown"
 
 
-def run(program, seconds):
+def run(program, arguments, limit):
     """Returns the program's report; what it had measured is shown if it fails."""
-    # Build, bandwidths and latencies are bounded by themselves; a hung GPU is not.
-    limit = 120 + 2 * seconds
+    # What it measures is bounded by itself; a hung GPU is not.
     try:
         done = subprocess.run(
-            [str(program), "--seconds", str(seconds)],
+            [str(program), *arguments],
             stdout=subprocess.PIPE,
             text=True,
             timeout=limit,
@@ -88,6 +87,18 @@ def run(program, seconds):
     if done.returncode != 0:
         sys.exit(f"{done.stdout}\nbenchmarks/gpu_limits.py: failed, see above")
     return json.loads(done.stdout)
+
+
+def peer_write_peak():
+    """What each GPU can write to the others, all at once: GB/s, None for one GPU.
+
+    The best of copy kernels on 64 and 132 SMs; with the report it is from.
+    """
+    program, _ = build(find_nvcc())
+    report = run(program, ["--peak"], 60)
+    rows = report.get("peer_write", [])
+    copies = [row["gb_s"] for row in rows if row["pattern"].endswith("copy")]
+    return max(copies, default=None), report
 
 
 def print_bandwidths(title, rows):
@@ -176,7 +187,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="of the litmus test")
     args = parser.parse_args()
     program, nvcc = build(find_nvcc())
-    report = run(program, args.seconds)
+    report = run(program, ["--seconds", str(args.seconds)], 120 + 2 * args.seconds)
     record = {
         "kind": "limits of the GPUs of one host",
         "driver": driver(),

@@ -32,9 +32,10 @@ def short_device(kind):
     return kind.lower().replace("nvidia ", "").replace(" ", "-")
 
 
-def write(name, record):
-    """Writes benchmarks/results/<name>-<date>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{record['date']}.json"
+def write(name, record, folder=RESULTS):
+    """Writes <folder>/<name>-<date>.json and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{record['date']}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    return path

@@ -168,8 +168,9 @@ __device__ void LitmusRead(const Group& group, const LitmusStep& step, uint32_t 
     const bool bad = __syncthreads_or(wrong != 0);
     if (threadIdx.x == kPollThread) {
       bad_rounds += bad;
-      FinishReads(memory, &group.area().finished[source][channel].cell, kLitmusReaders,
-                  &group.areas[source]->credits[group.rank][channel].cell, epoch);
+      if (LastOf(memory, &group.area().finished[source][channel].cell, kLitmusReaders)) {
+        ReturnCredit(memory, &group.areas[source]->credits[group.rank][channel].cell, epoch);
+      }
     }
   }
   Results& results = group.area().results;

@@ -1,0 +1,212 @@
+"""Measures transport p2p against the wire, the collective transport and JAX itself.
+
+    python benchmarks/p2p.py [--quick] [--num-sms 16 24 32] [--only p2p]
+
+On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
+GPU at once), then dispatch and combine of each transport, then the same by sorting and
+`jax.lax.ragged_all_to_all` (ragged.py), with XLA's default flags and with its better
+ones. Routing is drawn anew from a printed seed, 4 draws a program in turn; tokens are
+random. `recv_capacity` is 1.25 * T * K rounded up to 128, or what skewed routing needs,
+and `zero_tail=False`; one more row has the defaults.
+
+A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
+by its calls; nothing is subtracted; median of the repeats. Bytes are those of the rank
+that sends or receives most: a row for each (token, other rank). Results are compared
+bit for bit with the collective transport's (ragged's sums within a tolerance); wrong
+ones are marked, and the command then exits 1.
+
+Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json and a picture of it where matplotlib
+is installed (draw.py makes it elsewhere), and prints a table last.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+
+import draw
+import gpu_limits
+import p2p_report
+import recording
+
+TOKENS = (4096, 128, 1, 1024, 8192, 512, 32, 8)  # what matters most comes first
+QUICK_TOKENS = (4096, 128, 1, 1024)
+TRANSPORTS = ("p2p", "collective", "ragged")
+EXPERTS, TOP_K = 256, 8
+GRAPHS = "--xla_gpu_graph_min_graph_size=1"
+# XLA's flags, and (updates of ragged.py, label) measured with them.
+RAGGED = (
+    ("", (("rank", "default"), ("expert", "update an expert"))),
+    (
+        "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true",
+        (("rank", "decomposer"),),
+    ),
+)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="p2p, few T, uniform")
+    parser.add_argument("--tokens", type=int, nargs="+", help="T, in this order")
+    parser.add_argument("--ragged-tokens", type=int, nargs="+", help="T of ragged")
+    parser.add_argument("--routing", nargs="+", choices=("uniform", "zipf"))
+    parser.add_argument(
+        "--transports", "--only", nargs="+", choices=TRANSPORTS, help="default all"
+    )
+    parser.add_argument(
+        "--num-sms", type=int, nargs="+", default=[], help="besides the default"
+    )
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
+    parser.add_argument("--top-k", type=int, default=TOP_K)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--milliseconds", type=float, default=30, help="of a program")
+    parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
+    parser.add_argument("--seed", type=int, help="of routing and tokens")
+    parser.add_argument("--budget", type=float, default=300, help="seconds in all")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    args = parser.parse_args(arguments)
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    args.tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
+    args.ragged_tokens = args.ragged_tokens or args.tokens
+    args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
+    args.transports = args.transports or (["p2p"] if args.quick else TRANSPORTS)
+    return args
+
+
+def find_peak():
+    """GB/s, None where there is nothing to measure, and the report."""
+    if gpu_limits.driver() == "unknown":
+        return None, {}
+    return gpu_limits.peer_write_peak()
+
+
+def workers(args):
+    """(what it measures, XLA flags, its share of the time, its specification)."""
+    common = {
+        "hidden": args.hidden,
+        "dtype": args.dtype,
+        "experts": args.experts,
+        "top_k": args.top_k,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "milliseconds": args.milliseconds,
+        "unrolled": args.unrolled,
+        "defaults_at": 0,
+        "ragged": (),
+        "routings": args.routing,
+    }
+    ours = [name for name in args.transports if name != "ragged"]
+    if ours:
+        defaults_at = 0 if args.quick else min(4096, max(args.tokens))
+        yield (
+            p2p_report.OURS,
+            GRAPHS,
+            0.65,
+            {
+                **common,
+                "transports": ours,
+                "tokens": args.tokens,
+                "num_sms": [None, *args.num_sms],
+                "defaults_at": defaults_at,
+            },
+        )
+    if "ragged" in args.transports:
+        for index, (flags, measured) in enumerate(RAGGED):
+            yield (
+                f"ragged_all_to_all with {flags or 'the default flags'}",
+                flags,
+                0.85 + 0.15 * index,
+                {
+                    **common,
+                    "tokens": args.ragged_tokens,
+                    "routings": args.routing[:1],
+                    "ragged": measured,
+                },
+            )
+
+
+def run_worker(flags, spec):
+    """Runs p2p_worker.py; returns the lines that it wrote."""
+    environment = dict(os.environ)
+    # Multicast over NVLink can take the GPUs of a shared host out of service.
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
+    script = pathlib.Path(__file__).with_name("p2p_worker.py")
+    # A case that began in time may end after the deadline.
+    limit = max(0, spec["deadline"] - time.time()) + 60
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "rows.jsonl"
+        command = [sys.executable, str(script), json.dumps(spec), str(output)]
+        try:
+            done = subprocess.run(command, env=environment, timeout=limit, check=False)
+            problem = f"worker ended with {done.returncode}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"worker killed after {limit:.0f} s"
+        lines = output.read_text().splitlines() if output.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return rows, problem
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    start = time.time()
+    print(f"seed {args.seed}")
+    peak, peak_report = find_peak()
+    shown = p2p_report.number(peak, 1) or "not measured"
+    print(f"peer write peak, GB/s: {shown}; {time.time() - start:.0f} s")
+    record = {
+        "kind": "p2p",
+        "device": peak_report.get("device", "unknown"),
+        "count": int(peak_report.get("count", 0)),
+        "driver": gpu_limits.driver(),
+        "commit": recording.commit(),
+        "date": recording.date(),
+        "seed": args.seed,
+        "command": shlex.join(["benchmarks/p2p.py", *(arguments or sys.argv[1:])]),
+        "hidden": args.hidden,
+        "dtype": args.dtype,
+        "top_k": args.top_k,
+        "experts": args.experts,
+        "peak_gb_s": peak,
+        "peak": peak_report,
+        "flags": {},
+        "results": [],
+        "problems": [],
+    }
+    for name, flags, share, spec in workers(args):
+        print(f"{name}, {time.time() - start:.0f} s", flush=True)
+        spec |= {"peak_gb_s": peak, "deadline": start + share * args.budget}
+        record["flags"][name] = flags
+        rows, problem = run_worker(flags, spec)
+        for row in rows:
+            if "device" in row:
+                record |= row
+            else:
+                record["results"].append(row)
+        if problem:
+            record["problems"].append({"worker": name, "problem": problem})
+    record["seconds"] = round(time.time() - start, 1)
+    path = save(args, record)
+    if draw.available():
+        draw.save(record, path.with_suffix(".svg"))
+    p2p_report.print_table(record)
+    return 1 if p2p_report.failures(record) else 0
+
+
+def save(args, record):
+    name = recording.short_device(record["device"])
+    kind = "quick-p2p" if args.quick else "p2p"
+    return recording.write(f"{kind}-{name}x{record['count']}", record, args.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Programs that call one operation many times, compiled, checked and timed.
+
+A program is a loop around a body of unrolled calls, which XLA captures in a CUDA graph
+where it can. Each call waits for the one before it. Two ways to say so:
+
+* "barrier": an optimization barrier ties a call's ids to the outputs of the call
+  before. XLA's GPU compiler drops barriers when everything is scheduled, so nothing
+  runs between two calls.
+* "data": a value that is always zero, but not to XLA, is added to the ids: one more
+  small kernel a call. For operations that are slow anyway, and for XLA's CPU compiler,
+  which drops barriers so early that it merges calls.
+
+What comes back is a checksum over the calls' outputs.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import p2p_check
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+COMPILER_THREADS = 8
+_NEVER = 0xFFFFFFFF  # no checksum of one call: their elements have at most 16 bits
+
+
+@dataclasses.dataclass
+class Operation:
+    """One operation on a rank's arrays, to be called in turn with several draws.
+
+    `step(first, rest, shared)` returns arrays: all that must be computed. `draws` are
+    its (first, rest) pairs, global arrays; `first` is the array that ties calls.
+    `target` is the custom call to find once a call in the compiled program, or None.
+    """
+
+    step: Callable[..., list[jax.Array]]
+    draws: list[tuple[jax.Array, Any]]
+    shared: Any
+    target: str | None = None
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled program of `calls` calls and what it is made of."""
+
+    run: Callable[[], jax.Array]
+    calls: int
+    unrolled: int
+    iterations: int
+    tie: str
+    opcodes: dict[str, int]
+
+
+def last_element(array):
+    """The bits of the last element as uint32, cut to 16."""
+    last = array.reshape(-1)[-1]
+    bits = lax.bitcast_convert_type(last, f"uint{8 * last.dtype.itemsize}")
+    return bits.astype(jnp.uint32) & jnp.uint32(0xFFFF)
+
+
+def _checksum(arrays):
+    return sum(last_element(array) for array in arrays)
+
+
+def _add_nothing(array, outputs, never):
+    hit = (_checksum(outputs) == never).astype(array.dtype)
+    return array + hit
+
+
+def _body(operation, unrolled, tie, draws, shared, never, total):
+    # One trace for all calls.
+    step = jax.jit(operation.step)
+    outputs, parts = [total], []
+    for call in range(unrolled):
+        first, rest = draws[call % len(draws)]
+        if tie == "barrier":
+            first, outputs = lax.optimization_barrier((first, outputs))
+        elif call > 0:
+            first = _add_nothing(first, outputs, never)
+        else:
+            first = first + (total == never).astype(first.dtype)
+        parts.append(outputs[0] if call == 0 else _checksum(outputs))
+        outputs = step(first, rest, shared)
+    return sum(parts) + _checksum(outputs)
+
+
+def trace(mesh, operation, unrolled, iterations, tie):
+    """The program, lowered, and its arguments."""
+
+    def program(draws, shared, never):
+        def body(_, total):
+            return _body(operation, unrolled, tie, draws, shared, never[0], total)
+
+        return lax.fori_loop(0, iterations, body, jnp.uint32(0))[None]
+
+    mapped = jax.shard_map(
+        program,
+        mesh=mesh,
+        in_specs=(P("ep"), P("ep"), P()),
+        out_specs=P("ep"),
+        check_vma=False,
+    )
+    never = jnp.full((1,), _NEVER, jnp.uint32)
+    arguments = (operation.draws, operation.shared, never)
+    return jax.jit(mapped).lower(*arguments), arguments
+
+
+def _opcodes(text):
+    found = re.findall(r" (fusion|copy|copy-start|custom-call|call|while)\(", text)
+    return {name: found.count(name) for name in dict.fromkeys(found)}
+
+
+def compiling(mesh, operation, unrolled, iterations, tie="barrier"):
+    """A function that compiles a program, so that several can at the same time.
+
+    Takes the other tie where XLA merged or moved calls.
+    """
+    lowered, arguments = trace(mesh, operation, unrolled, iterations, tie)
+
+    def finish():
+        executable = lowered.compile()
+        text = executable.as_text()
+        if operation.target is not None:
+            calls = text.count(f'custom_call_target="{operation.target}"')
+            if calls != unrolled and tie == "barrier":
+                return compiling(mesh, operation, unrolled, iterations, "data")()
+            if calls != unrolled:
+                raise RuntimeError(
+                    f"{calls} calls of {operation.target} for {unrolled} in a program"
+                )
+        return Program(
+            run=lambda: executable(*arguments),
+            calls=unrolled * iterations,
+            unrolled=unrolled,
+            iterations=iterations,
+            tie=tie,
+            opcodes=_opcodes(text),
+        )
+
+    return finish
+
+
+def compile_all(finishers):
+    """Finishes all of a dict of compilations at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS) as pool:
+        futures = {name: pool.submit(finish) for name, finish in finishers.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+@functools.cache
+def last_elements(mesh):
+    """`last_element` of every rank's part of a global array."""
+    return p2p_check.mapped(mesh, lambda array: last_element(array)[None])
+
+
+def expected_checksum(program, last):
+    """What `program` returns on every rank; `last` has each draw's `last_elements`."""
+    sums = [np.asarray(each, np.uint64) for each in last]
+    total = sum(sums[call % len(sums)] for call in range(program.unrolled))
+    return (total * program.iterations).astype(np.uint32)
+
+
+def measure(program, repeats):
+    """Microseconds a call: median, least and most of the repeats; and the checksum."""
+    checksum = np.asarray(jax.block_until_ready(program.run()))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = jax.block_until_ready(program.run())
+        times.append((time.perf_counter() - start) / program.calls * 1e6)
+    same = np.array_equal(checksum, np.asarray(result))
+    return {
+        "us": statistics.median(times),
+        "us_least": min(times),
+        "us_most": max(times),
+        "repeats": repeats,
+        "calls": program.calls,
+        "unrolled": program.unrolled,
+        "tie": program.tie,
+        "opcodes": program.opcodes,
+    }, (checksum if same else None)

@@ -1,0 +1,148 @@
+"""What p2p.py prints: a line for each row and the table at the end."""
+
+OURS = "transports"  # the worker that measures jax_ep
+
+
+def number(value, digits=0):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def variant(row):
+    """A row's transport, with what tells it from others of that name."""
+    name = row.get("transport", "")
+    if row.get("num_sms"):
+        name += f", {row['num_sms']} SMs"
+    if row.get("flags"):
+        name += f", {row['flags']}"
+    return name
+
+
+def line(row):
+    """A row in one line, as progress."""
+    head = (
+        f"T {row['tokens']:<5}{row['routing']:<8} {row.get('op', ''):<9}"
+        f"{variant(row):<28}"
+    )
+    if "error" in row:
+        return f"{head} {row['error'].splitlines()[0][:150]}"
+    tail = "" if row["zero_tail"] is False else "  worst-case N, zeroed tail"
+    if row.get("transport") == "p2p" and row["tie"] != "barrier":
+        tail += "  a kernel between calls"
+    if row.get("wrong"):
+        tail += f"  WRONG: {row['differences']}"
+    share = f"{100 * row['of_peak']:4.0f}%" if row.get("of_peak") else ""
+    return (
+        f"{head}{row['us']:10.1f} us {row['gb_s']:7.1f} GB/s {share} "
+        f"(floor {number(row['floor_us'], 1)}; {row['us_least']:.1f} to "
+        f"{row['us_most']:.1f}){tail}"
+    )
+
+
+def failures(record):
+    """What makes a record unfit: wrong results, or jax_ep's own that are missing.
+
+    What XLA's ragged_all_to_all cannot do is left out of the table instead.
+    """
+    rows = [
+        line(row)
+        for row in record["results"]
+        if row.get("wrong") or ("error" in row and row["transport"] != "ragged")
+    ]
+    workers = [each for each in record["problems"] if each["worker"] == OURS]
+    return [*rows, *workers]
+
+
+def fastest(rows, **wanted):
+    """The fastest right row whose entries are `wanted`, or None."""
+    found = [
+        row
+        for row in rows
+        if "us" in row
+        and not row.get("wrong")
+        and all(row.get(key) == value for key, value in wanted.items())
+    ]
+    return min(found, key=lambda row: row["us"], default=None)
+
+
+def summary(rows):
+    """A dict for every (routing, op, T) at N that fits: what the table shows."""
+    keys = {
+        (row["routing"], row["op"], row["tokens"])
+        for row in rows
+        if "us" in row and row["zero_tail"] is False
+    }
+    result = []
+    for routing, op, tokens in sorted(keys):
+        wanted = {"routing": routing, "op": op, "tokens": tokens, "zero_tail": False}
+        p2p = fastest(rows, transport="p2p", num_sms=None, **wanted)
+        collective = fastest(rows, transport="collective", **wanted)
+        default = fastest(rows, transport="ragged", flags="default", **wanted)
+        best = fastest(rows, transport="ragged", **wanted)
+        some = p2p or collective or best
+        if some is None:
+            continue
+        result.append(
+            {
+                **wanted,
+                "bytes": some["bytes"],
+                "floor_us": some["floor_us"],
+                "p2p": p2p,
+                "collective_us": collective and collective["us"],
+                "ragged_default_us": default and default["us"],
+                "ragged_best_us": best and best["us"],
+                "ragged_best": best and best["flags"],
+            }
+        )
+    return result
+
+
+def print_sweep(rows):
+    """p2p over the numbers of SMs tried."""
+    swept = [r for r in rows if r.get("transport") == "p2p" and "us" in r]
+    sms = sorted({r["num_sms"] or 0 for r in swept})
+    if len(sms) < 2:
+        return
+    print("\np2p us by num_sms (0: chosen from the shape)")
+    print(f"{'':>8}{'':>10}{'T':>6}" + "".join(f"{each:>9}" for each in sms))
+    found = {}
+    for r in swept:
+        if r["zero_tail"] is False:
+            key = (r["routing"], r["op"], r["tokens"])
+            found.setdefault(key, {})[r["num_sms"] or 0] = r["us"]
+    for (routing, op, tokens), by_sms in sorted(found.items()):
+        times = "".join(f"{number(by_sms.get(each), 1):>9}" for each in sms)
+        print(f"{routing:>8}{op:>10}{tokens:>6}{times}")
+
+
+def print_table(record):
+    rows = record["results"]
+    print_sweep(rows)
+    peak = record["peak_gb_s"]
+    print(
+        f"\n{record['count']} x {record['device']}, peak {number(peak, 1)} GB/s a GPU, "
+        f"hidden {record['hidden']}, {record['dtype']}, top-{record['top_k']} of "
+        f"{record['experts']}; times in us"
+    )
+    print(
+        f"{'':>8}{'':>10}{'T':>6}{'floor':>9}{'p2p':>9}{'GB/s':>7}{'%':>5}"
+        f"{'collective':>12}{'ragged':>10}{'best':>10}{'speed-up':>9}"
+    )
+    for s in summary(rows):
+        p2p, best = s["p2p"], s["ragged_best_us"]
+        print(
+            f"{s['routing']:>8}{s['op']:>10}{s['tokens']:>6}"
+            f"{number(s['floor_us'], 1):>9}{number(p2p and p2p['us'], 1):>9}"
+            f"{number(p2p and p2p['gb_s'], 0):>7}"
+            f"{number(p2p and 100 * p2p.get('of_peak', 0), 0):>5}"
+            f"{number(s['collective_us'], 1):>12}"
+            f"{number(s['ragged_default_us'], 0):>10}{number(best, 0):>10}"
+            f"{number(best / p2p['us'] if best and p2p else None, 1):>9}"
+        )
+    for row in rows:
+        if "us" in row and row["zero_tail"]:
+            print(line(row))
+    for row in rows:
+        if "error" in row or row.get("wrong"):
+            print(line(row))
+    for each in record["problems"]:
+        print(f"{each['worker']}: {each['problem']}")

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# compute-sanitizer over jax_ep's kernels: memcheck on p2p semantics tests, racecheck and synccheck
+# on small ones. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S (default 360).
+#
+#   benchmarks/sanitize.sh [python]
+#
+# racecheck and synccheck run launches one after the other, so they get a group of one rank, which
+# waits for no other's kernel. The last lines are the summary; exit status 0 if all are clean.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-python3}
+limit=${LIMIT_S:-360}
+tool=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+[ -x "$tool" ] || { echo "no compute-sanitizer on PATH or in /usr/local/cuda/bin"; exit 2; }
+logs=$(mktemp -d)
+visible=${CUDA_VISIBLE_DEVICES:-0,1}
+one=${visible%%,*}
+two=$(cut -d, -f1-2 <<<"$visible")
+
+# Newer tools call the filter --kernel-name and refuse the old word one day.
+filter=--kernel-regex
+"$tool" --help | grep -q -- '--kernel-name ' && filter=--kernel-name
+
+# Graphs off: launches inside a graph are not told apart by kernel.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer="
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+export JAX_EP_TEST_TRANSPORT=p2p
+
+summary=()
+worst=0
+# check NAME SECONDS GPUS TOOL [pytest arguments]: one tool over some tests.
+check() {
+  local name=$1 seconds=$2 gpus=$3 kind=$4
+  shift 4
+  local log=$logs/$name.log
+  echo "== $name: $kind on GPUs $gpus, at most $seconds s"
+  CUDA_VISIBLE_DEVICES=$gpus timeout --kill-after=10 "$seconds" "$tool" --tool "$kind" \
+    "$filter" kns=jax_ep --report-api-errors no --target-processes application-only \
+    --error-exitcode 7 --print-limit 20 \
+    "$python" -m pytest -q -x -p no:cacheprovider "$@" >"$log" 2>&1
+  local status=$?
+  local found tests verdict=clean
+  found=$(grep -hE '(ERROR|RACECHECK) SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')
+  tests=$(grep -hE '[0-9]+ (passed|failed|skipped|deselected)' "$log" | tail -n 1)
+  if grep -q 'Device not supported' "$log"; then
+    verdict="NOT RUN: the tool does not support this machine's device"
+  elif [ "$status" = 124 ] || [ "$status" = 137 ]; then
+    verdict="OUT OF TIME after $seconds s"
+  elif [ "$status" != 0 ]; then
+    verdict="NOT CLEAN, exit status $status"
+  elif ! grep -qE '(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)' "$log" ||
+    ! grep -qE '[0-9]+ passed' "$log"; then
+    verdict="NOT RUN: no summary or no test"
+  fi
+  [ "$verdict" = clean ] || { worst=1; grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
+  summary+=("$name: $verdict; ${found:-no summary}; ${tests:-no test ended}")
+}
+
+# All three kernels where they drop, align, cut groups, and have the least and the odd row sizes.
+files=(tests/test_dispatch.py tests/test_combine.py tests/test_vjp.py tests/test_p2p.py)
+corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or cut_aligned or
+  duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
+corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
+small='ranks1 or top32_one_rank or (test_vjp and cut_aligned)'
+share=$((limit / 12))
+# XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
+# own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
+XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 3)) "$one" memcheck \
+  "${files[@]}" -k "$corners"
+[ "$two" = "$one" ] || check memcheck-two $((share * 4)) "$two" memcheck "${files[@]}" -k "$corners"
+check racecheck $((share * 3)) "$one" racecheck "${files[@]}" -k "$small"
+check synccheck $((share * 2)) "$one" synccheck "${files[@]}" -k "$small"
+
+echo "== summary (logs in $logs)"
+printf '%s\n' "${summary[@]}"
+exit "$worst"

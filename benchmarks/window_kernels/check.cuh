@@ -1,0 +1,298 @@
+// Compares what the calls of window_kernels.cu left on the GPUs with protocol/routing.h on the
+// host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "formats/numbers.h"
+#include "protocol/routing.h"
+#include "ranks.cuh"
+
+namespace jax_ep::window_kernels {
+
+// No index, count or offset looks like this, and no element of ElementAt.
+inline constexpr int kPoison = 0xEE;
+
+class Mismatches {
+ public:
+  void Add(uint32_t rank, const std::string& what) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (count_++ < kShown) std::printf("  WRONG at rank %u: %s\n", rank, what.c_str());
+  }
+  int64_t count() const { return count_; }
+
+ private:
+  static constexpr int64_t kShown = 20;
+  std::mutex mutex_;
+  int64_t count_ = 0;
+};
+
+// ---- What a dispatch must return ----------------------------------------------------------------
+
+struct Expected {
+  std::vector<int32_t> slot_of, position, num_invalid;  // of this rank as a source
+  std::vector<int32_t> rows_to, slots_to;               // [E] and [R], of the same
+  std::vector<int32_t> row_offsets, group_sizes, expert_counts, expert_ids, src_info, num_dropped,
+      row_of, row_slot, slot_counts;
+  std::vector<float> row_weights;
+
+  // visit(name, table on the GPU, what it must hold)
+  template <typename Visit>
+  void ForEachTable(const WindowDispatchStep& step, Visit visit) const {
+    visit("slot_of", step.slot_of, slot_of);
+    visit("num_invalid", step.num_invalid, num_invalid);
+    visit("row_offsets", step.row_offsets, row_offsets);
+    visit("group_sizes", step.group_sizes, group_sizes);
+    visit("expert_counts", step.expert_counts, expert_counts);
+    visit("expert_ids", step.expert_ids, expert_ids);
+    visit("src_info", step.src_info, src_info);
+    visit("num_dropped", step.num_dropped, num_dropped);
+    visit("row_of", step.row_of, row_of);
+    visit("row_slot", step.row_slot, row_slot);
+    visit("slot_counts", step.slot_counts, slot_counts);
+    visit("router_weights", step.row_weights, row_weights);
+  }
+};
+
+inline void ExpectAtSource(const EpShape& shape, const std::vector<int32_t>& ids,
+                           Expected& expected) {
+  expected.slot_of.resize(shape.tokens * shape.top_k);
+  expected.position.resize(expected.slot_of.size());
+  expected.rows_to.assign(shape.experts(), 0);
+  expected.slots_to.assign(shape.ranks, 0);
+  InvalidIds invalid;
+  RouteTokens(shape, ids.data(), 0, shape.tokens,
+              {expected.slots_to.data(), expected.rows_to.data()},
+              {expected.slot_of.data(), expected.position.data()}, invalid);
+  expected.num_invalid = {invalid.count};
+}
+
+// Row of the first copy of each (source, expert) of `rank`, not yet cut by N.
+inline std::vector<int64_t> ExpectGroups(const EpShape& shape, int64_t rank,
+                                         std::vector<Expected>& all) {
+  Expected& expected = all[rank];
+  std::vector<int64_t> starts(shape.experts());
+  int64_t start = 0, dropped = 0;
+  expected.row_offsets = {0};
+  for (int64_t expert = 0; expert < shape.local_experts; ++expert) {
+    int64_t rows = 0;
+    for (int64_t source = 0; source < shape.ranks; ++source) {
+      starts[source * shape.local_experts + expert] = start + rows;
+      rows += all[source].rows_to[rank * shape.local_experts + expert];
+    }
+    dropped += DroppedRows(start, rows, shape.recv_rows);
+    start = NextGroupStart(start, rows, shape.expert_alignment);
+    const int32_t offset = static_cast<int32_t>(std::min(start, shape.recv_rows));
+    expected.group_sizes.push_back(offset - expected.row_offsets.back());
+    expected.row_offsets.push_back(offset);
+    expected.expert_counts.push_back(static_cast<int32_t>(rows));
+    expected.expert_ids.push_back(static_cast<int32_t>(expert));
+  }
+  expected.num_dropped = {static_cast<int32_t>(dropped)};
+  return starts;
+}
+
+inline void ExpectRows(const EpShape& shape, const World& world, int routing, int64_t rank,
+                       std::vector<Expected>& all) {
+  const std::vector<int64_t> starts = ExpectGroups(shape, rank, all);
+  Expected& expected = all[rank];
+  expected.src_info.assign(shape.recv_rows * 3, -1);
+  expected.row_weights.assign(shape.recv_rows, 0);
+  expected.row_of.assign(shape.slots() * shape.top_k, -1);
+  expected.row_slot.assign(shape.recv_rows, -1);
+  for (int64_t source = 0; source < shape.ranks; ++source) {
+    const Rank& from = world.ranks[source];
+    expected.slot_counts.push_back(all[source].slots_to[rank]);
+    for (int64_t entry = 0; entry < shape.tokens * shape.top_k; ++entry) {
+      const ExpertPlace place =
+          PlaceOf(from.host_ids[routing][entry], static_cast<int32_t>(shape.ranks),
+                  static_cast<int32_t>(shape.local_experts));
+      if (place.rank != rank) continue;
+      const int64_t first = starts[source * shape.local_experts + place.local_expert];
+      const int32_t row = RowOrDropped(first + all[source].position[entry], shape.recv_rows);
+      if (row < 0) continue;
+      const int64_t slot = source * shape.tokens + all[source].slot_of[entry] % shape.tokens;
+      const int64_t k = entry % shape.top_k;
+      expected.row_of[slot * shape.top_k + k] = row;
+      expected.row_slot[row] = static_cast<int32_t>(slot);
+      expected.src_info[row * 3] = static_cast<int32_t>(source);
+      expected.src_info[row * 3 + 1] = static_cast<int32_t>(entry / shape.top_k);
+      expected.src_info[row * 3 + 2] = static_cast<int32_t>(k);
+      expected.row_weights[row] = from.host_weights[entry];
+    }
+  }
+}
+
+inline std::vector<Expected> Expect(const World& world, const EpShape& shape, int routing) {
+  std::vector<Expected> all(world.ranks.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    ExpectAtSource(shape, world.ranks[i].host_ids[routing], all[i]);
+  }
+  OnEachRank(world,
+             [&](const Rank& rank) { ExpectRows(shape, world, routing, rank.group.rank, all); });
+  return all;
+}
+
+// ---- Comparisons --------------------------------------------------------------------------------
+
+template <typename T>
+void CheckTable(const char* name, const T* table, const std::vector<T>& expected, const Rank& rank,
+                Mismatches& wrong) {
+  std::vector<T> got(expected.size());
+  Download(table, got);
+  // Bitwise, floats as well.
+  const auto differs = [&](size_t i) { return std::memcmp(&got[i], &expected[i], sizeof(T)) != 0; };
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (!differs(i)) continue;
+    wrong.Add(rank.group.rank, std::string(name) + "[" + std::to_string(i) + "] is " +
+                                   std::to_string(got[i]) + ", not " + std::to_string(expected[i]));
+  }
+}
+
+// The rows of a dispatch or cached dispatch: copies of tokens, zeros where `clear_tail` says so.
+inline void CheckRows(const char* name, const World& world, const EpShape& shape,
+                      const Expected& expected, bool clear_tail, const Rank& rank,
+                      Mismatches& wrong) {
+  constexpr int64_t kBatchBytes = int64_t{64} << 20;
+  const int64_t batch = std::max<int64_t>(kBatchBytes / shape.row_bytes(), 1);
+  const std::vector<BFloat16> zeros(shape.hidden);
+  std::vector<BFloat16> rows;
+  for (int64_t first = 0; first < shape.recv_rows; first += batch) {
+    const int64_t end = std::min(first + batch, shape.recv_rows);
+    rows.resize((end - first) * shape.hidden);
+    Download(reinterpret_cast<const BFloat16*>(rank.dispatch.rows) + first * shape.hidden, rows);
+    for (int64_t row = first; row < end; ++row) {
+      const int32_t source = expected.src_info[row * 3], token = expected.src_info[row * 3 + 1];
+      if (source < 0 && !clear_tail) continue;
+      const BFloat16* wanted =
+          source < 0 ? zeros.data() : &world.ranks[source].host_tokens[token * shape.hidden];
+      if (std::memcmp(&rows[(row - first) * shape.hidden], wanted, shape.row_bytes()) == 0)
+        continue;
+      wrong.Add(rank.group.rank, std::string(name) + ", row " + std::to_string(row));
+    }
+  }
+}
+
+// What combine adds up for a token.
+struct Term {
+  int64_t rank;
+  int64_t row;
+  float weight;
+};
+
+// By rank, then by k; without dropped rows.
+inline std::vector<Term> TermsOf(const EpShape& shape, const std::vector<Expected>& all,
+                                 const Rank& source, int64_t token, bool weighted) {
+  std::vector<Term> terms;
+  for (int64_t to = 0; to < shape.ranks; ++to) {
+    for (int64_t k = 0; k < shape.top_k; ++k) {
+      const int64_t entry = token * shape.top_k + k;
+      const int64_t flat = all[source.group.rank].slot_of[entry];
+      if (flat < 0 || flat / shape.tokens != to) continue;
+      const int64_t slot = source.group.rank * shape.tokens + flat % shape.tokens;
+      const int32_t row = all[to].row_of[slot * shape.top_k + k];
+      if (row >= 0) terms.push_back({to, row, weighted ? source.host_weights[entry] : 1.0f});
+    }
+  }
+  return terms;
+}
+
+// Of float32 products in k order a rank, rounded to the wire's type, in order of ranks.
+inline BFloat16 SumAt(const EpShape& shape, const std::vector<Term>& terms, int64_t column) {
+  float sum = 0;
+  for (auto term = terms.begin(); term != terms.end();) {
+    const int64_t rank = term->rank;
+    float part = 0;
+    for (; term != terms.end() && term->rank == rank; ++term) {
+      const uint64_t index = static_cast<uint64_t>(term->row * shape.hidden + column);
+      part = MultiplyThenAdd(part, term->weight, ToFloat(ElementAt(ExpertStream(rank), index)));
+    }
+    sum = Add(sum, ToFloat(FromFloat<BFloat16>(part)));
+  }
+  return FromFloat<BFloat16>(sum);
+}
+
+inline void CheckSums(const EpShape& shape, const std::vector<Expected>& all, bool weighted,
+                      const Rank& rank, Mismatches& wrong) {
+  // The host is slow at this.
+  constexpr int64_t kSampled = 128;
+  std::vector<BFloat16> output(shape.tokens * shape.hidden);
+  Download(static_cast<const BFloat16*>(rank.combine.output), output);
+  for (int64_t token = 0; token < shape.tokens; token += DivideUp(shape.tokens, kSampled)) {
+    const std::vector<Term> terms = TermsOf(shape, all, rank, token, weighted);
+    for (int64_t column = 0; column < shape.hidden; ++column) {
+      const BFloat16 got = output[token * shape.hidden + column];
+      const BFloat16 wanted = SumAt(shape, terms, column);
+      if (got.bits == wanted.bits) continue;
+      wrong.Add(rank.group.rank, std::string(weighted ? "weighted" : "plain") + " sum of token " +
+                                     std::to_string(token) + ", column " + std::to_string(column) +
+                                     " is " + std::to_string(ToFloat(got)) + ", not " +
+                                     std::to_string(ToFloat(wanted)));
+    }
+  }
+}
+
+// ---- Calls that are checked ---------------------------------------------------------------------
+
+// The memsets go to another stream than the calls, one that does not wait for theirs.
+template <typename T>
+void Poison(T* memory, int64_t count) {
+  CHECK_CUDA(cudaMemset(memory, kPoison, static_cast<size_t>(count) * sizeof(T)));
+  CHECK_CUDA(cudaDeviceSynchronize());
+}
+
+// All three calls with one routing.
+inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismatches& wrong) {
+  const EpShape shape = world.Shape(tokens);
+  const std::vector<Expected> expected = Expect(world, shape, routing);
+  const int64_t row_bytes = shape.recv_rows * shape.row_bytes();
+  // Both ways over the routings: without it the tail is the caller's to ignore.
+  const bool zero_tail = routing % 2 == 1;
+
+  OnEachRank(world, [&](const Rank& rank) {
+    Poison(rank.dispatch.rows, row_bytes);
+    expected[rank.group.rank].ForEachTable(
+        rank.dispatch,
+        [](const char*, auto* table, const auto& values) { Poison(table, std::ssize(values)); });
+  });
+  Run(world,
+      {.call = Call::kDispatch, .tokens = tokens, .routing = routing, .zero_tail = zero_tail});
+  OnEachRank(world, [&](const Rank& rank) {
+    const Expected& of_rank = expected[rank.group.rank];
+    of_rank.ForEachTable(rank.dispatch, [&](const char* name, auto* table, const auto& values) {
+      CheckTable(name, table, values, rank, wrong);
+    });
+    CheckRows("dispatch", world, shape, of_rank, zero_tail, rank, wrong);
+    Poison(rank.dispatch.rows, row_bytes);
+    Poison(rank.dispatch.row_weights, shape.recv_rows);
+  });
+  // A route that is wrong would send the next calls astray.
+  if (wrong.count() != 0) return;
+
+  Run(world, {.call = Call::kCachedDispatch, .tokens = tokens});
+  OnEachRank(world, [&](const Rank& rank) {
+    const Expected& of_rank = expected[rank.group.rank];
+    CheckTable("cached router_weights", rank.dispatch.row_weights, of_rank.row_weights, rank,
+               wrong);
+    CheckRows("cached dispatch", world, shape, of_rank, true, rank, wrong);
+  });
+  if (wrong.count() != 0) return;
+
+  for (const bool weighted : {true, false}) {
+    OnEachRank(world, [&](const Rank& rank) {
+      Poison(static_cast<BFloat16*>(rank.combine.output), shape.tokens * shape.hidden);
+    });
+    Run(world, {.call = Call::kCombine, .tokens = tokens, .weighted = weighted});
+    OnEachRank(world, [&](const Rank& rank) { CheckSums(shape, expected, weighted, rank, wrong); });
+  }
+}
+
+}  // namespace jax_ep::window_kernels
