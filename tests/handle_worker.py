@@ -25,15 +25,15 @@ def main(mode: str) -> dict:
     jax.monitoring.register_event_listener(
         lambda event, **_: hits.append(event) if "cache_hits" in event else None
     )
-    mesh = helpers.make_mesh(4)
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
     config = helpers.make_config(hidden_size=40)
     if mode == "shifted":
         for hidden in (8, 16, 48):
             helpers.make_ep(mesh, helpers.make_config(hidden_size=hidden))
     if mode == "twin":
-        jax_ep.init(mesh, "ep", config, transport="collective")
-    ep = jax_ep.init(mesh, "ep", config, transport="collective")
-    inputs = helpers.make_inputs(np.random.default_rng(0), config, 4)
+        jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
+    ep = jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
+    inputs = helpers.make_inputs(np.random.default_rng(0), config, mesh.size)
     hits.clear()  # init's own programs are not what is asked about
     d = helpers.run_dispatch(ep, mesh, inputs)
     found = len(hits)

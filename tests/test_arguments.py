@@ -35,7 +35,7 @@ def operands(ep, n=8):
 def test_mesh_of_mixed_axis_types(kinds):
     auto = helpers.make_mesh({"dp": 2, "ep": 2})
     mesh = Mesh(auto.devices, auto.axis_names, axis_types=kinds)
-    with jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+    with helpers.init(mesh) as ep:
         assert ep.my_rank.tolist() == [0, 1, 0, 1]
         tokens, ids = (jnp.concatenate([a, a]) for a in operands(ep))
         d = jax_ep.sharded.dispatch(ep, tokens, ids)
@@ -45,13 +45,13 @@ def test_mesh_of_mixed_axis_types(kinds):
 
 def test_init_inside_the_context_of_another_mesh(mesh):
     other = Mesh(mesh.devices, ("other",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(other), jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+    with jax.set_mesh(other), helpers.init(mesh) as ep:
         assert ep.my_rank.tolist() == list(range(mesh.size))
 
 
 def test_init_under_a_trace_says_so(mesh):
     def traced(x):
-        jax_ep.init(mesh, "ep", helpers.make_config())
+        helpers.init(mesh)
         return x
 
     with pytest.raises(ValueError, match=r"jax_ep.init: must run outside of traced"):
@@ -136,7 +136,7 @@ def test_mesh_of_another_shape(ep):
 
 
 def test_handle_used_by_sharded_is_collected(mesh):
-    ep = jax_ep.init(mesh, "ep", helpers.make_config())
+    ep = helpers.init(mesh)
     jax.block_until_ready(jax_ep.sharded.dispatch(ep, *operands(ep)).tokens)
     alive = weakref.ref(ep)
     del ep
@@ -148,7 +148,7 @@ def test_handle_used_by_sharded_is_collected(mesh):
 def test_check_counts_the_other_devices(mesh):
     if mesh.size < 2:
         pytest.skip("needs 2 devices")
-    with jax_ep.init(mesh, "ep", helpers.make_config()) as ep:
+    with helpers.init(mesh) as ep:
         tokens, ids = operands(ep)
         jax.block_until_ready(jax_ep.sharded.dispatch(ep, tokens, ids + 99))
         with pytest.raises(jax_ep.InvalidIdError, match=r"at rank 0, .*1 more devices"):
@@ -157,7 +157,7 @@ def test_check_counts_the_other_devices(mesh):
 
 
 def test_closed_handle_is_not_entered(mesh):
-    ep = jax_ep.init(mesh, "ep", helpers.make_config())
+    ep = helpers.init(mesh)
     ep.close()
     with pytest.raises(ValueError, match="must be open to be entered"):
         ep.__enter__()

@@ -92,7 +92,7 @@ def test_route_of_no_kind(mesh, ep) -> None:
 
 
 def test_closed(mesh) -> None:
-    handle = jax_ep.init(mesh, "ep", helpers.make_config(), transport="collective")
+    handle = helpers.init(mesh)
     _, operands = arrays(handle, mesh)
     d = helpers.dispatch_fn(handle, mesh, P("ep"))(*operands)
     handle.close()

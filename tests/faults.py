@@ -1,0 +1,264 @@
+"""Scenarios of p2p_worker.py in which something goes wrong: ranks that miss or differ.
+
+One rank's call without the others' is a program of one device outside of shard_map: a
+handler finds its rank by its device. jax_ep's own functions would refuse to trace it,
+so these call the layer below them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+
+import gpus
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import twins
+
+import jax_ep
+from jax_ep import _autodiff
+
+TIMEOUT_S = 2.0
+FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
+
+
+def dispatch(ep, x, ids, w):
+    return _autodiff.dispatch(ep, True, x, ids, w)
+
+
+def combine(ep, route, rows, w):
+    return _autodiff.combine(ep, route, rows, w, None)
+
+
+def cached(ep, route, x, w):
+    return _autodiff._send_cached(ep, route, x, w)
+
+
+def reduced(ep, x, ids, w):
+    """A dispatch with one of XLA's collectives behind it."""
+    d = jax_ep.dispatch(ep, x, ids, w)
+    return jax.lax.psum(d.expert_counts, "ep")[None]
+
+
+class Faulty:
+    """A handle of two ranks with a short time limit, and operands of both ranks."""
+
+    def __init__(self, mesh):
+        self.mesh, self.traced = mesh, {}
+        self.ep = helpers.init(mesh, **FIELDS)
+        made = helpers.make_inputs(
+            np.random.default_rng(1),
+            self.ep.config,
+            mesh.size,
+            n=64,
+            routing="full",
+            fill=helpers.normal,
+        )
+        self.inputs = made
+        self.args = [helpers.put(mesh, part) for part in vars(made).values()]
+        self.run = twins.mapped(mesh, functools.partial(jax_ep.dispatch, self.ep))
+        self.first = jax.block_until_ready(self.run(*self.args))
+        self.reduce = twins.mapped(mesh, functools.partial(reduced, self.ep))
+        jax.block_until_ready(self.reduce(*self.args))
+        helpers.assert_dispatched(self.ep.config, self.first, made)
+
+    def of(self, rank, tree):
+        """One rank's part of global arrays, on its device."""
+        device = self.mesh.devices.flat[rank]
+
+        def pick(array):
+            (data,) = (s.data for s in array.addressable_shards if s.device == device)
+            return data
+
+        return jax.tree.map(pick, tree)
+
+    def alone(self, call, rank, *args):
+        """`call` of one rank, compiled but not run: compiling may outlast the limit."""
+        args = self.of(rank, args)
+        # Traced once for both ranks, as a program of all ranks is.
+        if call not in self.traced:
+            self.traced[call] = jax.jit(functools.partial(call, self.ep))
+        return functools.partial(self.traced[call].lower(*args).compile(), *args)
+
+    def complaints(self):
+        """What the next calls and check() raise, twice: the handle stays dead.
+
+        A rank that raised alone would leave the others in the psum, until XLA aborts
+        the process.
+        """
+        found = []
+        acts = (
+            lambda: self.run(*self.args),
+            lambda: self.reduce(*self.args),
+            self.ep.check,
+        )
+        for _ in range(2):
+            for act in acts:
+                try:
+                    jax.block_until_ready(act())
+                    found.append("nothing was raised")
+                except jax.errors.JaxRuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    def recovers(self):
+        """A new handle after close() gives right answers, as another one does."""
+        self.ep.close()
+        Faulty(self.mesh).ep.close()
+        return True
+
+
+def is_nothing(results):
+    """What a call that gave up returns: NaN for floats, -1 for ids, 0 for counts."""
+    zeros = ("row_offsets", "group_sizes", "expert_counts", "num_dropped")
+    for path, leaf in jax.tree.leaves_with_path(results):
+        name = jax.tree_util.keystr(path)
+        leaf = np.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            good = np.isnan(leaf.astype(np.float32)).all()
+        elif any(zero in name for zero in zeros) or "slot_counts" in name:
+            good = not leaf.any()
+        elif any(
+            part in name for part in ("src_info", "slot_of", "row_of", "row_slot")
+        ):
+            good = (leaf == -1).all()
+        else:
+            continue
+        if not good:
+            return f"{name} {leaf.flat[:4]}"
+    return True
+
+
+def outcome(faulty, other, results, start):
+    """What every fault must have led to, for the test to judge."""
+    nothing = []
+    for index, result in enumerate(results):
+        try:
+            nothing.append(is_nothing(jax.block_until_ready(result)))
+        except jax.errors.JaxRuntimeError:
+            # Enqueued after the host had heard of the first one's end.
+            assert index, "the first call ends without an error of its own"
+    return {
+        "seconds_waited": time.monotonic() - start,
+        "nothing": nothing,
+        "complaints": faulty.complaints(),
+        "other_goes_on": [other.run(*other.args) is not None, other.ep.check()],
+        "recovers": faulty.recovers(),
+    }
+
+
+def missing(which, mesh):
+    """Rank 0 calls, and calls again; rank 1 never comes."""
+    faulty, other = Faulty(mesh), Faulty(mesh)
+    d = faulty.first
+    x, _, w = faulty.args
+    call = {
+        "dispatch": (dispatch, *faulty.args),
+        "combine": (combine, d.route, d.tokens, d.router_weights),
+        "cached": (cached, d.route, x, w),
+    }[which]
+    run = faulty.alone(call[0], 0, *call[1:])
+    start = time.monotonic()
+    results = []
+    for _ in range(10):
+        try:
+            results.append(run())
+        except jax.errors.JaxRuntimeError:
+            break  # the handler saw the end of an earlier call
+    return outcome(faulty, other, results, start)
+
+
+def late(mesh):
+    """Rank 1 comes a second after rank 0, which is within the limit."""
+    faulty = Faulty(mesh)
+    runs = [faulty.alone(dispatch, rank, *faulty.args) for rank in range(2)]
+    results = []
+    for run in runs:
+        results.append(run())
+        time.sleep(TIMEOUT_S / 2)
+    jax.block_until_ready(results)
+    for rank, result in enumerate(results):
+        want = jax.tree.leaves(faulty.of(rank, faulty.first))
+        for got, wanted in zip(jax.tree.leaves(result), want, strict=True):
+            helpers.assert_bits(got, np.asarray(wanted))
+    return {"right": True, "check": faulty.ep.check()}
+
+
+def differs(how, mesh):
+    """The ranks make different calls of one kind: other n, or along a known route."""
+    faulty, other = Faulty(mesh), Faulty(mesh)
+    x, ids, w = faulty.args
+    runs = [faulty.alone(dispatch, 0, x, ids, w)]
+    if how == "tokens":
+
+        def fewer(ep, x, ids, w):
+            return dispatch(ep, x[:33], ids[:33], w[:33])
+
+        runs.append(faulty.alone(fewer, 1, x, ids, w))
+    else:
+        runs.append(faulty.alone(cached, 1, faulty.first.route, x, w))
+    start = time.monotonic()
+    return outcome(faulty, other, [run() for run in runs], start)
+
+
+def giant(mesh):
+    """More than any GPU has: an error that names it, and everything is given back."""
+    config = helpers.make_config(
+        max_tokens_per_rank=2**22,
+        hidden_size=16384,
+        recv_capacity=1024,
+    )
+    helpers.init(mesh).close()
+    before = [gpus.free_bytes(d.local_hardware_id) for d in mesh.devices.flat]
+    try:
+        jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT).close()
+        message = "nothing was raised"
+    except (RuntimeError, ValueError, MemoryError) as error:
+        message = str(error)
+    after = [gpus.free_bytes(d.local_hardware_id) for d in mesh.devices.flat]
+    return {
+        "message": message,
+        "lost": max(b - a for b, a in zip(before, after, strict=True)),
+        "needed": 2 * 2**22 * 16384 * 2 * mesh.size,
+        "right_afterwards": Faulty(mesh).recovers(),
+    }
+
+
+def flat(mesh):
+    """Windows are there while a handle is open and gone afterwards, 30 times."""
+    ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+    free, opened = [], 0
+    for cycle in range(33):
+        ep = helpers.init(mesh, max_tokens_per_rank=4096, hidden_size=2048, top_k=8)
+        before = min(map(gpus.free_bytes, ordinals))
+        if cycle % 10 == 0:
+            x = jnp.ones((8 * mesh.size, 2048), jnp.bfloat16)
+            ids = jnp.zeros((8 * mesh.size, 8), jnp.int32)
+            jax.block_until_ready(jax_ep.sharded.dispatch(ep, x, ids).tokens)
+        opened, size = opened + 1, ep.buffer_bytes
+        if cycle % 2:
+            ep.close()
+        del ep
+        gc.collect()
+        free.append([gpus.free_bytes(ordinal) for ordinal in ordinals])
+        held = min(free[-1]) - before
+    return {
+        "opened": opened,
+        "buffer_bytes": size,
+        "held": held,
+        "lost": max(a - b for a, b in zip(free[2], free[-1], strict=True)),
+    }
+
+
+ALL = {
+    **{f"missing_{w}": functools.partial(missing, w)
+       for w in ("dispatch", "combine", "cached")},
+    "late": late,
+    "differs_tokens": functools.partial(differs, "tokens"),
+    "differs_kind": functools.partial(differs, "kind"),
+    "giant": giant,
+    "flat": flat,
+}  # fmt: skip

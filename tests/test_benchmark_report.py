@@ -1,0 +1,106 @@
+"""What benchmarks/p2p.py prints, records and draws of its rows."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import draw
+import p2p
+import p2p_report
+
+
+def row(us, **changes):
+    facts = {
+        "transport": "p2p",
+        "op": "dispatch",
+        "tokens": 128,
+        "routing": "uniform",
+        "zero_tail": False,
+        "num_sms": None,
+        "bytes": 1000,
+        "floor_us": 1.0,
+        "us": us,
+        "us_least": us,
+        "us_most": us,
+        "gb_s": 1 / us,
+        "of_peak": 1 / us,
+        "wrong": False,
+        "tie": "barrier",
+    }
+    return facts | changes
+
+
+def record(*rows):
+    return {
+        "count": 4,
+        "device": "made up",
+        "peak_gb_s": 100.0,
+        "hidden": 16,
+        "dtype": "bfloat16",
+        "top_k": 2,
+        "experts": 8,
+        "results": list(rows),
+        "problems": [],
+    }
+
+
+def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
+    rows = [
+        row(20.0),
+        row(10.0, num_sms=8),
+        row(5.0, wrong=True, differences={"y": 3}),
+        row(70.0, transport="collective"),
+        row(900.0, transport="ragged", flags="default"),
+        row(300.0, transport="ragged", flags="decomposer"),
+        row(1.0, zero_tail=True),
+    ]
+    (found,) = p2p_report.summary(rows)
+    assert found["p2p"]["us"] == 20.0
+    assert found["collective_us"] == 70.0
+    assert (found["ragged_default_us"], found["ragged_best_us"]) == (900.0, 300.0)
+    assert found["ragged_best"] == "decomposer"
+    p2p_report.print_table(record(*rows))
+    assert "WRONG: {'y': 3}" in capsys.readouterr().out
+
+
+def test_wrong_or_missing_results_make_a_record_unfit():
+    assert p2p_report.failures(record(row(20.0))) == []
+    error = {key: row(1.0)[key] for key in ("tokens", "routing", "zero_tail")}
+    error |= {"transport": "p2p", "error": "timed out"}
+    of_xla = {**error, "transport": "ragged"}
+    assert len(p2p_report.failures(record(error, of_xla))) == 1
+    wrong = row(5.0, transport="ragged", wrong=True, differences={"y": 3})
+    assert len(p2p_report.failures(record(wrong))) == 1
+    hung = {"worker": p2p_report.OURS, "problem": "killed"}
+    assert p2p_report.failures(record() | {"problems": [hung]}) == [hung]
+
+
+def test_specifications_of_the_workers_are_json_and_cover_the_arguments():
+    args = p2p.parse(["--tokens", "8", "--num-sms", "16", "24", "--seed", "5"])
+    found = list(p2p.workers(args))
+    assert len(found) == 1 + len(p2p.RAGGED)
+    spec = json.loads(json.dumps(found[0][3]))
+    assert spec["num_sms"] == [None, 16, 24]
+    assert spec["transports"] == ["p2p", "collective"]
+    assert spec["defaults_at"] == 8
+    quick = list(p2p.workers(p2p.parse(["--quick"])))
+    assert [spec["transports"] for *_, spec in quick] == [["p2p"]]
+
+
+def test_picture_is_marked_with_its_record(tmp_path):
+    first, second = record(row(20.0)), record(row(21.0))
+    assert draw.mark(first) == draw.mark(json.loads(json.dumps(first)))
+    assert draw.mark(first) != draw.mark(second)
+    if not draw.available():
+        pytest.skip("needs matplotlib")
+    paths = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for path in paths:
+        draw.save(first, path)
+    assert draw.mark(first) in paths[0].read_text()
+    assert paths[0].read_bytes() == paths[1].read_bytes()

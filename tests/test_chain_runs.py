@@ -1,0 +1,109 @@
+"""Chained calls have the results and the exchanges of unchained ones; needs no GPU.
+
+XLA's exchange runs behind p2p's interface.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+from test_chain import arguments, layer, mapped, p2p_handle, square
+
+import jax_ep
+from jax_ep import _autodiff, _collective
+
+
+@pytest.fixture
+def mesh():
+    if jax.default_backend() != "cpu":
+        pytest.skip("imagines p2p on CPU devices")
+    return helpers.make_mesh(2)
+
+
+@pytest.fixture
+def ep(mesh):
+    return p2p_handle(mesh)
+
+
+def tied(x: jax.Array, to: jax.Array) -> jax.Array:
+    """`x`, which now needs `to`."""
+    return jax.lax.optimization_barrier((x, to))[0]
+
+
+def done(out: jax.Array) -> jax.Array:
+    return tied(jax.lax.full_like(out, 0, jnp.int32, (1,)), out)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Lets handles of p2p run; the form of what each call came after."""
+    given: list[str] = []
+
+    def chained(ordinary: Any, operand: int, yields: bool) -> Any:
+        def call(ep: Any, *operands: Any) -> Any:
+            *first, after = operands
+            given.append(f"{after.dtype}{list(after.shape)}")
+            first[operand] = tied(first[operand], after)
+            out = ordinary(ep, *first)
+            return (*out, done(out[0])) if yields else out
+
+        return call
+
+    module = types.SimpleNamespace(
+        dispatch=chained(_collective.dispatch, 0, False),
+        dispatch_cached=chained(_collective.dispatch_cached, 1, True),
+        combine=chained(_collective.combine, 1, True),
+    )
+    monkeypatch.setitem(_autodiff._TRANSPORTS, "p2p", module)
+    return given
+
+
+def stacked(ep: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    """Gradient of rematerialised layers in a scan, and of one more."""
+
+    def step(x: Any, _: Any) -> Any:
+        return layer(ep, x, ids) / 4, None
+
+    def loss(x: Any) -> Any:
+        y, _ = jax.lax.scan(wrap(step), x, jnp.arange(3.0))
+        return square(layer(ep, y, ids))
+
+    return jax.grad(loss)(x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("wrapped", ["bare", "remat", "save_route"])
+def test_results_and_exchanges_are_the_same(mesh, ep, runs, wrapped, check_vma) -> None:
+    wrap = {
+        "bare": lambda step: step,
+        "remat": jax.checkpoint,
+        "save_route": functools.partial(jax.checkpoint, policy=jax_ep.save_route),
+    }[wrapped]
+    plain = jax_ep.init(mesh, "ep", ep.config, transport="collective")
+    results, counts = [], []
+    for handle in (ep, plain):
+        body = functools.partial(stacked, handle, wrap)
+        run = jax.jit(mapped(mesh, body, check_vma=check_vma))
+        text = run.lower(*arguments()).compile().as_text()
+        counts.append(len(re.findall(r" all-to-all(?:-start)?\(", text)))
+        results.append(run(*arguments()))
+    helpers.assert_bits(*results)
+    assert counts[0] == counts[1] > 0
+    assert set(runs) == {"int32[1]"}
+
+
+def test_eager(mesh, ep, runs) -> None:
+    def body(x: Any, ids: Any) -> Any:
+        gradient = jax.grad(lambda x: square(layer(ep, x, ids)))(x)
+        return gradient + layer(ep, x, ids)
+
+    results = [run(*arguments()) for run in (mapped(mesh, body), mapped(mesh, body))]
+    assert runs == ["int32[1]"] * 12
+    helpers.assert_bits(results[0], jax.jit(mapped(mesh, body))(*arguments()))

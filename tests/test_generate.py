@@ -1,0 +1,88 @@
+"""docs/generate.py: which records it shows, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+
+import generate
+
+
+def suite(date: str, count: int, passed: int, **changes):
+    return {
+        "devices": {"kind": "made up", "count": count, "jax": "9.9"},
+        "date": date,
+        "commit": "0123456789abcdef",
+        "passed": passed,
+        "failed": [],
+        "skipped": {"no such thing": 2, "nor that": 3},
+    } | changes
+
+
+def soak(**changes):
+    return {
+        "device": "made up",
+        "count": 4,
+        "transport": "p2p",
+        "jax": "9.9",
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "seed": 7,
+        "calls": 1200,
+        "seconds": 61.4,
+        "rows": 5000,
+        "dropped": 60,
+        "checks": 900,
+        "failures": {},
+        "error": None,
+        "free_memory_start": 2**30 + 2**20,
+        "free_memory_end": 2**30,
+    } | changes
+
+
+def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    for name, record in {
+        # Names of the first records had no transport, and sort after the later ones.
+        "suite-zx4-2001-01-01": suite("2001-01-01", 4, 1),
+        "suite-collective-ax4-2001-01-02": suite("2001-01-02", 4, 2),
+        "suite-p2p-ax4-2001-01-03": suite("2001-01-03", 4, 3, transport="p2p"),
+        "suite-p2p-ax2-2001-01-01": suite("2001-01-01", 2, 4, transport="p2p"),
+        "suite-p2p-ax4-2000-12-31": suite("2000-12-31", 4, 5, transport="p2p"),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    lines = generate.benchmarks().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if "made up" in line]
+    assert [row[:5] for row in rows] == [
+        ["4 x made up", "`p2p`", "3", "0", "5"],
+        ["2 x made up", "`p2p`", "4", "0", "5"],
+        ["4 x made up", "`collective`", "2", "0", "5"],
+    ]
+
+
+def test_no_records_no_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    assert generate.benchmarks() == ""
+
+
+def test_soak_says_what_went_wrong():
+    good = generate.soak_part(soak())
+    assert "p2p, 4 x made up" in good
+    assert "1200 calls in 61 s" in good
+    assert "900 checks of results, 0 failed" in good
+    assert "1.0 MiB less" in good
+    assert "error" not in good
+    bad = generate.soak_part(soak(failures={"y": 2, "tokens": 3}, error="timed out"))
+    assert "5 failed" in bad
+    assert "timed out" in bad
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_soak_of_cpus_has_no_memory(count: int):
+    text = generate.soak_part(soak(count=count, free_memory_start=None))
+    assert "MiB" not in text

@@ -1,0 +1,87 @@
+"""benchmarks/soak.py: right calls pass its checks, and each kind of wrong one fails."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+
+import helpers
+import jax.numpy as jnp
+import pytest
+
+import jax_ep
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+
+import soak
+
+right_dispatch, right_combine = jax_ep.dispatch, jax_ep.combine
+
+CHANGES = {
+    "tokens": lambda a: a.at[0].add(1),
+    "src_info": lambda a: jnp.roll(a, 1, axis=0),
+    "router_weights": lambda a: a * 2,
+    "row_offsets": lambda a: a + 1,
+    "group_sizes": lambda a: a + 1,
+    "expert_counts": lambda a: a + 1,
+    "expert_ids": lambda a: a + 1,
+    "num_dropped": lambda a: a - 1,
+    "num_invalid": lambda a: a + 1,
+}
+
+
+def wrong_dispatch(*args, **options):
+    """Every field of the result is a little off."""
+    d = right_dispatch(*args, **options)
+    wrong = {field: change(getattr(d, field)) for field, change in CHANGES.items()}
+    return dataclasses.replace(d, **wrong)
+
+
+def wrong_combine(ep, rows, route, weights, residual):
+    """Each row comes home where the next should."""
+    return right_combine(
+        ep, jnp.roll(rows, 1, axis=0), route, weights, residual=residual
+    )
+
+
+def run(monkeypatch, folder, n):
+    """One launch of the program of size n."""
+    monkeypatch.setattr(soak, "SIZES", (n,))
+    monkeypatch.setattr(soak, "REDUCE_AT", n)
+    args = argparse.Namespace(
+        calls=1,
+        seed=5,
+        minutes=None,
+        devices=helpers.some_ranks(2),
+        transport=helpers.TRANSPORT,
+        folder=folder,
+    )
+    status = soak.run(args)
+    (written,) = folder.glob("soak-*.json")
+    return status, json.loads(written.read_text())
+
+
+@pytest.mark.slow
+def test_right_calls_pass(monkeypatch, tmp_path) -> None:
+    status, record = run(monkeypatch, tmp_path, 300)
+    assert status == 0
+    assert record["calls"] == soak.STEPS * 3 * 4
+    assert record["failures"] == {}
+    assert record["error"] is None
+    assert record["checks"] > record["calls"]
+    # The routing drawn exercises what it should.
+    assert min(record["rows"], record["dropped"], record["invalid"]) > 0
+
+
+@pytest.mark.slow
+def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(jax_ep, "dispatch", wrong_dispatch)
+    monkeypatch.setattr(jax_ep, "combine", wrong_combine)
+    status, record = run(monkeypatch, tmp_path, 40)
+    assert status == 1
+    derived = {"combine", "psum", "d_rows", "d_row_weights", "d_tokens", "d_weights"}
+    assert set(CHANGES) | derived == set(record["failures"])
+    assert record["first_failure"]["elements"] > 0
