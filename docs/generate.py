@@ -1,7 +1,9 @@
 """Rewrites the generated parts of README.md and docs/protocol.md; --check compares.
 
-The wire table comes from the native module, the speed table from the newest file of
-each kind in benchmarks/results.
+The wire table comes from the native module, the other tables from the newest file of
+each kind in benchmarks/results (of a test suite: of each transport and number of
+devices), and docs/p2p.svg from the one of p2p.py: drawing it needs matplotlib,
+checking that it shows that file does not.
 """
 
 import json
@@ -11,8 +13,14 @@ import sys
 
 from jax_ep import _native_cpu as native
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import draw
+import p2p_report
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 
 
 def table(header, rows):
@@ -30,13 +38,30 @@ def layout():
     return table(("structure", "field", "type", "offset"), named)
 
 
+def records(prefix):
+    files = RESULTS.glob(f"{prefix}-*.json")
+    by_date = sorted(files, key=lambda path: (path.stem[-10:], path))
+    return [json.loads(path.read_text()) for path in by_date]
+
+
 def newest(prefix):
-    files = sorted(RESULTS.glob(f"{prefix}-*.json"))
-    return json.loads(files[-1].read_text()) if files else None
+    found = records(prefix)
+    return found[-1] if found else None
+
+
+def newest_suites():
+    """By transport and devices; a record without a transport is collective's."""
+    found = {}
+    for data in records("suite"):
+        devices = data["devices"]
+        transport = data.get("transport", "collective")
+        found[devices["kind"], transport, devices["count"]] = data
+    return found
 
 
 def benchmarks():
-    found = ((newest(prefix), part) for prefix, part in PARTS)
+    found = [(newest(prefix), part) for prefix, part in PARTS]
+    found.append((newest_suites(), suite_part))
     return "\n\n".join(part(data) for data, part in found if data)
 
 
@@ -63,6 +88,90 @@ def cpu_part(data):
     return head + "\n\n" + table(columns, rows)
 
 
+def _speed_up(row):
+    p2p, ragged = row["p2p"], row["ragged_best_us"]
+    return p2p_report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
+
+
+def _p2p_row(row):
+    p2p = row["p2p"] or {}
+    share = p2p.get("of_peak")
+    return (
+        row["tokens"],
+        row["op"],
+        p2p_report.number(row["floor_us"], 1),
+        p2p_report.number(p2p.get("us"), 1),
+        p2p_report.number(p2p.get("gb_s"), 0),
+        p2p_report.number(100 * share if share else None, 0),
+        p2p_report.number(row["collective_us"], 0),
+        p2p_report.number(row["ragged_default_us"], 0),
+        p2p_report.number(row["ragged_best_us"], 0),
+        _speed_up(row),
+    )
+
+
+def p2p_part(data):
+    failures = p2p_report.failures(data)
+    if failures or not data["peak_gb_s"]:
+        raise SystemExit(f"the newest p2p file is unfit: {failures or 'no peak'}")
+    rows = p2p_report.summary(data["results"])
+    labels = sorted({row["ragged_best"] for row in rows} - {None})
+    head = (
+        f"**Transport p2p, {data['count']} x {data['device']}** (jax {data['jax']}, "
+        f"driver {data['driver']}, {data['date']}, commit {data['commit'][:12]}, seed "
+        f"{data['seed']}; `{data['command']}`): hidden {data['hidden']}, "
+        f"{data['dtype']}, top-{data['top_k']} of {data['experts']} by distinct random "
+        "ids, `recv_capacity` 1.25 * T * K rounded up to 128, `zero_tail=False`, "
+        "`num_sms` by default. The time of a call is that of a jitted program of many "
+        "calls, each waiting for the one before, with 4 random routings in turn, from "
+        "the host's start to the end on all GPUs, over its calls; median of several "
+        "runs, nothing subtracted. `floor`: the bytes of the rank that sends or "
+        "receives most, a row for each (token, other rank), at "
+        f"{p2p_report.number(data['peak_gb_s'], 0)} GB/s, what a copy kernel writes to "
+        "the peers on all GPUs at once, in the same run; GB/s and % count the same "
+        "bytes. `ragged` is JAX's own path: rows sorted by expert, "
+        "`jax.lax.ragged_all_to_all` of each (token, k) and grouping by expert; back, "
+        "and the weighted sum (`benchmarks/ragged.py`), with XLA's default flags and "
+        f"the fastest of what was tried (here {', '.join(labels)}); `speed-up` is "
+        "p2p's over that best. Every table, row and sum of p2p was compared with the "
+        "collective transport's in this run, bit for bit."
+    )
+    columns = (
+        "T a rank",
+        "",
+        "floor us",
+        "p2p us",
+        "GB/s",
+        "% of peak",
+        "collective us",
+        "ragged us",
+        "its best us",
+        "speed-up",
+    )
+    order = sorted(rows, key=lambda row: (row["op"] != "dispatch", row["tokens"]))
+    tables = [
+        table(columns, [_p2p_row(row) for row in order if row["routing"] == "uniform"])
+    ]
+    skewed = [_p2p_row(row)[:7] for row in order if row["routing"] == "zipf"]
+    if skewed:
+        tables += [
+            "Skewed routing (popularity of experts as 1 / place, `recv_capacity` what "
+            "the fullest rank needs):",
+            table(columns[:7], skewed),
+        ]
+    tables += [
+        f"With the defaults, the worst case of {row['recv_capacity']} rows and a "
+        f"cleared tail, {row['op']} of T = {row['tokens']} takes {row['us']:.0f} us."
+        for row in data["results"]
+        if row["transport"] == "p2p" and row["zero_tail"]
+    ]
+    picture = (
+        "![Microseconds and GB/s of dispatch and combine against tokens a rank]"
+        f"({P2P_PICTURE.relative_to(ROOT)})"
+    )
+    return "\n\n".join([head, picture, *tables])
+
+
 def collective_part(data):
     rows = [
         (
@@ -85,20 +194,47 @@ def collective_part(data):
     return head + "\n\n" + table(columns, rows)
 
 
-def suite_part(data):
-    device = data["devices"]
-    skipped = sum(data["skipped"].values())
-    return (
-        f"**Tests on {device['count']} x {device['kind']}** (jax {device['jax']}, "
-        f"{data['date']}, commit {data['commit'][:12]}; `benchmarks/record_suite.py`): "
-        f"{data['passed']} passed, {len(data['failed'])} failed, {skipped} skipped."
+def suite_part(suites):
+    rows = [
+        (
+            f"{count} x {kind}",
+            f"`{transport}`",
+            data["passed"],
+            len(data["failed"]),
+            sum(data["skipped"].values()),
+            data["devices"]["jax"],
+            data["date"],
+            data["commit"][:12],
+        )
+        for (kind, transport, count), data in sorted(suites.items(), reverse=True)
+    ]
+    head = "**Tests on GPUs** (`benchmarks/record_suite.py`):"
+    names = ("on", "transport", "passed", "failed", "skipped", "jax", "date", "commit")
+    return head + "\n\n" + table(names, rows)
+
+
+def soak_part(data):
+    text = (
+        f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
+        f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
+        f"{data['seed']}; `benchmarks/soak.py`): {data['calls']} calls in "
+        f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
+        f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
+        f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."
     )
+    if data["error"]:
+        text += f" It ended with an error: {data['error']}."
+    if data["free_memory_start"] is None:
+        return text
+    lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."
 
 
 PARTS = (
+    ("p2p", p2p_part),
     ("cpu", cpu_part),
     ("collective", collective_part),
-    ("suite", suite_part),
+    ("soak", soak_part),
 )
 
 
@@ -112,8 +248,22 @@ def fill(text, name, body):
     return filled
 
 
+def draw_p2p(check):
+    """Draws docs/p2p.svg if it shows another file than the newest; True if so."""
+    data = newest("p2p")
+    shown = P2P_PICTURE.read_text() if P2P_PICTURE.exists() else ""
+    if data is None or draw.mark(data) in shown:
+        return False
+    if not check:
+        if not draw.available():
+            raise SystemExit("docs/p2p.svg is stale; install matplotlib to draw it")
+        draw.save(data, P2P_PICTURE)
+    return True
+
+
 def main():
-    stale = []
+    check = "--check" in sys.argv
+    stale = [P2P_PICTURE.relative_to(ROOT)] if draw_p2p(check) else []
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "README.md", "benchmarks", benchmarks()),
@@ -122,9 +272,9 @@ def main():
         new = fill(old, name, body)
         if new != old:
             stale.append(path.relative_to(ROOT))
-            if "--check" not in sys.argv:
+            if not check:
                 path.write_text(new)
-    if stale and "--check" in sys.argv:
+    if stale and check:
         raise SystemExit(f"stale: {', '.join(map(str, stale))}; run docs/generate.py")
 
 
