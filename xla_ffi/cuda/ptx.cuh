@@ -270,6 +270,22 @@ __device__ __forceinline__ void BulkWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+#else
+
+// Kernels that use these are empty on older GPUs; their parts must compile all the same.
+__device__ void FenceProxyAsyncShared();
+__device__ void FenceProxyAsyncGlobal();
+__device__ void MbarrierInit(uint64_t* barrier, uint32_t arrivals);
+__device__ void MbarrierExpect(uint64_t* barrier, uint32_t bytes);
+__device__ bool MbarrierTryWait(uint64_t* barrier, uint32_t parity);
+__device__ void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
+__device__ void BulkStore(void* global, const void* shared, uint32_t bytes);
+__device__ void BulkCommit();
+template <int kPending>
+__device__ void BulkWait();
+template <int kPending>
+__device__ void BulkWaitRead();
+
 #endif  // sm_90
 
 }  // namespace jax_ep::cuda

@@ -76,18 +76,21 @@ class CachedWorker {
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
-  __device__ void Send(WorkItem item) {
+  // False where a wait failed, as Place.
+  __device__ bool Send(WorkItem item) {
     for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kSend)) {
-      if (!SendChunk(item.index)) return;
+      if (!SendChunk(item.index)) return false;
     }
+    return true;
   }
 
-  __device__ void Place(WorkItem item) {
+  __device__ bool Place(WorkItem item) {
     for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kPlace)) {
       ClearShare(item.index);
       if (item.index >= plan_.chunk_items || item.index % call_.ranks() == 0) continue;
-      if (!PlaceChunk(item.index)) return;
+      if (!PlaceChunk(item.index)) return false;
     }
+    return true;
   }
 
  private:
@@ -289,19 +292,22 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   FillWords(shared, kZeroBytes, 0);
   FenceProxyAsyncShared();
   // The zeros are there.
+  bool ok = true;
   if (__syncthreads_and(open)) {
     CachedWorker worker(step, plan, call, stages, shared);
     const uint32_t senders = plan.roles.Senders(entered);
     if (warp < senders) {
       if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
-      worker.Send(item);
+      ok = worker.Send(item);
     }
     Team team;
     if (plan.roles.Places(senders, team)) {
       if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kPlace);
-      worker.Place(item);
+      ok &= worker.Place(item);
     }
   }
+  // What a failed call returns is written after all that it had stored.
+  if (!ok) BulkWait<0>();
   bool failed;
   if (call.Leave(last, failed)) {
     call.Commit(failed);

@@ -133,6 +133,11 @@ class WindowCall {
   // the group.
   __device__ void Commit(bool failed) {
     if (failed) {
+      // Bulk stores of blocks that had no part in the failure may still be on their way.
+      constexpr uint64_t kStoresTakeNs = 1'000'000;
+      const uint64_t start = memory_.NowNs();
+      while (memory_.NowNs() - start < kStoresTakeNs) {
+      }
       if (threadIdx.x == 0 && gate_ == Gate::kOpen) group_.control->gate = Gate::kPoisoned;
       return;
     }

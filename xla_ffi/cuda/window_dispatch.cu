@@ -29,19 +29,22 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   FenceProxyAsyncShared();
   if (threadIdx.x == 0) *memory.counts_arrived = true;
   // The zeros are there; and open is the same for all, so that barriers have all their threads.
+  bool ok = true;
   if (__syncthreads_and(open)) {
     const uint32_t senders = plan.roles.Senders(*memory.entered);
     if (warp < senders) {
       if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
       int32_t* router_rows = memory.router_rows + warp * step.shape.experts();
-      Sender(step, plan, call, stages, router_rows).Run(item);
+      ok = Sender(step, plan, call, stages, router_rows).Run(item);
     }
     Team team;
     if (plan.roles.Places(senders, team)) {
       if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kPlace);
-      Placer(step, plan, call, stages, memory).Run(team, item);
+      ok &= Placer(step, plan, call, stages, memory).Run(team, item);
     }
   }
+  // What a failed call returns is written after all that it had stored.
+  if (!ok) BulkWait<0>();
   bool failed;
   if (call.Leave(*memory.last, failed)) {
     call.Commit(failed);

@@ -23,14 +23,16 @@ class Placer {
         groups_(step.shape, kRowWarps, memory.groups),
         memory_(memory) {}
 
-  __device__ void Run(const Team& team, WorkItem item) {
+  // False where a wait failed.
+  __device__ bool Run(const Team& team, WorkItem item) {
     groups_.Build(call_, team, *memory_.counts_arrived);
-    if (!*memory_.counts_arrived) return;
+    if (!*memory_.counts_arrived) return false;
     for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kPlace)) {
       if (item.index == 0) groups_.Write(step_);
       FillShare(item.index);
-      if (item.index < plan_.chunk_items && !PlaceChunk(item.index)) return;
+      if (item.index < plan_.chunk_items && !PlaceChunk(item.index)) return false;
     }
+    return true;
   }
 
  private:

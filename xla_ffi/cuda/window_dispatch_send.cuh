@@ -23,10 +23,12 @@ class Sender {
         walk_(static_cast<int32_t>(step.shape.top_k)),
         router_(step.shape, step.ids, router_rows) {}
 
-  __device__ void Run(WorkItem item) {
+  // False where a wait failed.
+  __device__ bool Run(WorkItem item) {
     for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kSend)) {
-      if (!(item.phase == Phase::kRoute ? Route(item.index) : SendChunk(item.index))) return;
+      if (!(item.phase == Phase::kRoute ? Route(item.index) : SendChunk(item.index))) return false;
     }
+    return true;
   }
 
  private:
