@@ -241,6 +241,9 @@ def flat(mesh):
         opened, size = opened + 1, ep.buffer_bytes
         if cycle % 2:
             ep.close()
+        else:
+            # Compiled programs hold their handle.
+            jax.clear_caches()
         del ep
         gc.collect()
         free.append([gpus.free_bytes(ordinal) for ordinal in ordinals])
