@@ -40,8 +40,6 @@ class BulkStages {
 
   // ---- One stage at a time ----
 
-  __device__ uint32_t count() const { return count_; }
-
   // Lane 0, for a stage that nothing reads or writes any more: `issue(stage, barrier)` issues bulk
   // loads of `bytes` in all. Every lane counts on.
   template <typename Issue>

@@ -78,32 +78,13 @@ __device__ __forceinline__ void StoreRelaxedSystem(Bits128* to, const Bits128& v
       : "memory");
 }
 
-// All that this thread has written or seen comes before the store, for whoever acquires it. It has
-// the cost of a fence each time: many cells are cheaper after one FenceAcqRelSystem.
-__device__ __forceinline__ void StoreReleaseSystem(uint64_t* to, uint64_t value) {
-  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-
-// As for 64 bits. One access.
-__device__ __forceinline__ void StoreReleaseSystem(Bits128* to, const Bits128& value) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "mov.b128 cell, {%1, %2};\n"
-      "st.release.sys.global.b128 [%0], cell;\n"
-      "}" ::"l"(to),
-      "l"(value.low), "l"(value.high)
-      : "memory");
-}
-
 // Makes this thread's later relaxed stores releases and its earlier relaxed loads acquires, towards
 // every GPU and the host. Does not wait for bulk copies: BulkWait before it.
 __device__ __forceinline__ void FenceAcqRelSystem() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// ---- Loads around L1
-// -----------------------------------------------------------------------------
+// ---- Loads around L1 ----------------------------------------------------------------------------
 
 // L1 may still hold what lay at an address before a flag was observed. Volatile, so that no
 // compiler moves the load to before that.

@@ -295,10 +295,12 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   bool ok = true;
   if (__syncthreads_and(open)) {
     CachedWorker worker(step, plan, call, stages, shared);
+    // A call without tokens waits for its credits as well: ranks get no further apart than that.
+    if (plan.work.send_items == 0 && warp == 0) ok = AwaitCredits(call, Phase::kSend);
     const uint32_t senders = plan.roles.Senders(entered);
     if (warp < senders) {
       if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
-      ok = worker.Send(item);
+      ok &= worker.Send(item);
     }
     Team team;
     if (plan.roles.Places(senders, team)) {
@@ -312,7 +314,11 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   if (call.Leave(last, failed)) {
     call.Commit(failed);
     if (threadIdx.x == 0) *step.done = 0;
-    if (failed) Fail(step);
+    if (failed) {
+      BulkWait<0>();
+      __syncthreads();
+      Fail(step);
+    }
   }
   // The rows are complete when the kernel ends; the credits need not wait for that.
   BulkWait<0>();

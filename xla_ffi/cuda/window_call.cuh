@@ -34,7 +34,11 @@ class WindowCall {
 #pragma unroll
     for (size_t i = 0; i < sizeof(CallState) / sizeof(uint64_t); ++i) words.word[i] = from[i];
     lease_ = LeaseRegion(__builtin_bit_cast(CallState, words), group_.depth);
-    return gate_ == Gate::kOpen && lease_.region != kNoRegion;
+    const bool open = gate_ == Gate::kOpen && lease_.region != kNoRegion;
+    // Others may have found the gate open a moment before: what this warp leaves undone is theirs
+    // too.
+    if (!open) StoreRelaxedGpu(&failed_, 1u);
+    return open;
   }
 
   // Whole warp.

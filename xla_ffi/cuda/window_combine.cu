@@ -102,7 +102,9 @@ class SendJob {
     end_ = Min(First() + c.plan.chunk_slots.int_value(), c.plan.tokens.int_value());
     slot_ = First();
     next_row_ = LoadRow();
-    end_ = Min(end_, c.step.slot_counts[source_]);
+    // Comes back from the caller's program: below zero as well.
+    const int32_t count = c.step.slot_counts[source_];
+    end_ = count < slot_ ? slot_ : Min(end_, count);
   }
 
   __device__ __forceinline__ void Run() {

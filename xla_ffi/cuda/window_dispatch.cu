@@ -48,7 +48,11 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   bool failed;
   if (call.Leave(*memory.last, failed)) {
     call.Commit(failed);
-    if (failed) Fail(step);
+    if (failed) {
+      BulkWait<0>();
+      __syncthreads();
+      Fail(step);
+    }
   }
   // The rows are complete when the kernel ends; the credits need not wait for that.
   BulkWait<0>();

@@ -53,9 +53,9 @@ class Placer {
     const int32_t first = static_cast<int32_t>(item / call_.ranks()) * plan_.chunk_tokens;
     const int32_t last = Min(first + plan_.chunk_tokens, static_cast<int32_t>(shape.tokens));
     const int32_t absent = groups_.Slots(source) > first ? groups_.Slots(source) : first;
-    const int32_t top_k = static_cast<int32_t>(shape.top_k);
     int32_t* row_of = step_.row_of + source * shape.tokens * shape.top_k;
-    for (int32_t entry = absent * top_k + Lane(); entry < last * top_k; entry += kWarpSize) {
+    for (int64_t entry = absent * shape.top_k + Lane(); entry < last * shape.top_k;
+         entry += kWarpSize) {
       row_of[entry] = -1;
     }
   }

@@ -14,12 +14,14 @@ namespace jax_ep::cuda {
 // Zeros in shared memory, from which ranges of rows are cleared.
 inline constexpr uint32_t kZeroBytes = 2048;
 
-// Bulk stores of zeros over [begin, end), by all lanes, in their open groups. Multiples of 16.
+// Bulk stores of zeros over [begin, end), by all lanes. Multiples of 16.
 __device__ inline void StoreZeros(uint8_t* begin, uint8_t* end, const uint8_t* zeros) {
   for (uint8_t* to = begin + Lane() * int64_t{kZeroBytes}; to < end;
        to += kWarpSize * int64_t{kZeroBytes}) {
     BulkStore(to, zeros, static_cast<uint32_t>(Min<int64_t>(kZeroBytes, end - to)));
   }
+  // In a group of their own: waits cover only groups that are closed.
+  BulkCommit();
 }
 
 // In shared memory, one a block.

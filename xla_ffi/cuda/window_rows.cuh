@@ -39,6 +39,7 @@ struct RowPlan {
 inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
                      RowPlan& plan) {
   constexpr int64_t kMinPieceBytes = 1024;
+  if (message_bytes > INT32_MAX) return false;
   for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
     const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), kRowAlignBytes);
     const int64_t stage = RoundUp(piece + message_bytes - side, 128);

@@ -131,7 +131,14 @@ std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const Wind
 bool Quiesce(const std::vector<DeviceControl>& controls) {
   try {
     const Gate closed = Gate::kClosed;
-    // All gates first: a call that found one open ends by itself, within its time limit at most.
+    const auto wait = [&] {
+      for (const DeviceControl& each : controls) {
+        OnDevice(each.device, [] { Check(SynchronizeDevice(), "waiting for a device"); });
+      }
+    };
+    // Calls that were enqueued run to their end before the gates close; what a graph replays after
+    // that finds them closed, or has found one open and ends by itself.
+    wait();
     for (const auto& [device, control] : controls) {
       OnDevice(device, [gate = &control->gate, &closed] {
         Stream stream;
@@ -139,9 +146,7 @@ bool Quiesce(const std::vector<DeviceControl>& controls) {
         stream.Wait();
       });
     }
-    for (const DeviceControl& each : controls) {
-      OnDevice(each.device, [] { Check(SynchronizeDevice(), "waiting for a device"); });
-    }
+    wait();
     return true;
   } catch (const std::exception&) {
     return false;
