@@ -189,8 +189,8 @@ class WindowCall {
     return false;
   }
 
-  // Out of line: it is cold. The host learns of the wait that failed first, as far as this rank
-  // knows.
+  // Out of line: it is cold. Tells every rank and this one's host; a later failure of the rank
+  // overwrites the report, and each of them is true.
   __device__ __noinline__ void GiveUp(Phase phase, uint32_t awaited, WaitStatus status) const {
     WaitReport report{lease_.epoch,
                       static_cast<uint16_t>(group_.rank),
