@@ -22,8 +22,8 @@ struct LayoutCursor {
 };
 
 inline constexpr int64_t kMessageAlignBytes = 16;
-// From one message to the next, so that stores to a peer begin on lines of 128 bytes: a long dispatch
-// whose messages did not took a quarter longer.
+// From one message to the next, so that stores to a peer begin on lines of 128 bytes: a long
+// dispatch whose messages did not took a quarter longer.
 inline constexpr int64_t kMessageStrideBytes = 128;
 inline constexpr int64_t kIndexBytes = 4;   // int32
 inline constexpr int64_t kWeightBytes = 4;  // float32
