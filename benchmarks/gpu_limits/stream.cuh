@@ -99,11 +99,7 @@ template <typename Observe>
 __device__ bool WaitFor(const Group& group, Wait wait, uint32_t awaited, uint64_t epoch,
                         Observe observe) {
   const DeviceSignalMemory memory;
-  // Without the timer at first: latencies are measured through this function.
-  for (uint32_t poll = 0; poll < kPollsPerCheck; ++poll) {
-    if (observe() == Observation::kArrived) return true;
-  }
-  const WaitBound bound{memory.NowNs() + kWaitLimitNs, &group.area().poison.cell};
+  const WaitBound bound{kWaitLimitNs, &group.area().poison.cell};
   const WaitStatus status = WaitUntil(memory, bound, observe);
   if (status == WaitStatus::kArrived) return true;
   if (status == WaitStatus::kPoisoned) return false;

@@ -105,7 +105,8 @@ class Exchange {
     WorkPlan plan = {};
     std::array<int32_t, kMaxRanks> slots = {};  // by source
     bool counts_arrived = false;
-    bool last = false;
+    std::atomic<bool> failed = false;
+    Departure end = {};
   };
 
   struct Self {
@@ -125,7 +126,7 @@ class Exchange {
       if (self.thread == 0) Begin(self.block, call, pending[{call.kind, call.name}]);
       self.block.barrier.arrive_and_wait();
       const bool done = self.sender ? RunSender(self) : RunPlacer(self);
-      if (!done) self.rank().failed = true;
+      if (!done) self.rank().failed = self.block.failed = true;
       Leave(self);
       self.rank().launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
       if (self.rank().failed) return;
@@ -146,9 +147,13 @@ class Exchange {
     CallState& state = self.window().state;
     block.barrier.arrive_and_wait();
     if (kEarlyCredit) ReturnCredits(self);
-    if (self.thread == 0) block.last = LeaveCall(leave_memory_, state, options_.blocks);
+    if (self.thread == 0) {
+      block.end = LeaveCall(leave_memory_, state, options_.blocks, block.failed);
+    }
     block.barrier.arrive_and_wait();
-    if (!block.last || self.rank().failed) return;
+    if (!block.end.last) return;
+    CHECK(block.end.failed == self.rank().failed);
+    if (block.end.failed) return;
     if (!kEarlyCredit) ReturnCredits(self);
     if (self.thread != 0) return;
     if (block.call.sends) CommitSend(state, block.lease);
@@ -186,9 +191,8 @@ class Exchange {
 
   template <typename Observe>
   bool Await(const Self& self, Phase phase, uint32_t awaited, Observe observe) {
-    const WaitBound bound{
-        memory_.NowNs() + static_cast<uint64_t>(options_.timeout.count()) * 1000000,
-        &self.rank().poison};
+    const WaitBound bound{static_cast<uint64_t>(options_.timeout.count()) * 1000000,
+                          &self.rank().poison};
     const WaitStatus status = WaitUntil(memory_, bound, observe);
     if (status == WaitStatus::kTimedOut || status == WaitStatus::kProtocolError) {
       const WaitReport report{self.block.lease.epoch,

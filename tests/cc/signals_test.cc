@@ -135,7 +135,8 @@ void TestLeaving() {
   const HostSignalMemory memory;
   CallState state = StartState(kFirstEpoch);
   const WorkPlan plan{1, 2, 2};
-  for (uint32_t call = 0; call < 3; ++call) {
+  // In the first call nobody fails, then each worker once; 4 is the last to leave.
+  for (uint32_t failing = 0; failing <= 4; ++failing) {
     for (uint32_t worker = 0; worker < 4; ++worker) CHECK(EnterCall(memory, state) == worker);
     for (const Queue queue : {Queue::kPlace, Queue::kSend}) {
       uint32_t items = 0;
@@ -143,17 +144,20 @@ void TestLeaving() {
       CHECK(items == (queue == Queue::kSend ? 3 : 2));
     }
     for (uint32_t worker = 1; worker < 4; ++worker) {
-      CHECK(!LeaveCall(memory, state, 4));
+      CHECK(!LeaveCall(memory, state, 4, failing == worker).last);
       CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kNone);
       CHECK(EnterCall(memory, state) == 3 + worker);  // a late one is not the first again
     }
-    CHECK(LeaveCall(memory, state, 4));
+    const Departure end = LeaveCall(memory, state, 4, failing == 4);
+    CHECK(end.last && end.failed == (failing != 0));
     CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.tickets[1] == 0);
     CHECK(state.entered == 0);
   }
   // One alone is the last.
   CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kRoute);
-  CHECK(EnterCall(memory, state) == 0 && LeaveCall(memory, state, 1));
+  CHECK(EnterCall(memory, state) == 0);
+  const Departure end = LeaveCall(memory, state, 1, false);
+  CHECK(end.last && !end.failed && LeaveCall(memory, state, 1, true).failed);
   CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.entered == 0);
 }
 
@@ -177,7 +181,7 @@ void TestWaitUntil() {
     ScriptedMemory memory;
     memory.now = &now;
     memory.looks = &looks;
-    const WaitBound bound{start + 10, &poison};
+    const WaitBound bound{10, &poison};
     const auto wait = [&](auto observe) {
       looks = polls = 0;
       now = start;
@@ -202,11 +206,11 @@ void TestWaitUntil() {
 
     // The worker sleeps past the deadline and what it waits for comes meanwhile.
     const auto sleep = [&] {
-      now = start + 1000;
-      return polls > kPollsPerCheck ? Observation::kArrived : Observation::kPending;
+      if (polls > kPollsPerCheck) now = start + 1000;
+      return polls > 2 * kPollsPerCheck ? Observation::kArrived : Observation::kPending;
     };
     CHECK(wait(sleep) == WaitStatus::kArrived);
-    CHECK(looks == 1);
+    CHECK(looks == 2);
 
     poison.status = WaitStatus::kTimedOut;
     CHECK(wait([] { return Observation::kPending; }) == WaitStatus::kPoisoned);

@@ -32,6 +32,7 @@ class BulkStages {
         stage_bytes_(plan.stage_bytes),
         count_(plan.stages) {
     if (Lane() == 0) {
+      JAX_EP_NO_UNROLL
       for (uint32_t stage = 0; stage < count_; ++stage) MbarrierInit(&barriers_[stage], 1);
     }
     FenceProxyAsyncShared();
@@ -69,6 +70,7 @@ class BulkStages {
   template <typename LoadUnit>
   __device__ uint32_t Prime(uint32_t units, LoadUnit load) {
     const uint32_t primed = Min(count_, units);
+    JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < primed; ++unit) load(unit);
     return primed;
   }
@@ -77,6 +79,7 @@ class BulkStages {
     uint32_t next = primed;
     // A stage is loaded again when the stores of `lag` later units have been issued.
     const uint32_t lag = count_ > kLongLag + 1 ? kLongLag : 1;
+    JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < units; ++unit) {
       use(unit, Await());
       BulkCommit();
@@ -94,6 +97,7 @@ class BulkStages {
   }
   // Instead of Pass: lets the first loads end.
   __device__ void Abandon(uint32_t primed) {
+    JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < primed; ++unit) Await();
   }
 

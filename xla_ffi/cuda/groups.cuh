@@ -40,6 +40,7 @@ __device__ inline int64_t ExclusiveSum(const Team& team, int64_t value, int64_t*
   if (Lane() == kWarpSize - 1) totals[team_warp] = sum;
   team.Sync();
   sum -= value;
+  JAX_EP_NO_UNROLL
   for (uint32_t warp = 0; warp < team_warp; ++warp) sum += totals[warp];
   return sum;
 }
@@ -52,19 +53,22 @@ __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t*
                                 CountOf count_of, Visit visit) {
   const auto rows_of = [&](int64_t expert) {
     int64_t rows = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (int64_t source = 0; source < shape.ranks; ++source) rows += count_of(source, expert);
     return rows;
   };
   // Each thread has a run of experts, so that the order of the sums is the order of the groups.
-  const int64_t length = CeilDiv(shape.local_experts, team.threads);
+  const int64_t length =
+      shape.local_experts <= team.threads ? 1 : CeilDiv(shape.local_experts, team.threads);
   const int64_t begin = Min(team.thread * length, shape.local_experts);
   const int64_t end = Min(begin + length, shape.local_experts);
   int64_t padded = 0;
+  JAX_EP_NO_UNROLL
   for (int64_t expert = begin; expert < end; ++expert) {
     padded = NextGroupStart(padded, rows_of(expert), shape.expert_alignment);
   }
   int64_t start = ExclusiveSum(team, padded, totals);
+  JAX_EP_NO_UNROLL
   for (int64_t expert = begin; expert < end; ++expert) {
     const int64_t rows = rows_of(expert);
     visit(expert, start, rows);

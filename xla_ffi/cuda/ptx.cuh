@@ -155,6 +155,12 @@ __device__ __forceinline__ void NamedBarrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts this thread's warp as come to barrier `id` without waiting; orders its accesses before
+// those that others make after they waited there.
+__device__ __forceinline__ void ArriveAtBarrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- Time ---------------------------------------------------------------------------------------
 
 // Nanoseconds of this GPU's clock, in steps of up to a microsecond. Orders nothing.

@@ -5,7 +5,6 @@
 #include "cuda/window_calls.h"
 #include "cuda/window_grid.h"
 #include "cuda/window_groups.cuh"
-#include "cuda/window_roles.cuh"
 #include "cuda/window_rows.cuh"
 #include "formats/registry.h"
 
@@ -13,15 +12,13 @@ namespace jax_ep::cuda {
 namespace {
 
 struct CachedPlan {
+  CallPlan call;
   RowPlan rows;
-  WorkPlan work;
   int32_t chunk_tokens;
   uint32_t chunk_items;  // place items that have a chunk; the others only clear
-  BlockRoles roles;
-  uint16_t tag;
 };
 
-constexpr int64_t kFixedBytes = kZeroBytes + 16;
+constexpr int64_t kFixedBytes = kZeroBytes + static_cast<int64_t>(sizeof(CallBlock));
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -76,21 +73,23 @@ class CachedWorker {
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
-  // False where a wait failed, as Place.
+  // False where a wait failed, as Place. The block's wait for credits is part of it.
   __device__ bool Send(WorkItem item) {
-    for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kSend)) {
-      if (!SendChunk(item.index)) return false;
-    }
-    return true;
+    if (item.phase == Phase::kNone) return AwaitCredits(call_);
+    bool first = true;
+    return call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
+      const bool sent = SendChunk(current.index, first);
+      first = false;
+      return sent;
+    });
   }
 
   __device__ bool Place(WorkItem item) {
-    for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kPlace)) {
-      ClearShare(item.index);
-      if (item.index >= plan_.chunk_items || item.index % call_.ranks() == 0) continue;
-      if (!PlaceChunk(item.index)) return false;
-    }
-    return true;
+    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+      ClearShare(current.index);
+      const bool own = call_.by_ranks().Rest(current.index) == 0;
+      return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
+    });
   }
 
  private:
@@ -122,34 +121,35 @@ class CachedWorker {
             WeightOf(entry)};
   }
 
-  __device__ bool SendChunk(uint32_t chunk) {
+  __device__ bool SendChunk(uint32_t chunk, bool first) {
     const RowPlan& rows = plan_.rows;
     const int32_t begin = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
     const int32_t end = Min(begin + plan_.chunk_tokens, tokens_);
     const auto load = [&](uint32_t unit) {
-      const int64_t token = begin + unit / rows.pieces;
-      LoadPiece(stages_, rows, unit % rows.pieces,
+      uint32_t piece;
+      const int64_t token = begin + rows.pieces.Divide(unit, piece);
+      LoadPiece(stages_, rows, piece,
                 static_cast<const uint8_t*>(step_.tokens) + token * rows.payload_bytes, nullptr);
     };
-    const uint32_t units = static_cast<uint32_t>(end - begin) * rows.pieces;
+    const uint32_t units = static_cast<uint32_t>(end - begin) * rows.pieces.value;
     const uint32_t primed = stages_.Prime(units, load);
     EntrySteps<Target, Targets> targets(top_k_, static_cast<uint32_t>(end - begin),
                                         Targets{this, begin});
-    if (!may_store_ && !AwaitCredits(call_, Phase::kSend)) {
+    if (first && !AwaitCredits(call_)) {
       stages_.Abandon(primed);
       return false;
     }
-    may_store_ = true;
     const uint32_t destination = DestinationOf(call_, chunk);
     uint32_t first_slot = 0, count = 0;  // at this lane's destination
     int32_t slot = -1;                   // of the token, there
     int32_t own_row = -1;                // of the entry of this lane's number
     stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
-      const uint32_t piece = unit % rows.pieces;
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
       if (piece == 0) {
-        const int32_t base = targets.Seek(static_cast<int32_t>(unit / rows.pieces));
+        const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
-        slot = SlotAt(destination, base, top_k_, target.rank, target.slot);
+        slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
         if (slot >= 0 && count++ == 0) first_slot = static_cast<uint32_t>(slot);
         own_row = Annotate(base, target, stage + rows.piece_bytes);
       }
@@ -211,18 +211,21 @@ class CachedWorker {
     const uint8_t* messages =
         call_.Region(call_.rank(), chunk.source) + int64_t{chunk.first_slot} * rows.message_bytes;
     const auto load = [&](uint32_t unit) {
-      const uint8_t* from = messages + int64_t{unit / rows.pieces} * rows.message_bytes;
-      LoadPiece(stages_, rows, unit % rows.pieces, from, rows.side_bytes == 0 ? nullptr : from);
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
+      const uint8_t* from = messages + int64_t{index} * rows.message_bytes;
+      LoadPiece(stages_, rows, piece, from, rows.side_bytes == 0 ? nullptr : from);
     };
-    const uint32_t units = chunk.count * rows.pieces;
+    const uint32_t units = chunk.count * rows.pieces.value;
     const uint32_t primed = stages_.Prime(units, load);
     EntrySteps<int32_t, Rows> row_of(
         top_k_, chunk.count, Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot)});
     int32_t row = -1;  // of the entry of this lane's number
     stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
-      const uint32_t piece = unit % rows.pieces;
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
       if (piece == 0) {
-        const int32_t k = Lane() - row_of.Seek(static_cast<int32_t>(unit / rows.pieces));
+        const int32_t k = Lane() - row_of.Seek(static_cast<int32_t>(index));
         row = k >= 0 && k < top_k_ ? row_of.value() : -1;
         if (row >= 0 && step_.num_weights != 0) {
           step_.row_weights[row] = reinterpret_cast<const float*>(stage + rows.piece_bytes)[k];
@@ -236,9 +239,10 @@ class CachedWorker {
 
   // An equal share of the rows that no token reaches.
   __device__ void ClearShare(uint32_t item) {
-    const int64_t rows = step_.shape.recv_rows, items = plan_.work.place_items;
+    const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.place_items;
     const int64_t bytes = plan_.rows.payload_bytes;
     const int64_t end = rows * (item + 1) / items;
+    JAX_EP_NO_UNROLL
     for (int64_t first = rows * item / items; first < end; first += kWarpSize) {
       const int64_t row = first + Lane();
       const bool clear = row < end && step_.row_slot[row] < 0;
@@ -262,11 +266,10 @@ class CachedWorker {
   const uint8_t* zeros_;
   int32_t tokens_;
   int32_t top_k_;
-  bool may_store_ = false;
 };
 
 // Whole block: what a call returns that did not end.
-__device__ void Fail(const WindowCachedDispatchStep& step) {
+__device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
   FillWords(step.rows, step.shape.recv_rows * step.shape.row_bytes(), kNoValue);
   if (step.num_weights != 0) FillWords(step.row_weights, step.shape.recv_rows, kNoValue);
 }
@@ -282,46 +285,23 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   static_assert(Format::kPayloadDtype == nullptr, "only a payload that is the token is copied");
   extern __shared__ __align__(128) uint8_t shared[];
   uint8_t* stage_memory = shared + kZeroBytes;
-  auto& entered = *reinterpret_cast<uint32_t*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
-  bool& last = *reinterpret_cast<bool*>(&entered + 1);
-  WindowCall call(group, CallKind::kDispatch, plan.tag);
+  auto& block = *reinterpret_cast<CallBlock*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
+  WindowCall call(group, CallKind::kDispatch, plan.call, block);
   const uint32_t warp = static_cast<uint32_t>(Warp());
-  WorkItem item;
-  const bool open = plan.roles.EnterAndTake(call, plan.work, entered, item);
+  call.Begin();
   BulkStages stages(plan.rows.stages, stage_memory, warp, kRowWarps);
   FillWords(shared, kZeroBytes, 0);
   FenceProxyAsyncShared();
-  // The zeros are there.
-  bool ok = true;
-  if (__syncthreads_and(open)) {
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok) {
     CachedWorker worker(step, plan, call, stages, shared);
-    // A call without tokens waits for its credits as well: ranks get no further apart than that.
-    if (plan.work.send_items == 0 && warp == 0) ok = AwaitCredits(call, Phase::kSend);
-    const uint32_t senders = plan.roles.Senders(entered);
-    if (warp < senders) {
-      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
-      ok &= worker.Send(item);
-    }
-    Team team;
-    if (plan.roles.Places(senders, team)) {
-      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kPlace);
-      ok &= worker.Place(item);
-    }
+    const bool sends = warp < call.senders();
+    ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
+    // Senders need nothing of the others, and place what is left.
+    if (ok) ok = worker.Place(call.First(Queue::kPlace));
   }
-  // What a failed call returns is written after all that it had stored.
-  if (!ok) BulkWait<0>();
-  bool failed;
-  if (call.Leave(last, failed)) {
-    call.Commit(failed);
-    if (threadIdx.x == 0) *step.done = 0;
-    if (failed) {
-      BulkWait<0>();
-      __syncthreads();
-      Fail(step);
-    }
-  }
-  // The rows are complete when the kernel ends; the credits need not wait for that.
-  BulkWait<0>();
+  EndRows(call, ok, [&] { *step.done = 0; }, [&] { Fail(step); });
 #endif
 }
 
@@ -336,17 +316,18 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
   CachedPlan plan{};
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
-  plan.work = {0, static_cast<uint32_t>(chunks),
-               PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
+  plan.call.work = {0, static_cast<uint32_t>(chunks),
+                    PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
   // Senders also store the rows of their own rank.
-  plan.roles = RolesOf(group, plan.work, shape.tokens, 2);
-  plan.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
+  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2);
+  plan.call.ranks = Divisor::Of(shape.ranks);
+  plan.call.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
   if (!PlanRows(shape.row_bytes(), message.weight, message.bytes, kMaxSharedBytes - kFixedBytes,
                 plan.rows)) {
     return cudaErrorInvalidConfiguration;
   }
   const int64_t shared = kFixedBytes + plan.rows.stages.bytes(kRowWarps);
-  const dim3 grid(plan.roles.blocks);
+  const dim3 grid(plan.call.roles.blocks);
   return Launch(WindowCachedDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
                 stream, step, group, plan);
 }

@@ -8,57 +8,84 @@
 #include "cuda/primitives.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/signal_memory.cuh"
+#include "cuda/window_roles.cuh"
 #include "protocol/window.h"
 
 namespace jax_ep::cuda {
 
+// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
+// a short call hundreds of warps that did would queue for microseconds at one address.
+struct CallBlock {
+  Gate gate;
+  RegionLease lease;
+  uint32_t senders;
+  uint32_t first_tickets[kQueues];
+  Departure end;
+};
+
 // Every warp has its own.
 class WindowCall {
  public:
-  __device__ WindowCall(const WindowGroup& group, CallKind kind, uint16_t tag)
+  __device__ WindowCall(const WindowGroup& group, CallKind kind, const CallPlan& plan,
+                        CallBlock& block)
       : group_(group),
+        plan_(plan),
+        block_(block),
         layout_(group.layout.groups[static_cast<int>(kind)]),
-        state_(group.control->calls[static_cast<int>(kind)]),
-        failed_(group.control->failed[static_cast<int>(kind)]),
-        tag_(tag) {}
+        state_(group.control->calls[static_cast<int>(kind)]) {}
 
-  // Whole warp. False where the group is closed or poisoned: then no window may be touched.
-  __device__ bool Begin() {
-    // All words at once: the region depends on the epoch, and a load takes most of a microsecond.
-    static_assert(sizeof(CallState) % sizeof(uint64_t) == 0);
-    struct Words {
-      uint64_t word[sizeof(CallState) / sizeof(uint64_t)];
-    } words;
-    const auto* from = reinterpret_cast<const volatile uint64_t*>(&state_);
-    gate_ = *static_cast<const volatile Gate*>(&group_.control->gate);
-#pragma unroll
-    for (size_t i = 0; i < sizeof(CallState) / sizeof(uint64_t); ++i) words.word[i] = from[i];
-    lease_ = LeaseRegion(__builtin_bit_cast(CallState, words), group_.depth);
-    const bool open = gate_ == Gate::kOpen && lease_.region != kNoRegion;
-    // Others may have found the gate open a moment before: what this warp leaves undone is theirs
-    // too.
-    if (!open) StoreRelaxedGpu(&failed_, 1u);
-    return open;
+  // Whole block, before a barrier and Join.
+  __device__ void Begin() {
+    if (threadIdx.x == 0) Lease();
+    // Beside it, in another warp.
+    if (threadIdx.x == kWarpSize) DrawFirst();
   }
 
-  // Whole warp.
-  __device__ WorkItem Take(const WorkPlan& plan, Queue queue) {
-    return ItemOf(plan, queue, __shfl_sync(kFullWarp, DrawTicket(queue), 0));
+  // False where the group is closed or poisoned, for all of a block: then no window may be touched.
+  __device__ bool Join() {
+    lease_ = block_.lease;
+    return block_.gate == Gate::kOpen && lease_.region != kNoRegion;
+  }
+  __device__ uint32_t senders() const { return block_.senders; }
+
+  // Whole warp: what the block has drawn for it, or else the next one.
+  __device__ WorkItem First(Queue queue) {
+    const uint32_t warp = static_cast<uint32_t>(Warp());
+    const uint32_t place = plan_.roles.PlaceOf(warp, block_.senders, queue);
+    if (place == BlockRoles::kNoPlace) return Take(queue);
+    return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + place);
   }
 
-  // How many blocks came before; one thread.
-  __device__ uint32_t Enter() { return EnterCall(memory_, state_); }
+  // Whole warp: the next item, in one step or in two.
+  __device__ WorkItem Take(Queue queue) { return Resolve(queue, Draw(queue)); }
+  __device__ uint32_t Draw(Queue queue) {
+    return Lane() == 0 ? DrawTickets(memory_, state_, queue, 1) : 0;
+  }
+  __device__ WorkItem Resolve(Queue queue, uint32_t ticket) const {
+    return ItemOf(plan_.work, queue, __shfl_sync(kFullWarp, ticket, 0));
+  }
+  __device__ bool DrawsAhead(Queue queue) const {
+    return plan_.roles.DrawnAtOnce(plan_.work, queue);
+  }
 
-  // Begin and Take at once, so that neither waits for the other.
-  __device__ bool BeginAndTake(const WorkPlan& plan, Queue queue, WorkItem& item) {
-    const uint32_t ticket = DrawTicket(queue);
-    const bool open = Begin();
-    item = ItemOf(plan, queue, __shfl_sync(kFullWarp, ticket, 0));
-    return open;
+  // Calls `work(item)`, from `item` on, as long as there are items and it is true. Where hardly any
+  // are left the next ticket is drawn before the item in hand is worked off, and costs no time of
+  // its own; elsewhere that would keep items from warps that have nothing else to do.
+  template <typename Work>
+  __device__ bool ForEach(Queue queue, WorkItem item, Work work) {
+    const bool ahead = DrawsAhead(queue);
+    while (item.phase != Phase::kNone) {
+      uint32_t ticket = ahead ? Draw(queue) : 0;
+      if (!work(item)) return false;
+      if (!ahead) ticket = Draw(queue);
+      item = Resolve(queue, ticket);
+    }
+    return true;
   }
 
   __device__ uint32_t rank() const { return group_.rank; }
   __device__ uint32_t ranks() const { return group_.ranks; }
+  __device__ const Divisor& by_ranks() const { return plan_.ranks; }
 
   // ---- Addresses: in the window of `owner`, for this call's region ----
 
@@ -81,14 +108,14 @@ class WindowCall {
   __device__ void Publish(uint32_t destination, int64_t index, uint32_t first_slot,
                           uint32_t count) const {
     PublishFlag(memory_, Flag(destination, group_.rank, index),
-                {lease_.epoch, first_slot, static_cast<uint16_t>(count), tag_});
+                {lease_.epoch, first_slot, static_cast<uint16_t>(count), plan_.tag});
   }
 
   // Any lanes, each for its own source. Bulk loads of what arrived need a FenceProxyAsyncGlobal.
   __device__ bool AwaitFlag(Phase phase, uint32_t source, int64_t index, FlagCell& flag) const {
     const FlagCell* cell = Flag(group_.rank, source, index);
     return Await(phase, source,
-                 [&] { return ObserveFlag(memory_, cell, lease_.epoch, tag_, flag); });
+                 [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.
@@ -102,35 +129,34 @@ class WindowCall {
     const CountCell* from = Counts(group_.rank, source) + cell;
     return Await(Phase::kPlace, source, [&] {
       const Observation seen = ObserveCounts(memory_, from, lease_.epoch, counts);
-      const bool differs = seen == Observation::kArrived && cell == 0 && counts.counts[1] != tag_;
+      const bool differs =
+          seen == Observation::kArrived && cell == 0 && counts.counts[1] != plan_.tag;
       return differs ? Observation::kProtocolError : seen;
     });
   }
-  __device__ uint16_t tag() const { return tag_; }
+  __device__ uint16_t tag() const { return plan_.tag; }
 
-  // As AwaitFlag: after it the destination's region may be overwritten. A rank that comes when the
-  // others have given up sends nothing.
-  __device__ bool AwaitCredit(Phase phase, uint32_t destination) const {
-    const bool poisoned = IsPoisoned(memory_, Poison(group_.rank));
-    if (poisoned) {
-      GiveUp(phase, destination, WaitStatus::kPoisoned);
-      return false;
-    }
-    const uint64_t* credit = Credit(group_.rank, destination);
-    return Await(phase, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
+  // Whole block, each warp once, where its own work has come to the first store: every
+  // destination's region is free. Even where there is nothing to send, or ranks that need nothing
+  // of each other could get further apart than credits tell.
+  __device__ bool AwaitCredits() const {
+    // In the last warp, which has the least else to do.
+    const uint32_t rank = threadIdx.x - (blockDim.x - kWarpSize);
+    const bool free = rank >= group_.ranks || AwaitCredit(rank);
+    return __syncthreads_and(free) != 0;
   }
 
   // ---- The end ----
 
-  // Whole block, when all of its reads of the window are over; `last` is shared. True in the one
-  // block that is the last of all; `failed` then says whether a wait of the call failed anywhere.
-  __device__ bool Leave(bool& last, bool& failed) {
+  // Whole block, when all of its reads of the window are over, or after a wait of this thread was
+  // not `ok`. True in the one block that is the last of all; `failed` then says whether a wait of
+  // the call failed anywhere.
+  __device__ bool Leave(bool ok, bool& failed) {
+    const bool block_failed = __syncthreads_and(ok) == 0;
+    if (threadIdx.x == 0) block_.end = LeaveCall(memory_, state_, gridDim.x, block_failed);
     __syncthreads();
-    if (threadIdx.x == 0) last = LeaveCall(memory_, state_, gridDim.x);
-    __syncthreads();
-    if (!last) return false;
-    failed = gate_ != Gate::kOpen || lease_.region == kNoRegion || LoadRelaxedGpu(&failed_) != 0;
-    return true;
+    failed = block_.end.failed;
+    return block_.end.last;
   }
 
   // The last block, after Leave: gives the regions back and makes the next call possible, or ends
@@ -142,7 +168,7 @@ class WindowCall {
       const uint64_t start = memory_.NowNs();
       while (memory_.NowNs() - start < kStoresTakeNs) {
       }
-      if (threadIdx.x == 0 && gate_ == Gate::kOpen) group_.control->gate = Gate::kPoisoned;
+      if (threadIdx.x == 0 && block_.gate == Gate::kOpen) group_.control->gate = Gate::kPoisoned;
       return;
     }
     if (threadIdx.x < group_.ranks) {
@@ -155,11 +181,47 @@ class WindowCall {
   }
 
  private:
-  // In lane 0.
-  __device__ uint32_t DrawTicket(Queue queue) {
-    if (Lane() != 0) return 0;
-    return memory_.FetchAddRelaxed(&state_.tickets[static_cast<uint32_t>(queue)], 1u);
+  // A rank that comes when the others have given up sends nothing.
+  __device__ bool AwaitCredit(uint32_t destination) const {
+    constexpr Phase phase = Phase::kSend;
+    const uint64_t* credit = Credit(group_.rank, destination);
+    // Both loads are under way before either is looked at.
+    const WaitReport report = memory_.Peek(Poison(group_.rank));
+    const Observation first = ObserveCredit(memory_, credit, lease_);
+    if (report.status != WaitStatus::kArrived) {
+      GiveUp(phase, destination, WaitStatus::kPoisoned);
+      return false;
+    }
+    if (first == Observation::kArrived) return true;
+    return Await(phase, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
   }
+
+  // One thread.
+  __device__ void Lease() const {
+    // All words at once: the region depends on the epoch, and a load takes most of a microsecond.
+    static_assert(sizeof(CallState) % sizeof(uint64_t) == 0);
+    struct Words {
+      uint64_t word[sizeof(CallState) / sizeof(uint64_t)];
+    } words;
+    const auto* from = reinterpret_cast<const volatile uint64_t*>(&state_);
+    const Gate gate = *static_cast<const volatile Gate*>(&group_.control->gate);
+#pragma unroll
+    for (size_t i = 0; i < sizeof(CallState) / sizeof(uint64_t); ++i) words.word[i] = from[i];
+    block_.lease = LeaseRegion(__builtin_bit_cast(CallState, words), group_.depth);
+    block_.gate = gate;
+  }
+  // One thread.
+  __device__ void DrawFirst() const {
+    const BlockRoles& roles = plan_.roles;
+    const uint32_t senders = roles.Senders(roles.ByBlock() ? EnterCall(memory_, state_) : 0);
+    const uint32_t placers = roles.Placers(senders);
+    const uint32_t send = senders == 0 ? 0 : DrawTickets(memory_, state_, Queue::kSend, senders);
+    const uint32_t place = placers == 0 ? 0 : DrawTickets(memory_, state_, Queue::kPlace, placers);
+    block_.senders = senders;
+    block_.first_tickets[static_cast<uint32_t>(Queue::kSend)] = send;
+    block_.first_tickets[static_cast<uint32_t>(Queue::kPlace)] = place;
+  }
+
   __device__ int64_t Part(uint32_t peer) const {
     return static_cast<int64_t>(lease_.region) * group_.ranks + peer;
   }
@@ -176,13 +238,7 @@ class WindowCall {
 
   template <typename Observe>
   __device__ bool Await(Phase phase, uint32_t awaited, Observe observe) const {
-    // Without the timer at first: it costs as much as a poll.
-    for (uint32_t poll = 0; poll < kPollsPerCheck; ++poll) {
-      const Observation seen = observe();
-      if (seen == Observation::kArrived) return true;
-      if (seen == Observation::kProtocolError) break;
-    }
-    const WaitBound bound{memory_.NowNs() + group_.timeout_ns, Poison(group_.rank)};
+    const WaitBound bound{group_.timeout_ns, Poison(group_.rank)};
     const WaitStatus status = WaitUntil(memory_, bound, observe);
     if (status == WaitStatus::kArrived) return true;
     GiveUp(phase, awaited, status);
@@ -195,7 +251,7 @@ class WindowCall {
     WaitReport report{lease_.epoch,
                       static_cast<uint16_t>(group_.rank),
                       static_cast<uint16_t>(awaited),
-                      tag_,
+                      plan_.tag,
                       phase,
                       status};
     if (status == WaitStatus::kPoisoned) {
@@ -204,16 +260,14 @@ class WindowCall {
       SpreadPoison(memory_, report, group_.ranks, [&](uint32_t rank) { return Poison(rank); });
     }
     memory_.Post(group_.host_report, report);
-    StoreRelaxedGpu(&failed_, 1u);
   }
 
   const WindowGroup& group_;
+  const CallPlan& plan_;
+  CallBlock& block_;
   const BufferGroupLayout& layout_;
   CallState& state_;
-  uint32_t& failed_;
-  Gate gate_ = Gate::kOpen;
   RegionLease lease_{};
-  uint16_t tag_;
   DeviceSignalMemory memory_;
 };
 
@@ -224,6 +278,7 @@ template <typename T>
 __device__ void FillWords(T* to, int64_t count, uint32_t word) {
   auto* words = reinterpret_cast<uint32_t*>(to);
   const int64_t end = count * static_cast<int64_t>(sizeof(T)) / 4;
+  JAX_EP_NO_UNROLL
   for (int64_t i = threadIdx.x; i < end; i += blockDim.x) words[i] = word;
 }
 

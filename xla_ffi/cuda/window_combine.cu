@@ -20,29 +20,21 @@ namespace {
 constexpr uint32_t kSumWarps = 16;
 constexpr uint32_t kSumThreads = kSumWarps * kWarpSize;
 
-// Warps of a block that send first; senders that find nothing left to send become placers. A
-// sender has a fence to wait for and more terms than a placer, so most warps are senders; but those
-// of few more than kSendingWarps in all would only have more chunks unfinished at a time.
-constexpr uint32_t kSendingWarps = 768;
-constexpr uint32_t kMaxSumSenders = 12;
 // Up to so many tokens a call is a matter of latency: all warps send, and then all place.
 constexpr int64_t kFewTokens = 256;
 // Tokens of a place item.
 constexpr ChunkRule kPlaceTokens{kFewTokens, 8};
 
 struct CombinePlan {
-  WorkPlan work;
+  CallPlan call;
   CombineMessage message;
   int64_t row_bytes;
-  Divisor ranks;
   Divisor tokens;
   Divisor top_k;
   Divisor pieces;
   Divisor chunk_slots;
   int32_t place_tokens;
   int32_t batch;  // sums whose terms a warp looks up at a time
-  uint32_t senders;
-  uint16_t tag;
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -56,12 +48,6 @@ struct Combine {
 
   __device__ int64_t FlagOf(uint32_t chunk, uint32_t piece) const {
     return int64_t{chunk} * plan.pieces.value + piece;
-  }
-
-  // Whole warp, once before its first store of the call: every destination's region is free.
-  __device__ bool AwaitCredits() const {
-    const uint32_t rank = static_cast<uint32_t>(Lane());
-    return AllSucceed(rank >= call.ranks() || call.AwaitCredit(Phase::kSend, rank));
   }
 
   // Whole warp: each lane with a slot waits for its chunk of a source.
@@ -94,9 +80,9 @@ class SendJob {
   __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
     const uint32_t part = c.plan.pieces.Divide(item, piece_);
     uint32_t turn;
-    chunk_ = c.plan.ranks.Divide(part, turn);
+    chunk_ = c.plan.call.ranks.Divide(part, turn);
     // Ranks start with different ones, and with themselves last.
-    const uint32_t after = c.call.rank() + 1 + turn, ranks = c.plan.ranks.value;
+    const uint32_t after = c.call.rank() + 1 + turn, ranks = c.plan.call.ranks.value;
     source_ = after < ranks ? after : after - ranks;
     // Rows do not wait for the count: entries of no slot are read, but not used.
     end_ = Min(First() + c.plan.chunk_slots.int_value(), c.plan.tokens.int_value());
@@ -220,12 +206,12 @@ class PlaceJob {
       uint32_t at;
       const uint32_t source =
           c_->plan.tokens.Divide(slot < 0 ? 0 : static_cast<uint32_t>(slot), at);
-      if (!c_->AwaitChunks(slot >= 0, source, at, piece_)) return false;
       const uint8_t* message =
           c_->call.Region(c_->call.rank(), source) + at * c_->plan.message.bytes;
-      if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(slot >= 0, message);
       // By rank: a token's slots at one rank are one slot.
       const int from = SortedDistinct(lanes_, c_->plan.top_k.int_value(), slot);
+      if (!c_->AwaitChunks(slot >= 0, source, at, piece_)) return false;
+      if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(slot >= 0, message);
       message_ = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(message), from);
       message_ = from < 0 ? 0 : message_ + c_->plan.message.row + PieceBytes<Wire>(piece_);
       SumPiece<Wire, kCount, false>(c_->step.shape.hidden, piece_, *this);
@@ -263,7 +249,7 @@ class PlaceJob {
   __device__ int32_t LoadSlot(int32_t token) const {
     if (!lanes_.In(end_ - token)) return -1;
     const int32_t slot = c_->step.slot_of[token * c_->plan.top_k.int_value() + Lane()];
-    const uint32_t slots = c_->plan.ranks.value * c_->plan.tokens.value;
+    const uint32_t slots = c_->plan.call.ranks.value * c_->plan.tokens.value;
     return static_cast<uint32_t>(slot) < slots ? slot : -1;
   }
 
@@ -286,13 +272,17 @@ class PlaceJob {
 // A sender, until there is nothing left to send. False where a wait fails.
 template <typename Element, typename Wire>
 __device__ bool Send(const Combine& c, WorkItem item) {
-  if (item.phase == Phase::kNone) return true;
+  if (item.phase == Phase::kNone) return c.call.AwaitCredits();
   SendJob<Element, Wire> job(c, item.index);
-  if (!c.AwaitCredits()) return false;
+  if (!c.call.AwaitCredits()) return false;
+  const bool ahead = c.call.DrawsAhead(Queue::kSend);
   for (;;) {
+    // Where it is likely to be the last one the flag need not wait for the next ticket either.
+    uint32_t ticket = ahead ? c.call.Draw(Queue::kSend) : 0;
     job.Run();
     // Before the fence, so that it and the next item's look-ups wait for memory together.
-    item = c.call.Take(c.plan.work, Queue::kSend);
+    if (!ahead) ticket = c.call.Draw(Queue::kSend);
+    item = c.call.Resolve(Queue::kSend, ticket);
     if (item.phase == Phase::kNone) break;
     const SendJob<Element, Wire> next(c, item.index);
     job.Publish();
@@ -303,7 +293,7 @@ __device__ bool Send(const Combine& c, WorkItem item) {
 }
 
 // Whole block: what a call returns that did not end.
-__device__ void Fail(const WindowCombineStep& step) {
+__device__ __noinline__ void Fail(const WindowCombineStep& step) {
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
             kNoValue);
   FillWords(step.output_weight_grads, step.shape.tokens * step.num_weights, kNoValue);
@@ -317,37 +307,35 @@ __global__ void __launch_bounds__(kSumThreads, 1)
                         const __grid_constant__ WindowGroup group,
                         const __grid_constant__ CombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ bool last;
-  WindowCall call(group, CallKind::kCombine, plan.tag);
-  const uint32_t warp = static_cast<uint32_t>(Warp());
-  const bool sends = warp < plan.senders;
-  WorkItem item;
-  if (call.BeginAndTake(plan.work, sends ? Queue::kSend : Queue::kPlace, item)) {
+  __shared__ CallBlock block;
+  WindowCall call(group, CallKind::kCombine, plan.call, block);
+  call.Begin();
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok) {
     const Combine combine{step, plan, call};
-    // A call without tokens waits for its credits as well, or ranks that need nothing of each other
-    // could get further apart than credits tell.
-    bool open = plan.work.send_items > 0 || combine.AwaitCredits();
-    if (sends && open) {
-      open = Send<Element, Wire>(combine, item);
-      item = call.Take(plan.work, Queue::kPlace);
-    }
-    while (open && item.phase != Phase::kNone) {
-      open = PlaceJob<Element, Wire>(combine, item.index).Run();
-      item = call.Take(plan.work, Queue::kPlace);
+    const bool sends = static_cast<uint32_t>(Warp()) < call.senders();
+    ok = sends ? Send<Element, Wire>(combine, call.First(Queue::kSend)) : call.AwaitCredits();
+    if (ok) {
+      for (WorkItem item = call.First(Queue::kPlace); ok && item.phase != Phase::kNone;
+           item = call.Take(Queue::kPlace)) {
+        ok = PlaceJob<Element, Wire>(combine, item.index).Run();
+      }
     }
   }
   bool failed;
-  if (!call.Leave(last, failed)) return;
+  if (!call.Leave(ok, failed)) return;
   call.Commit(failed);
   if (threadIdx.x == 0) *step.done = 0;
   if (failed) Fail(step);
 #endif
 }
 
-uint32_t SumSenders(const WindowGroup& group, int64_t tokens) {
-  if (tokens <= kFewTokens) return kSumWarps;
-  const uint32_t blocks = group.num_sms != 0 ? std::min(group.num_sms, Processors()) : Processors();
-  return std::min((kSendingWarps + blocks - 1) / blocks, kMaxSumSenders);
+// A sender has a fence to wait for and more terms than a placer, so most blocks send first.
+BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
+  const uint32_t limit = BlockLimit(group, UINT32_MAX);
+  if (tokens <= kFewTokens) return BlockRoles::Alike(limit, kSumWarps, kSumWarps, work);
+  return BlockRoles::ByArrival(limit, kSumWarps, limit * 3 / 4);
 }
 
 }  // namespace
@@ -358,19 +346,19 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
-  plan.ranks = Divisor::Of(shape.ranks);
+  plan.call.ranks = Divisor::Of(shape.ranks);
   plan.tokens = Divisor::Of(shape.tokens);
   plan.top_k = Divisor::Of(shape.top_k);
   plan.pieces = Divisor::Of(pieces);
   plan.chunk_slots = Divisor::Of(kCombineChunks.Tokens(shape.tokens));
   plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
   plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
-  plan.senders = SumSenders(group, shape.tokens);
   plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
-  plan.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
-               static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
-  plan.tag = CallTag(2, shape.tokens, plan.message.bytes, step.num_weights, step.site);
-  const dim3 grid(WindowBlocks(group, plan.work, plan.senders, kSumWarps));
+  plan.call.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
+                    static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
+  plan.call.roles = SumRoles(group, plan.call.work, shape.tokens);
+  plan.call.tag = CallTag(2, shape.tokens, plan.message.bytes, step.num_weights, step.site);
+  const dim3 grid(plan.call.roles.blocks);
   return VisitElements(step.element, step.wire,
                        [&]<typename Element, typename Wire>(Element, Wire) {
                          return Launch(WindowCombineKernel<Element, Wire>, grid, kSumThreads, 0,

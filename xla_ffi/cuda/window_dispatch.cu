@@ -20,42 +20,35 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   static_assert(Format::kPayloadDtype == nullptr, "only a payload that is the token is copied");
   extern __shared__ __align__(128) uint8_t shared[];
   const DispatchShared memory(shared, step.shape, plan.rows);
-  WindowCall call(group, CallKind::kDispatch, plan.tag);
+  WindowCall call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());
-  WorkItem item;
-  const bool open = plan.roles.EnterAndTake(call, plan.work, *memory.entered, item);
+  call.Begin();
   BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps);
   FillWords(memory.zeros, kZeroBytes, 0);
   FenceProxyAsyncShared();
   if (threadIdx.x == 0) *memory.counts_arrived = true;
-  // The zeros are there; and open is the same for all, so that barriers have all their threads.
-  bool ok = true;
-  if (__syncthreads_and(open)) {
-    const uint32_t senders = plan.roles.Senders(*memory.entered);
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok) {
+    const uint32_t senders = call.senders();
     if (warp < senders) {
-      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kSend);
-      int32_t* router_rows = memory.router_rows + warp * step.shape.experts();
+      int32_t* router_rows =
+          memory.router_rows + warp * static_cast<uint32_t>(step.shape.experts());
+      const WorkItem item = call.First(Queue::kSend);
       ok = Sender(step, plan, call, stages, router_rows).Run(item);
+    } else {
+      ok = AwaitCredits(call);
     }
+    // Only credits can have failed, which is the same for the whole block.
     Team team;
-    if (plan.roles.Places(senders, team)) {
-      if (plan.roles.ByBlock()) item = call.Take(plan.work, Queue::kPlace);
-      ok &= Placer(step, plan, call, stages, memory).Run(team, item);
+    const bool places = PlacingTeam(plan.call.roles, senders, team);
+    if (ok) {
+      Placer placer(step, plan, call, stages, memory);
+      ok = places ? placer.Build(team) : placer.AwaitTables();
+      if (ok) ok = placer.Run(call.First(Queue::kPlace));
     }
   }
-  // What a failed call returns is written after all that it had stored.
-  if (!ok) BulkWait<0>();
-  bool failed;
-  if (call.Leave(*memory.last, failed)) {
-    call.Commit(failed);
-    if (failed) {
-      BulkWait<0>();
-      __syncthreads();
-      Fail(step);
-    }
-  }
-  // The rows are complete when the kernel ends; the credits need not wait for that.
-  BulkWait<0>();
+  EndRows(call, ok, [] {}, [&] { Fail(step); });
 #endif
 }
 
@@ -65,14 +58,19 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
   const auto message = DispatchMessage::Of(shape.row_bytes(), 0, shape.top_k);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
-  plan.work.route_items =
-      static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
-  plan.work.send_items = static_cast<uint32_t>(chunks);
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
-  plan.work.place_items =
+  plan.count_cells = Divisor::Of(CountCells(shape.local_experts));
+  plan.top_k = Divisor::Of(shape.top_k);
+  plan.rank_of = RankOfExpert(static_cast<int32_t>(shape.local_experts));
+  WorkPlan& work = plan.call.work;
+  work.route_items =
+      static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
+  work.send_items = static_cast<uint32_t>(chunks);
+  work.place_items =
       PlaceItems(plan.chunk_items, step.zero_tail ? shape.recv_rows * shape.row_bytes() : 0);
-  plan.roles = RolesOf(group, plan.work, shape.tokens, 3);
-  plan.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
+  plan.call.roles = RowRoles(group, work, shape.tokens, 3);
+  plan.call.ranks = Divisor::Of(shape.ranks);
+  plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
   return PlanRows(message.payload + shape.row_bytes(), message.source_token, message.bytes,
                   kMaxSharedBytes - DispatchShared::FixedBytes(shape), plan.rows);
 }
@@ -85,7 +83,7 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, group, plan)) return cudaErrorInvalidConfiguration;
   const int64_t shared = DispatchShared::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
-  const dim3 grid(plan.roles.blocks);
+  const dim3 grid(plan.call.roles.blocks);
   return Launch(WindowDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
                 stream, step, group, plan);
 }

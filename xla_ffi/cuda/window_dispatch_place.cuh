@@ -23,24 +23,36 @@ class Placer {
         groups_(step.shape, kRowWarps, memory.groups),
         memory_(memory) {}
 
-  // False where a wait failed.
-  __device__ bool Run(const Team& team, WorkItem item) {
-    groups_.Build(call_, team, *memory_.counts_arrived);
-    if (!*memory_.counts_arrived) return false;
-    for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kPlace)) {
-      if (item.index == 0) groups_.Write(step_);
-      FillShare(item.index);
-      if (item.index < plan_.chunk_items && !PlaceChunk(item.index)) return false;
-    }
-    return true;
+  // Whole team: makes the tables. False where a wait failed.
+  __device__ bool Build(const Team& team) {
+    groups_.Build(call_, plan_.count_cells, team, *memory_.counts_arrived);
+    // For the senders beside this team.
+    if (team.threads < kRowThreads) ArriveAtBarrier(kTablesBarrier, kRowThreads);
+    return *memory_.counts_arrived;
+  }
+
+  // For a sender beside such a team, when it has sent.
+  __device__ bool AwaitTables() {
+    __syncwarp();
+    NamedBarrier(kTablesBarrier, kRowThreads);
+    return *memory_.counts_arrived;
+  }
+
+  __device__ bool Run(WorkItem item) {
+    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+      if (current.index == 0) groups_.Write(step_);
+      FillShare(current.index);
+      return current.index >= plan_.chunk_items || PlaceChunk(current.index);
+    });
   }
 
  private:
   // An equal share of everything that no message fills: padding, the tail, slots without a token.
   __device__ void FillShare(uint32_t item) {
     const EpShape& shape = step_.shape;
-    const int64_t items = plan_.work.place_items;
+    const int64_t items = plan_.call.work.place_items;
     if (shape.expert_alignment > 1) {
+      JAX_EP_NO_UNROLL
       for (int64_t expert = item; expert < shape.local_experts; expert += items) {
         Clear(groups_.PaddingOf(expert), true);
       }
@@ -49,11 +61,13 @@ class Placer {
     const int64_t begin = Min(end + item * share, shape.recv_rows);
     Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
     if (item >= plan_.chunk_items) return;
-    const uint32_t source = item % call_.ranks();
-    const int32_t first = static_cast<int32_t>(item / call_.ranks()) * plan_.chunk_tokens;
+    uint32_t source;
+    const uint32_t chunk = call_.by_ranks().Divide(item, source);
+    const int32_t first = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
     const int32_t last = Min(first + plan_.chunk_tokens, static_cast<int32_t>(shape.tokens));
     const int32_t absent = groups_.Slots(source) > first ? groups_.Slots(source) : first;
     int32_t* row_of = step_.row_of + source * shape.tokens * shape.top_k;
+    JAX_EP_NO_UNROLL
     for (int64_t entry = absent * shape.top_k + Lane(); entry < last * shape.top_k;
          entry += kWarpSize) {
       row_of[entry] = -1;
@@ -61,10 +75,12 @@ class Placer {
   }
 
   __device__ void Clear(const GroupTable::Range& range, bool payload) {
+    JAX_EP_NO_UNROLL
     for (int64_t row = range.begin + Lane(); row < range.end; row += kWarpSize) {
       step_.row_slot[row] = -1;
       step_.row_weights[row] = 0.0f;
     }
+    JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * 3 + Lane(); i < range.end * 3; i += kWarpSize) {
       step_.src_info[i] = -1;
     }
@@ -90,20 +106,22 @@ class Placer {
                   static_cast<uint32_t>(shape.tokens) - 1);
     }
     const auto load = [&](uint32_t unit) {
-      const uint32_t index = unit / rows.pieces;
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
       const uint8_t* from = messages + int64_t{index} * rows.message_bytes;
       const int64_t of_token = __shfl_sync(kFullWarp, token, static_cast<int>(index));
       const uint8_t* payload =
           own ? static_cast<const uint8_t*>(step_.tokens) + of_token * rows.payload_bytes : from;
-      LoadPiece(stages_, rows, unit % rows.pieces, payload, from);
+      LoadPiece(stages_, rows, piece, payload, from);
     };
-    const uint32_t units = chunk.count * rows.pieces;
+    const uint32_t units = chunk.count * rows.pieces.value;
     const uint32_t primed = stages_.Prime(units, load);
     int32_t row = -1;  // of the entry of this lane's number
     stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
-      const uint32_t piece = unit % rows.pieces;
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
       if (piece == 0) {
-        row = Record(chunk.source, chunk.first_slot + unit / rows.pieces,
+        row = Record(chunk.source, chunk.first_slot + index,
                      stage + rows.piece_bytes - message.source_token);
       }
       if (row < 0) return;
@@ -145,7 +163,7 @@ class Placer {
 };
 
 // Whole block: what a call returns that did not end.
-__device__ inline void Fail(const WindowDispatchStep& step) {
+__device__ __noinline__ void Fail(const WindowDispatchStep& step) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
   FillWords(step.rows, shape.recv_rows * shape.row_bytes(), kNoValue);

@@ -14,12 +14,13 @@ namespace jax_ep::cuda {
 inline constexpr int64_t kRouteTokens = 256;
 
 struct DispatchPlan {
+  CallPlan call;
   RowPlan rows;
-  WorkPlan work;
+  Divisor count_cells;
+  Divisor top_k;
+  RankOfExpert rank_of{1};
   int32_t chunk_tokens;
   uint32_t chunk_items;  // place items that have a chunk; the others only fill
-  BlockRoles roles;
-  uint16_t tag;
 };
 
 // The block's shared memory: zeros, stages, counters of senders, groups of placers.
@@ -27,23 +28,21 @@ struct DispatchShared {
   uint8_t* zeros;
   uint8_t* stages;
   int32_t* router_rows;  // [kRowWarps, E]
+  CallBlock* call;
   uint8_t* groups;
-  uint32_t* entered;
-  bool* last;
   bool* counts_arrived;
 
   static int64_t FixedBytes(const EpShape& shape) {
-    return kZeroBytes + kRowWarps * shape.experts() * kIndexBytes + 16 +
-           GroupTable::Bytes(shape, kRowWarps) + 16;
+    return kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) +
+           kRowWarps * shape.experts() * kIndexBytes + GroupTable::Bytes(shape, kRowWarps) + 16;
   }
   __device__ DispatchShared(uint8_t* memory, const EpShape& shape, const RowPlan& plan) {
     zeros = memory;
     stages = zeros + kZeroBytes;
-    groups = stages + plan.stages.bytes(kRowWarps);
+    call = reinterpret_cast<CallBlock*>(stages + plan.stages.bytes(kRowWarps));
+    groups = reinterpret_cast<uint8_t*>(call + 1);
     router_rows = reinterpret_cast<int32_t*>(groups + GroupTable::Bytes(shape, kRowWarps));
-    entered = reinterpret_cast<uint32_t*>(router_rows + kRowWarps * shape.experts());
-    last = reinterpret_cast<bool*>(entered + 1);
-    counts_arrived = last + 1;
+    counts_arrived = reinterpret_cast<bool*>(router_rows + kRowWarps * shape.experts());
   }
 };
 

@@ -20,29 +20,47 @@ class Sender {
         plan_(plan),
         call_(call),
         stages_(stages),
-        walk_(static_cast<int32_t>(step.shape.top_k)),
-        router_(step.shape, step.ids, router_rows) {}
+        walk_(plan.top_k),
+        router_(step.shape, plan.rank_of, step.ids, router_rows) {}
 
-  // False where a wait failed.
+  // False where a wait failed. The block's wait for credits is part of it.
   __device__ bool Run(WorkItem item) {
-    for (; item.phase != Phase::kNone; item = call_.Take(plan_.work, Queue::kSend)) {
-      if (!(item.phase == Phase::kRoute ? Route(item.index) : SendChunk(item.index))) return false;
-    }
-    return true;
+    const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
+      const bool routes = current.phase == Phase::kRoute;
+      const Chunk chunk = routes ? Chunk{} : Start(current.index);
+      const InvalidIds invalid = Count(routes, current.index);
+      return routes ? Route(invalid) : Send(current.index, chunk);
+    });
+    return sent && MayStore();
   }
 
  private:
-  // Counts a part of the tokens; whoever adds the last part posts the counts of all.
-  __device__ bool Route(uint32_t item) {
-    const EpShape& shape = step_.shape;
-    const int32_t begin = static_cast<int32_t>(Min(item * kRouteTokens, shape.tokens));
-    const int32_t end = static_cast<int32_t>(Min(begin + kRouteTokens, shape.tokens));
-    const int32_t experts = static_cast<int32_t>(shape.experts());
+  // Once before the first store: later ones are free.
+  __device__ bool MayStore() {
+    if (!may_store_) free_ = AwaitCredits(call_);
+    may_store_ = true;
+    return free_;
+  }
+
+  // The tokens of a route item, or those before a chunk.
+  __device__ InvalidIds Count(bool routes, uint32_t item) {
+    const int32_t tokens = static_cast<int32_t>(step_.shape.tokens);
+    const int32_t size = routes ? static_cast<int32_t>(kRouteTokens) : plan_.chunk_tokens;
+    const int32_t begin = Min(static_cast<int32_t>(item) * size, tokens);
+    if (routes || !counts_) router_.Restart(routes ? begin : 0);
+    counts_ = !routes;
     InvalidIds invalid;
-    router_.Restart(begin);
-    router_.CountTo(end, &invalid);
-    if (plan_.work.route_items == 1) return PostCounts(invalid);
+    router_.CountTo(routes ? Min(begin + size, tokens) : begin, invalid);
+    return invalid;
+  }
+
+  // A part of the tokens is counted; whoever adds the last part posts the counts of all.
+  __device__ bool Route(InvalidIds invalid) {
+    const EpShape& shape = step_.shape;
+    const int32_t experts = static_cast<int32_t>(shape.experts());
+    if (plan_.call.work.route_items == 1) return PostCounts(invalid);
     const RouteTotals totals = call_.Totals(experts);
+    JAX_EP_NO_UNROLL
     for (int32_t expert = Lane(); expert < experts; expert += kWarpSize) {
       if (router_.rows(expert) != 0) atomicAdd(totals.rows + expert, router_.rows(expert));
     }
@@ -55,15 +73,15 @@ class Sender {
     __syncwarp();
     bool last = false;
     if (Lane() == 0) {
-      last = LastOf(DeviceSignalMemory{}, totals.finished, plan_.work.route_items);
+      last = LastOf(DeviceSignalMemory{}, totals.finished, plan_.call.work.route_items);
     }
     // Passes the acquire in LastOf on to the warp.
     __syncwarp();
     if (__shfl_sync(kFullWarp, static_cast<int>(last), 0) == 0) {
-      router_.Restart(0);
       return true;
     }
     // The scratch is left at zero for the next call.
+    JAX_EP_NO_UNROLL
     for (int32_t expert = Lane(); expert < experts; expert += kWarpSize) {
       router_.Set(expert, LoadAroundL1(totals.rows + expert));
       totals.rows[expert] = 0;
@@ -82,14 +100,15 @@ class Sender {
 
   // What the router has counted is all of the call's.
   __device__ bool PostCounts(const InvalidIds& invalid) {
-    if (!AwaitCredits(call_, Phase::kRoute)) return false;
-    may_store_ = true;
+    if (!MayStore()) return false;
     const EpShape& shape = step_.shape;
     const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
     const int32_t cells = static_cast<int32_t>(CountCells(local_experts));
     constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
+    JAX_EP_NO_UNROLL
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
       const int32_t slots = __shfl_sync(kFullWarp, router_.slots(), rank);
+      JAX_EP_NO_UNROLL
       for (int32_t cell = Lane(); cell < cells; cell += kWarpSize) {
         int32_t counts[3] = {slots, call_.tag(), 0};
         if (cell > 0) {
@@ -103,7 +122,6 @@ class Sender {
       }
     }
     if (Lane() == 0) Report(invalid);
-    router_.Restart(0);
     return true;
   }
 
@@ -120,61 +138,78 @@ class Sender {
         make_int4(entry / top_k, entry % top_k, step_.ids[entry], InvalidIdReport::kSet);
   }
 
-  __device__ bool SendChunk(uint32_t chunk) {
-    const EpShape& shape = step_.shape;
+  // A chunk whose first loads are under way.
+  struct Chunk {
+    int32_t begin;
+    int32_t end;
+    uint32_t units;
+    uint32_t primed;
+    float weight;  // of this lane's entry of the first step
+    int32_t id;    // likewise
+  };
+
+  __device__ void LoadUnit(const Chunk& chunk, uint32_t unit) {
+    uint32_t piece;
+    const int64_t token = chunk.begin + plan_.rows.pieces.Divide(unit, piece);
+    const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
+    LoadPiece(stages_, plan_.rows, piece, tokens + token * plan_.rows.payload_bytes, nullptr);
+  }
+
+  __device__ Chunk Start(uint32_t item) {
+    Chunk chunk{};
+    chunk.begin = static_cast<int32_t>(item) * plan_.chunk_tokens;
+    chunk.end = Min(chunk.begin + plan_.chunk_tokens, static_cast<int32_t>(step_.shape.tokens));
+    chunk.units = static_cast<uint32_t>(chunk.end - chunk.begin) * plan_.rows.pieces.value;
+    chunk.primed = stages_.Prime(chunk.units, [&](uint32_t unit) { LoadUnit(chunk, unit); });
+    chunk.weight = LoadWeight(chunk.begin, chunk.end);
+    chunk.id = router_.LoadId(walk_, chunk.begin, chunk.end);
+    return chunk;
+  }
+
+  // The tokens before the chunk are counted.
+  __device__ bool Send(uint32_t item, const Chunk& chunk) {
     const RowPlan& rows = plan_.rows;
-    const int32_t begin = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
-    const int32_t end =
-        static_cast<int32_t>(Min<int64_t>(begin + plan_.chunk_tokens, shape.tokens));
-    const auto load = [&](uint32_t unit) {
-      const int64_t token = begin + unit / rows.pieces;
-      LoadPiece(stages_, rows, unit % rows.pieces,
-                static_cast<const uint8_t*>(step_.tokens) + token * rows.payload_bytes, nullptr);
-    };
-    const uint32_t units = static_cast<uint32_t>(end - begin) * rows.pieces;
-    const uint32_t primed = stages_.Prime(units, load);
-    float weight = LoadWeight(begin, end);
-    int32_t id = router_.LoadId(walk_, begin, end);
-    if (!may_store_ && !AwaitCredits(call_, Phase::kSend)) {
-      stages_.Abandon(primed);
+    const int32_t first_slot = router_.slots();
+    const uint32_t destination = DestinationOf(call_, item);
+    // While the first token is on its way.
+    RoutedEntry entry = router_.Assign(walk_, chunk.end, chunk.id);
+    float weight = chunk.weight;
+    int32_t slot = -1;  // of the token at this lane's destination
+    if (!MayStore()) {
+      stages_.Abandon(chunk.primed);
       return false;
     }
-    may_store_ = true;
-    router_.CountTo(begin);
-    const int32_t first_slot = router_.slots();
-    const uint32_t destination = DestinationOf(call_, chunk);
-    RoutedEntry entry{};
-    int32_t slot = -1;  // of the token at this lane's destination
-    stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
-      const int32_t token = begin + static_cast<int32_t>(unit / rows.pieces);
-      const uint32_t piece = unit % rows.pieces;
-      const int32_t in_step = (token - begin) % walk_.tokens;
+    const auto load = [&](uint32_t unit) { LoadUnit(chunk, unit); };
+    stages_.Pass(chunk.units, chunk.primed, load, [&](uint32_t unit, uint8_t* stage) {
+      uint32_t piece;
+      const int32_t in_chunk = static_cast<int32_t>(rows.pieces.Divide(unit, piece));
+      const int32_t token = chunk.begin + in_chunk;
+      // A chunk is mostly one step.
+      const int32_t in_step = in_chunk < walk_.tokens ? in_chunk : in_chunk % walk_.tokens;
       if (piece == 0) {
-        if (in_step == 0) {
-          if (token != begin) {
-            weight = LoadWeight(token, end);
-            id = router_.LoadId(walk_, token, end);
-          }
-          entry = router_.Assign(walk_, end, id);
+        if (in_step == 0 && in_chunk != 0) {
+          weight = LoadWeight(token, chunk.end);
+          entry = router_.Assign(walk_, chunk.end, router_.LoadId(walk_, token, chunk.end));
         }
         Annotate(token, in_step * walk_.top_k, entry, weight, stage + rows.piece_bytes);
-        slot = SlotAt(destination, in_step * walk_.top_k, walk_.top_k, entry.rank, entry.slot);
+        slot = SlotAt(destination, call_.ranks(), in_step * walk_.top_k, walk_.top_k, entry.rank,
+                      entry.slot);
       }
       if (slot >= 0) Store(destination, piece, slot, stage);
       // After the stores: the fence before them would wait for this one.
-      if (piece == 0 && in_step == 0) RecordSlots(token, end, entry);
+      if (piece == 0 && in_step == 0) RecordSlots(token, chunk.end, entry);
     });
     // The router counts by rank, in the lane of its number.
     const int32_t at = static_cast<int32_t>(destination);
     const int32_t first = __shfl_sync(kFullWarp, first_slot, at);
     const int32_t count = __shfl_sync(kFullWarp, router_.slots() - first_slot, at);
-    PublishChunk(call_, chunk, static_cast<uint32_t>(first), static_cast<uint32_t>(count));
+    PublishChunk(call_, item, static_cast<uint32_t>(first), static_cast<uint32_t>(count));
     stages_.Drain();
     return true;
   }
 
   __device__ bool InStep(int32_t token, int32_t end) const {
-    return walk_.used && token + Lane() / walk_.top_k < end;
+    return walk_.used && token + walk_.in_step < end;
   }
   __device__ float LoadWeight(int32_t token, int32_t end) const {
     return InStep(token, end) ? step_.weights[int64_t{token} * walk_.top_k + Lane()] : 0.0f;
@@ -220,7 +255,9 @@ class Sender {
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   TokenWalk walk_;
   WarpRouter router_;
+  bool counts_ = false;  // the router does, from token 0 on
   bool may_store_ = false;
+  bool free_ = false;
 };
 
 }  // namespace jax_ep::cuda

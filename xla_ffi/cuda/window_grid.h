@@ -26,15 +26,6 @@ inline unsigned BlockLimit(const WindowGroup& group, unsigned most) {
   return std::min(group.num_sms != 0 ? group.num_sms : most, Processors());
 }
 
-// As many as have work, up to what the config or the device gives.
-inline unsigned WindowBlocks(const WindowGroup& group, const WorkPlan& work, uint32_t senders,
-                             uint32_t placers) {
-  const unsigned limit = BlockLimit(group, UINT32_MAX);
-  const int64_t sending = CeilDiv(work.route_items + work.send_items, senders);
-  const int64_t placing = CeilDiv(work.place_items, placers);
-  return static_cast<unsigned>(std::clamp<int64_t>(std::max(sending, placing), 1, limit));
-}
-
 template <typename... Params>
 cudaError_t PreloadShared(void (*kernel)(Params...), int64_t shared_bytes) {
   const cudaError_t loaded = Preload(kernel);

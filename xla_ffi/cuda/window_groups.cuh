@@ -16,6 +16,7 @@ inline constexpr uint32_t kZeroBytes = 2048;
 
 // Bulk stores of zeros over [begin, end), by all lanes. Multiples of 16.
 __device__ inline void StoreZeros(uint8_t* begin, uint8_t* end, const uint8_t* zeros) {
+  JAX_EP_NO_UNROLL
   for (uint8_t* to = begin + Lane() * int64_t{kZeroBytes}; to < end;
        to += kWarpSize * int64_t{kZeroBytes}) {
     BulkStore(to, zeros, static_cast<uint32_t>(Min<int64_t>(kZeroBytes, end - to)));
@@ -40,12 +41,14 @@ class GroupTable {
         slots_(end_ + 1) {}
 
   // Whole team: waits for the counts of all sources. `arrived` is shared by the team, true before.
-  __device__ void Build(const WindowCall& call, const Team& team, bool& arrived) {
+  __device__ void Build(const WindowCall& call, const Divisor& cells, const Team& team,
+                        bool& arrived) {
     const int64_t entries = shape_.tokens * shape_.top_k;
     const uint32_t local_experts = static_cast<uint32_t>(shape_.local_experts);
-    const uint32_t cells = static_cast<uint32_t>(CountCells(local_experts));
-    for (uint32_t i = team.thread; i < cells * call.ranks(); i += team.threads) {
-      const uint32_t source = i / cells, cell = i % cells;
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = team.thread; i < cells.value * call.ranks(); i += team.threads) {
+      uint32_t cell;
+      const uint32_t source = cells.Divide(i, cell);
       CountCell seen{};
       if (!call.AwaitCounts(source, cell, seen)) {
         arrived = false;
@@ -73,6 +76,7 @@ class GroupTable {
         team, shape_, totals_, count_of, [&](int64_t expert, int64_t start, int64_t rows) {
           // From counts to first rows, in place.
           int64_t base = start;
+          JAX_EP_NO_UNROLL
           for (int64_t source = 0; source < shape_.ranks; ++source) {
             const int64_t count = count_of(source, expert);
             base_[source * local_experts + expert] = static_cast<int32_t>(Min(base, kMaxIndex));
@@ -108,6 +112,7 @@ class GroupTable {
   // One warp.
   __device__ void Write(const WindowDispatchStep& step) const {
     unsigned dropped = 0;
+    JAX_EP_NO_UNROLL
     for (int64_t expert = Lane(); expert < shape_.local_experts; expert += kWarpSize) {
       const int32_t next = static_cast<int32_t>(Min<int64_t>(Start(expert + 1), shape_.recv_rows));
       step.expert_counts[expert] = rows_[expert];

@@ -1,86 +1,74 @@
-// Who sends and who places in a window dispatch. Used by window_dispatch.cu and
-// window_cached_dispatch.cu.
+// Who sends and who places in a window call. Used by window_call.cuh and window_*.cu.
 //
-// Bulk stores that the link cannot take fast enough hold up everything else that their
-// multiprocessor does. So in long calls whole blocks send, the first to come, and the others place;
-// when nothing is left to send they place as well. In short calls, which wait for single flights
-// and not for the link, every block has warps of both kinds.
+// Stores that the link cannot take fast enough hold up everything else that their multiprocessor
+// does. So in long calls whole blocks send, the first to come, and the others place; when nothing
+// is left to send they place as well. In short calls, which wait for single flights and not for the
+// link, every block has warps of both kinds, or all of its warps send and then place.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/groups.cuh"
-#include "cuda/window_call.cuh"
+#include "cuda/divisor.h"
 #include "cuda/window_grid.h"
-#include "cuda/window_rows.cuh"
+#include "protocol/window.h"
 
 namespace jax_ep::cuda {
 
 struct BlockRoles {
   uint32_t blocks;
-  uint32_t sender_blocks;  // 0: every block has kMixedSenders sending warps
+  uint32_t warps;          // of a block
+  uint32_t senders;        // of a block's warps, the first ones, where blocks are alike
+  uint32_t sender_blocks;  // 0: blocks are alike
 
-  static constexpr uint32_t kMixedSenders = 2;
+  static constexpr uint32_t kNoPlace = UINT32_MAX;
 
-  __device__ bool ByBlock() const { return sender_blocks != 0; }
-
-  // Whole block, before a barrier: begins the call, and takes this warp's first item where its role
-  // is known.
-  __device__ bool EnterAndTake(WindowCall& call, const WorkPlan& work, uint32_t& entered,
-                               WorkItem& item) const {
-    if (!ByBlock()) {
-      const bool sends = static_cast<uint32_t>(Warp()) < kMixedSenders;
-      return call.BeginAndTake(work, sends ? Queue::kSend : Queue::kPlace, item);
-    }
-    if (threadIdx.x == 0) entered = call.Enter();
-    return call.Begin();
+  // No more blocks than have work.
+  static BlockRoles Alike(uint32_t limit, uint32_t warps, uint32_t senders, const WorkPlan& work) {
+    const uint32_t placers = senders == warps ? warps : warps - senders;
+    const int64_t wanted = std::max(DivideUp(work.route_items + work.send_items, senders),
+                                    DivideUp(work.place_items, placers));
+    return {static_cast<uint32_t>(std::clamp<int64_t>(wanted, 1, limit)), warps, senders, 0};
+  }
+  static BlockRoles ByArrival(uint32_t blocks, uint32_t warps, uint32_t sender_blocks) {
+    return {blocks, warps, 0, std::clamp(sender_blocks, 1u, blocks)};
   }
 
-  // Sending warps of this block, the first ones.
+  __host__ __device__ bool ByBlock() const { return sender_blocks != 0; }
+
+  // Sending warps of the block before which `entered` blocks came.
   __device__ uint32_t Senders(uint32_t entered) const {
-    if (!ByBlock()) return kMixedSenders;
-    return entered < sender_blocks ? kRowWarps : 0;
+    if (!ByBlock()) return senders;
+    return entered < sender_blocks ? warps : 0;
   }
-
-  // Whole block, after its senders are done: whether this warp places, and with which others.
-  __device__ bool Places(uint32_t senders, Team& team) const {
-    if (!ByBlock()) {
-      constexpr uint32_t kSending = kMixedSenders * kWarpSize;
-      team = {threadIdx.x - kSending, kRowThreads - kSending, kPlacerBarrier};
-      return threadIdx.x >= kSending;
-    }
-    if (senders != 0) __syncthreads();
-    team = {threadIdx.x, kRowThreads, 0};
-    return true;
+  // Warps of a block with so many senders for which place tickets are drawn as it begins. Not those
+  // of a block that sends for long.
+  __device__ uint32_t Placers(uint32_t block_senders) const {
+    if (block_senders < warps) return warps - block_senders;
+    return ByBlock() ? 0 : warps;
+  }
+  // Whether the tickets that are drawn as blocks begin are all there are. No warp may take that as
+  // leave not to ask: some of the blocks may come only when others have ended.
+  __host__ __device__ bool DrawnAtOnce(const WorkPlan& work, Queue queue) const {
+    if (ByBlock()) return false;
+    const uint32_t placers = senders < warps ? warps - senders : warps;
+    return queue == Queue::kSend ? work.route_items + work.send_items <= blocks * senders
+                                 : work.place_items <= blocks * placers;
+  }
+  // The place of a warp among those of its block for which tickets of a queue were drawn.
+  __device__ uint32_t PlaceOf(uint32_t warp, uint32_t block_senders, Queue queue) const {
+    if (queue == Queue::kSend) return warp < block_senders ? warp : kNoPlace;
+    if (block_senders == warps) return ByBlock() ? kNoPlace : warp;
+    return warp < block_senders ? kNoPlace : warp - block_senders;
   }
 };
 
-// A warp clears this much at a time.
-inline constexpr int64_t kClearBytes = int64_t{64} << 10;
-
-// Enough items for the chunks, and for clearing in case that is more.
-inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
-  return static_cast<uint32_t>(
-      std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
-}
-
-// In a long call one block of `share` sends.
-inline BlockRoles RolesOf(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
-                          uint32_t share) {
-  constexpr int64_t kLongCall = 2048;  // tokens
-  // Eight multiprocessors nearly fill the link; with many a chunk is whole later.
-  constexpr uint32_t kMostSenderBlocks = 24;
-  // Placing keeps up with the link; more blocks would only take multiprocessors from other work.
-  constexpr uint32_t kLongCallBlocks = 64;
-  const bool is_long = tokens >= kLongCall;
-  const uint32_t limit = BlockLimit(group, is_long ? kLongCallBlocks : UINT32_MAX);
-  const int64_t sending = CeilDiv(work.route_items + work.send_items, BlockRoles::kMixedSenders);
-  const int64_t placing = CeilDiv(work.place_items, kRowWarps - BlockRoles::kMixedSenders);
-  BlockRoles roles{};
-  roles.blocks = static_cast<uint32_t>(std::clamp<int64_t>(std::max(sending, placing), 1, limit));
-  if (is_long) roles.sender_blocks = std::min(kMostSenderBlocks, roles.blocks / share);
-  return roles;
-}
+// What every kind of call is told.
+struct CallPlan {
+  WorkPlan work;
+  BlockRoles roles;
+  Divisor ranks;
+  uint16_t tag;
+};
 
 }  // namespace jax_ep::cuda

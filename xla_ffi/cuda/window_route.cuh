@@ -21,19 +21,19 @@ struct RoutedEntry {
 
 class WarpRouter {
  public:
-  // `rows` [E] is this warp's. Nothing is counted yet.
-  __device__ WarpRouter(const EpShape& shape, const int32_t* ids, int32_t* rows)
+  // `rows` [E] is this warp's. Restart comes before anything else.
+  __device__ WarpRouter(const EpShape& shape, const RankOfExpert& rank_of, const int32_t* ids,
+                        int32_t* rows)
       : ids_(ids),
         rows_(rows),
         top_k_(static_cast<int32_t>(shape.top_k)),
         ranks_(static_cast<int32_t>(shape.ranks)),
         experts_(static_cast<int32_t>(shape.experts())),
-        rank_of_(static_cast<int32_t>(shape.local_experts)) {
-    Restart(0);
-  }
+        rank_of_(rank_of) {}
 
   // Counts from token `begin` on, from zero.
   __device__ void Restart(int32_t begin) {
+    JAX_EP_NO_UNROLL
     for (int32_t expert = Lane(); expert < experts_; expert += kWarpSize) rows_[expert] = 0;
     slots_ = 0;
     counted_ = begin;
@@ -48,37 +48,17 @@ class WarpRouter {
 
   // Counts up to token `end`, in any order; a token a lane. The next tokens' first ids are loaded
   // while these are counted: under load that takes microseconds.
-  __device__ void CountTo(int32_t end, InvalidIds* invalid = nullptr) {
+  __device__ void CountTo(int32_t end, InvalidIds& invalid) {
     int32_t ahead[kAhead];
     LoadIds(counted_ + Lane(), end, ahead);
+    JAX_EP_NO_UNROLL
     for (int32_t first = counted_; first < end; first += kWarpSize) {
       const int32_t token = first + Lane();
       int32_t ids[kAhead];
 #pragma unroll
       for (int32_t k = 0; k < kAhead; ++k) ids[k] = ahead[k];
       LoadIds(token + kWarpSize, end, ahead);
-      uint32_t goes_to = 0;
-      int32_t bad = 0, first_bad = -1;
-      const auto count = [&](int32_t k, int32_t id) {
-        if (static_cast<uint32_t>(id) < static_cast<uint32_t>(experts_)) {
-          goes_to |= 1u << rank_of_(id);
-          atomicAdd(rows_ + id, 1);
-        } else if (id != -1 && bad++ == 0) {
-          first_bad = token * top_k_ + k;
-        }
-      };
-#pragma unroll
-      for (int32_t k = 0; k < kAhead; ++k) count(k, ids[k]);
-      if (token < end) {
-        for (int32_t k = kAhead; k < top_k_; ++k) {
-          count(k, ids_[static_cast<int64_t>(token) * top_k_ + k]);
-        }
-      }
-      for (int32_t rank = 0; rank < ranks_; ++rank) {
-        const int32_t more = __popc(__ballot_sync(kFullWarp, (goes_to >> rank) & 1));
-        if (Lane() == rank) slots_ += more;
-      }
-      if (invalid != nullptr) Add(*invalid, bad, first_bad);
+      CountStep(token, end, ids, invalid);
     }
     counted_ = end;
     __syncwarp();
@@ -86,7 +66,7 @@ class WarpRouter {
 
   // The id of this lane's entry in the step from `token` on, up to token `end`.
   __device__ int32_t LoadId(const TokenWalk& walk, int32_t token, int32_t end) const {
-    const bool active = walk.used && token + Lane() / top_k_ < end;
+    const bool active = walk.used && token + walk.in_step < end;
     return active ? ids_[int64_t{token} * top_k_ + Lane()] : -1;
   }
 
@@ -105,6 +85,7 @@ class WarpRouter {
       entry.position = before + __popc(same_expert & below);
       if ((same_expert & below) == 0) rows_[id] = before + __popc(same_expert);
     }
+    JAX_EP_NO_UNROLL
     for (int32_t rank = 0; rank < ranks_; ++rank) {
       const unsigned opened = __ballot_sync(kFullWarp, opens && entry.rank == rank);
       const int32_t first = __shfl_sync(kFullWarp, slots_, rank);
@@ -119,6 +100,45 @@ class WarpRouter {
 
  private:
   static constexpr int32_t kAhead = 8;
+
+  // Counts this lane's token, of which the first ids are given.
+  __device__ void CountStep(int32_t token, int32_t end, const int32_t (&ids)[kAhead],
+                            InvalidIds& invalid) {
+    uint32_t goes_to = 0;
+    bool odd = false;
+    const auto count = [&](int32_t id) {
+      const bool valid = static_cast<uint32_t>(id) < static_cast<uint32_t>(experts_);
+      if (valid) atomicAdd(rows_ + id, 1);
+      goes_to |= valid ? 1u << rank_of_(id) : 0;
+      odd |= !valid && id != -1;
+    };
+#pragma unroll
+    for (int32_t k = 0; k < kAhead; ++k) count(ids[k]);
+    if (token < end) {
+      JAX_EP_NO_UNROLL
+      for (int32_t k = kAhead; k < top_k_; ++k) count(IdOf(token, k));
+    }
+    JAX_EP_NO_UNROLL
+    for (int32_t rank = 0; rank < ranks_; ++rank) {
+      const int32_t more = __popc(__ballot_sync(kFullWarp, (goes_to >> rank) & 1));
+      if (Lane() == rank) slots_ += more;
+    }
+    if (__any_sync(kFullWarp, odd)) CountInvalid(token, end, invalid);
+  }
+
+  __device__ int32_t IdOf(int32_t token, int32_t k) const {
+    return ids_[static_cast<int64_t>(token) * top_k_ + k];
+  }
+
+  // Whole warp, a token a lane; out of line, because it is cold.
+  __device__ __noinline__ void CountInvalid(int32_t token, int32_t end, InvalidIds& invalid) const {
+    int32_t bad = 0, first_bad = -1;
+    for (int32_t k = 0; k < top_k_ && token < end; ++k) {
+      const int32_t id = IdOf(token, k);
+      if ((id >= experts_ || id < -1) && bad++ == 0) first_bad = token * top_k_ + k;
+    }
+    Add(invalid, bad, first_bad);
+  }
 
   // The first ids of a token; -1 where there are none.
   __device__ void LoadIds(int32_t token, int32_t end, int32_t (&ids)[kAhead]) const {

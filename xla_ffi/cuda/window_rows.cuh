@@ -3,9 +3,11 @@
 // window dispatch share. Used by window_dispatch.cu and window_cached_dispatch.cu.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/bulk_stages.cuh"
+#include "cuda/groups.cuh"
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
 
@@ -14,7 +16,50 @@ namespace jax_ep::cuda {
 // Warps of a block. A block has as many stages as shared memory holds: three a warp for 14 KB rows.
 inline constexpr uint32_t kRowWarps = 5;
 inline constexpr uint32_t kRowThreads = kRowWarps * kWarpSize;
+// Named barriers: among the placers; and for senders that wait until placers have their tables.
 inline constexpr uint32_t kPlacerBarrier = 1;
+inline constexpr uint32_t kTablesBarrier = 2;
+
+// A warp clears this much at a time.
+inline constexpr int64_t kClearBytes = int64_t{64} << 10;
+
+// Enough items for the chunks, and for clearing in case that is more.
+inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
+  return static_cast<uint32_t>(
+      std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
+}
+
+// In a long call one block of `share` sends.
+inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
+                           uint32_t share) {
+  constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
+  // Eight multiprocessors nearly fill the link; with many a chunk is whole later.
+  constexpr uint32_t kMostSenderBlocks = 24;
+  // Placing keeps up with the link; more blocks would only take multiprocessors from other work.
+  constexpr uint32_t kLongCallBlocks = 64;
+  if (tokens < kLongCall) {
+    // Two senders a block, but one where that gives most multiprocessors one each.
+    const uint32_t limit = BlockLimit(group, UINT32_MAX);
+    const uint32_t items = work.route_items + work.send_items;
+    const uint32_t senders = items <= limit && items > limit / 2 ? 1 : 2;
+    return BlockRoles::Alike(limit, kRowWarps, senders, work);
+  }
+  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : kLongCallBlocks);
+  return BlockRoles::ByArrival(blocks, kRowWarps, std::min(kMostSenderBlocks, blocks / share));
+}
+
+// The warps of this block that place: those behind the senders, or all of them when the senders, if
+// any, are done. False in a sender that stays one.
+__device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
+  if (roles.ByBlock()) {
+    if (senders != 0) __syncthreads();
+    team = {threadIdx.x, kRowThreads, 0};
+    return true;
+  }
+  const uint32_t sending = senders * kWarpSize;
+  team = {threadIdx.x - sending, kRowThreads - sending, kPlacerBarrier};
+  return threadIdx.x >= sending;
+}
 
 // What an sm_90 gives a block that asks for it.
 inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
@@ -23,7 +68,7 @@ inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
 // behind the piece, which for a whole payload is where it lies in the message.
 struct RowPlan {
   StagePlan stages;
-  uint32_t pieces;
+  Divisor pieces;
   uint32_t piece_bytes;
   uint32_t payload_bytes;
   uint32_t side;
@@ -47,7 +92,7 @@ inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes,
     if (stages < 2) continue;
     plan.stages = {static_cast<uint32_t>(stage),
                    static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
-    plan.pieces = static_cast<uint32_t>(CeilDiv(payload_bytes, piece));
+    plan.pieces = Divisor::Of(CeilDiv(payload_bytes, piece));
     plan.piece_bytes = static_cast<uint32_t>(piece);
     plan.payload_bytes = static_cast<uint32_t>(payload_bytes);
     plan.side = static_cast<uint32_t>(side);
@@ -93,34 +138,31 @@ __device__ inline void StorePiece(const RowPlan& plan, uint32_t piece, uint8_t* 
 
 // The slot of a token at this lane's `destination`, or -1; the token's entries are in the lanes
 // from `base` on, which hold their ranks and slots.
-__device__ inline int32_t SlotAt(uint32_t destination, int32_t base, int32_t top_k, int32_t rank,
-                                 int32_t slot) {
-  int32_t found = -1;
-  for (int32_t k = 0; k < top_k; ++k) {
-    const int32_t to = __shfl_sync(kFullWarp, rank, base + k);
-    const int32_t at = __shfl_sync(kFullWarp, slot, base + k);
-    if (to == static_cast<int32_t>(destination)) found = at;
+__device__ inline int32_t SlotAt(uint32_t destination, uint32_t ranks, int32_t base, int32_t top_k,
+                                 int32_t rank, int32_t slot) {
+  const bool of_token = Lane() >= base && Lane() < base + top_k;
+  unsigned lanes = 0;  // that hold this destination
+  JAX_EP_NO_UNROLL
+  for (uint32_t to = 0; to < ranks; ++to) {
+    const unsigned there = __ballot_sync(kFullWarp, of_token && rank == static_cast<int32_t>(to));
+    if (to == destination) lanes = there;
   }
-  return found;
+  const int32_t found = __shfl_sync(kFullWarp, slot, __ffs(static_cast<int>(lanes)) - 1);
+  return lanes == 0 ? -1 : found;
 }
 
-// Whole warp, once before its first store of the call: every destination's region is free.
-__device__ inline bool AwaitCredits(const WindowCall& call, Phase phase) {
-  bool free = true;
-  if (static_cast<uint32_t>(Lane()) < call.ranks()) {
-    free = call.AwaitCredit(phase, static_cast<uint32_t>(Lane()));
-  }
-  // From the acquires to the stores of every lane, bulk stores included.
-  __syncwarp();
+// WindowCall::AwaitCredits before bulk stores.
+__device__ inline bool AwaitCredits(const WindowCall& call) {
+  const bool free = call.AwaitCredits();
   FenceProxyAsyncGlobal();
-  return __all_sync(kFullWarp, free);
+  return free;
 }
 
 // The rank that this lane stores a chunk to, or the number of ranks for none. Turned by rank and
 // chunk: if all ranks began with the same destination its link would hold up the others'.
 __device__ inline uint32_t DestinationOf(const WindowCall& call, uint32_t chunk) {
   const uint32_t lane = static_cast<uint32_t>(Lane()), ranks = call.ranks();
-  return lane < ranks ? (lane + call.rank() + 1 + chunk) % ranks : ranks;
+  return lane < ranks ? call.by_ranks().Rest(lane + call.rank() + 1 + chunk) : ranks;
 }
 
 // Whole warp: announces a chunk to every destination, after all its stores. `first_slot` and
@@ -135,6 +177,26 @@ __device__ inline void PublishChunk(const WindowCall& call, uint32_t chunk, uint
   }
 }
 
+// Whole block: leaves a call that stores rows, of which this thread's part was `ok`. `fail` writes
+// what the call returns where any part was not, after all that it had stored; `finish` is for one
+// thread of the call.
+template <typename Finish, typename FailCall>
+__device__ void EndRows(WindowCall& call, bool ok, Finish finish, FailCall fail) {
+  if (!ok) BulkWait<0>();
+  bool failed;
+  if (call.Leave(ok, failed)) {
+    call.Commit(failed);
+    if (threadIdx.x == 0) finish();
+    if (failed) {
+      BulkWait<0>();
+      __syncthreads();
+      fail();
+    }
+  }
+  // The rows are complete when the kernel ends; the credits need not wait for that.
+  BulkWait<0>();
+}
+
 // A chunk that has arrived.
 struct Arrival {
   bool ok;
@@ -145,13 +207,15 @@ struct Arrival {
 
 // Whole warp: waits for the chunk of place item `index`; its slots lie in [0, tokens).
 __device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int64_t tokens) {
-  const uint32_t ranks = call.ranks();
   // Own tokens first: they come first.
-  const uint32_t source = (call.rank() + index % ranks) % ranks;
+  uint32_t turn;
+  const uint32_t chunk = call.by_ranks().Divide(index, turn);
+  const uint32_t after = call.rank() + turn;
+  const uint32_t source = after < call.ranks() ? after : after - call.ranks();
   FlagCell flag{};
   bool ok = true;
   if (Lane() == 0) {
-    ok = call.AwaitFlag(Phase::kPlace, source, index / ranks, flag);
+    ok = call.AwaitFlag(Phase::kPlace, source, chunk, flag);
   }
   // From the acquire to the loads of every lane, bulk loads included.
   __syncwarp();

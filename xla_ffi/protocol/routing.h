@@ -98,7 +98,8 @@ JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, in
 
 // Start of a group's rows given where the previous one starts and its real rows, not yet cut by N.
 JAX_EP_HOST_DEVICE int64_t NextGroupStart(int64_t start, int64_t rows, int64_t alignment) {
-  return start + RoundUp(rows, alignment);
+  // A 64-bit division is long on a GPU.
+  return start + (alignment == 1 ? rows : RoundUp(rows, alignment));
 }
 
 // The output row at `index`, or -1 where it is dropped: the only guard between a message's contents

@@ -119,16 +119,27 @@ JAX_EP_HOST_DEVICE constexpr CallState StartState(uint64_t first_epoch) {
   return state;
 }
 
+// epoch % depth, for depth in [1, kMaxDepth]. A 64-bit division would cost a GPU some hundred
+// instructions at the start of each call.
+JAX_EP_HOST_DEVICE constexpr uint32_t RegionOf(uint64_t epoch, uint32_t depth) {
+  static_assert(kMaxDepth == 4);
+  const uint32_t low = static_cast<uint32_t>(epoch);
+  // 2^32 is 1 more than a multiple of 3.
+  if (depth == 3) return (low % 3 + static_cast<uint32_t>(epoch >> 32) % 3) % 3;
+  return low & (depth - 1);
+}
+
 // Where the next call goes: region epoch % depth, or the next one that holds no pending call, for
 // depth in [1, kMaxDepth].
 // Without the second half a split call that stays pending over `depth` other calls deadlocks: the
 // last of them waits for a credit that this rank gives only later in its own stream.
 JAX_EP_HOST_DEVICE constexpr RegionLease LeaseRegion(const CallState& state, uint32_t depth) {
   const uint64_t epoch = state.next_epoch;
-  const uint32_t first = static_cast<uint32_t>(epoch % depth);
+  uint32_t region = RegionOf(epoch, depth);
+  JAX_EP_NO_UNROLL
   for (uint32_t step = 0; step < depth; ++step) {
-    const uint32_t region = (first + step) % depth;
     if (((state.pending >> region) & 1) == 0) return {epoch, state.last_epoch[region], region};
+    region = region + 1 == depth ? 0 : region + 1;
   }
   return {epoch, 0, kNoRegion};
 }
@@ -258,12 +269,18 @@ JAX_EP_HOST_DEVICE bool LastOf(const M& memory, uint32_t* counter, uint32_t memb
   return true;
 }
 
-// Claims the next item. Relaxed: the order of tickets carries no data, only progress.
+// Claims the next `count` tickets and returns the first; all are the caller's to work off. Relaxed:
+// the order of tickets carries no data, only progress.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE uint32_t DrawTickets(const M& memory, CallState& state, Queue queue,
+                                        uint32_t count) {
+  return memory.FetchAddRelaxed(&state.tickets[static_cast<uint32_t>(queue)], count);
+}
+
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan,
                                      Queue queue) {
-  uint32_t* tickets = &state.tickets[static_cast<uint32_t>(queue)];
-  return ItemOf(plan, queue, memory.FetchAddRelaxed(tickets, 1u));
+  return ItemOf(plan, queue, DrawTickets(memory, state, queue, 1));
 }
 
 // How many workers came before this one. The first few may take other work than the rest: whoever
@@ -273,15 +290,28 @@ JAX_EP_HOST_DEVICE uint32_t EnterCall(const M& memory, CallState& state) {
   return memory.FetchAddRelaxed(&state.entered, 1u);
 }
 
-// For a worker whose queues are empty and whose reads are over. True for the last one, which alone
-// returns the credits and commits the call's state afterwards; workers of the next call start after
-// this call's launch has ended.
+struct Departure {
+  bool last;
+  bool failed;  // in the last one: whether any worker has
+};
+
+// For a worker whose queues are empty and whose reads are over, or of which a wait has `failed`.
+// `last` is true for the last one, which alone returns the credits and commits the call's state
+// afterwards; workers of the next call start after this call's launch has ended.
 template <SignalMemory M>
-JAX_EP_HOST_DEVICE bool LeaveCall(const M& memory, CallState& state, uint32_t workers) {
-  if (!LastOf(memory, &state.leavers, workers)) return false;
+JAX_EP_HOST_DEVICE Departure LeaveCall(const M& memory, CallState& state, uint32_t workers,
+                                       bool failed) {
+  // Failures are counted in the upper half, so that they come with the number.
+  constexpr uint32_t kFailed = 1u << 16;
+  const uint32_t leaver = failed ? kFailed + 1 : 1;
+  // As in LastOf.
+  const uint32_t leavers =
+      workers == 1 ? leaver : memory.FetchAddAcqRel(&state.leavers, leaver) + leaver;
+  if (leavers % kFailed != workers) return {false, failed};
+  memory.StoreRelaxed(&state.leavers, 0u);
   for (uint32_t& tickets : state.tickets) memory.StoreRelaxed(&tickets, 0u);
   memory.StoreRelaxed(&state.entered, 0u);
-  return true;
+  return {true, leavers >= kFailed};
 }
 
 // Gives a source its region back: `credit` is the source's cell for this region and rank. For the
@@ -296,7 +326,7 @@ JAX_EP_HOST_DEVICE void ReturnCredit(const M& memory, uint64_t* credit, uint64_t
 // ---- Bounded waits ------------------------------------------------------------------------------
 
 struct WaitBound {
-  uint64_t deadline_ns;
+  uint64_t timeout_ns;
   const WaitReport* poison;  // this rank's poison cell
 };
 
@@ -306,13 +336,15 @@ JAX_EP_HOST_DEVICE bool IsPoisoned(const M& memory, const WaitReport* poison) {
   return memory.Peek(poison).status != WaitStatus::kArrived;
 }
 
-// Polls `observe() -> Observation` until it decides, the group is poisoned or the deadline passes.
-// A full batch of polls follows the look at the clock that finds the deadline past, so a worker
-// that was not running for longer than the time limit still sees what arrived meanwhile.
+// Polls `observe() -> Observation` until it decides, the group is poisoned or the time is up, which
+// counts from the first look at the clock. A full batch of polls follows the look that finds it up,
+// so a worker that was not running for longer than that still sees what arrived meanwhile.
 template <SignalMemory M, typename Observe>
 JAX_EP_HOST_DEVICE WaitStatus WaitUntil(const M& memory, const WaitBound& bound, Observe observe) {
-  bool expired = false;
+  uint64_t deadline_ns = 0;
+  bool timed = false, expired = false;
   for (;;) {
+    JAX_EP_NO_UNROLL
     for (uint32_t poll = 0; poll < kPollsPerCheck; ++poll) {
       const Observation seen = observe();
       if (seen == Observation::kArrived) return WaitStatus::kArrived;
@@ -321,7 +353,10 @@ JAX_EP_HOST_DEVICE WaitStatus WaitUntil(const M& memory, const WaitBound& bound,
     }
     if (IsPoisoned(memory, bound.poison)) return WaitStatus::kPoisoned;
     if (expired) return WaitStatus::kTimedOut;
-    expired = EpochsAhead(memory.NowNs(), bound.deadline_ns) >= 0;
+    const uint64_t now_ns = memory.NowNs();
+    if (!timed) deadline_ns = now_ns + bound.timeout_ns;
+    expired = timed && EpochsAhead(now_ns, deadline_ns) >= 0;
+    timed = true;
   }
 }
 

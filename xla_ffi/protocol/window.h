@@ -51,8 +51,8 @@ struct ChunkRule {
 };
 
 inline constexpr int64_t kMaxChunkTokens = 32;
-inline constexpr ChunkRule kDispatchChunks{1024, 4};
-inline constexpr ChunkRule kCombineChunks{64, 8};
+inline constexpr ChunkRule kDispatchChunks{256, 4};
+inline constexpr ChunkRule kCombineChunks{64, 16};
 
 // Combine cuts rows into pieces as well: a warp keeps the sums of a piece in registers.
 inline constexpr int64_t kPieceElements = 1024;
@@ -154,8 +154,6 @@ enum class Gate : uint32_t { kOpen, kPoisoned, kClosed };
 // finds the gate closed and touches no window.
 struct alignas(128) WindowControl {
   Gate gate;
-  // Set by a worker of the call under way that gave up.
-  uint32_t failed[kBufferGroups];
   CallState calls[kBufferGroups];
 };
 
@@ -186,7 +184,7 @@ JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(uint32_t kind, int64_t tokens, int
 }
 
 static_assert(kDispatchChunks.Count(0) == 0 && kDispatchChunks.Count(128) == 128);
-static_assert(kCombineChunks.Tokens(32) == 1 && kCombineChunks.Tokens(8192) == 8);
+static_assert(kCombineChunks.Tokens(32) == 1 && kCombineChunks.Tokens(8192) == 16);
 static_assert(Pieces(7168) == 7 && Pieces(16) == 1);
 
 }  // namespace jax_ep
