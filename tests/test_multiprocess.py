@@ -56,6 +56,7 @@ def run_processes(
 ) -> None:
     """Starts the workers and asserts that each ends well; 0 devices: a GPU each."""
     port = str(free_port())
+    environment["JAX_EP_TEST_TRANSPORT"] = "collective"
     started = []
     for process in range(processes):
         log = (folder / f"{process}.log").open("wb")
