@@ -171,7 +171,7 @@ def main(arguments=None):
         "commit": recording.commit(),
         "date": recording.date(),
         "seed": args.seed,
-        "command": shlex.join(["benchmarks/p2p.py", *(arguments or sys.argv[1:])]),
+        "command": command(arguments or sys.argv[1:]),
         "hidden": args.hidden,
         "dtype": args.dtype,
         "top_k": args.top_k,
@@ -200,6 +200,14 @@ def main(arguments=None):
         draw.save(record, path.with_suffix(".svg"))
     p2p_report.print_table(record)
     return 1 if p2p_report.failures(record) else 0
+
+
+def command(arguments):
+    """As it can be run elsewhere: without the folder for its results."""
+    if "--results" in arguments:
+        at = arguments.index("--results")
+        arguments = [*arguments[:at], *arguments[at + 2 :]]
+    return shlex.join(["benchmarks/p2p.py", *arguments])
 
 
 def save(args, record):

@@ -5,11 +5,15 @@
 
 #if defined(__CUDACC__)
 #define JAX_EP_HOST_DEVICE __host__ __device__ __forceinline__
-// Before a loop: a GPU fetches every instruction of a short call for the first time, and copies of
-// a loop's body are more to fetch.
-#define JAX_EP_NO_UNROLL _Pragma("unroll 1")
 #else
 #define JAX_EP_HOST_DEVICE inline
+#endif
+
+// Before a loop: a GPU fetches every instruction of a short call for the first time, and copies of
+// a loop's body are more to fetch.
+#if defined(__CUDA_ARCH__)
+#define JAX_EP_NO_UNROLL _Pragma("unroll 1")
+#else
 #define JAX_EP_NO_UNROLL
 #endif
 
