@@ -13,6 +13,7 @@ What users' traces and the rules call are `dispatch`, `combine`, `send_cached` a
 
 With x tokens, w weights, E expert rows and i = row(t, k):
     dispatch: dx[t] = sum_k drow(t,k), dw[t,k] = dwrow(i)
+              (drow of a quantised dispatch is that of grad_port)
     combine:  dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
 """
 
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _chain, _collective, _p2p
+from jax_ep import _chain, _collective, _p2p, formats
 from jax_ep._chain import Token
 from jax_ep._types import Dispatched, Route
 
@@ -81,11 +82,12 @@ def dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    input_scale: jax.Array,
     given: Token | None = None,
 ) -> Dispatched:
     """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
     after = _chain.before(ep, tokens, given)
-    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, after)
+    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, input_scale, after)
     _chain.passed(ep, (d.num_dropped,))
     return d
 
@@ -97,17 +99,20 @@ def _dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    input_scale: jax.Array,
     after: Token,
 ) -> Dispatched:
     body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
-    return _named(body(tokens, topk_ids, router_weights, *after))
+    return _named(body(tokens, topk_ids, router_weights, input_scale, *after))
 
 
 def _named(d: Dispatched) -> Dispatched:
     """`d` with the names that remat policies go by."""
 
     def name(field: str) -> Any:
-        is_row = field in ("tokens", "router_weights")
+        if field == "grad_port":  # Zeros, which nobody should keep.
+            return d.grad_port
+        is_row = field in ("tokens", "scales", "router_weights")
         return checkpoint_name(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
 
     return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
@@ -121,8 +126,10 @@ def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
     dweights = ct.router_weights if weighted else None
-    dx, dw, *_ = return_rows(ep, route, ct.tokens, dweights)
-    return dx, None, dw, None
+    quantized = formats.is_quantized(ep.config.dispatch_format)
+    drows = ct.grad_port if quantized else ct.tokens
+    dx, dw, *_ = return_rows(ep, route, drows, dweights)
+    return dx, None, dw, None, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -193,7 +200,7 @@ def _return_rows(
         route: Route, rows: jax.Array, row_weights: jax.Array | None, *after: jax.Array
     ) -> Sent:
         return _transport(ep).combine(
-            ep, route, rows, None, row_weights, None, ep.config.dtype, *after
+            ep, route, rows, None, row_weights, None, ep.config.grad_wire, *after
         )
 
     return _refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
@@ -253,7 +260,7 @@ def _combine(
         residual: jax.Array | None,
         *after: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        wire = ep.config.wire_dtype
+        wire = ep.config.combine_wire
         y, _, *done = _transport(ep).combine(
             ep, route, expert_out, router_weights, None, residual, wire, *after
         )

@@ -101,4 +101,20 @@ JAX_EP_HOST_DEVICE float Add(float sum, float value) {
 #endif
 }
 
+JAX_EP_HOST_DEVICE float Multiply(float value, float by) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(value, by);
+#else
+  return value * by;
+#endif
+}
+
+JAX_EP_HOST_DEVICE float Divide(float value, float by) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(value, by);
+#else
+  return value / by;
+#endif
+}
+
 }  // namespace jax_ep
