@@ -355,6 +355,7 @@ uint32_t SumSenders(const WindowGroup& group, int64_t tokens) {
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
   const EpShape& shape = step.shape;
+  if (step.quantized) return cudaErrorNotSupported;
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -366,7 +367,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
   plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
   plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
   plan.senders = SumSenders(group, shape.tokens);
-  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), 0, step.num_weights);
   plan.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
                static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
   plan.tag = CallTag(2, shape.tokens, plan.message.bytes, step.num_weights, step.site);
