@@ -236,7 +236,7 @@ def _require_format(function: str, format: str) -> None:
     if format not in _FORMATS:
         raise ValueError(
             f"jax_ep.formats.{function}: format must be one of {list(names())}, got "
-            f"{format!r}; see docs/formats.md"
+            f"{format!r}; docs/formats.md describes them"
         )
 
 
@@ -247,7 +247,7 @@ def _require_blocks(function: str, format: str, hidden: int) -> None:
         raise ValueError(
             f"jax_ep.formats.{function}: the last dimension must be a positive multiple "
             f"of the block of {format!r}, {block(format)}, and {unit} bytes of codes, "
-            f"got {hidden}; pad it"
+            f"got {hidden}; pad it with zeros"
         )
 
 

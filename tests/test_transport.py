@@ -66,8 +66,11 @@ def native(monkeypatch):
     return module
 
 
-def choose(mesh: Any, requested: str, names: tuple[str, ...] = ("ep",)) -> str:
-    return _transports.choose(mesh, names, requested)
+def choose(
+    mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), **config: Any
+) -> str:
+    config = helpers.make_config(**config)
+    return _transports.choose(mesh, names, config, requested)
 
 
 @pytest.mark.parametrize("requested", ["auto", "p2p"])
