@@ -113,9 +113,21 @@ def _named(d: Dispatched) -> Dispatched:
         if field == "grad_port":  # Zeros, which nobody should keep.
             return d.grad_port
         is_row = field in ("tokens", "scales", "router_weights")
-        return checkpoint_name(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
+        return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
 
     return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
+
+
+def _named_bits(value: Any, name: str) -> Any:
+    """`value` named, floats of a byte as integers.
+
+    JAX reduces what remat keeps to the precision of its dtype, as if every dtype had
+    infinities: of float8_e4m3fn that makes NaN of all from 256 on.
+    """
+    if not isinstance(value, jax.Array) or value.dtype.itemsize != 1:
+        return checkpoint_name(value, name)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint8)
+    return jax.lax.bitcast_convert_type(checkpoint_name(bits, name), value.dtype)
 
 
 def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:

@@ -65,13 +65,20 @@ JAX_EP_IN_CLONES void QuantizeChunk(const Element* from, int64_t count, float in
     block_factors[i] = Format::FactorOf(block_scales[i], input_scale);
   }
   std::memcpy(scales, block_scales, static_cast<size_t>(Format::ScaleBytes(count)));
+  uint32_t nans = 0;
+  for (int64_t i = 0; i < blocks; ++i) nans |= block_factors[i] != block_factors[i] ? 1u : 0u;
   for (int64_t i = 0; i < blocks; ++i) {
     for (int64_t j = 0; j < kBlock; ++j) factors[i * kBlock + j] = block_factors[i];
   }
   uint8_t* byte_codes = Code::kBits == 8 ? payload : codes;
   for (int64_t i = 0; i < count; ++i) {
     const float scaled = Format::Scaled(ToFloat(from[i]), factors[i]);
-    byte_codes[i] = static_cast<uint8_t>(Code::Encode(scaled));
+    byte_codes[i] = static_cast<uint8_t>(Code::EncodeNumber(scaled));
+  }
+  // All codes of a block are those of a NaN, or none is.
+  for (int64_t i = 0; nans != 0 && i < blocks; ++i) {
+    if (block_factors[i] == block_factors[i]) continue;
+    std::memset(byte_codes + i * kBlock, static_cast<int>(Code::kNan), kBlock);
   }
   if constexpr (Code::kBits == 4) {
     for (int64_t i = 0; i < count / 2; ++i) {

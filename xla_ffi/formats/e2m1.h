@@ -11,9 +11,15 @@ namespace jax_ep {
 struct E2M1 {
   static constexpr int kBits = 4;
 
-  // Rounds to nearest even; what is larger than 6, infinity too, becomes 6; NaN becomes +0.
-  // Branch-free, so that loops vectorise.
+  static constexpr uint32_t kNan = 0;  // what a NaN becomes
+
+  // Rounds to nearest even; what is larger than 6, infinity too, becomes 6; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
+    return value != value ? kNan : EncodeNumber(value);
+  }
+
+  // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
+  JAX_EP_HOST_DEVICE static uint32_t EncodeNumber(float value) {
     constexpr uint32_t kLargest = 0x40C00000;  // 6
     constexpr int kDropped = 22;               // mantissa bits
     const uint32_t bits = FloatBits(value);
@@ -23,8 +29,7 @@ struct E2M1 {
     // Below 1 adding 2^22 leaves 0.5 as the last place, so that the float adder rounds.
     const uint32_t denormal = FloatBits(Add(BitsFloat(magnitude), 0x1p22f)) - 0x4A800000u;
     const uint32_t code = magnitude < (127u << 23) ? denormal : normal;
-    const uint32_t finite = code | ((bits >> 28) & 0x8u);
-    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0u : finite;
+    return code | ((bits >> 28) & 0x8u);
   }
 
   // Exact.

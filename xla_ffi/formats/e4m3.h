@@ -11,9 +11,15 @@ namespace jax_ep {
 struct E4M3 {
   static constexpr int kBits = 8;
 
-  // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes 0x7F.
-  // Branch-free, so that loops vectorise.
+  static constexpr uint32_t kNan = 0x7F;
+
+  // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
+    return value != value ? kNan : EncodeNumber(value);
+  }
+
+  // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
+  JAX_EP_HOST_DEVICE static uint32_t EncodeNumber(float value) {
     constexpr uint32_t kLargest = 0x43E00000;  // 448
     constexpr int kDropped = 20;               // mantissa bits
     const uint32_t bits = FloatBits(value);
@@ -24,8 +30,7 @@ struct E4M3 {
     // float adder rounds.
     const uint32_t denormal = FloatBits(Add(BitsFloat(magnitude), 0x1p14f)) - 0x46800000u;
     const uint32_t code = magnitude < (121u << 23) ? denormal : normal;
-    const uint32_t finite = code | ((bits >> 24) & 0x80u);
-    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7Fu : finite;
+    return code | ((bits >> 24) & 0x80u);
   }
 
   // Exact.
