@@ -8,10 +8,10 @@ drawn uniformly anew, `recv_capacity` 1.25 * T * K rounded up to 128,
 `combine_pack` at the destination of four sources. All memory has been written before.
 A step's bytes are the payload rows that it must read from memory, each counted once
 however many copies it feeds, plus the rows that it writes; indices and weights are
-not counted; of `pack` in a quantised format they are the tokens in bfloat16 that it
-reads and the codes and scales that it writes. `ratio` is the speed of the step relative to one memcpy that reads and
-writes as many bytes in one contiguous piece, run right after it: the median over all
-repeats, with the extremes beside it. The last column compares with a loop of memcpy
+not counted; `pack` in a quantised format reads bfloat16 and writes codes and scales.
+`ratio` is the speed of the step relative to one memcpy that reads and writes as many
+bytes in one contiguous piece, run right after it: the median over all repeats, with the
+extremes beside it. The last column compares with a loop of memcpy
 over exactly the step's copies, one row at a time. Clocks are the thread's CPU time.
 Writes benchmarks/results/cpu-<date>.json and prints a table.
 

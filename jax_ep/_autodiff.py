@@ -19,7 +19,6 @@ With x tokens, w weights, E expert rows and i = row(t, k):
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -29,27 +28,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _chain, _collective, _p2p, formats
+from jax_ep import _chain, _collective, _p2p
 from jax_ep._chain import Token
+from jax_ep._names import OUT_NAME, named_dispatch
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
-ROUTE_NAME = "jax_ep_route"
-ROWS_NAME = "jax_ep_rows"
-OUT_NAME = "jax_ep_out"
-
 # Rows or tokens and weights, and from a chained transport what comes next goes after.
 Sent = tuple[Any, ...]
 
 _TRANSPORTS = {"collective": _collective, "p2p": _p2p}
-
-# Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
-# received rows, combined tokens) and exchanges nothing twice.
-save_route = jax.checkpoint_policies.save_only_these_names(
-    ROUTE_NAME, ROWS_NAME, OUT_NAME
-)
 
 
 def _transport(ep: EPHandle) -> ModuleType:
@@ -103,43 +93,18 @@ def _dispatch(
     after: Token,
 ) -> Dispatched:
     body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
-    return _named(body(tokens, topk_ids, router_weights, input_scale, *after))
-
-
-def _named(d: Dispatched) -> Dispatched:
-    """`d` with the names that remat policies go by."""
-
-    def name(field: str) -> Any:
-        if field == "grad_port":  # Zeros, which nobody should keep.
-            return d.grad_port
-        is_row = field in ("tokens", "scales", "router_weights")
-        return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
-
-    return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
-
-
-def _named_bits(value: Any, name: str) -> Any:
-    """`value` named, floats of a byte as integers.
-
-    JAX reduces what remat keeps to the precision of its dtype, as if every dtype had
-    infinities: of float8_e4m3fn that makes NaN of all from 256 on.
-    """
-    if not isinstance(value, jax.Array) or value.dtype.itemsize != 1:
-        return checkpoint_name(value, name)
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint8)
-    return jax.lax.bitcast_convert_type(checkpoint_name(bits, name), value.dtype)
+    return named_dispatch(body(tokens, topk_ids, router_weights, input_scale, *after))
 
 
 def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
     # Named again: names inside the nested rule do not reach the residuals.
-    d = _named(dispatch(ep, weighted, *args))
+    d = named_dispatch(dispatch(ep, weighted, *args))
     return d, d.route
 
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
     dweights = ct.router_weights if weighted else None
-    quantized = formats.is_quantized(ep.config.dispatch_format)
-    drows = ct.grad_port if quantized else ct.tokens
+    drows = ct.tokens if ct.grad_port is None else ct.grad_port
     dx, dw, *_ = return_rows(ep, route, drows, dweights)
     return dx, None, dw, None, None
 

@@ -224,7 +224,7 @@ class EPConfig:
         columns = 4 * formats.block(self.dispatch_format)
         _require(
             self.hidden_size % columns == 0,
-            f'hidden_size must be a multiple of {columns} with scale_layout='
+            f"hidden_size must be a multiple of {columns} with scale_layout="
             f'"{self.scale_layout}"',
             self.hidden_size,
             'pad the hidden dimension or use scale_layout="rows"',

@@ -20,8 +20,8 @@ def dequantize(d: Dispatched) -> jax.Array:
         scales = formats.untiled(
             scales, d.scales_offsets, d.row_offsets, d.tokens.shape[0]
         )
-    format = _format_of(d.tokens, scales)
-    return _values(format, d.grad_port, d.tokens, scales, d.input_scale)
+    name = _format_of(d.tokens, scales)
+    return _values(name, d.grad_port, d.tokens, scales, d.input_scale)
 
 
 def _format_of(tokens: jax.Array, scales: jax.Array) -> str:
@@ -39,20 +39,20 @@ def _format_of(tokens: jax.Array, scales: jax.Array) -> str:
 # to the values instead would turn -0 into +0.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(
-    format: str,
+    name: str,
     port: jax.Array,
     tokens: jax.Array,
     scales: jax.Array,
     input_scale: jax.Array | None,
 ) -> jax.Array:
-    return formats.dequantize(tokens, scales, format, input_scale, dtype=port.dtype)
+    return formats.dequantize(tokens, scales, name, input_scale, dtype=port.dtype)
 
 
-def _values_fwd(format: str, *args: Any) -> Any:
-    return _values(format, *args), None
+def _values_fwd(name: str, *args: Any) -> Any:
+    return _values(name, *args), None
 
 
-def _values_bwd(format: str, _: None, ct: jax.Array) -> Any:
+def _values_bwd(name: str, _: None, ct: jax.Array) -> Any:
     return ct, None, None, None
 
 

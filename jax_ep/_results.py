@@ -31,14 +31,14 @@ def received(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
     config, ranks, rows = ep.config, ep.ep_size, ep.recv_capacity
     n, hidden = tokens.shape
     groups, top_k = ep.local_experts, config.top_k
-    format = config.dispatch_format
-    payload = formats.payload_dtype(format, config.dtype)
+    name = config.dispatch_format
+    payload = formats.payload_dtype(name, config.dtype)
 
     def int32(*shape: int) -> Any:
         return struct(tokens, shape, jnp.int32)
 
     return (
-        struct(tokens, (rows, formats.columns(format, hidden)), payload),
+        struct(tokens, (rows, formats.columns(name, hidden)), payload),
         _scales(ep, tokens),
         int32(groups + 1),
         int32(groups),
@@ -76,8 +76,8 @@ def dispatched(
 ) -> Dispatched:
     """The result of a first dispatch, from `received` and the tables of its source."""
     row_of, row_slot, slot_counts = arrived[10:]
-    format = ep.config.dispatch_format
-    quantized = formats.is_quantized(format)
+    name = ep.config.dispatch_format
+    quantized = formats.is_quantized(name)
     port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
     return Dispatched(
         tokens=arrived[0],
@@ -93,5 +93,5 @@ def dispatched(
         route=Route(slot_of, row_of, row_slot, slot_counts, ep.key),
         grad_port=port if quantized else None,
         scales_offsets=arrived[6] if ep.config.scale_layout != "rows" else None,
-        input_scale=input_scale if formats.takes_input_scale(format) else None,
+        input_scale=input_scale if formats.takes_input_scale(name) else None,
     )

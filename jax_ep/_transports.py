@@ -19,9 +19,7 @@ TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 _P2P_FORMATS = ("bf16",)
 
 
-def choose(
-    mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str
-) -> str:
+def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str) -> str:
     """The transport that `init` uses where `requested` was asked for.
 
     Raises:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_ep import _ffi
 from jax_ep._native import cpu as native
-from jax_ep._varying import varying, vary_alike
+from jax_ep._varying import vary_alike, varying
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -97,7 +97,9 @@ def quantize(
     made = _ffi.call(
         "ep_quantize",
         (
-            _struct(tokens, (*leading, columns(format, hidden)), payload_dtype(format, "")),
+            _struct(
+                tokens, (*leading, columns(format, hidden)), payload_dtype(format, "")
+            ),
             _struct(tokens, (*leading, hidden // block(format)), scale_dtype(format)),
         ),
         tokens,
@@ -161,8 +163,8 @@ def dequantize(
     ):
         if array.dtype != wanted or array.ndim == 0:
             raise TypeError(
-                f"jax_ep.formats.dequantize: {name} of {format!r} must be {wanted} with "
-                f"a dimension, got {array.dtype} {array.shape}; pass what was made"
+                f"jax_ep.formats.dequantize: {name} of {format!r} must be {wanted} "
+                f"with a dimension, got {array.dtype} {array.shape}; pass what was made"
             )
     *leading, hidden = (*scales.shape[:-1], scales.shape[-1] * block(format))
     if tokens.shape != (*leading, columns(format, hidden)):
@@ -245,9 +247,9 @@ def _require_blocks(function: str, format: str, hidden: int) -> None:
     payload = native.encoded_bytes(format, hidden, 2)[0]
     if hidden == 0 or hidden % block(format) or payload % unit:
         raise ValueError(
-            f"jax_ep.formats.{function}: the last dimension must be a positive multiple "
-            f"of the block of {format!r}, {block(format)}, and {unit} bytes of codes, "
-            f"got {hidden}; pad it with zeros"
+            f"jax_ep.formats.{function}: the last dimension must be a positive "
+            f"multiple of the block of {format!r}, {block(format)}, and {unit} bytes "
+            f"of codes, got {hidden}; pad it with zeros"
         )
 
 
@@ -256,8 +258,8 @@ def _array(
 ) -> jax.Array:
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(
-            f"jax_ep.{full_name or 'formats.' + function}: {name} must be an array, got "
-            f"{type(value).__name__}; wrap it with jnp.asarray and a dtype"
+            f"jax_ep.{full_name or 'formats.' + function}: {name} must be an array, "
+            f"got {type(value).__name__}; wrap it with jnp.asarray and a dtype"
         )
     return jnp.asarray(value)
 

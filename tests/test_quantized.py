@@ -94,7 +94,8 @@ def check(
         for field in names:
             got, want = fields[field][rank], getattr(out, field)
             if field == "scales":
-                got, want = got[: None if tiled else end], scales[: None if tiled else end]
+                cut = None if tiled else end
+                got, want = got[:cut], scales[:cut]
             elif field in oracle.ROW_FIELDS:
                 got, want = got[:end], want[:end]
             helpers.assert_bits(got, want, f"{field} of rank {rank}")
@@ -216,7 +217,8 @@ def test_ragged_dot_on_dequantized_rows(name: str) -> None:
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     operands = (inputs.tokens, inputs.ids, list(params[:, None]))
-    got = helpers.unstack(jax.jit(mapped)(*(helpers.put(mesh, o) for o in operands)), ep.ep_size)
+    out = jax.jit(mapped)(*(helpers.put(mesh, part) for part in operands))
+    got = helpers.unstack(out, ep.ep_size)
     wanted = expect(config, dataclasses.replace(inputs, weights=None), 1.0)
     for rank, actual in got.items():
         out = wanted[rank]

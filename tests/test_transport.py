@@ -97,6 +97,24 @@ def test_devices_lack_something(native) -> None:
     assert_refused(make_mesh({"ep": 4}), *LACKS)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dispatch_format": "mxfp8"},
+        {"combine_format": "fp8_block128"},
+        {"grad_format": "fp8_block128"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_formats_that_windows_do_not_take(native, changes) -> None:
+    mesh, config = make_mesh({"ep": 4}), {"hidden_size": 128} | changes
+    assert choose(mesh, "auto", **config) == "collective"
+    with raises() as caught:
+        choose(mesh, "p2p", **config)
+    check_form(caught, "init", "p2p", *(str(part) for part in (*changes.items(),)[0]))
+    assert not native.asked
+
+
 def test_cpu_devices(native) -> None:
     assert_refused(make_mesh({"ep": 4}, platform="cpu"), "GPUs", "CPU")
     assert not native.asked

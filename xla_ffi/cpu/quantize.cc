@@ -40,6 +40,11 @@ JAX_EP_IN_CLONES uint32_t AmaxBits(const Element* block) {
   }
 }
 
+// Infinite or NaN: elements may then become NaN. A block's factor is seldom so.
+JAX_EP_IN_CLONES uint32_t IsUnusual(float factor) {
+  return (FloatBits(factor) & 0x7FFFFFFFu) >= 0x7F800000u ? 1u : 0u;
+}
+
 // A chunk goes through each loop in turn, in the first-level cache: every loop is then a long one
 // over plain arrays, however short the blocks.
 constexpr int64_t kChunk = 512;
@@ -65,8 +70,8 @@ JAX_EP_IN_CLONES void QuantizeChunk(const Element* from, int64_t count, float in
     block_factors[i] = Format::FactorOf(block_scales[i], input_scale);
   }
   std::memcpy(scales, block_scales, static_cast<size_t>(Format::ScaleBytes(count)));
-  uint32_t nans = 0;
-  for (int64_t i = 0; i < blocks; ++i) nans |= block_factors[i] != block_factors[i] ? 1u : 0u;
+  uint32_t unusual = 0;
+  for (int64_t i = 0; i < blocks; ++i) unusual |= IsUnusual(block_factors[i]);
   for (int64_t i = 0; i < blocks; ++i) {
     for (int64_t j = 0; j < kBlock; ++j) factors[i * kBlock + j] = block_factors[i];
   }
@@ -75,10 +80,12 @@ JAX_EP_IN_CLONES void QuantizeChunk(const Element* from, int64_t count, float in
     const float scaled = Format::Scaled(ToFloat(from[i]), factors[i]);
     byte_codes[i] = static_cast<uint8_t>(Code::EncodeNumber(scaled));
   }
-  // All codes of a block are those of a NaN, or none is.
-  for (int64_t i = 0; nans != 0 && i < blocks; ++i) {
-    if (block_factors[i] == block_factors[i]) continue;
-    std::memset(byte_codes + i * kBlock, static_cast<int>(Code::kNan), kBlock);
+  for (int64_t block = 0; unusual != 0 && block < blocks; ++block) {
+    if (IsUnusual(block_factors[block]) == 0) continue;
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
+      const float scaled = Format::Scaled(ToFloat(from[i]), factors[i]);
+      byte_codes[i] = static_cast<uint8_t>(Code::Encode(scaled));
+    }
   }
   if constexpr (Code::kBits == 4) {
     for (int64_t i = 0; i < count / 2; ++i) {
