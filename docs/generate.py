@@ -1,9 +1,9 @@
 """Rewrites the generated parts of README.md and of docs; --check compares.
 
-The tables of the wire and of formats come from the native module, the other tables from the newest file of
-each kind in benchmarks/results (of a test suite: of each transport and number of
-devices), and docs/p2p.svg from the one of p2p.py: drawing it needs matplotlib,
-checking that it shows that file does not.
+The tables of the wire and of formats come from the native module, the other tables
+from the newest file of each kind in benchmarks/results (of a test suite: of each
+transport and number of devices), and docs/p2p.svg from the one of p2p.py: drawing it
+needs matplotlib, checking that it shows that file does not.
 """
 
 import json
