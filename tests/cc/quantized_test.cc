@@ -138,13 +138,53 @@ void TestQuantizedRows() {
       for (size_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
         const size_t bit = i * Code::kBits;
         const uint32_t code = (payload[bit / 8] >> (bit % 8)) & ((1u << Code::kBits) - 1);
-        CHECK(code == Code::Encode(Format::Scaled(ToFloat(from[i]), factor)));
+        CHECK(code == Code::Encode(Scaled<Format>(ToFloat(from[i]), factor)));
         const Element want = FromFloat<Element>(
             Format::Restored(Code::Decode(code), Format::ScaleValue(scale), input_scale));
         CHECK(std::memcmp(&want, &back[i], sizeof want) == 0);
       }
     }
   }
+}
+
+// What GPUs divide with, on numbers that scales may be and on all that lies below their amax.
+void TestDivider() {
+  Random random(23);
+  const auto below = [&](float amax) {
+    const float fraction = std::ldexp(static_cast<float>(random.Bits() >> 40), -24);
+    switch (random.In(0, 3)) {
+      case 0:
+        return ToFloat(FromFloat<BFloat16>(amax * fraction));
+      case 1:
+        return amax * std::ldexp(fraction, -static_cast<int>(random.In(0, 140)));
+      case 2:
+        return std::nextafterf(amax * static_cast<float>(random.In(0, 448)) / 448.0f, 0.0f);
+      default:
+        return amax * static_cast<float>(random.In(0, 448 * 16)) / (448.0f * 16.0f);
+    }
+  };
+  for (int i = 0; i < 1000000; ++i) {
+    float amax = BitsFloat(static_cast<uint32_t>(random.In(0x38D1B717, 0x7F7FFFFF)));
+    if (random.OneIn(3)) amax = ToFloat(FromFloat<BFloat16>(amax));
+    if (FloatBits(amax) >= 0x7F800000) continue;
+    float number = Fp8Block128Format::ScaleOf(FloatBits(amax), 1.0f);
+    if (random.OneIn(9)) number = BitsFloat(FloatBits(number) | 0x7FFFFF);  // the worst inverse
+    const DividerBy divided(number);
+    const float magnitude = std::min(below(amax), amax);
+    const float value = random.OneIn(2) ? magnitude : -magnitude;
+    const float got = divided(value), want = value / number;
+    CurrentCase() = std::to_string(FloatBits(value)) + " / " + std::to_string(FloatBits(number));
+    CHECK(std::signbit(got) == std::signbit(want));
+    if (std::fabs(want) >= 0x1p-76f) {
+      CHECK(FloatBits(got) == FloatBits(want));
+    } else {
+      CHECK(std::fabs(got) < 0x1p-70f);
+    }
+  }
+  for (const float zero : {0.0f, -0.0f}) {
+    CHECK(FloatBits(DividerBy(0.3f)(zero)) == FloatBits(zero / 0.3f));
+  }
+  CHECK(std::isnan(DividerBy(NAN)(1.0f)) && std::isnan(DividerBy(0.3f)(NAN)));
 }
 
 void TestQuantizedFormats() {
@@ -165,6 +205,7 @@ int main() {
   TestCode<E4M3>();
   TestCode<E2M1>();
   TestE8M0();
+  TestDivider();
   TestQuantizedFormats();
   std::printf("quantized_test: ok\n");
   return 0;

@@ -77,13 +77,13 @@ JAX_EP_IN_CLONES void QuantizeChunk(const Element* from, int64_t count, float in
   }
   uint8_t* byte_codes = Code::kBits == 8 ? payload : codes;
   for (int64_t i = 0; i < count; ++i) {
-    const float scaled = Format::Scaled(ToFloat(from[i]), factors[i]);
+    const float scaled = Scaled<Format>(ToFloat(from[i]), factors[i]);
     byte_codes[i] = static_cast<uint8_t>(Code::EncodeNumber(scaled));
   }
   for (int64_t block = 0; unusual != 0 && block < blocks; ++block) {
     if (IsUnusual(block_factors[block]) == 0) continue;
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
-      const float scaled = Format::Scaled(ToFloat(from[i]), factors[i]);
+      const float scaled = Scaled<Format>(ToFloat(from[i]), factors[i]);
       byte_codes[i] = static_cast<uint8_t>(Code::Encode(scaled));
     }
   }

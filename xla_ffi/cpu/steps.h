@@ -1,5 +1,5 @@
-// The CPU steps of the collective transport, and quantising alone. Each does its sequential part at once and returns the
-// rest as a task; nothing blocks and nothing is kept between calls.
+// The CPU steps of the collective transport, and quantising alone. Each does its sequential part at
+// once and returns the rest as a task; nothing blocks and nothing is kept between calls.
 #pragma once
 
 #include "cpu/row_task.h"

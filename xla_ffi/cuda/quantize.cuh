@@ -75,13 +75,18 @@ struct EncodedVector {
     EncodedVector encoded{};
     encoded.scale = Format::ScaleOf(amax_bits, input_scale);
     const float factor = Format::FactorOf(encoded.scale, input_scale);
+    const auto scaled = [&] {
+      if constexpr (Format::kDivides) {
+        return DividerBy(factor);
+      } else {
+        return [factor](float value) { return Multiply(value, factor); };
+      }
+    }();
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const int bit = i * Format::Code::kBits;
       encoded.codes.words[bit / 32] |=
-          Format::Code::EncodeTwo(Format::Scaled(values[i], factor),
-                                  Format::Scaled(values[i + 1], factor))
-          << (bit % 32);
+          Format::Code::EncodeTwo(scaled(values[i]), scaled(values[i + 1])) << (bit % 32);
     }
     return encoded;
   }

@@ -14,6 +14,7 @@ struct Fp8Block128Format : BlockSizes<E4M3, float, 128> {
   static constexpr const char* kPayloadDtype = "float8_e4m3fn";
   static constexpr const char* kScaleDtype = "float32";
   static constexpr bool kTakesInputScale = false;
+  static constexpr bool kDivides = true;
 
   JAX_EP_HOST_DEVICE static float ScaleOf(uint32_t amax_bits, float) {
     const uint32_t least = 0x38D1B717;  // 1e-4: keeps the scales of tiny blocks normal
@@ -22,7 +23,6 @@ struct Fp8Block128Format : BlockSizes<E4M3, float, 128> {
     return amax_bits >= 0x7F800000u ? BitsFloat(0x7FC00000u) : Divide(amax, 448.0f);
   }
   JAX_EP_HOST_DEVICE static float FactorOf(float scale, float) { return scale; }
-  JAX_EP_HOST_DEVICE static float Scaled(float x, float factor) { return Divide(x, factor); }
   JAX_EP_HOST_DEVICE static float ScaleValue(float scale) { return scale; }
   JAX_EP_HOST_DEVICE static float Restored(float value, float scale, float) {
     return Multiply(value, scale);

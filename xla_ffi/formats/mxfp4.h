@@ -15,6 +15,7 @@ struct MxFp4Format : BlockSizes<E2M1, uint8_t, 32> {
   static constexpr const char* kPayloadDtype = "uint8";
   static constexpr const char* kScaleDtype = "float8_e8m0fnu";
   static constexpr bool kTakesInputScale = false;
+  static constexpr bool kDivides = false;
 
   // 6 is 1.5 * 2^2; amax up to 1.75 * 2^2 saturates, from there on the scale is the next power.
   JAX_EP_HOST_DEVICE static uint8_t ScaleOf(uint32_t amax_bits, float) {
@@ -24,7 +25,6 @@ struct MxFp4Format : BlockSizes<E2M1, uint8_t, 32> {
   JAX_EP_HOST_DEVICE static float FactorOf(uint8_t scale, float) {
     return E8M0::DecodeInverse(scale);
   }
-  JAX_EP_HOST_DEVICE static float Scaled(float x, float factor) { return Multiply(x, factor); }
   JAX_EP_HOST_DEVICE static float ScaleValue(uint8_t scale) { return E8M0::Decode(scale); }
   JAX_EP_HOST_DEVICE static float Restored(float value, float scale, float) {
     return Multiply(value, scale);

@@ -15,6 +15,7 @@ struct MxFp8Format : BlockSizes<E4M3, uint8_t, 32> {
   static constexpr const char* kPayloadDtype = "float8_e4m3fn";
   static constexpr const char* kScaleDtype = "float8_e8m0fnu";
   static constexpr bool kTakesInputScale = false;
+  static constexpr bool kDivides = false;
 
   // 2^ceil(log2(amax / 448)): 448 is 1.75 * 2^8, and amax goes up a power where its mantissa is
   // above 0.75.
@@ -25,7 +26,6 @@ struct MxFp8Format : BlockSizes<E4M3, uint8_t, 32> {
   JAX_EP_HOST_DEVICE static float FactorOf(uint8_t scale, float) {
     return E8M0::DecodeInverse(scale);
   }
-  JAX_EP_HOST_DEVICE static float Scaled(float x, float factor) { return Multiply(x, factor); }
   JAX_EP_HOST_DEVICE static float ScaleValue(uint8_t scale) { return E8M0::Decode(scale); }
   JAX_EP_HOST_DEVICE static float Restored(float value, float scale, float) {
     return Multiply(value, scale);

@@ -15,6 +15,7 @@ struct NvFp4Format : BlockSizes<E2M1, uint8_t, 16> {
   static constexpr const char* kPayloadDtype = "uint8";
   static constexpr const char* kScaleDtype = "float8_e4m3fn";
   static constexpr bool kTakesInputScale = true;
+  static constexpr bool kDivides = false;
 
   JAX_EP_HOST_DEVICE static uint8_t ScaleOf(uint32_t amax_bits, float input_scale) {
     const float sixth = Divide(Multiply(input_scale, BitsFloat(amax_bits)), 6.0f);
@@ -26,7 +27,6 @@ struct NvFp4Format : BlockSizes<E2M1, uint8_t, 16> {
     const float factor = Divide(input_scale, E4M3::Decode(scale));
     return (scale & 0x7Fu) == 0 ? BitsFloat(0x7FC00000u) : factor;
   }
-  JAX_EP_HOST_DEVICE static float Scaled(float x, float factor) { return Multiply(x, factor); }
   JAX_EP_HOST_DEVICE static float ScaleValue(uint8_t scale) { return E4M3::Decode(scale); }
   // The product of the two codes is exact.
   JAX_EP_HOST_DEVICE static float Restored(float value, float scale, float input_scale) {

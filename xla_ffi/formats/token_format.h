@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 
+#include "formats/numbers.h"
 #include "protocol/platform.h"
 
 namespace jax_ep {
@@ -26,10 +27,11 @@ concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
 };
 
 // A format that makes codes and scales of blocks. A value x of a block is
-//   Code::Encode(Scaled(x, FactorOf(scale, input_scale))), scale = ScaleOf(amax_bits, input_scale),
-// and comes back as Restored(Code::Decode(code), ScaleValue(scale), input_scale). `amax_bits` is
-// the largest of the elements' absolute float32 bits: of a block with NaN or Inf at least
-// 0x7F800000. The factor is NaN where all codes of a block are those of a NaN.
+//   Code::Encode(Scaled<F>(x, F::FactorOf(scale, input_scale))),
+// with scale = F::ScaleOf(amax_bits, input_scale), and comes back as Restored(Code::Decode(code),
+// ScaleValue(scale), input_scale). `amax_bits` is the largest of the elements' absolute float32
+// bits: of a block with NaN or Inf at least 0x7F800000. The factor is NaN where all codes of a
+// block are those of a NaN.
 template <typename F>
 concept QuantizedFormat =
     TokenFormat<F> && requires(uint32_t bits, float value, typename F::Scale scale) {
@@ -39,10 +41,16 @@ concept QuantizedFormat =
       typename F::Scale;
       { F::ScaleOf(bits, value) } -> std::same_as<typename F::Scale>;
       { F::FactorOf(scale, value) } -> std::same_as<float>;
-      { F::Scaled(value, value) } -> std::same_as<float>;
+      // Whether x is divided by the factor or multiplied with it.
+      { F::kDivides } -> std::convertible_to<bool>;
       { F::ScaleValue(scale) } -> std::same_as<float>;
       { F::Restored(value, value, value) } -> std::same_as<float>;
     };
+
+template <QuantizedFormat Format>
+JAX_EP_HOST_DEVICE float Scaled(float x, float factor) {
+  return Format::kDivides ? Divide(x, factor) : Multiply(x, factor);
+}
 
 // Bytes of a payload and of scales follow from the pieces.
 template <typename Code, typename ScaleType, int64_t kElements>
