@@ -88,6 +88,12 @@ struct EncodedVector {
       encoded.codes.words[bit / 32] |=
           Format::Code::EncodeTwo(scaled(values[i]), scaled(values[i + 1])) << (bit % 32);
     }
+    // Of a NaN the hardware's conversion may keep the sign.
+    constexpr uint32_t kEach = Format::Code::kBits == 8 ? 0x01010101u : 0x11111111u;
+    if (factor != factor) {
+#pragma unroll
+      for (uint32_t& word : encoded.codes.words) word = Format::Code::kNan * kEach;
+    }
     return encoded;
   }
 
