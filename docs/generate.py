@@ -111,7 +111,8 @@ def cpu_part(data):
         f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
         f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
         "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
-        "in the same run. Pack and unpack copy; the combine steps also sum."
+        "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
+        "in a format quantises."
     )
     columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
     return head + "\n\n" + table(columns, rows)
