@@ -82,7 +82,7 @@ def quantize(
         ValueError, TypeError: an argument does not hold what is said above.
     """
     _require_format("quantize", format)
-    tokens = _array("quantize", "tokens", tokens)
+    tokens = _array("formats.quantize", "tokens", tokens)
     if tokens.dtype.name not in _TOKEN_DTYPES or tokens.ndim == 0:
         raise TypeError(
             f"jax_ep.formats.quantize: tokens must be {', '.join(_TOKEN_DTYPES)} with "
@@ -137,7 +137,7 @@ def dequantize(
         ValueError, TypeError: an argument does not hold what is said above.
     """
     _require_format("dequantize", format)
-    tokens = _array("dequantize", "tokens", tokens)
+    tokens = _array("formats.dequantize", "tokens", tokens)
     if not is_quantized(format):
         if scales is not None:
             raise ValueError(
@@ -156,7 +156,7 @@ def dequantize(
             f"jax_ep.formats.dequantize: scales must be given for {format!r}, got "
             "None; pass those that came with the tokens"
         )
-    scales = _array("dequantize", "scales", scales)
+    scales = _array("formats.dequantize", "scales", scales)
     for name, array, wanted in (
         ("tokens", tokens, payload_dtype(format, "")),
         ("scales", scales, scale_dtype(format)),
@@ -202,9 +202,7 @@ def global_scale(
             f"jax_ep.{function}: input_scale must be None unless the format is one of "
             f"{taking}, got one for {format!r}; leave it out"
         )
-    if isinstance(input_scale, int | float):
-        input_scale = jnp.float32(input_scale)
-    scale = _array(function.rpartition(".")[2], "input_scale", input_scale, function)
+    scale = _array(function, "input_scale", input_scale)
     if scale.dtype != jnp.float32 or scale.shape not in ((), (1,)):
         raise TypeError(
             f"jax_ep.{function}: input_scale must be float32 of shape [] or [1], got "
@@ -253,13 +251,11 @@ def _require_blocks(function: str, format: str, hidden: int) -> None:
         )
 
 
-def _array(
-    function: str, name: str, value: Any, full_name: str | None = None
-) -> jax.Array:
+def _array(function: str, name: str, value: Any) -> jax.Array:
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(
-            f"jax_ep.{full_name or 'formats.' + function}: {name} must be an array, "
-            f"got {type(value).__name__}; wrap it with jnp.asarray and a dtype"
+            f"jax_ep.{function}: {name} must be an array, got "
+            f"{type(value).__name__}; wrap it with jnp.asarray and a dtype"
         )
     return jnp.asarray(value)
 

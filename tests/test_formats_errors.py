@@ -23,6 +23,12 @@ ERRORS = {
         "input_scale",
         "nvfp4",
     ),
+    "scale_number": (
+        lambda: formats.quantize(X, "nvfp4", 2.0),
+        "quantize",
+        "input_scale",
+        "float",
+    ),
     "scale_dtype": (
         lambda: formats.quantize(X, "nvfp4", jnp.bfloat16(2)),
         "quantize",

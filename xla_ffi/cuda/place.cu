@@ -106,6 +106,7 @@ __device__ void PlaceScaleUnits(const uint8_t* from, uint8_t* scale_rows, int64_
 }
 __device__ void PlaceScales(const uint8_t* from, uint8_t* scale_rows, int64_t scale_bytes,
                             unsigned lanes, int32_t row) {
+  if (scale_bytes == 0) return;
   if (scale_bytes % kVectorBytes == 0) {
     PlaceScaleUnits<uint4>(from, scale_rows, scale_bytes, lanes, row);
   } else {
