@@ -211,27 +211,6 @@ def global_scale(
     return scale.reshape(1)
 
 
-def untiled(
-    scales: jax.Array, scales_offsets: jax.Array, row_offsets: jax.Array, rows: int
-) -> jax.Array:
-    """Tiled scales `[tiles, words, 32, 4, 4]` by row: `[rows, columns]`.
-
-    Rows past the last group get the byte 0x00.
-    """
-    tiles, words = scales.shape[:2]
-    values = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    by_row = values.transpose(0, 3, 2, 1, 4).reshape(tiles * 128, words * 4)
-    index = jnp.arange(rows, dtype=jnp.int32)
-    group = jnp.searchsorted(row_offsets, index, side="right") - 1
-    inside = group < scales_offsets.shape[0]
-    group = jnp.minimum(group, scales_offsets.shape[0] - 1)
-    start = row_offsets[group]
-    first_tile = start // 128 + scales_offsets[group]
-    found = by_row.at[first_tile * 128 + index - start].get(mode="clip")
-    found = jnp.where(inside[:, None], found, jnp.uint8(0))
-    return jax.lax.bitcast_convert_type(found, scales.dtype)
-
-
 def _require_format(function: str, format: str) -> None:
     if format not in _FORMATS:
         raise ValueError(
