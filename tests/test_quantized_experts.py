@@ -50,9 +50,9 @@ def test_ragged_dot_on_dequantized_rows(name: str) -> None:
     for rank, actual in got.items():
         out = wanted[rank]
         rows = quantizer.dequantize(out.tokens, out.scales, name)
-        helpers.assert_bits(
-            actual, np.asarray(jax.jit(experts)(rows, params[rank], out.group_sizes))
-        )
+        wanted_rows = jax.jit(experts)(rows, params[rank], out.group_sizes)
+        np.testing.assert_allclose(actual, wanted_rows, rtol=1e-5, atol=1e-4)
+        assert np.abs(actual).max() > 1
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
