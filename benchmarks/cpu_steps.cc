@@ -14,7 +14,8 @@
 
 #include "cpu/denormals.h"
 #include "cpu/steps.h"
-#include "formats/bf16.h"
+#include "formats/combine_wire.h"
+#include "formats/registry.h"
 #include "protocol/layout.h"
 
 namespace jax_ep {
@@ -68,9 +69,10 @@ struct Copy {
 // One step as it is measured: what it does, the payload rows that it must read and write, and, for
 // steps that copy, its copies one by one.
 struct Measured {
-  const char* name;
+  std::string name;
   int64_t rows_read;
   int64_t rows_written;
+  int64_t written_row_bytes;
   std::function<cpu::RowTask()> start;
   std::vector<Copy> copies;
 };
@@ -150,16 +152,36 @@ class Bench {
     }
     const auto sent = static_cast<int64_t>(packed.size());
     const auto received = static_cast<int64_t>(unpacked.size());
-    return {{"pack", T_, sent, [this] { return StartPack(); }, std::move(packed)},
-            {"unpack", slots_read, received, [this] { return StartUnpack(); }, std::move(unpacked)},
-            {"combine_pack", received, slots_read, [this] { return StartCombinePack(); }, {}},
-            {"combine_unpack", sent, T_, [this] { return StartCombineUnpack(); }, {}}};
+    std::vector<Measured> steps{
+        {"pack", T_, sent, kRowBytes, [this] { return StartPack(); }, std::move(packed)},
+        {"unpack", slots_read, received, kRowBytes, [this] { return StartUnpack(); },
+         std::move(unpacked)},
+        {"combine_pack",
+         received,
+         slots_read,
+         kRowBytes,
+         [this] { return StartCombinePack(); },
+         {}},
+        {"combine_unpack", sent, T_, kRowBytes, [this] { return StartCombineUnpack(); }, {}}};
+    ForEachFormat([&]<typename Format>(Format) {
+      if constexpr (QuantizedFormat<Format>) {
+        steps.push_back({std::string("pack ") + Format::kName,
+                         T_,
+                         sent,
+                         Format::PayloadBytes(kHidden, 2) + Format::ScaleBytes(kHidden),
+                         [this] { return StartPack<Format>(); },
+                         {}});
+      }
+    });
+    return steps;
   }
 
+  static int64_t BytesOf(const Measured& step) {
+    return step.rows_read * kRowBytes + step.rows_written * step.written_row_bytes;
+  }
   // One memcpy that reads and writes as many bytes as the step; a rank's memcpy has no gaps.
-  void MemcpyOnce(int64_t rows_read, int64_t rows_written) {
-    std::memcpy(copy_to_.data(), copy_from_.data(),
-                static_cast<size_t>((rows_read + rows_written) * kRowBytes / 2));
+  void MemcpyOnce(const Measured& step) {
+    std::memcpy(copy_to_.data(), copy_from_.data(), static_cast<size_t>(BytesOf(step) / 2));
   }
 
   static void RunAll(const cpu::RowTask& task) { task.run(0, task.items); }
@@ -182,26 +204,29 @@ class Bench {
     }
   }
 
+  template <typename Format = Bf16Format>
   cpu::RowTask StartPack() {
-    return cpu::Pack<Bf16Format>({shape_, tokens_.data(), ids_.as<int32_t>(), weights_.as<float>(),
-                                  send_.data(), slot_of_.as<int32_t>(), position_.as<int32_t>(),
-                                  &num_invalid_, nullptr});
+    return cpu::Pack<Format>({shape_, ElementType::kBFloat16, tokens_.data(), ids_.as<int32_t>(),
+                              weights_.as<float>(), &input_scale_, send_.data(),
+                              slot_of_.as<int32_t>(), position_.as<int32_t>(), &num_invalid_,
+                              nullptr});
   }
   cpu::RowTask StartUnpack() {
-    return cpu::Unpack<Bf16Format>(
-        {shape_, false, recv_.data(), rows_.data(), row_offsets_.as<int32_t>(),
-         group_sizes_.as<int32_t>(), expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(),
-         src_info_.as<int32_t>(), row_weights_.as<float>(), &num_dropped_, row_of_.as<int32_t>(),
-         row_slot_.as<int32_t>(), slot_counts_.as<int32_t>(), row_base_.as<int32_t>()});
+    return cpu::Unpack<Bf16Format>({shape_, false, ScaleLayout::kRows, recv_.data(), rows_.data(),
+                                    nullptr, row_offsets_.as<int32_t>(), group_sizes_.as<int32_t>(),
+                                    expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(),
+                                    nullptr, src_info_.as<int32_t>(), row_weights_.as<float>(),
+                                    &num_dropped_, row_of_.as<int32_t>(), row_slot_.as<int32_t>(),
+                                    slot_counts_.as<int32_t>(), row_base_.as<int32_t>()});
   }
   cpu::RowTask StartCombinePack() {
-    return cpu::CombinePack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, 0,
+    return cpu::CombinePack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,
                              expert_out_.data(), row_weights_.as<float>(), nullptr,
                              row_of_.as<int32_t>(), slot_counts_.as<int32_t>(),
                              combine_send_.data()});
   }
   cpu::RowTask StartCombineUnpack() {
-    return cpu::CombineUnpack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, 0,
+    return cpu::CombineUnpack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,
                                combine_recv_.data(), slot_of_.as<int32_t>(), nullptr,
                                output_.data(), nullptr});
   }
@@ -225,6 +250,7 @@ class Bench {
   Memory combine_send_{kRanks * T_ * kRowBytes}, combine_recv_{kRanks * T_ * kRowBytes};
   Memory output_{T_ * kRowBytes};
   Memory copy_from_{copy_bytes_}, copy_to_{copy_bytes_};
+  const float input_scale_ = 448.0f;
   int32_t num_invalid_ = 0, num_dropped_ = 0;
 };
 
@@ -236,11 +262,11 @@ void Print(int64_t tokens, const Measured& step, const Times& times, bool last) 
     ratios.push_back(times.memcpy_once[i] / times.step[i]);
     if (!step.copies.empty()) row_ratios.push_back(times.memcpy_rows[i] / times.step[i]);
   }
-  const double bytes = static_cast<double>((step.rows_read + step.rows_written) * kRowBytes);
+  const auto bytes = static_cast<double>(Bench::BytesOf(step));
   std::printf(
       "    {\"tokens\": %lld, \"step\": \"%s\", \"rows_read\": %lld, "
       "\"rows_written\": %lld, \"step_us\": %.1f, \"memcpy_us\": %.1f, ",
-      static_cast<long long>(tokens), step.name, static_cast<long long>(step.rows_read),
+      static_cast<long long>(tokens), step.name.c_str(), static_cast<long long>(step.rows_read),
       static_cast<long long>(step.rows_written), Median(times.step) * 1e6,
       Median(times.memcpy_once) * 1e6);
   if (!row_ratios.empty()) {
@@ -256,15 +282,16 @@ void Print(int64_t tokens, const Measured& step, const Times& times, bool last) 
 void Run(int64_t tokens, int draws, int repeats, std::mt19937_64& random, bool last) {
   Bench bench(tokens, random);
   std::vector<Measured> steps;
-  std::vector<Times> times(4);
+  std::vector<Times> times;
   for (int draw = 0; draw < draws; ++draw) {
     bench.DrawRouting();
     steps = bench.Steps();
+    times.resize(steps.size());
     for (size_t i = 0; i < steps.size(); ++i) {
       const Measured& step = steps[i];
       for (int repeat = -1; repeat < repeats; ++repeat) {
         const double took = Seconds([&] { Bench::RunAll(step.start()); });
-        const double once = Seconds([&] { bench.MemcpyOnce(step.rows_read, step.rows_written); });
+        const double once = Seconds([&] { bench.MemcpyOnce(step); });
         const double by_row = Seconds([&] {
           for (const Copy& copy : step.copies) std::memcpy(copy.to, copy.from, kRowBytes);
         });

@@ -8,9 +8,10 @@ drawn uniformly anew, `recv_capacity` 1.25 * T * K rounded up to 128,
 `combine_pack` at the destination of four sources. All memory has been written before.
 A step's bytes are the payload rows that it must read from memory, each counted once
 however many copies it feeds, plus the rows that it writes; indices and weights are
-not counted. `ratio` is the speed of the step relative to one memcpy that reads and
-writes as many bytes in one contiguous piece, run right after it: the median over all
-repeats, with the extremes beside it. The last column compares with a loop of memcpy
+not counted; `pack` in a quantised format reads bfloat16 and writes codes and scales.
+`ratio` is the speed of the step relative to one memcpy that reads and writes as many
+bytes in one contiguous piece, run right after it: the median over all repeats, with the
+extremes beside it. The last column compares with a loop of memcpy
 over exactly the step's copies, one row at a time. Clocks are the thread's CPU time.
 Writes benchmarks/results/cpu-<date>.json and prints a table.
 
@@ -75,7 +76,7 @@ def processor():
 
 def print_table(results):
     print(
-        f"{'T':>6}{'step':>16}{'rows read':>11}{'written':>9}{'us':>9}{'GB/s':>7}"
+        f"{'T':>6}{'step':>18}{'rows read':>11}{'written':>9}{'us':>9}{'GB/s':>7}"
         f"{'memcpy us':>11}   ratio (least to most)   to memcpy row by row"
     )
     for r in results:
@@ -83,7 +84,7 @@ def print_table(results):
         by_row = r.get("ratio_to_memcpy_rows")
         by_row = "" if by_row is None else f"{by_row:.2f}"
         print(
-            f"{r['tokens']:>6}{r['step']:>16}{r['rows_read']:>11}{r['rows_written']:>9}"
+            f"{r['tokens']:>6}{r['step']:>18}{r['rows_read']:>11}{r['rows_written']:>9}"
             f"{r['step_us']:>9.0f}{r['gb_per_s']:>7.1f}{r['memcpy_us']:>11.0f}"
             f"   {r['ratio']:5.2f} {spread:<18}{by_row:>19}"
         )

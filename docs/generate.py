@@ -1,9 +1,9 @@
-"""Rewrites the generated parts of README.md and docs/protocol.md; --check compares.
+"""Rewrites the generated parts of README.md and of docs; --check compares.
 
-The wire table comes from the native module, the other tables from the newest file of
-each kind in benchmarks/results (of a test suite: of each transport and number of
-devices), and docs/p2p.svg from the one of p2p.py: drawing it needs matplotlib,
-checking that it shows that file does not.
+The tables of the wire and of formats come from the native module, the other tables
+from the newest file of each kind in benchmarks/results (of a test suite: of each
+transport and number of devices), and docs/p2p.svg from the one of p2p.py: drawing it
+needs matplotlib, checking that it shows that file does not.
 """
 
 import json
@@ -16,6 +16,7 @@ from jax_ep import _native_cpu as native
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import draw
+import format_errors
 import p2p_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,6 +37,34 @@ def layout():
         for structure, field, kind, offset in rows
     ]
     return table(("structure", "field", "type", "offset"), named)
+
+
+def token_formats():
+    hidden, element_bytes = 7168, 2
+    rows = []
+    plain = sum(native.encoded_bytes("bf16", hidden, element_bytes))
+    for entry in native.formats():
+        name, scaled = entry["name"], entry["scale_dtype"]
+        sizes = native.encoded_bytes(name, hidden, element_bytes)
+        rows.append(
+            (
+                f"`{name}`",
+                entry["payload_dtype"] or "the token's own",
+                f"{entry['block']} x {scaled}" if scaled else "none",
+                " + ".join(str(size) for size in sizes if size),
+                f"{sum(sizes) / plain:.3f}",
+                f"{format_errors.largest_error(name):.3f}" if scaled else "0",
+            )
+        )
+    columns = (
+        "format",
+        "`tokens`",
+        "block x `scales`",
+        "bytes a token",
+        "of bfloat16's",
+        "largest error",
+    )
+    return table(columns, rows)
 
 
 def records(prefix):
@@ -82,7 +111,8 @@ def cpu_part(data):
         f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
         f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
         "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
-        "in the same run. Pack and unpack copy; the combine steps also sum."
+        "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
+        "in a format quantises."
     )
     columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
     return head + "\n\n" + table(columns, rows)
@@ -266,6 +296,7 @@ def main():
     stale = [P2P_PICTURE.relative_to(ROOT)] if draw_p2p(check) else []
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
+        (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (ROOT / "README.md", "benchmarks", benchmarks()),
     ):
         old = path.read_text()

@@ -4,10 +4,10 @@ __version__ = "0.1.0"
 
 from jax_ep import _ffi, _runtime, formats, sharded
 from jax_ep._api import combine, dequantize, dispatch
-from jax_ep._autodiff import save_route
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
 from jax_ep._init import init
+from jax_ep._names import save_route
 from jax_ep._types import Dispatched, Route
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _autodiff, _checks
+from jax_ep import _autodiff, _checks, _dequantize, formats
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def dispatch(
             makes two rows; ids outside [-1, E) count as -1, in `num_invalid` and for
             `ep.check()`.
         router_weights: float32 `[n, K]` that travel with the tokens, or None for 1.
-        input_scale: the global scale of "nvfp4"; other formats take none.
+        input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`, the same on
+            every rank; None is 1. Other formats take none.
 
     Returns:
         A `Dispatched` with N = `ep.recv_capacity` rows.
@@ -71,11 +72,9 @@ def dispatch(
         )
     ids_shape = (n, config.top_k)
     _checks.require_shape("dispatch", "topk_ids", topk_ids, ids_shape, "[n, top_k]")
-    if input_scale is not None:
-        raise ValueError(
-            "jax_ep.dispatch: input_scale must be None unless dispatch_format is "
-            f'"nvfp4", got one for {config.dispatch_format!r}; leave it out'
-        )
+    scale = formats.global_scale(
+        "dispatch", config.dispatch_format, tokens, input_scale
+    )
     weighted = router_weights is not None
     if router_weights is None:
         weights = jnp.ones(ids_shape, jnp.float32)
@@ -85,7 +84,7 @@ def dispatch(
         _checks.require_shape(
             "dispatch", "router_weights", weights, ids_shape, "[n, top_k]"
         )
-    args = _checks.vary_together(ep, tokens, topk_ids, weights)
+    args = _checks.vary_together(ep, tokens, topk_ids, weights, scale)
     with jax.named_scope("jax_ep.dispatch"):
         return _autodiff.dispatch(ep, weighted, *args)
 
@@ -154,18 +153,35 @@ def combine(
 def dequantize(d: Dispatched) -> jax.Array:
     """Rows of a dispatch in the token dtype, differentiable.
 
+    The derivative is straight-through: a cotangent of the rows is one of the tokens
+    that were sent, as if nothing had been quantised. `d.tokens` and `d.scales` of a
+    quantised format carry none.
+
     Args:
-        d: what `jax_ep.dispatch` returned.
+        d: what `jax_ep.dispatch` returned, on one rank; `jax_ep.sharded.dequantize`
+            takes what left shard_map.
 
     Returns:
         `[N, H]` in the config's dtype; for "bf16" these are `d.tokens` themselves.
 
     Raises:
         TypeError: `d` is no `Dispatched`.
+        ValueError: `d` is of several ranks.
+
+    Source: SPEC section 3.
     """
     if not isinstance(d, Dispatched):
         raise TypeError(
             "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
             f"{type(d).__name__}; pass the Dispatched, not its arrays"
         )
-    return d.tokens
+    if d.grad_port is None:
+        return d.tokens
+    ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
+    if ranks != 1:
+        raise ValueError(
+            f"jax_ep.dequantize: d must be one rank's, got one of {ranks} ranks; use "
+            "jax_ep.sharded.dequantize on global arrays"
+        )
+    with jax.named_scope("jax_ep.dequantize"):
+        return _dequantize.dequantize(d)

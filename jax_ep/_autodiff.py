@@ -13,12 +13,12 @@ What users' traces and the rules call are `dispatch`, `combine`, `send_cached` a
 
 With x tokens, w weights, E expert rows and i = row(t, k):
     dispatch: dx[t] = sum_k drow(t,k), dw[t,k] = dwrow(i)
+              (drow of a quantised dispatch is that of grad_port)
     combine:  dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -30,25 +30,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _chain, _collective, _p2p
 from jax_ep._chain import Token
+from jax_ep._names import OUT_NAME, named_dispatch
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
-ROUTE_NAME = "jax_ep_route"
-ROWS_NAME = "jax_ep_rows"
-OUT_NAME = "jax_ep_out"
-
 # Rows or tokens and weights, and from a chained transport what comes next goes after.
 Sent = tuple[Any, ...]
 
 _TRANSPORTS = {"collective": _collective, "p2p": _p2p}
-
-# Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
-# received rows, combined tokens) and exchanges nothing twice.
-save_route = jax.checkpoint_policies.save_only_these_names(
-    ROUTE_NAME, ROWS_NAME, OUT_NAME
-)
 
 
 def _transport(ep: EPHandle) -> ModuleType:
@@ -81,11 +72,12 @@ def dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    input_scale: jax.Array,
     given: Token | None = None,
 ) -> Dispatched:
     """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
     after = _chain.before(ep, tokens, given)
-    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, after)
+    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, input_scale, after)
     _chain.passed(ep, (d.num_dropped,))
     return d
 
@@ -97,32 +89,24 @@ def _dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    input_scale: jax.Array,
     after: Token,
 ) -> Dispatched:
     body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
-    return _named(body(tokens, topk_ids, router_weights, *after))
-
-
-def _named(d: Dispatched) -> Dispatched:
-    """`d` with the names that remat policies go by."""
-
-    def name(field: str) -> Any:
-        is_row = field in ("tokens", "router_weights")
-        return checkpoint_name(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
-
-    return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
+    return named_dispatch(body(tokens, topk_ids, router_weights, input_scale, *after))
 
 
 def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
     # Named again: names inside the nested rule do not reach the residuals.
-    d = _named(dispatch(ep, weighted, *args))
+    d = named_dispatch(dispatch(ep, weighted, *args))
     return d, d.route
 
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
     dweights = ct.router_weights if weighted else None
-    dx, dw, *_ = return_rows(ep, route, ct.tokens, dweights)
-    return dx, None, dw, None
+    drows = ct.tokens if ct.grad_port is None else ct.grad_port
+    dx, dw, *_ = return_rows(ep, route, drows, dweights)
+    return dx, None, dw, None, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -193,7 +177,7 @@ def _return_rows(
         route: Route, rows: jax.Array, row_weights: jax.Array | None, *after: jax.Array
     ) -> Sent:
         return _transport(ep).combine(
-            ep, route, rows, None, row_weights, None, ep.config.dtype, *after
+            ep, route, rows, None, row_weights, None, ep.config.grad_wire, *after
         )
 
     return _refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
@@ -253,7 +237,7 @@ def _combine(
         residual: jax.Array | None,
         *after: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        wire = ep.config.wire_dtype
+        wire = ep.config.combine_wire
         y, _, *done = _transport(ep).combine(
             ep, route, expert_out, router_weights, None, residual, wire, *after
         )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
+from jax_ep._varying import varying
 
 try:
     from jax.extend.core import take_current_trace
@@ -48,7 +49,7 @@ def before(ep: EPHandle, like: jax.Array, given: Token | None = None) -> Token:
     trace = _current_trace()
     for where, token in _links(ep):
         # A call cannot vary over fewer axes than its operands.
-        if where is trace and _checks._varying(token) <= _checks._varying(like):
+        if where is trace and varying(token) <= varying(like):
             _, after = _checks.vary_together(ep, like, token)
             return (after,)
     return given or (jax.lax.full_like(like, 0, dtype=jnp.int32, shape=(1,)),)

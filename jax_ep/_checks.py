@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import AxisType
 
 from jax_ep._handle import EPHandle
 from jax_ep._types import Route
+from jax_ep._varying import vary_alike
 
 
 def as_array(function: str, name: str, value: Any) -> jax.Array:
@@ -144,11 +144,6 @@ def _check_manual(function: str, mesh: jax.sharding.AbstractMesh) -> None:
         )
 
 
-def _varying(value: jax.Array) -> frozenset[str]:
-    kind = getattr(jax.typeof(value), "manual_axis_type", None)
-    return frozenset(getattr(kind, "varying", None) or ())
-
-
 def vary_together(ep: EPHandle, *trees: Any) -> Any:
     """Casts arrays to vary over the EP axes and every axis that another varies on.
 
@@ -156,13 +151,4 @@ def vary_together(ep: EPHandle, *trees: Any) -> Any:
     kind of its inputs; both hold once everything varies alike. Without check_vma no
     array has a kind and this changes nothing.
     """
-    leaves: Iterable[jax.Array] = jax.tree.leaves(trees)
-    axes = frozenset(ep.axis_names).union(*map(_varying, leaves))
-
-    def cast(value: jax.Array) -> jax.Array:
-        missing = tuple(
-            name for name in ep.mesh.axis_names if name in axes - _varying(value)
-        )
-        return jax.lax.pcast(value, missing, to="varying") if missing else value
-
-    return jax.tree.map(cast, trees)
+    return vary_alike(ep.mesh.axis_names, frozenset(ep.axis_names), *trees)

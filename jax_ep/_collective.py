@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi
-from jax_ep._results import dispatched, empty, received, struct
+from jax_ep import _ffi, formats
+from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -28,7 +28,11 @@ def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
 
 
 def dispatch(
-    ep: EPHandle, tokens: jax.Array, topk_ids: jax.Array, router_weights: jax.Array
+    ep: EPHandle,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
     config, ranks = ep.config, ep.ep_size
@@ -52,6 +56,7 @@ def dispatch(
         tokens,
         topk_ids,
         router_weights,
+        input_scale,
         key=ep.key,
         num_experts=config.num_experts,
         format=config.dispatch_format,
@@ -63,8 +68,9 @@ def dispatch(
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
+        scale_layout=config.scale_layout,
     )
-    return dispatched(ep, arrived, slot_of, num_invalid)
+    return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
 
 
 def dispatch_cached(
@@ -72,15 +78,16 @@ def dispatch_cached(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sends tokens `[n, H]` and weights `[n, K]` along `route`: rows `[N, H]`, `[N]`.
 
-    Rows that no token reaches are zero.
+    Rows that no token reaches are zero. On the wire tokens are in `grad_format`.
     """
+    wire = ep.config.grad_wire_format
     n, hidden = tokens.shape
     rows, top_k = ep.recv_capacity, ep.config.top_k
     num_weights = 0 if weights is None else top_k
     if weights is None:
-        weights = empty(tokens, (n, 0), jnp.float32)
+        weights = zeros(tokens, (n, 0), jnp.float32)
     region_bytes = _ffi.native.cached_region_bytes(
-        "bf16", hidden, ep.config.element_bytes, n, num_weights
+        wire, hidden, ep.config.element_bytes, n, num_weights
     )
     (send,) = _ffi.call(
         "ep_pack_cached",
@@ -88,7 +95,7 @@ def dispatch_cached(
         tokens,
         weights,
         route.slot_of,
-        format="bf16",
+        format=wire,
     )
     out, row_weights = _ffi.call(
         "ep_unpack_cached",
@@ -99,7 +106,7 @@ def dispatch_cached(
         _exchange(ep, send),
         route.row_of,
         route.row_slot,
-        format="bf16",
+        format=wire,
     )
     return out, row_weights if num_weights else None
 
@@ -111,18 +118,24 @@ def combine(
     router_weights: jax.Array | None,
     weight_grads: jax.Array | None,
     residual: jax.Array | None,
-    wire_dtype: str,
+    wire: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
 
-    `router_weights` scale the rows, `weight_grads` travel beside them unsummed.
+    `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
+    is what the sums travel as: a dtype or a quantised format.
     """
     hidden = expert_out.shape[1]
     n, top_k = route.slot_of.shape
     num_weights = 0 if weight_grads is None else top_k
-    none = empty(expert_out, (0,), jnp.float32)
+    none = zeros(expert_out, (0,), jnp.float32)
+    quantized = wire in formats.names()
     region_bytes = _ffi.native.combine_region_bytes(
-        hidden * jnp.dtype(wire_dtype).itemsize, n, num_weights
+        wire if quantized else "bf16",
+        hidden,
+        ep.config.element_bytes if quantized else jnp.dtype(wire).itemsize,
+        n,
+        num_weights,
     )
     (send,) = _ffi.call(
         "ep_combine_pack",
@@ -134,7 +147,7 @@ def combine(
         route.slot_counts,
         weighted=router_weights is not None,
         with_weight_grads=weight_grads is not None,
-        combine_dtype=wire_dtype,
+        combine_dtype=wire,
     )
     out, grads = _ffi.call(
         "ep_combine_unpack",
@@ -144,10 +157,10 @@ def combine(
         ),
         _exchange(ep, send),
         route.slot_of,
-        empty(expert_out, (0, hidden), expert_out.dtype)
+        zeros(expert_out, (0, hidden), expert_out.dtype)
         if residual is None
         else residual,
         with_residual=residual is not None,
-        combine_dtype=wire_dtype,
+        combine_dtype=wire,
     )
     return out, grads if num_weights else None

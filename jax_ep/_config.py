@@ -155,14 +155,6 @@ class EPConfig:
             self.dispatch_format,
             '"bf16" sends tokens as they are',
         )
-        block = formats.block(self.dispatch_format)
-        _require(
-            self.hidden_size % block == 0,
-            f"hidden_size must be a multiple of {self.dispatch_format}'s block of "
-            f"{block}",
-            self.hidden_size,
-            "pad the hidden dimension or take another format",
-        )
         for name, allowed in (
             ("reduce", REDUCES),
             ("scale_layout", SCALE_LAYOUTS),
@@ -176,6 +168,7 @@ class EPConfig:
                 value,
                 f"the default is {allowed[0]!r}",
             )
+        self._check_formats()
         for name in ("zero_tail", "fused_shared_expert", "skip_a2a"):
             value = getattr(self, name)
             _require(
@@ -191,6 +184,52 @@ class EPConfig:
             'use reduce="rank" or "source"',
         )
 
+    def _check_formats(self) -> None:
+        for name in (self.dispatch_format, self.combine_format, self.grad_format):
+            if name is None or not formats.is_quantized(name):
+                continue
+            block = formats.block(name)
+            _require(
+                self.hidden_size % block == 0,
+                f"hidden_size must be a multiple of {name}'s block of {block}",
+                self.hidden_size,
+                "pad the hidden dimension or take another format",
+            )
+            payload, _ = native.encoded_bytes(
+                name, self.hidden_size, self.element_bytes
+            )
+            _require(
+                payload % native.ROW_ALIGN_BYTES == 0,
+                f"hidden_size must make a token in {name} a multiple of "
+                f"{native.ROW_ALIGN_BYTES} bytes",
+                self.hidden_size,
+                "pad the hidden dimension or take another format",
+            )
+        _require(
+            self.combine_format is None or self.combine_dtype is None,
+            "combine_format and combine_dtype must not both be given",
+            (self.combine_format, self.combine_dtype),
+            "leave combine_dtype out: the format decides what is sent",
+        )
+        if self.scale_layout == "rows":
+            return
+        dtype = formats.scale_dtype(self.dispatch_format)
+        _require(
+            dtype is not None and dtype.itemsize == 1,
+            f'scale_layout="{self.scale_layout}" must have a dispatch_format with '
+            "scales of one byte",
+            self.dispatch_format,
+            'use "mxfp8", "mxfp4" or "nvfp4", or scale_layout="rows"',
+        )
+        columns = 4 * formats.block(self.dispatch_format)
+        _require(
+            self.hidden_size % columns == 0,
+            f"hidden_size must be a multiple of {columns} with scale_layout="
+            f'"{self.scale_layout}"',
+            self.hidden_size,
+            'pad the hidden dimension or use scale_layout="rows"',
+        )
+
     @property
     def element_bytes(self) -> int:
         """Bytes of one element of `dtype`."""
@@ -200,6 +239,21 @@ class EPConfig:
     def wire_dtype(self) -> str:
         """The dtype of the rows that combine sends."""
         return self.combine_dtype or self.dtype
+
+    @property
+    def combine_wire(self) -> str:
+        """What combine's rows travel as: a dtype or a format."""
+        return self.combine_format or self.wire_dtype
+
+    @property
+    def grad_wire(self) -> str:
+        """What the backward's sums travel as: a dtype or a format."""
+        return self.grad_format or self.dtype
+
+    @property
+    def grad_wire_format(self) -> str:
+        """The format in which the backward sends tokens along a route."""
+        return self.grad_format or "bf16"
 
     def capacity(self, ep_size: int) -> int:
         """N, the output rows of a rank in a group of `ep_size` ranks."""

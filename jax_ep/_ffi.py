@@ -48,6 +48,7 @@ def call(
     results: Sequence[Any],
     *operands: jax.Array,
     has_side_effect: bool = False,
+    vmap_method: str | None = None,
     **attributes: int | bool | str,
 ) -> list[jax.Array]:
     """Calls a target; Python ints become the int64 attributes that handlers read."""
@@ -56,6 +57,6 @@ def call(
         for name, value in attributes.items()
     }
     function = jax.ffi.ffi_call(
-        target, tuple(results), has_side_effect=has_side_effect, vmap_method=None
+        target, tuple(results), has_side_effect=has_side_effect, vmap_method=vmap_method
     )
     return list(function(*operands, **attrs))

@@ -73,7 +73,7 @@ def init(
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks, transport)
-    chosen = _transports.choose(mesh, names, transport)
+    chosen = _transports.choose(mesh, names, config, transport)
     return _open(mesh, names, config, ranks, chosen)
 
 
@@ -121,10 +121,7 @@ def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
             'use "p2p", "collective" or "auto"'
         )
     for field, served in (
-        ("combine_format", None),
-        ("grad_format", None),
         ("reduce", "rank"),
-        ("scale_layout", "rows"),
         ("fused_shared_expert", False),
         ("skip_a2a", False),
     ):
@@ -142,7 +139,8 @@ def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
             f"be at most {limit}, got {rows} and {entries}; lower max_tokens_per_rank "
             "or set recv_capacity"
         )
-    row_bytes = config.hidden_size * config.element_bytes
+    encoded = (config.dispatch_format, config.hidden_size, config.element_bytes)
+    row_bytes = sum(_ffi.native.encoded_bytes(*encoded))
     worst_case = config.recv_capacity is None and config.capacity_factor is None
     if worst_case and rows * row_bytes > _LARGE_BYTES:
         warnings.warn(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi
-from jax_ep._results import dispatched, empty, received, struct
+from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     router_weights: jax.Array,
+    input_scale: jax.Array,
     after: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
@@ -61,14 +62,16 @@ def dispatch(
         tokens,
         topk_ids,
         router_weights,
+        input_scale,
         after,
         key=ep.key,
         site=_site(),
         expert_alignment=ep.config.expert_alignment,
         zero_tail=ep.config.zero_tail,
         format=ep.config.dispatch_format,
+        scale_layout=ep.config.scale_layout,
     )
-    return dispatched(ep, arrived, slot_of, num_invalid)
+    return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
 
 
 def dispatch_cached(
@@ -80,7 +83,7 @@ def dispatch_cached(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Sends tokens `[n, H]` and weights `[n, K]` along `route`: rows `[N, H]`, `[N]`.
 
-    Rows that no token reaches are zero.
+    Rows that no token reaches are zero. On the wire tokens are in `grad_format`.
     """
     n, hidden = tokens.shape
     rows = ep.recv_capacity
@@ -93,14 +96,14 @@ def dispatch_cached(
             struct(tokens, (1,), jnp.int32),
         ),
         tokens,
-        empty(tokens, (n, 0), jnp.float32) if weights is None else weights,
+        zeros(tokens, (n, 0), jnp.float32) if weights is None else weights,
         route.slot_of,
         route.row_of,
         route.row_slot,
         after,
         key=ep.key,
         site=_site(),
-        format="bf16",
+        format=ep.config.grad_wire_format,
     )
     return out, row_weights if weighted else None, done
 
@@ -112,17 +115,18 @@ def combine(
     router_weights: jax.Array | None,
     weight_grads: jax.Array | None,
     residual: jax.Array | None,
-    wire_dtype: str,
+    wire: str,
     after: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
 
-    `router_weights` scale the rows, `weight_grads` travel beside them unsummed.
+    `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
+    is what the sums travel as: a dtype or a quantised format.
     """
     hidden = expert_out.shape[1]
     n, top_k = route.slot_of.shape
-    none = empty(expert_out, (0,), jnp.float32)
-    no_tokens = empty(expert_out, (0, hidden), expert_out.dtype)
+    none = zeros(expert_out, (0,), jnp.float32)
+    no_tokens = zeros(expert_out, (0, hidden), expert_out.dtype)
     out, grads, done = _ffi.call(
         "ep_combine",
         (
@@ -143,6 +147,6 @@ def combine(
         weighted=router_weights is not None,
         with_weight_grads=weight_grads is not None,
         with_residual=residual is not None,
-        combine_dtype=wire_dtype,
+        combine_dtype=wire,
     )
     return out, None if weight_grads is None else grads, done

@@ -15,7 +15,11 @@ from jax_ep._config import EPConfig
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 
-def choose(mesh: Mesh, names: tuple[str, ...], requested: str) -> str:
+# What the kernels of p2p serve.
+_P2P_FORMATS = ("bf16",)
+
+
+def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str) -> str:
     """The transport that `init` uses where `requested` was asked for.
 
     Raises:
@@ -23,7 +27,7 @@ def choose(mesh: Mesh, names: tuple[str, ...], requested: str) -> str:
     """
     if requested == "collective":
         return "collective"
-    obstacle = _obstacle(mesh, names)
+    obstacle = _format_obstacle(config) or _obstacle(mesh, names)
     if obstacle is None:
         return "p2p"
     if requested == "p2p":
@@ -72,6 +76,17 @@ def window_config(config: EPConfig, ranks: int) -> Any:
         ranks=ranks,
         local_experts=config.num_experts // ranks,
     )
+
+
+def _format_obstacle(config: EPConfig) -> tuple[str, str] | None:
+    """As `_obstacle`, of the config; the same in every process."""
+    if config.dispatch_format not in _P2P_FORMATS:
+        return f"dispatch_format one of {_P2P_FORMATS}", repr(config.dispatch_format)
+    for field in ("combine_format", "grad_format"):
+        value = getattr(config, field)
+        if value is not None:
+            return f"{field} None", repr(value)
+    return None
 
 
 def _obstacle(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, str] | None:

@@ -52,6 +52,8 @@ class Route:
         "num_invalid",
         "route",
         "grad_port",
+        "scales_offsets",
+        "input_scale",
     ),
     meta_fields=(),
 )
@@ -62,8 +64,9 @@ class Dispatched:
     N is the handle's `recv_capacity`, G the groups of the grouped matmul.
 
     Attributes:
-        tokens: `[N, H]` rows by local expert, then source rank, source token, k.
-        scales: None for "bf16".
+        tokens: `[N, H]` rows by local expert, then source rank, source token, k; of
+            the 4-bit formats `[N, H / 2]`, the low nibble the even element.
+        scales: None for "bf16", else `[N, H / block]`, or tiled (SPEC: section 5).
         row_offsets: int32 `[G + 1]`, group g is rows `[row_offsets[g],
             row_offsets[g + 1])`.
         group_sizes: int32 `[G]`, `diff(row_offsets)`, for `jax.lax.ragged_dot`.
@@ -75,7 +78,10 @@ class Dispatched:
         num_dropped: int32 `[1]`, rows this rank lost to N.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
         route: what `combine` and the backward passes need; opaque.
-        grad_port: None for "bf16".
+        grad_port: None for "bf16", else zeros `[N, H]` in the token dtype, through
+            which the cotangent of `jax_ep.dequantize` enters the backward.
+        scales_offsets: int32 `[G]` of tiled scales, else None.
+        input_scale: float32 `[1]` of "nvfp4", else None.
     """
 
     tokens: jax.Array
@@ -90,3 +96,5 @@ class Dispatched:
     num_invalid: jax.Array
     route: Route
     grad_port: jax.Array | None
+    scales_offsets: jax.Array | None = None
+    input_scale: jax.Array | None = None

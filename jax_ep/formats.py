@@ -1,17 +1,40 @@
-"""Token formats, as the native module lists them (SPEC: section 5, formats)."""
+"""Token formats, as the native module lists them (SPEC: section 5, formats).
+
+`quantize` and `dequantize` are what dispatch does to tokens, bit for bit, without a
+dispatch.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import jax
 import jax.numpy as jnp
 
+from jax_ep import _ffi
 from jax_ep._native import cpu as native
+from jax_ep._varying import vary_alike, varying
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
 _FORMATS = {entry["name"]: entry for entry in native.formats()}
+_TOKEN_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names() -> tuple[str, ...]:
     """The formats that `EPConfig.dispatch_format` takes."""
     return tuple(_FORMATS)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether tokens in format `name` have scales."""
+    return _FORMATS[name]["scale_dtype"] is not None
+
+
+def takes_input_scale(name: str) -> bool:
+    """Whether format `name` has a global scale that the caller may give."""
+    return _FORMATS[name]["takes_input_scale"]
 
 
 def block(name: str) -> int:
@@ -22,3 +45,204 @@ def block(name: str) -> int:
 def payload_dtype(name: str, dtype: str) -> jnp.dtype:
     """The dtype of dispatched tokens in format `name`, for tokens of `dtype`."""
     return jnp.dtype(_FORMATS[name]["payload_dtype"] or dtype)
+
+
+def scale_dtype(name: str) -> jnp.dtype | None:
+    """The dtype of the scales of format `name`, or None."""
+    found = _FORMATS[name]["scale_dtype"]
+    return None if found is None else jnp.dtype(found)
+
+
+def columns(name: str, hidden: int) -> int:
+    """Columns of dispatched tokens of `hidden` elements: two 4-bit codes share one."""
+    if not is_quantized(name):
+        return hidden
+    return native.encoded_bytes(name, hidden, 2)[0]
+
+
+def quantize(
+    tokens: ArrayLike, format: str, input_scale: ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens as `jax_ep.dispatch` would send them.
+
+    It runs on a device's own arrays, of any leading shape: inside `jax.shard_map`, or
+    on arrays of one device. It has no derivative; `jax_ep.dequantize` of a dispatch
+    does.
+
+    Args:
+        tokens: `[..., H]`, bfloat16, float16 or float32, H a multiple of the block.
+        format: one of `names()`.
+        input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`; None is 1.
+
+    Returns:
+        `(tokens, scales)`, `[..., H]` (4-bit formats: `[..., H / 2]`) and
+        `[..., H / block]`, in the dtypes of SPEC section 5. "bf16": `(tokens, None)`.
+
+    Raises:
+        ValueError, TypeError: an argument does not hold what is said above.
+    """
+    _require_format("quantize", format)
+    tokens = _array("formats.quantize", "tokens", tokens)
+    if tokens.dtype.name not in _TOKEN_DTYPES or tokens.ndim == 0:
+        raise TypeError(
+            f"jax_ep.formats.quantize: tokens must be {', '.join(_TOKEN_DTYPES)} with "
+            f"a dimension, got {tokens.dtype} {tokens.shape}; cast or reshape them"
+        )
+    scale = global_scale("formats.quantize", format, tokens, input_scale)
+    if not is_quantized(format):
+        return tokens, None
+    *leading, hidden = tokens.shape
+    _require_blocks("quantize", format, hidden)
+    tokens, scale = _alike(tokens, scale)
+    made = _ffi.call(
+        "ep_quantize",
+        (
+            _struct(
+                tokens, (*leading, columns(format, hidden)), payload_dtype(format, "")
+            ),
+            _struct(tokens, (*leading, hidden // block(format)), scale_dtype(format)),
+        ),
+        tokens,
+        scale,
+        vmap_method="broadcast_all",
+        format=format,
+    )
+    return made[0], made[1]
+
+
+def dequantize(
+    tokens: ArrayLike,
+    scales: ArrayLike | None,
+    format: str,
+    input_scale: ArrayLike | None = None,
+    *,
+    dtype: Any = "float32",
+) -> jax.Array:
+    """The values that codes and scales stand for, rounded once to `dtype`.
+
+    As `quantize`, on a device's own arrays and without a derivative.
+
+    Args:
+        tokens: codes as `quantize` or a dispatch made them, `[..., H]` or
+            `[..., H / 2]`.
+        scales: `[..., H / block]`; None for "bf16".
+        format: one of `names()`.
+        input_scale: as it was given to `quantize` or `dispatch`.
+        dtype: of the result: bfloat16, float16 or float32.
+
+    Returns:
+        `[..., H]`; for "bf16" `tokens` themselves.
+
+    Raises:
+        ValueError, TypeError: an argument does not hold what is said above.
+    """
+    _require_format("dequantize", format)
+    tokens = _array("formats.dequantize", "tokens", tokens)
+    if not is_quantized(format):
+        if scales is not None:
+            raise ValueError(
+                f"jax_ep.formats.dequantize: scales must be None for {format!r}, got "
+                "some; leave them out"
+            )
+        return tokens
+    result = jnp.dtype(dtype)
+    if result.name not in _TOKEN_DTYPES:
+        raise TypeError(
+            f"jax_ep.formats.dequantize: dtype must be one of {_TOKEN_DTYPES}, got "
+            f"{result.name}; cast the result"
+        )
+    if scales is None:
+        raise ValueError(
+            f"jax_ep.formats.dequantize: scales must be given for {format!r}, got "
+            "None; pass those that came with the tokens"
+        )
+    scales = _array("formats.dequantize", "scales", scales)
+    for name, array, wanted in (
+        ("tokens", tokens, payload_dtype(format, "")),
+        ("scales", scales, scale_dtype(format)),
+    ):
+        if array.dtype != wanted or array.ndim == 0:
+            raise TypeError(
+                f"jax_ep.formats.dequantize: {name} of {format!r} must be {wanted} "
+                f"with a dimension, got {array.dtype} {array.shape}; pass what was made"
+            )
+    *leading, hidden = (*scales.shape[:-1], scales.shape[-1] * block(format))
+    if tokens.shape != (*leading, columns(format, hidden)):
+        raise ValueError(
+            "jax_ep.formats.dequantize: tokens must have shape "
+            f"{(*leading, columns(format, hidden))} for scales {scales.shape}, got "
+            f"{tokens.shape}; pass arrays of one call"
+        )
+    scale = global_scale("formats.dequantize", format, tokens, input_scale)
+    tokens, scales, scale = _alike(tokens, scales, scale)
+    return _ffi.call(
+        "ep_dequantize",
+        (_struct(tokens, (*leading, hidden), result),),
+        tokens,
+        scales,
+        scale,
+        vmap_method="broadcast_all",
+        format=format,
+    )[0]
+
+
+def global_scale(
+    function: str, format: str, like: jax.Array, input_scale: ArrayLike | None
+) -> jax.Array:
+    """`input_scale` as float32 `[1]`: 1 where it was not given.
+
+    Raises:
+        ValueError, TypeError: the format takes none, or it is no float32 scalar.
+    """
+    if input_scale is None:
+        return jax.lax.full_like(like, 1, dtype=jnp.float32, shape=(1,))
+    if not takes_input_scale(format):
+        taking = [name for name in names() if takes_input_scale(name)]
+        raise ValueError(
+            f"jax_ep.{function}: input_scale must be None unless the format is one of "
+            f"{taking}, got one for {format!r}; leave it out"
+        )
+    scale = _array(function, "input_scale", input_scale)
+    if scale.dtype != jnp.float32 or scale.shape not in ((), (1,)):
+        raise TypeError(
+            f"jax_ep.{function}: input_scale must be float32 of shape [] or [1], got "
+            f"{scale.dtype} {scale.shape}; cast or reshape it"
+        )
+    return scale.reshape(1)
+
+
+def _require_format(function: str, format: str) -> None:
+    if format not in _FORMATS:
+        raise ValueError(
+            f"jax_ep.formats.{function}: format must be one of {list(names())}, got "
+            f"{format!r}; docs/formats.md describes them"
+        )
+
+
+def _require_blocks(function: str, format: str, hidden: int) -> None:
+    unit = native.ROW_ALIGN_BYTES
+    payload = native.encoded_bytes(format, hidden, 2)[0]
+    if hidden == 0 or hidden % block(format) or payload % unit:
+        raise ValueError(
+            f"jax_ep.formats.{function}: the last dimension must be a positive "
+            f"multiple of the block of {format!r}, {block(format)}, and {unit} bytes "
+            f"of codes, got {hidden}; pad it with zeros"
+        )
+
+
+def _array(function: str, name: str, value: Any) -> jax.Array:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(
+            f"jax_ep.{function}: {name} must be an array, got "
+            f"{type(value).__name__}; wrap it with jnp.asarray and a dtype"
+        )
+    return jnp.asarray(value)
+
+
+def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    axes = frozenset().union(*map(varying, arrays))
+    return vary_alike(sorted(axes), frozenset(), *arrays)
+
+
+def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.typeof(like).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)

@@ -109,6 +109,31 @@ def combine(
     return _run(_api.combine, ep, axes, dict.fromkeys(operands, axes), operands)
 
 
+def dequantize(
+    ep: EPHandle, d: Dispatched, *, spec: PartitionSpec | None = None
+) -> jax.Array:
+    """`jax_ep.dequantize` on a `Dispatched` of global arrays.
+
+    Args:
+        ep: the handle that dispatched.
+        d: what `jax_ep.sharded.dispatch` returned, or a `Dispatched` that left
+            shard_map.
+        spec: that of the `jax_ep.sharded.dispatch`.
+
+    Returns:
+        `[ranks * N, H]` in the config's dtype.
+
+    Raises:
+        ValueError, TypeError: as `jax_ep.dequantize` and `jax_ep.sharded.dispatch`.
+    """
+    axes = _axes("sharded.dequantize", ep, spec)
+    return _run(_dequantize, ep, axes, {"d": axes}, {"d": d})
+
+
+def _dequantize(ep: EPHandle, d: Dispatched) -> jax.Array:
+    return _api.dequantize(d)
+
+
 def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
     """The mesh axes that `spec` shards dimension 0 over: all that may be sharded."""
     _checks.require_open(function, ep)

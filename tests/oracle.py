@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -152,6 +152,7 @@ def combine(
     expert_out: Sequence[np.ndarray],
     weights: Sequence[np.ndarray] | None = None,
     residual: Sequence[np.ndarray] | None = None,
+    wire: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """y of every rank, in the contract's arithmetic: float32, one rounding a step.
 
@@ -161,8 +162,11 @@ def combine(
       expert_out: [N, H] of each rank; padding and dropped rows are not read.
       weights: float32 [N] of each rank, or None (= 1).
       residual: [n, H] of each rank, or None.
+      wire: what the source sees of a rank's float32 sums; None rounds them to the dtype
+        in which they travel.
     """
-    wire = DTYPES[config.combine_dtype or config.dtype]
+    wire_dtype = DTYPES[config.combine_dtype or config.dtype]
+    seen = wire or (lambda sums: sums.astype(wire_dtype).astype(np.float32))
     zero = np.zeros(config.hidden_size, np.float32)
     sums = [np.zeros((len(i), config.hidden_size), np.float32) for i in ids]
     with np.errstate(all="ignore"):
@@ -176,7 +180,7 @@ def combine(
                 slot = (row.source, row.token)
                 partial[slot] = partial.get(slot, zero) + value
             for (source, token), value in partial.items():
-                sums[source][token] += value.astype(wire).astype(np.float32)
+                sums[source][token] += seen(value)
         if residual is not None:
             sums = [
                 s + r.astype(np.float32) for s, r in zip(sums, residual, strict=True)

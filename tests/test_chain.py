@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 # Which result a later call takes: num_dropped of a dispatch, done of the others.
-TOKEN_INDEX = {"ep_dispatch": 7, "ep_dispatch_cached": 2, "ep_combine": 2}
+TOKEN_INDEX = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
 
 
 @pytest.fixture

@@ -73,6 +73,56 @@ CONFIGS = {
         "recv_capacity",
         "capacity_factor",
     ),
+    "hidden_not_a_block": (
+        {"hidden_size": 192, "dispatch_format": "fp8_block128"},
+        "hidden_size",
+        "192",
+        "128",
+    ),
+    "hidden_not_16_bytes_of_codes": (
+        {"hidden_size": 48, "dispatch_format": "nvfp4"},
+        "hidden_size",
+        "48",
+        "nvfp4",
+    ),
+    "combine_not_a_block": (
+        {"hidden_size": 192, "combine_format": "fp8_block128"},
+        "hidden_size",
+        "192",
+    ),
+    "grad_not_a_block": (
+        {"hidden_size": 192, "grad_format": "fp8_block128"},
+        "hidden_size",
+        "192",
+    ),
+    "two_wires": (
+        {
+            "hidden_size": 128,
+            "combine_format": "fp8_block128",
+            "combine_dtype": "float32",
+        },
+        "combine_format",
+        "combine_dtype",
+    ),
+    "tiled_float_scales": (
+        {
+            "hidden_size": 512,
+            "dispatch_format": "fp8_block128",
+            "scale_layout": "tiled_128x4",
+        },
+        "scale_layout",
+        "fp8_block128",
+    ),
+    "tiled_width": (
+        {
+            "hidden_size": 64,
+            "dispatch_format": "mxfp8",
+            "scale_layout": "tiled_128x4",
+        },
+        "hidden_size",
+        "64",
+        "128",
+    ),
     "tiled_without_scales": ({"scale_layout": "tiled_128x4"}, "scale_layout", "rows"),
     "none_with_shared": (
         {"reduce": "none", "fused_shared_expert": True},

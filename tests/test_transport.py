@@ -66,8 +66,11 @@ def native(monkeypatch):
     return module
 
 
-def choose(mesh: Any, requested: str, names: tuple[str, ...] = ("ep",)) -> str:
-    return _transports.choose(mesh, names, requested)
+def choose(
+    mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), **config: Any
+) -> str:
+    config = helpers.make_config(**config)
+    return _transports.choose(mesh, names, config, requested)
 
 
 @pytest.mark.parametrize("requested", ["auto", "p2p"])
@@ -92,6 +95,24 @@ def assert_refused(mesh: Any, *words: str) -> None:
 def test_devices_lack_something(native) -> None:
     native.obstacle = LACKS
     assert_refused(make_mesh({"ep": 4}), *LACKS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dispatch_format": "mxfp8"},
+        {"combine_format": "fp8_block128"},
+        {"grad_format": "fp8_block128"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_formats_that_windows_do_not_take(native, changes) -> None:
+    mesh, config = make_mesh({"ep": 4}), {"hidden_size": 128} | changes
+    assert choose(mesh, "auto", **config) == "collective"
+    with raises() as caught:
+        choose(mesh, "p2p", **config)
+    check_form(caught, "init", "p2p", *(str(part) for part in (*changes.items(),)[0]))
+    assert not native.asked
 
 
 def test_cpu_devices(native) -> None:

@@ -258,20 +258,6 @@ void TestRegistry() {
   }
 }
 
-void TestBf16CopiesAsIs() {
-  Random random(5);
-  for (const int64_t element_bytes : {2, 4}) {
-    for (const int64_t hidden : {8, 24, 1000}) {
-      const int64_t bytes = Bf16Format::PayloadBytes(hidden, element_bytes);
-      CHECK(bytes == hidden * element_bytes && Bf16Format::ScaleBytes(hidden) == 0);
-      Buffer token(bytes), payload(bytes);
-      token.Randomize(random);
-      Bf16Format::EncodeToken(token.data(), hidden, element_bytes, payload.data(), nullptr);
-      CHECK(std::memcmp(token.data(), payload.data(), static_cast<size_t>(bytes)) == 0);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace jax_ep
 
@@ -290,7 +276,6 @@ int main() {
   TestRowLoops<Float16>();
   TestScopedDenormals();
   TestRegistry();
-  TestBf16CopiesAsIs();
   std::printf("formats_test: ok\n");
   return 0;
 }

@@ -70,8 +70,11 @@ void TestFieldsForManySizes() {
                  {cached.weight, weights * 4, 16}},
                 cached.bytes);
 
-    const auto combine = CombineMessage::Of(payload, weights);
-    CheckFields({{combine.row, payload, 16}, {combine.weight_grad, weights * 4, 4}}, combine.bytes);
+    const auto combine = CombineMessage::Of(payload, scales, weights);
+    CheckFields({{combine.row, payload, 16},
+                 {combine.scales, scales, 4},
+                 {combine.weight_grad, weights * 4, 4}},
+                combine.bytes);
   }
 }
 
@@ -94,8 +97,8 @@ void TestKnownOffsets() {
   CHECK(DispatchMessage::Of(640, 20, 2).bytes == 768);
   CHECK(CachedDispatchMessage::Of(640, 20, 2).weight == 672);
   CHECK(CachedDispatchMessage::Of(640, 20, 2).bytes == 768);
-  CHECK(CombineMessage::Of(14336, 0).bytes == 14336);
-  CHECK(CombineMessage::Of(14336, 8).weight_grad == 14336);
+  CHECK(CombineMessage::Of(14336, 0, 0).bytes == 14336);
+  CHECK(CombineMessage::Of(14336, 0, 8).weight_grad == 14336);
 }
 
 }  // namespace

@@ -90,7 +90,53 @@ class Reference {
       CHECK(got.row_weights.as<uint32_t>()[row] == WeightBits(from));
     }
     const bool whole = world_.options.zero_tail;
-    CheckRows(index, got.rows, whole ? shape().recv_rows : want.row_offsets.back());
+    CheckEncodedRows(index, whole ? shape().recv_rows : want.row_offsets.back());
+  }
+
+  // Payloads and scales of a first dispatch, and where tiled scales lie: SPEC.md section 5.
+  void CheckEncodedRows(int64_t index, int64_t count) const {
+    const Rank& got = rank(index);
+    const ExpectedRank& want = at(index);
+    const int64_t columns = world_.scale_bytes;
+    std::vector<uint8_t> tiled(static_cast<size_t>(got.scales.bytes()), 0);
+    int64_t group = 0, first_tile = 0;
+    for (int64_t row = 0; row < count; ++row) {
+      const ExpectedRank::Row& from = want.rows[static_cast<size_t>(row)];
+      World::Coded coded{std::vector<uint8_t>(static_cast<size_t>(world_.payload_bytes)),
+                         std::vector<uint8_t>(static_cast<size_t>(columns)),
+                         {}};
+      if (from.source >= 0) {
+        coded = world_.Code(rank(from.source).tokens.data() + from.token * shape().row_bytes(),
+                            world_.options.input_scale);
+      }
+      CHECK(std::equal(coded.payload.begin(), coded.payload.end(),
+                       got.rows.data() + row * world_.payload_bytes));
+      if (!world_.options.tiled) {
+        CHECK(std::equal(coded.scales.begin(), coded.scales.end(),
+                         got.scales.data() + row * columns));
+        continue;
+      }
+      const auto end_of = [&](int64_t g) { return want.row_offsets[static_cast<size_t>(g + 1)]; };
+      const auto start_of = [&](int64_t g) { return want.row_offsets[static_cast<size_t>(g)]; };
+      while (group < shape().local_experts && row >= end_of(group)) {
+        first_tile += (end_of(group) - start_of(group) + 127) / 128;
+        ++group;
+      }
+      if (group == shape().local_experts) continue;  // the tail
+      const int64_t i = row - start_of(group);
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t at = (((first_tile + i / 128) * (columns / 4) + c / 4) * 32 + i % 32) * 16 +
+                           i % 128 / 32 * 4 + c % 4;
+        tiled[static_cast<size_t>(at)] = coded.scales[static_cast<size_t>(c)];
+      }
+    }
+    if (!world_.options.tiled) return;
+    CHECK(std::equal(tiled.begin(), tiled.end(), got.scales.data()));
+    int64_t tiles = 0;
+    for (size_t g = 0; g + 1 < want.row_offsets.size(); ++g) {
+      CHECK(got.scales_offsets.as<int32_t>()[g] == tiles - want.row_offsets[g] / 128);
+      tiles += (want.row_offsets[g + 1] - want.row_offsets[g] + 127) / 128;
+    }
   }
 
   void CheckCachedRank(int64_t index) const {
@@ -111,23 +157,27 @@ class Reference {
     const int64_t hidden = shape().hidden, top_k = shape().top_k;
     const Rank& got = rank(source);
     uint8_t rounded[4];
+    std::vector<float> sums(static_cast<size_t>(hidden)), totals(static_cast<size_t>(hidden));
     for (int64_t token = 0; token < shape().tokens; ++token) {
-      for (int64_t h = 0; h < hidden; ++h) {
-        float total = 0.0f;
-        for (int64_t r = 0; r < shape().ranks; ++r) {
-          if (!GoesTo(source, token, r)) continue;
-          float sum = 0.0f;
-          for (int64_t k = 0; k < top_k; ++k) {
-            const int64_t row = RowOf(source, token, k, r);
-            if (row < 0) continue;
-            const float weight = options.weights ? rank(r).row_weights.as<float>()[row] : 1.0f;
+      std::fill(totals.begin(), totals.end(), 0.0f);
+      for (int64_t r = 0; r < shape().ranks; ++r) {
+        if (!GoesTo(source, token, r)) continue;
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t k = 0; k < top_k; ++k) {
+          const int64_t row = RowOf(source, token, k, r);
+          if (row < 0) continue;
+          const float weight = options.weights ? rank(r).row_weights.as<float>()[row] : 1.0f;
+          for (int64_t h = 0; h < hidden; ++h) {
             const float product =
                 weight * LoadElement(rank(r).expert_out.data(), options.element, row * hidden + h);
-            sum = sum + product;
+            sums[static_cast<size_t>(h)] = sums[static_cast<size_t>(h)] + product;
           }
-          StoreElement(rounded, options.wire, 0, sum);
-          total = total + LoadElement(rounded, options.wire, 0);
         }
+        OverWire(sums);
+        for (size_t h = 0; h < sums.size(); ++h) totals[h] = totals[h] + sums[h];
+      }
+      for (int64_t h = 0; h < hidden; ++h) {
+        float total = totals[static_cast<size_t>(h)];
         const int64_t index = token * hidden + h;
         if (options.residual) {
           total = total + LoadElement(got.residual.data(), options.element, index);
@@ -150,6 +200,22 @@ class Reference {
   }
 
  private:
+  // What the source sees of a rank's sums.
+  void OverWire(std::vector<float>& sums) const {
+    const auto count = static_cast<int64_t>(sums.size());
+    if (world_.options.quantized_sums) {
+      std::vector<uint8_t> codes(sums.size()), scales(sums.size());
+      cpu::QuantizeRow(CombineFormat{}, sums.data(), count, 1.0f, codes.data(), scales.data());
+      cpu::DequantizeRow(CombineFormat{}, codes.data(), scales.data(), count, 1.0f, sums.data());
+      return;
+    }
+    uint8_t rounded[4];
+    for (float& sum : sums) {
+      StoreElement(rounded, world_.options.wire, 0, sum);
+      sum = LoadElement(rounded, world_.options.wire, 0);
+    }
+  }
+
   const EpShape& shape() const { return world_.shape(); }
   const Rank& rank(int64_t index) const { return world_.ranks[static_cast<size_t>(index)]; }
 
@@ -172,10 +238,13 @@ class Reference {
     const std::vector<uint8_t> zeros(bytes, 0);
     for (int64_t row = 0; row < count; ++row) {
       const ExpectedRank::Row& from = at(index).rows[static_cast<size_t>(row)];
-      const uint8_t* want =
-          from.source < 0 ? zeros.data()
-                          : rank(from.source).tokens.data() + from.token * shape().row_bytes();
-      CHECK(std::memcmp(rows.data() + row * shape().row_bytes(), want, bytes) == 0);
+      const std::vector<uint8_t> want =
+          from.source < 0
+              ? zeros
+              : world_
+                    .Code(rank(from.source).tokens.data() + from.token * shape().row_bytes(), 1.0f)
+                    .elements;
+      CHECK(std::memcmp(rows.data() + row * shape().row_bytes(), want.data(), bytes) == 0);
     }
   }
 

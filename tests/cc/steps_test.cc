@@ -21,10 +21,32 @@ std::string Text(const Options& options) {
   for (const int64_t value :
        {s.ranks, s.local_experts, s.tokens, s.top_k, s.hidden, s.recv_rows, s.expert_alignment,
         int64_t(options.element), int64_t(options.wire), int64_t(options.zero_tail),
-        int64_t(options.weights), int64_t(options.residual), options.offset, options.threads}) {
+        int64_t(options.weights), int64_t(options.residual), options.offset, options.threads,
+        int64_t(options.tiled), int64_t(options.quantized_sums)}) {
     text += std::to_string(value) + " ";
   }
-  return text + "(R L n K H N alignment element wire zero_tail weights residual offset threads)";
+  return text + options.format +
+         " (R L n K H N alignment element wire zero_tail weights residual offset threads tiled "
+         "quantized_sums format)";
+}
+
+// Half of the time tokens or sums as they are.
+void DrawFormat(Random& random, Options& options) {
+  int64_t pick = random.In(0, 9);
+  ForEachFormat([&]<typename Format>(Format) {
+    if constexpr (QuantizedFormat<Format>) {
+      if (pick-- != 0) return;
+      options.format = Format::kName;
+      options.tiled = sizeof(typename Format::Scale) == 1 && random.OneIn(2);
+      const int64_t unit =
+          options.tiled ? 4 * Format::kBlock : std::max<int64_t>(Format::kBlock, 32);
+      options.shape.hidden = random.In(1, 5) * unit;
+      if (Format::kTakesInputScale && random.OneIn(2)) options.input_scale = 37.5f;
+    }
+  });
+  if (!random.OneIn(5)) return;
+  options.quantized_sums = true;
+  options.shape.hidden = RoundUp(options.shape.hidden, CombineFormat::kBlock);
 }
 
 Options Draw(Random& random) {
@@ -38,6 +60,7 @@ Options Draw(Random& random) {
   shape.top_k = random.OneIn(15) ? kMaxTopK : random.In(1, 6);
   shape.element_bytes = ElementBytes(options.element);
   shape.hidden = random.In(1, 7) * kRowAlignBytes / shape.element_bytes;
+  DrawFormat(random, options);
   shape.expert_alignment = random.OneIn(2) ? 1 : random.In(2, 9);
   const int64_t worst = shape.slots() * shape.top_k + shape.local_experts * shape.expert_alignment;
   shape.recv_rows = random.OneIn(12) ? 0 : random.In(0, worst / (random.OneIn(2) ? 1 : 4));
@@ -207,10 +230,10 @@ void TestInvalidIdReportOfTwoThreads() {
       threads.emplace_back([&, i] {
         Rank& rank = worlds[i].ranks[0];
         rank.ids.as<int32_t>()[0] = 100 + i;
-        cpu::Pack<Bf16Format>({worlds[i].shape(), rank.tokens.data(), rank.ids.as<int32_t>(),
-                               rank.weights.as<float>(), rank.send.data(),
-                               rank.slot_of.as<int32_t>(), rank.position.as<int32_t>(),
-                               rank.num_invalid.as<int32_t>(), &shared});
+        cpu::Pack<Bf16Format>(
+            {worlds[i].shape(), ElementType::kBFloat16, rank.tokens.data(), rank.ids.as<int32_t>(),
+             rank.weights.as<float>(), nullptr, rank.send.data(), rank.slot_of.as<int32_t>(),
+             rank.position.as<int32_t>(), rank.num_invalid.as<int32_t>(), &shared});
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -242,9 +265,11 @@ void TestInvalidIdReports() {
         rank.report.value == 77);
 
   PackStep step{world.shape(),
+                ElementType::kBFloat16,
                 rank.tokens.data(),
                 rank.ids.as<int32_t>(),
                 rank.weights.as<float>(),
+                nullptr,
                 rank.send.data(),
                 rank.slot_of.as<int32_t>(),
                 rank.position.as<int32_t>(),

@@ -10,9 +10,12 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/quantize.h"
 #include "cpu/steps.h"
-#include "formats/bf16.h"
+#include "formats/combine_wire.h"
+#include "formats/element_type.h"
 #include "formats/numbers.h"
+#include "formats/registry.h"
 #include "protocol/layout.h"
 
 namespace jax_ep {
@@ -21,6 +24,10 @@ struct Options {
   EpShape shape;
   ElementType element = ElementType::kBFloat16;
   ElementType wire = ElementType::kBFloat16;
+  const char* format = Bf16Format::kName;  // of both kinds of dispatch
+  bool tiled = false;                      // its scales
+  bool quantized_sums = false;
+  float input_scale = 1.0f;
   bool zero_tail = true;
   bool weights = true;  // in cached dispatch and in combine
   bool residual = false;
@@ -92,8 +99,8 @@ struct Rank {
   Buffer tokens, ids, weights;
   Buffer slot_of, position, num_invalid;
   InvalidIdReport report{};
-  Buffer rows, row_offsets, group_sizes, expert_counts, expert_ids, src_info, row_weights,
-      num_dropped, row_of, row_slot, slot_counts, row_base;
+  Buffer rows, scales, row_offsets, group_sizes, expert_counts, expert_ids, scales_offsets,
+      src_info, row_weights, num_dropped, row_of, row_slot, slot_counts, row_base;
   Buffer cached_rows, cached_row_weights;
   Buffer expert_out, row_grads, residual, output, weight_grads;
   Buffer send, recv;
@@ -103,7 +110,12 @@ class World {
  public:
   World(const Options& options, Random& random)
       : options(options), ranks(static_cast<size_t>(options.shape.ranks)), random_(random) {
-    options_row_ = Bf16Format::PayloadBytes(shape().hidden, shape().element_bytes);
+    OfFormat([&]<typename Format>(Format) {
+      payload_bytes = Format::PayloadBytes(shape().hidden, shape().element_bytes);
+      scale_bytes = Format::ScaleBytes(shape().hidden);
+      tiles =
+          ScaleTiles::Of(shape().recv_rows, shape().local_experts, shape().hidden / Format::kBlock);
+    });
     for (Rank& rank : ranks) Allocate(rank);
   }
 
@@ -119,26 +131,31 @@ class World {
   void Pack(Rank& rank) {
     rank.send = Wire(RegionBytes());
     const PackStep step{shape(),
+                        options.element,
                         rank.tokens.data(),
                         rank.ids.as<int32_t>(),
                         rank.weights.as<float>(),
+                        &options.input_scale,
                         rank.send.data(),
                         rank.slot_of.as<int32_t>(),
                         rank.position.as<int32_t>(),
                         rank.num_invalid.as<int32_t>(),
                         &rank.report};
-    Run(cpu::Pack<Bf16Format>(step));
+    OfFormat([&]<typename Format>(Format) { Run(cpu::Pack<Format>(step)); });
   }
 
   void Unpack(Rank& rank) {
     const UnpackStep step{shape(),
                           options.zero_tail,
+                          options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows,
                           rank.recv.data(),
                           rank.rows.data(),
+                          rank.scales.data(),
                           rank.row_offsets.as<int32_t>(),
                           rank.group_sizes.as<int32_t>(),
                           rank.expert_counts.as<int32_t>(),
                           rank.expert_ids.as<int32_t>(),
+                          rank.scales_offsets.as<int32_t>(),
                           rank.src_info.as<int32_t>(),
                           rank.row_weights.as<float>(),
                           rank.num_dropped.as<int32_t>(),
@@ -146,7 +163,7 @@ class World {
                           rank.row_slot.as<int32_t>(),
                           rank.slot_counts.as<int32_t>(),
                           rank.row_base.as<int32_t>()};
-    Run(cpu::Unpack<Bf16Format>(step));
+    OfFormat([&]<typename Format>(Format) { Run(cpu::Unpack<Format>(step)); });
   }
 
   void CachedDispatch() {
@@ -158,23 +175,25 @@ class World {
   void CachedPack(Rank& rank) {
     rank.send = Wire(CachedRegionBytes());
     const CachedPackStep step{shape(),
+                              options.element,
                               num_weights(),
                               rank.tokens.data(),
                               options.weights ? rank.weights.as<float>() : nullptr,
                               rank.slot_of.as<int32_t>(),
                               rank.send.data()};
-    Run(cpu::CachedPack<Bf16Format>(step));
+    OfFormat([&]<typename Format>(Format) { Run(cpu::CachedPack<Format>(step)); });
   }
 
   void CachedUnpack(Rank& rank) {
     const CachedUnpackStep step{shape(),
+                                options.element,
                                 num_weights(),
                                 rank.recv.data(),
                                 rank.row_of.as<int32_t>(),
                                 rank.row_slot.as<int32_t>(),
                                 rank.cached_rows.data(),
                                 options.weights ? rank.cached_row_weights.as<float>() : nullptr};
-    Run(cpu::CachedUnpack<Bf16Format>(step));
+    OfFormat([&]<typename Format>(Format) { Run(cpu::CachedUnpack<Format>(step)); });
   }
 
   void Combine() {
@@ -188,6 +207,7 @@ class World {
     const CombinePackStep step{shape(),
                                options.element,
                                options.wire,
+                               options.quantized_sums,
                                num_weights(),
                                rank.expert_out.data(),
                                options.weights ? rank.row_weights.as<float>() : nullptr,
@@ -202,6 +222,7 @@ class World {
     const CombineUnpackStep step{shape(),
                                  options.element,
                                  options.wire,
+                                 options.quantized_sums,
                                  num_weights(),
                                  rank.recv.data(),
                                  rank.slot_of.as<int32_t>(),
@@ -213,14 +234,16 @@ class World {
 
   int64_t RegionBytes() const {
     return RegionHeader::Of(shape().local_experts).bytes +
-           shape().tokens * DispatchMessage::Of(options_row_, 0, shape().top_k).bytes;
+           shape().tokens * DispatchMessage::Of(payload_bytes, scale_bytes, shape().top_k).bytes;
   }
   int64_t CachedRegionBytes() const {
-    return shape().tokens * CachedDispatchMessage::Of(options_row_, 0, num_weights()).bytes;
+    return shape().tokens *
+           CachedDispatchMessage::Of(payload_bytes, scale_bytes, num_weights()).bytes;
   }
   int64_t CombineRegionBytes() const {
     return shape().tokens *
-           CombineMessage::Of(shape().hidden * ElementBytes(options.wire), num_weights()).bytes;
+           CombineMessageOf(shape().hidden, options.wire, options.quantized_sums, num_weights())
+               .bytes;
   }
   // Starts as bytes that mean something else each time if they are read: a row of expert 0, an
   // absent row, a NaN.
@@ -231,8 +254,39 @@ class World {
     return wire;
   }
 
+  template <typename Visit>
+  void OfFormat(Visit&& visit) const {
+    CHECK(VisitFormat(options.format, visit));
+  }
+  // A token as the format has it: payload and scales, and the elements that come back. The loops of
+  // cpu/quantize.h, which formats_test.cc checks.
+  struct Coded {
+    std::vector<uint8_t> payload, scales, elements;
+  };
+  Coded Code(const uint8_t* token, float input_scale) const {
+    Coded coded{std::vector<uint8_t>(static_cast<size_t>(payload_bytes)),
+                std::vector<uint8_t>(static_cast<size_t>(scale_bytes)),
+                std::vector<uint8_t>(token, token + shape().row_bytes())};
+    OfFormat([&]<typename Format>(Format) {
+      if constexpr (QuantizedFormat<Format>) {
+        VisitElement(options.element, [&]<typename Element>(Element) {
+          auto* elements = reinterpret_cast<Element*>(coded.elements.data());
+          cpu::QuantizeRow(Format{}, elements, shape().hidden, input_scale, coded.payload.data(),
+                           coded.scales.data());
+          cpu::DequantizeRow(Format{}, coded.payload.data(), coded.scales.data(), shape().hidden,
+                             input_scale, elements);
+        });
+      } else {
+        coded.payload = coded.elements;
+      }
+    });
+    return coded;
+  }
+
   const Options options;
   std::vector<Rank> ranks;
+  int64_t payload_bytes = 0, scale_bytes = 0;  // of a token
+  ScaleTiles tiles{};
 
  private:
   void Run(const cpu::RowTask& task) { RunTask(task, options.threads, random_); }
@@ -250,7 +304,7 @@ class World {
   }
 
   Buffer Int32s(int64_t count) const { return Buffer(count * kIndexBytes); }
-  Buffer Rows(int64_t count) const { return Buffer(count * options_row_, options.offset); }
+  Buffer Rows(int64_t count) const { return Buffer(count * shape().row_bytes(), options.offset); }
 
   void Allocate(Rank& rank) {
     const int64_t n = shape().tokens, entries = n * shape().top_k, N = shape().recv_rows;
@@ -265,7 +319,9 @@ class World {
     rank.slot_of = Int32s(entries);
     rank.position = Int32s(entries);
     rank.num_invalid = Int32s(1);
-    rank.rows = Rows(N);
+    rank.rows = Buffer(N * payload_bytes, options.offset);
+    rank.scales = Buffer(options.tiled ? tiles.tiles * tiles.column_words * 512 : N * scale_bytes);
+    rank.scales_offsets = Int32s(options.tiled ? local : 0);
     rank.row_offsets = Int32s(local + 1);
     rank.group_sizes = Int32s(local);
     rank.expert_counts = Int32s(local);
@@ -285,7 +341,6 @@ class World {
     rank.weight_grads = Buffer(entries * kWeightBytes);
   }
 
-  int64_t options_row_ = 0;
   Random& random_;
 };
 

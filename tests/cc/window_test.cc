@@ -24,7 +24,7 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
           top_k,
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
-          CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), top_k).bytes,
+          CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
           depth};
 }
 

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
+#include "formats/combine_wire.h"
 #include "formats/element_type.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
@@ -13,9 +15,45 @@ namespace {
 
 // Partial sums stay in the first-level cache.
 constexpr int64_t kSumElements = 1024;
+static_assert(kSumElements % CombineFormat::kBlock == 0);
+
+// Calls visit(Element{}, Wire{}); Wire is CombineFormat where the sums travel quantised.
+template <typename Step, typename Visit>
+void VisitWire(const Step& step, Visit&& visit) {
+  if (step.quantized) {
+    VisitElement(step.element, [&](auto element) { visit(element, CombineFormat{}); });
+  } else {
+    VisitElements(step.element, step.wire, visit);
+  }
+}
+
+// A run of sums to a message and back to what is added up. `first` is the run's first element.
+template <typename Wire>
+void Put(const float* sum, int64_t first, int64_t count, uint8_t* row, uint8_t* scales) {
+  if constexpr (QuantizedFormat<Wire>) {
+    QuantizeRow(Wire{}, sum, count, 1.0f, row + Wire::PayloadBytes(first, 0),
+                scales + Wire::ScaleBytes(first));
+  } else {
+    static_cast<void>(scales);
+    Round(reinterpret_cast<Wire*>(row) + first, sum, count);
+  }
+}
+template <typename Wire>
+void AddTo(float* sum, int64_t first, int64_t count, const uint8_t* row, const uint8_t* scales) {
+  if constexpr (QuantizedFormat<Wire>) {
+    alignas(64) float values[kSumElements];
+    DequantizeRow(Wire{}, row + Wire::PayloadBytes(first, 0), scales + Wire::ScaleBytes(first),
+                  count, 1.0f, values);
+    Accumulate(sum, values, 1.0f, count);
+  } else {
+    static_cast<void>(scales);
+    Accumulate(sum, reinterpret_cast<const Wire*>(row) + first, 1.0f, count);
+  }
+}
 
 template <typename Element, typename Wire>
-void SumRowsOfSlot(const CombinePackStep& step, const int32_t* rows, Wire* to) {
+void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, const int32_t* rows,
+                   uint8_t* to) {
   const EpShape& shape = step.shape;
   alignas(64) float sum[kSumElements];
   for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
@@ -28,7 +66,7 @@ void SumRowsOfSlot(const CombinePackStep& step, const int32_t* rows, Wire* to) {
       Accumulate(sum, static_cast<const Element*>(step.expert_out) + row * shape.hidden + begin,
                  weight, count);
     }
-    Round(to + begin, sum, count);
+    Put<Wire>(sum, begin, count, to + message.row, to + message.scales);
   }
 }
 
@@ -41,8 +79,8 @@ void SumRanksOfToken(const CombineUnpackStep& step, const CombineMessage& messag
     const int64_t count = Min(kSumElements, shape.hidden - begin);
     std::fill_n(sum, count, 0.0f);
     for (int64_t i = 0; i < num_slots; ++i) {
-      const uint8_t* from = step.recv + slots[i] * message.bytes + message.row;
-      Accumulate(sum, reinterpret_cast<const Wire*>(from) + begin, 1.0f, count);
+      const uint8_t* from = step.recv + slots[i] * message.bytes;
+      AddTo<Wire>(sum, begin, count, from + message.row, from + message.scales);
     }
     const int64_t offset = token * shape.hidden + begin;
     if (step.residual != nullptr) {
@@ -66,15 +104,15 @@ int64_t SortedSlots(const EpShape& shape, const int32_t* slot_of, int32_t* slots
 
 RowTask CombinePack(const CombinePackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  const CombineMessage message = CombineMessageOf(step);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t item = begin; item < end; ++item) {
       if (item % shape.tokens >= step.slot_counts[item / shape.tokens]) continue;
       const int32_t* rows = step.row_of + item * shape.top_k;
       uint8_t* to = step.send + item * message.bytes;
-      VisitElements(step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
-        SumRowsOfSlot<Element>(step, rows, reinterpret_cast<Wire*>(to + message.row));
+      VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
+        SumRowsOfSlot<Element, Wire>(step, message, rows, to);
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {
         const int32_t row = RowOrDropped(rows[k], shape.recv_rows);
@@ -89,14 +127,14 @@ RowTask CombinePack(const CombinePackStep& step) {
 
 RowTask CombineUnpack(const CombineUnpackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  const CombineMessage message = CombineMessageOf(step);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* slot_of = step.slot_of + token * shape.top_k;
       int32_t slots[kMaxTopK];
       const int64_t num_slots = SortedSlots(shape, slot_of, slots);
-      VisitElements(step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
+      VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
         SumRanksOfToken<Element, Wire>(step, message, token, slots, num_slots);
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {

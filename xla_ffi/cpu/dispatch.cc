@@ -4,8 +4,10 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
+#include "formats/element_type.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
@@ -30,15 +32,62 @@ bool Streaming(const EpShape& shape, int64_t rows) {
   return rows * PayloadBytes<Format>(shape) > kStreamingBytes;
 }
 
-// A format that copies the token as it is may stream it past the caches.
+// Of what travels along a known route, which has no scale of its own.
+constexpr float kNoInputScale = 1.0f;
+
+// Tokens on their way into messages. A quantised token is made once, in a buffer of the thread that
+// stays in its cache, and copied from there to each of its messages; `stride` is from the payload
+// to the scales in all of them.
 template <typename Format>
-void Encode(const EpShape& shape, const uint8_t* token, uint8_t* payload, uint8_t* scales,
-            bool streaming) {
-  if constexpr (Format::kPayloadDtype == nullptr) {
-    static_cast<void>(scales);
-    CopyRow(payload, token, shape.row_bytes(), streaming);
+class Encoder {
+ public:
+  Encoder(const EpShape& shape, int64_t stride)
+      : shape_(shape), stride_(stride), bytes_(PayloadBytes<Format>(shape)) {
+    if constexpr (QuantizedFormat<Format>) {
+      bytes_ = stride_ + Format::ScaleBytes(shape.hidden);
+      made_.resize(static_cast<size_t>(bytes_));
+    }
+  }
+
+  void Make(const void* tokens, ElementType element, int64_t token, float input_scale) {
+    from_ = static_cast<const uint8_t*>(tokens) + token * shape_.row_bytes();
+    if constexpr (QuantizedFormat<Format>) {
+      VisitElement(element, [&]<typename Element>(Element) {
+        QuantizeRow(Format{}, reinterpret_cast<const Element*>(from_), shape_.hidden, input_scale,
+                    made_.data(), made_.data() + stride_);
+      });
+      from_ = made_.data();
+    } else {
+      static_cast<void>(element), static_cast<void>(input_scale);
+    }
+  }
+  // The token made last; a format that copies it as it is reads it from where it lies.
+  void CopyTo(uint8_t* payload, bool streaming) const {
+    CopyRow(payload, from_, bytes_, streaming);
+  }
+
+ private:
+  EpShape shape_;
+  int64_t stride_;
+  int64_t bytes_;
+  const uint8_t* from_ = nullptr;
+  std::vector<uint8_t> made_;
+};
+
+// A token of a message: where it lies, or decoded into `to`.
+template <typename Format>
+const uint8_t* Decoded(const EpShape& shape, ElementType element, const uint8_t* payload,
+                       const uint8_t* scales, uint8_t* to) {
+  if constexpr (!QuantizedFormat<Format>) {
+    static_cast<void>(shape), static_cast<void>(element), static_cast<void>(scales);
+    static_cast<void>(to);
+    return payload;
   } else {
-    Format::EncodeToken(token, shape.hidden, shape.element_bytes, payload, scales);
+    VisitElement(element, [&]<typename Element>(Element) {
+      DequantizeRow(Format{}, payload, scales, shape.hidden, kNoInputScale,
+                    reinterpret_cast<Element*>(to));
+    });
+    return to;
   }
 }
 
@@ -50,6 +99,23 @@ void ForEachSlot(const EpShape& shape, const int32_t* slots, Send&& send) {
     const int32_t slot = slots[k];
     if (slot < 0 || slot >= shape.slots()) continue;
     if (std::find(slots, slots + k, slot) == slots + k) send(slot, k);
+  }
+}
+
+// Gathers the scales of a tile's rows; those of rows that nothing fills become zero.
+// `scales_of(slot)` are a message's.
+template <typename ScalesOf>
+void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, ScalesOf scales_of) {
+  const RowsOfTile rows =
+      FindRowsOfTile(tile, step.row_offsets, step.scales_offsets, step.shape.local_experts);
+  for (int64_t i = 0; i < kTileRows; ++i) {
+    const int32_t slot = i < rows.count ? step.row_slot[rows.first + i] : -1;
+    const uint8_t* from = slot < 0 ? nullptr : scales_of(slot);
+    for (int64_t column = 0; column < tiles.column_words; ++column) {
+      uint32_t word = 0;
+      if (from != nullptr) std::memcpy(&word, from + column * kTileColumns, sizeof word);
+      std::memcpy(step.scales + tiles.Word(tile, i, column) * kTileColumns, &word, sizeof word);
+    }
   }
 }
 
@@ -98,15 +164,19 @@ RowTask Pack(const PackStep& step) {
   }
 
   const bool streaming = Streaming<Format>(shape, sent);
+  const float input_scale = Format::kTakesInputScale ? *step.input_scale : kNoInputScale;
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
+    Encoder<Format> encoder(shape, message.scales - message.payload);
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* token_slots = step.slot_of + token * shape.top_k;
+      bool made = false;
       ForEachSlot(shape, token_slots, [&](int32_t slot, int64_t first_k) {
+        if (!made) encoder.Make(step.tokens, step.element, token, input_scale);
+        made = true;
         uint8_t* to = step.send + (slot / shape.tokens) * region_bytes + header.bytes +
                       (slot % shape.tokens) * message.bytes;
-        Encode<Format>(shape, static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
-                       to + message.payload, to + message.scales, streaming);
+        encoder.CopyTo(to + message.payload, streaming);
         *Int32At(to, message.source_token) = static_cast<int32_t>(token);
         for (int64_t k = 0; k < shape.top_k; ++k) {
           const bool here = k >= first_k && token_slots[k] == slot;
@@ -154,6 +224,14 @@ RowTask Unpack(const UnpackStep& step) {
     step.row_offsets[expert + 1] = static_cast<int32_t>(Min(start, shape.recv_rows));
     step.group_sizes[expert] = step.row_offsets[expert + 1] - step.row_offsets[expert];
   }
+  const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
+  if (tiled) {
+    int32_t first_tile = 0;
+    for (int64_t group = 0; group < shape.local_experts; ++group) {
+      step.scales_offsets[group] = ScalesOffset(first_tile, step.row_offsets[group]);
+      first_tile += TilesOfGroup(step.group_sizes[group]);
+    }
+  }
   *step.num_dropped = static_cast<int32_t>(dropped);
 
   // Then the tables, row by row, so that the copies below need no order.
@@ -188,29 +266,47 @@ RowTask Unpack(const UnpackStep& step) {
     }
   }
 
-  // Items are slots, whose payload is read once for all its rows, then rows that nothing fills.
+  // Items are slots, whose payload is read once for all its rows, then rows that nothing fills,
+  // then tiles of scales.
   const int64_t end_of_zeros =
       step.zero_tail ? shape.recv_rows : step.row_offsets[shape.local_experts];
+  const int64_t scale_bytes = tiled ? 0 : Format::ScaleBytes(shape.hidden);  // beside a row
+  const auto tiles =
+      ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock);
+  const int64_t rows_end = shape.slots() + end_of_zeros;
   const bool streaming = Streaming<Format>(shape, std::max(received, end_of_zeros));
+  const auto message_of = [=](int64_t slot) {
+    return step.recv + (slot / step.shape.tokens) * region_bytes + header.bytes +
+           (slot % step.shape.tokens) * message.bytes;
+  };
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t item = begin; item < Min(end, shape.slots()); ++item) {
-      const uint8_t* from = step.recv + (item / shape.tokens) * region_bytes + header.bytes +
-                            (item % shape.tokens) * message.bytes + message.payload;
+      const uint8_t* from = message_of(item);
       for (int64_t k = 0; k < shape.top_k; ++k) {
         const int32_t row = step.row_of[item * shape.top_k + k];
-        if (row >= 0) CopyRow(step.rows + row * payload_bytes, from, payload_bytes, streaming);
+        if (row < 0) continue;
+        CopyRow(step.rows + row * payload_bytes, from + message.payload, payload_bytes, streaming);
+        if (scale_bytes != 0) {
+          std::memcpy(step.scales + row * scale_bytes, from + message.scales,
+                      static_cast<size_t>(scale_bytes));
+        }
       }
     }
-    for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0); row < end - shape.slots();
-         ++row) {
-      if (step.row_slot[row] < 0) {
-        ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
+    for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0);
+         row < Min(end, rows_end) - shape.slots(); ++row) {
+      if (step.row_slot[row] >= 0) continue;
+      ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
+      if (scale_bytes != 0) {
+        std::memset(step.scales + row * scale_bytes, 0, static_cast<size_t>(scale_bytes));
       }
+    }
+    for (int64_t tile = std::max<int64_t>(begin - rows_end, 0); tile < end - rows_end; ++tile) {
+      PlaceTile(step, tiles, tile, [&](int32_t slot) { return message_of(slot) + message.scales; });
     }
     if (streaming) FenceStreaming();
   };
-  return {shape.slots() + end_of_zeros, std::max(received, end_of_zeros) * payload_bytes,
+  return {rows_end + (tiled ? tiles.tiles : 0), std::max(received, end_of_zeros) * payload_bytes,
           std::move(run)};
 }
 
@@ -223,11 +319,14 @@ RowTask CachedPack(const CachedPackStep& step) {
   const bool streaming = Streaming<Format>(shape, sent);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
+    Encoder<Format> encoder(shape, message.scales - message.payload);
     for (int64_t token = begin; token < end; ++token) {
+      bool made = false;
       ForEachSlot(shape, step.slot_of + token * shape.top_k, [&](int32_t slot, int64_t) {
+        if (!made) encoder.Make(step.tokens, step.element, token, kNoInputScale);
+        made = true;
         uint8_t* to = step.send + slot * message.bytes;
-        Encode<Format>(shape, static_cast<const uint8_t*>(step.tokens) + token * shape.row_bytes(),
-                       to + message.payload, to + message.scales, streaming);
+        encoder.CopyTo(to + message.payload, streaming);
         if (step.num_weights != 0) {
           std::memcpy(to + message.weight, step.weights + token * step.num_weights,
                       static_cast<size_t>(step.num_weights * kWeightBytes));
@@ -242,21 +341,28 @@ RowTask CachedPack(const CachedPackStep& step) {
 template <typename Format>
 RowTask CachedUnpack(const CachedUnpackStep& step) {
   const EpShape& shape = step.shape;
-  const int64_t payload_bytes = PayloadBytes<Format>(shape);
-  const auto message =
-      CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
-  const bool streaming = Streaming<Format>(shape, shape.recv_rows);
+  const auto message = CachedDispatchMessage::Of(
+      PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const bool streaming = shape.recv_rows * shape.row_bytes() > kStreamingBytes;
   // As in Unpack: slots, then rows that nothing fills.
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
+    const int64_t row_bytes = shape.row_bytes();
+    std::vector<uint8_t> decoded;
+    if constexpr (QuantizedFormat<Format>) decoded.resize(static_cast<size_t>(row_bytes));
     for (int64_t item = begin; item < Min(end, shape.slots()); ++item) {
-      const uint8_t* from = step.recv + item * message.bytes;
+      const uint8_t* message_of_slot = step.recv + item * message.bytes;
+      const uint8_t* from = nullptr;
       for (int64_t k = 0; k < shape.top_k; ++k) {
         const int32_t row = RowOrDropped(step.row_of[item * shape.top_k + k], shape.recv_rows);
         if (row < 0) continue;
-        CopyRow(step.rows + row * payload_bytes, from + message.payload, payload_bytes, streaming);
+        if (from == nullptr) {
+          from = Decoded<Format>(shape, step.element, message_of_slot + message.payload,
+                                 message_of_slot + message.scales, decoded.data());
+        }
+        CopyRow(step.rows + row * row_bytes, from, row_bytes, streaming);
         if (step.num_weights != 0) {
-          std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes,
+          std::memcpy(step.row_weights + row, message_of_slot + message.weight + k * kWeightBytes,
                       kWeightBytes);
         }
       }
@@ -264,12 +370,12 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
     for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0); row < end - shape.slots();
          ++row) {
       if (step.row_slot[row] >= 0) continue;
-      ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
+      ClearRow(step.rows + row * row_bytes, row_bytes, streaming);
       if (step.num_weights != 0) step.row_weights[row] = 0.0f;
     }
     if (streaming) FenceStreaming();
   };
-  return {shape.slots() + shape.recv_rows, shape.recv_rows * payload_bytes, std::move(run)};
+  return {shape.slots() + shape.recv_rows, shape.recv_rows * shape.row_bytes(), std::move(run)};
 }
 
 #define JAX_EP_INSTANTIATE(Format)                            \

@@ -1,21 +1,13 @@
-// Loops over rows, compiled once per x86 instruction set and chosen when the library loads, so that
-// one wheel runs everywhere and is fast where it can be.
+// The loops of rows.h.
 #include "cpu/rows.h"
 
 #include <cstring>
 
+#include "cpu/simd.h"
 #include "protocol/platform.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
-#endif
-
-// Sanitizers cannot instrument the resolvers that choose between clones.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__)
-#define JAX_EP_SIMD_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define JAX_EP_SIMD_CLONES
 #endif
 
 namespace jax_ep::cpu {

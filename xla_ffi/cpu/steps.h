@@ -1,5 +1,5 @@
-// The CPU steps of the collective transport. Each does its sequential part at once and returns the
-// rest as a task; nothing blocks and nothing is kept between calls.
+// The CPU steps of the collective transport, and quantising alone. Each does its sequential part at
+// once and returns the rest as a task; nothing blocks and nothing is kept between calls.
 #pragma once
 
 #include "cpu/row_task.h"
@@ -15,6 +15,12 @@ template <typename Format>
 RowTask CachedPack(const CachedPackStep& step);
 template <typename Format>
 RowTask CachedUnpack(const CachedUnpackStep& step);
+
+// Rows to codes and scales, and back; of quantised formats.
+template <typename Format>
+RowTask Quantize(const QuantizeStep& step);
+template <typename Format>
+RowTask Dequantize(const DequantizeStep& step);
 
 RowTask CombinePack(const CombinePackStep& step);
 RowTask CombineUnpack(const CombineUnpackStep& step);

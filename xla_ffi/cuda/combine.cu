@@ -3,7 +3,9 @@
 #include "cuda/elements.cuh"
 #include "cuda/launch.h"
 #include "cuda/primitives.cuh"
+#include "cuda/quantize.cuh"
 #include "cuda/steps.h"
+#include "formats/combine_wire.h"
 #include "formats/element_type.h"
 #include "formats/numbers.h"
 #include "protocol/layout.h"
@@ -23,19 +25,18 @@ struct TermList {
   int count = 0;
 };
 
-// Adds a vector of each listed row. `base` is the vector's address in row 0; `in_row` is false in
-// lanes past the row's end, which only take part in the collectives.
-template <typename T, int kCount>
-__device__ void AddTerms(float (&sum)[kCount], const TermList& terms, const uint8_t* base,
-                         int64_t row_stride, bool in_row) {
+// Adds a vector of each listed row, which `load(vector, row)` fills; `in_row` is false in lanes
+// past the row's end, which only take part in the collectives.
+template <typename Vector, int kCount, typename Load>
+__device__ void AddTerms(float (&sum)[kCount], const TermList& terms, bool in_row, Load load) {
   for (int first = 0; first < terms.count; first += kRowsAtOnce) {
-    Elements<T, kCount> loaded[kRowsAtOnce];
+    Vector loaded[kRowsAtOnce];
     float weight[kRowsAtOnce];
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
       const int32_t row = __shfl_sync(kFullWarp, terms.row, first + j);
       weight[j] = __shfl_sync(kFullWarp, terms.weight, first + j);
-      if (in_row && first + j < terms.count) loaded[j].Load(base + row * row_stride);
+      if (in_row && first + j < terms.count) load(loaded[j], row);
     }
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
@@ -46,6 +47,25 @@ __device__ void AddTerms(float (&sum)[kCount], const TermList& terms, const uint
       }
     }
   }
+}
+
+template <typename Wire, int kCount>
+struct WireVectorOf {
+  using type = Elements<Wire, kCount>;
+};
+template <int kCount>
+struct WireVectorOf<CombineFormat, kCount> {
+  using type = DecodedVector<CombineFormat, kCount>;
+};
+// kCount elements of a row on the wire.
+template <typename Wire, int kCount>
+using WireVector = typename WireVectorOf<Wire, kCount>::type;
+
+// Calls visit(Element{}, Wire{}); Wire is CombineFormat where the sums travel quantised.
+template <typename Step, typename Visit>
+auto VisitWire(const Step& step, Visit&& visit) {
+  if (!step.quantized) return VisitElements(step.element, step.wire, visit);
+  return VisitElement(step.element, [&](auto element) { return visit(element, CombineFormat{}); });
 }
 
 // Calls visit(vector, in_row) for this lane's vectors of a part, with all lanes.
@@ -85,10 +105,16 @@ __global__ void __launch_bounds__(kBlockThreads)
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
       const auto* base = static_cast<const uint8_t*>(step.expert_out) + vector * kVectorBytes;
-      AddTerms<Element>(sum, terms, base, row_bytes, in_row);
-      if (!in_row) return;
-      Elements<Wire, kCount>::Round(sum).Store(to + message.row +
-                                               vector * Elements<Wire, kCount>::kBytes);
+      AddTerms<Elements<Element, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t row) {
+        loaded.Load(base + row * row_bytes);
+      });
+      if constexpr (QuantizedFormat<Wire>) {
+        const auto encoded = EncodedVector<Wire, kCount>::Of(sum, 1.0f);
+        if (in_row) encoded.Store(to + message.row, to + message.scales, vector);
+      } else if (in_row) {
+        Elements<Wire, kCount>::Round(sum).Store(to + message.row +
+                                                 vector * Elements<Wire, kCount>::kBytes);
+      }
     });
     if (part == 0 && lane < step.num_weights) {
       FloatAt(to, message.weight_grad)[lane] = row < 0 ? 0.0f : step.weight_grads[row];
@@ -117,8 +143,14 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
-      const uint8_t* base = step.recv + message.row + vector * Elements<Wire, kCount>::kBytes;
-      AddTerms<Wire>(sum, terms, base, message.bytes, in_row);
+      AddTerms<WireVector<Wire, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t slot) {
+        const uint8_t* from = step.recv + slot * message.bytes;
+        if constexpr (QuantizedFormat<Wire>) {
+          loaded.Load(from + message.row, from + message.scales, vector);
+        } else {
+          loaded.Load(from + message.row + vector * Elements<Wire, kCount>::kBytes);
+        }
+      });
       if (!in_row) return;
       const int64_t offset = token * row_bytes + vector * kVectorBytes;
       if (step.residual != nullptr) {
@@ -141,37 +173,32 @@ __global__ void __launch_bounds__(kBlockThreads)
 cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   if (shape.slots() == 0) return cudaSuccess;
-  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
-  return VisitElements(
-      step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
-        return Launch(CombinePackKernel<Element, Wire>, RowGrid(shape.slots(), shape.row_bytes()),
-                      kBlockThreads, 0, stream, step, message);
-      });
+  const CombineMessage message = CombineMessageOf(step);
+  return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
+    return Launch(CombinePackKernel<Element, Wire>, RowGrid(shape.slots(), shape.row_bytes()),
+                  kBlockThreads, 0, stream, step, message);
+  });
 }
 
 cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   if (shape.tokens == 0) return cudaSuccess;
-  const auto message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
-  return VisitElements(
-      step.element, step.wire, [&]<typename Element, typename Wire>(Element, Wire) {
-        return Launch(CombineUnpackKernel<Element, Wire>, RowGrid(shape.tokens, shape.row_bytes()),
-                      kBlockThreads, 0, stream, step, message);
-      });
+  const CombineMessage message = CombineMessageOf(step);
+  return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
+    return Launch(CombineUnpackKernel<Element, Wire>, RowGrid(shape.tokens, shape.row_bytes()),
+                  kBlockThreads, 0, stream, step, message);
+  });
 }
 
 cudaError_t PreloadCombineKernels() {
   cudaError_t error = cudaSuccess;
-  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
-                                    ElementType::kFloat16};
-  for (const ElementType element : kTypes) {
-    for (const ElementType wire : kTypes) {
-      if (error != cudaSuccess) return error;
-      error = VisitElements(element, wire, [&]<typename Element, typename Wire>(Element, Wire) {
-        const cudaError_t pack = Preload(CombinePackKernel<Element, Wire>);
-        return pack != cudaSuccess ? pack : Preload(CombineUnpackKernel<Element, Wire>);
-      });
-    }
+  const auto preload = [&]<typename Element, typename Wire>(Element, Wire) {
+    if (error == cudaSuccess) error = Preload(CombinePackKernel<Element, Wire>);
+    if (error == cudaSuccess) error = Preload(CombineUnpackKernel<Element, Wire>);
+  };
+  for (const ElementType element : kElementTypes) {
+    for (const ElementType wire : kElementTypes) VisitElements(element, wire, preload);
+    VisitElement(element, [&](auto type) { preload(type, CombineFormat{}); });
   }
   return error;
 }

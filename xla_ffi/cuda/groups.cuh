@@ -1,5 +1,5 @@
 // From the counts of all sources to where each group and each (source, expert) starts. Used by
-// dispatch.cu, by one block, and by window_groups.cuh, by some warps of each block.
+// place.cu, by one block, and by window_groups.cuh, by some warps of each block.
 #pragma once
 
 #include <cstdint>
@@ -77,6 +77,25 @@ __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t*
   return start;
 }
 
+// Whole team, after a barrier behind row_offsets and group_sizes: where the scales of each group
+// start.
+__device__ inline void PlaceTilesOfGroups(const Team& team, const UnpackStep& step,
+                                          int64_t* totals) {
+  const int64_t groups = step.shape.local_experts;
+  const int64_t length = CeilDiv(groups, team.threads);
+  const int64_t begin = Min(team.thread * length, groups);
+  const int64_t end = Min(begin + length, groups);
+  int64_t tiles = 0;
+  for (int64_t group = begin; group < end; ++group) tiles += TilesOfGroup(step.group_sizes[group]);
+  int64_t first_tile = ExclusiveSum(team, tiles, totals);
+  for (int64_t group = begin; group < end; ++group) {
+    // The first of row_offsets is written by another thread without a barrier behind it.
+    const int32_t offset = group == 0 ? 0 : step.row_offsets[group];
+    step.scales_offsets[group] = ScalesOffset(static_cast<int32_t>(first_tile), offset);
+    first_tile += TilesOfGroup(step.group_sizes[group]);
+  }
+}
+
 // One block: with the counts of all sources every row's place is known.
 __device__ inline void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
                                    int64_t region_bytes) {
@@ -120,6 +139,7 @@ __device__ inline void PlaceGroups(const UnpackStep& step, const RegionHeader& h
     step.row_offsets[0] = 0;
     *step.num_dropped = static_cast<int32_t>(all_dropped);
   }
+  if (step.scale_layout == ScaleLayout::kTiled128x4) PlaceTilesOfGroups(block, step, totals);
 }
 
 }  // namespace jax_ep::cuda

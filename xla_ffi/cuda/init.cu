@@ -28,8 +28,10 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 
 cudaError_t PreloadKernels() {
   cudaError_t error = Preload(WriteInitKernel);
-  if (error == cudaSuccess) error = PreloadDispatchKernels();
+  if (error == cudaSuccess) error = PreloadPackKernels();
+  if (error == cudaSuccess) error = PreloadPlaceKernels();
   if (error == cudaSuccess) error = PreloadCombineKernels();
+  if (error == cudaSuccess) error = PreloadQuantizeKernels();
   return error;
 }
 

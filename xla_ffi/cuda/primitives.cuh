@@ -1,5 +1,5 @@
 // What a warp does to rows: read a part once and write it to several places, walk the parts of all
-// rows. Nothing here knows about experts. Used by dispatch.cu and combine.cu.
+// rows. Nothing here knows about experts. Used by pack.cu, place.cu and combine.cu.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Routing by warps: each block routes for one destination rank, each of its warps a run of tokens:
 // count, sum over the warps before, assign. Gives exactly the tables of RouteTokens
-// (protocol/routing.h), whatever the number of warps. Used by dispatch.cu.
+// (protocol/routing.h), whatever the number of warps. Used by pack.cu.
 #pragma once
 
 #include <algorithm>

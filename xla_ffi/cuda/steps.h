@@ -21,6 +21,12 @@ cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream);
 template <typename Format>
 cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream);
 
+// Rows to codes and scales, and back; of quantised formats.
+template <typename Format>
+cudaError_t Quantize(const QuantizeStep& step, cudaStream_t stream);
+template <typename Format>
+cudaError_t Dequantize(const DequantizeStep& step, cudaStream_t stream);
+
 cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream);
 cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream);
 
@@ -37,8 +43,10 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 // Loads every kernel of the steps on the current device, so that no later launch does: a lazy load
 // waits for the device, and other ranks may be waiting for this one.
 cudaError_t PreloadKernels();
-cudaError_t PreloadDispatchKernels();
+cudaError_t PreloadPackKernels();
+cudaError_t PreloadPlaceKernels();
 cudaError_t PreloadCombineKernels();
+cudaError_t PreloadQuantizeKernels();
 
 // As PreloadKernels, of the window transports; only for devices that can run them.
 cudaError_t PreloadWindowKernels();

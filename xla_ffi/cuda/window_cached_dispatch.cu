@@ -335,8 +335,9 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
 cudaError_t PreloadWindowCachedDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if (error == cudaSuccess) {
-      error = PreloadShared(WindowCachedDispatchKernel<Format>, kMaxSharedBytes);
+    if constexpr (kInWindows<Format>) {
+      if (error == cudaSuccess)
+        error = PreloadShared(WindowCachedDispatchKernel<Format>, kMaxSharedBytes);
     }
   });
   return error;
@@ -345,7 +346,7 @@ cudaError_t PreloadWindowCachedDispatch() {
 #define JAX_EP_INSTANTIATE(Format)                                                   \
   template cudaError_t WindowCachedDispatch<Format>(const WindowCachedDispatchStep&, \
                                                     const WindowGroup&, cudaStream_t);
-JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
+JAX_EP_WINDOW_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 
 }  // namespace jax_ep::cuda

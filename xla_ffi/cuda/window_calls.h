@@ -4,10 +4,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
+#include "formats/bf16.h"
 #include "protocol/window.h"
 #include "protocol/window_steps.h"
 
+// The formats whose tokens go through windows.
+#define JAX_EP_WINDOW_FORMATS(FORMAT) FORMAT(Bf16Format)
+
 namespace jax_ep::cuda {
+
+template <typename Format>
+inline constexpr bool kInWindows = std::is_same_v<Format, Bf16Format>;
 
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,

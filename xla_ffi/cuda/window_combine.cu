@@ -343,6 +343,7 @@ BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t toke
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
   const EpShape& shape = step.shape;
+  if (step.quantized) return cudaErrorNotSupported;
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -353,7 +354,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
   plan.chunk_slots = Divisor::Of(kCombineChunks.Tokens(shape.tokens));
   plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
   plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
-  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights);
+  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), 0, step.num_weights);
   plan.call.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
                     static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
   plan.call.roles = SumRoles(group, plan.call.work, shape.tokens);

@@ -91,7 +91,10 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
 cudaError_t PreloadWindowDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
+    if constexpr (kInWindows<Format>) {
+      if (error == cudaSuccess)
+        error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
+    }
   });
   return error;
 }
@@ -99,7 +102,7 @@ cudaError_t PreloadWindowDispatch() {
 #define JAX_EP_INSTANTIATE(Format)                                                           \
   template cudaError_t WindowDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
                                               cudaStream_t);
-JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
+JAX_EP_WINDOW_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 
 }  // namespace jax_ep::cuda

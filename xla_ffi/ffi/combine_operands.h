@@ -4,20 +4,72 @@
 #include <utility>
 
 #include "ffi/decode.h"
+#include "formats/combine_wire.h"
 
 namespace jax_ep::ffi_layer {
 
-inline void CheckWireType(Checker& check, std::string_view name, ElementType& wire) {
-  if (name == "float32") {
-    wire = ElementType::kFloat32;
-  } else if (name == "bfloat16") {
-    wire = ElementType::kBFloat16;
-  } else if (name == "float16") {
-    wire = ElementType::kFloat16;
+// `wire` is a dtype or, of quantised sums, the name of their format.
+template <typename Step>
+void CheckWireType(Checker& check, std::string_view wire, Step& step) {
+  step.quantized = wire == CombineFormat::kName;
+  if (wire == "float32" || step.quantized) {
+    step.wire = ElementType::kFloat32;
+  } else if (wire == "bfloat16") {
+    step.wire = ElementType::kBFloat16;
+  } else if (wire == "float16") {
+    step.wire = ElementType::kFloat16;
   } else {
-    check.Require(false, "unknown combine_dtype " + std::string(name));
+    check.Require(false, "unknown combine_dtype " + std::string(wire));
   }
+  check.Require(!step.quantized || step.shape.hidden % CombineFormat::kBlock == 0,
+                "hidden_size must be a multiple of 128 where sums are quantised");
 }
+
+// What both kinds of combine take at the expert rank. `shape` has all but the sizes of `row_of`.
+struct RowOperands {
+  const AnyBuffer& expert_out;
+  const F32& row_weights;
+  const F32& weight_grads;
+  const I32& row_of;
+  const I32& slot_counts;
+  bool weighted;
+  bool with_weight_grads;
+
+  template <typename Step>
+  void Decode(Checker& check, Step& step) const {
+    const EpShape& shape = step.shape;
+    check.Dims("expert_out", expert_out, {shape.recv_rows, shape.hidden});
+    check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
+    check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
+    check.Dims("row_of", row_of, {shape.ranks, shape.tokens, shape.top_k});
+    check.Dims("slot_counts", slot_counts, {shape.ranks});
+    step.expert_out = expert_out.untyped_data();
+    step.row_weights = weighted ? row_weights.typed_data() : nullptr;
+    step.weight_grads = weight_grads.typed_data();
+    step.row_of = row_of.typed_data();
+    step.slot_counts = slot_counts.typed_data();
+  }
+};
+
+// And at the source.
+struct TokenOperands {
+  const I32& slot_of;
+  const AnyBuffer& residual;
+  const AnyBuffer& output;
+  bool with_residual;
+
+  template <typename Step>
+  void Decode(Checker& check, Step& step) const {
+    const EpShape& shape = step.shape;
+    check.Require(residual.element_type() == output.element_type(),
+                  "residual must have the dtype of the output");
+    check.Dims("residual", residual, {with_residual ? shape.tokens : 0, shape.hidden});
+    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
+    step.slot_of = slot_of.typed_data();
+    step.residual = with_residual ? residual.untyped_data() : nullptr;
+    step.output = output.untyped_data();
+  }
+};
 
 struct DecodedCombinePack {
   CombinePackStep step{};
@@ -41,7 +93,7 @@ struct DecodedCombinePack {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "expert_out", expert_out, shape, step.element);
-    CheckWireType(check, combine_dtype, step.wire);
+    CheckWireType(check, combine_dtype, step);
     check.Rank("row_of", row_of, 3);
     if (!check.ok()) return check.error();
     shape.recv_rows = shape.tokens;
@@ -50,20 +102,12 @@ struct DecodedCombinePack {
     shape.top_k = Dim(row_of, 2);
     step.num_weights = with_weight_grads ? shape.top_k : 0;
     check.Shape(shape);
-    check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
-    check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
-    check.Dims("slot_counts", slot_counts, {shape.ranks});
     if (!check.ok()) return check.error();
-    CheckWire(
-        check, *send, shape.ranks,
-        shape.tokens *
-            CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes);
+    const RowOperands operands{expert_out,  row_weights, weight_grads,     row_of,
+                               slot_counts, weighted,    with_weight_grads};
+    operands.Decode(check, step);
+    CheckWire(check, *send, shape.ranks, shape.tokens * CombineMessageOf(step).bytes);
     if (!check.ok()) return check.error();
-    step.expert_out = expert_out.untyped_data();
-    step.row_weights = weighted ? row_weights.typed_data() : nullptr;
-    step.weight_grads = weight_grads.typed_data();
-    step.row_of = row_of.typed_data();
-    step.slot_counts = slot_counts.typed_data();
     step.send = Bytes(*send);
     return ffi::Error::Success();
   }
@@ -89,7 +133,7 @@ struct DecodedCombineUnpack {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);
-    CheckWireType(check, combine_dtype, step.wire);
+    CheckWireType(check, combine_dtype, step);
     check.Rank("slot_of", slot_of, 2);
     check.Rank("weight_grads", *weight_grads, 2);
     check.Rank("the wire buffer", recv, 2);
@@ -100,21 +144,13 @@ struct DecodedCombineUnpack {
     check.Shape(shape);
     check.Require(step.num_weights == 0 || step.num_weights == shape.top_k,
                   "weight_grads must have 0 or K columns");
-    check.Require(residual.element_type() == output->element_type(),
-                  "residual must have the dtype of the output");
-    check.Dims("residual", residual, {with_residual ? shape.tokens : 0, shape.hidden});
-    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
     check.Dims("weight_grads", *weight_grads, {shape.tokens, step.num_weights});
     if (!check.ok()) return check.error();
-    CheckWire(
-        check, recv, shape.ranks,
-        shape.tokens *
-            CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes);
+    const TokenOperands operands{slot_of, residual, *output, with_residual};
+    operands.Decode(check, step);
+    CheckWire(check, recv, shape.ranks, shape.tokens * CombineMessageOf(step).bytes);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
-    step.slot_of = slot_of.typed_data();
-    step.residual = with_residual ? residual.untyped_data() : nullptr;
-    step.output = output->untyped_data();
     step.weight_grads = weight_grads->typed_data();
     return ffi::Error::Success();
   }

@@ -43,6 +43,18 @@ cpu::RowTask Start(DecodedCachedUnpack& call, int32_t) {
 }
 cpu::RowTask Start(DecodedCombinePack& call, int32_t) { return cpu::CombinePack(call.step); }
 cpu::RowTask Start(DecodedCombineUnpack& call, int32_t) { return cpu::CombineUnpack(call.step); }
+cpu::RowTask Start(DecodedQuantize& call, int32_t) {
+  return OfFormat(call.format, [&]<typename F>(F) -> cpu::RowTask {
+    if constexpr (QuantizedFormat<F>) return cpu::Quantize<F>(call.step);
+    return {};
+  });
+}
+cpu::RowTask Start(DecodedDequantize& call, int32_t) {
+  return OfFormat(call.format, [&]<typename F>(F) -> cpu::RowTask {
+    if constexpr (QuantizedFormat<F>) return cpu::Dequantize<F>(call.step);
+    return {};
+  });
+}
 
 template <typename Decoded>
 struct Handler {

@@ -1,11 +1,15 @@
 // The native module jax_ep._native_cpu: CPU targets, and the sizes and formats that Python asks
 // for.
+#include <nanobind/stl/pair.h>
+
 #include <string>
+#include <utility>
 
 #include "ffi/cpu_handlers.h"
 #include "ffi/module_common.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
+#include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
 namespace nb = nanobind;
@@ -25,6 +29,7 @@ nb::list Formats() {
     format["block"] = Format::kBlock;
     format["payload_dtype"] = or_none(Format::kPayloadDtype);
     format["scale_dtype"] = or_none(Format::kScaleDtype);
+    format["takes_input_scale"] = Format::kTakesInputScale;
     formats.append(format);
   });
   return formats;
@@ -67,8 +72,9 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
   add("CachedDispatchMessage", "scales", "format", cached.scales);
   add("CachedDispatchMessage", "weight", "float32 [K]", cached.weight);
   add("CachedDispatchMessage", "bytes", "", cached.bytes);
-  const auto combine = CombineMessage::Of(hidden * element_bytes, top_k);
+  const auto combine = CombineMessage::Of(hidden * element_bytes, 0, top_k);
   add("CombineMessage", "row", "combine_dtype [H]", combine.row);
+  add("CombineMessage", "scales", "combine_format", combine.scales);
   add("CombineMessage", "weight_grad", "float32 [K]", combine.weight_grad);
   add("CombineMessage", "bytes", "", combine.bytes);
   return table;
@@ -103,11 +109,23 @@ NB_MODULE(_native_cpu, m) {
       nb::arg("num_weights"), "Bytes of one region of a dispatch along a known route.");
   m.def(
       "combine_region_bytes",
-      [](int64_t row_bytes, int64_t tokens, int64_t num_weights) {
-        return tokens * CombineMessage::Of(row_bytes, num_weights).bytes;
+      [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
+         int64_t num_weights) {
+        const auto [row, scales] = Encoded(format, hidden, element_bytes);
+        return tokens * CombineMessage::Of(row, scales, num_weights).bytes;
       },
-      nb::arg("row_bytes"), nb::arg("tokens"), nb::arg("num_weights"),
-      "Bytes of one region of a combine.");
+      nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
+      nb::arg("num_weights"), "Bytes of one region of a combine.");
+  m.def("encoded_bytes", &Encoded, nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
+        "Bytes of an encoded token: (payload, scales).");
+  m.def(
+      "scale_tiles",
+      [](int64_t rows, int64_t groups, int64_t columns) {
+        const auto tiles = ScaleTiles::Of(rows, groups, columns);
+        return std::pair(tiles.tiles, tiles.column_words);
+      },
+      nb::arg("rows"), nb::arg("groups"), nb::arg("columns"),
+      "Sizes (tiles, column words) of tiled scales.");
   m.def("layout_table", &LayoutTable, nb::arg("format"), nb::arg("hidden"),
         nb::arg("element_bytes"), nb::arg("top_k"), nb::arg("local_experts"),
         "(structure, field, type, offset) of every field of the wire, for docs/protocol.md.");

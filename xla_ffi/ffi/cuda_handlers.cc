@@ -53,6 +53,19 @@ cudaError_t Enqueue(DecodedCombineUnpack& call, int32_t, cudaStream_t stream) {
   return cuda::CombineUnpack(call.step, stream);
 }
 
+cudaError_t Enqueue(DecodedQuantize& call, int32_t, cudaStream_t stream) {
+  return OfFormat(call.format, [&]<typename F>(F) {
+    if constexpr (QuantizedFormat<F>) return cuda::Quantize<F>(call.step, stream);
+    return cudaErrorNotSupported;
+  });
+}
+cudaError_t Enqueue(DecodedDequantize& call, int32_t, cudaStream_t stream) {
+  return OfFormat(call.format, [&]<typename F>(F) {
+    if constexpr (QuantizedFormat<F>) return cuda::Dequantize<F>(call.step, stream);
+    return cudaErrorNotSupported;
+  });
+}
+
 ffi::Error Precondition(const char* target, const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);
 }
@@ -61,13 +74,19 @@ cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int3
                    cudaStream_t stream) {
   call.step.report = group.ReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+    if constexpr (cuda::kInWindows<F>) {
+      return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+    }
+    return cudaErrorNotSupported;
   });
 }
 cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   return OfFormat(call.format, [&]<typename F>(F) {
-    return cuda::WindowCachedDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+    if constexpr (cuda::kInWindows<F>) {
+      return cuda::WindowCachedDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+    }
+    return cudaErrorNotSupported;
   });
 }
 cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,

@@ -92,21 +92,6 @@ int64_t Dim(const ffi::Buffer<dtype>& buffer, size_t i) {
   return buffer.dimensions()[i];
 }
 
-// Bytes of an encoded token; payload is -1 where there is no such format.
-struct EncodedBytes {
-  int64_t payload = -1;
-  int64_t scales = 0;
-};
-inline EncodedBytes EncodedBytesOf(std::string_view format, const EpShape& shape) {
-  EncodedBytes bytes;
-  VisitFormat(format, [&](auto f) {
-    using Format = decltype(f);
-    bytes = {Format::PayloadBytes(shape.hidden, shape.element_bytes),
-             Format::ScaleBytes(shape.hidden)};
-  });
-  return bytes;
-}
-
 // The wire travels as 32-bit words: XLA copies those faster than bytes, and every field is aligned
 // to them.
 inline constexpr int64_t kWireWordBytes = 4;

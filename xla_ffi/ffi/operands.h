@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "ffi/decode.h"
+#include "ffi/format_operands.h"
 
 namespace jax_ep::ffi_layer {
 
@@ -19,6 +19,7 @@ struct DecodedPack {
         .template Arg<AnyBuffer>()  // tokens [n, H]
         .template Arg<I32>()        // topk_ids [n, K]
         .template Arg<F32>()        // router_weights [n, K]
+        .template Arg<F32>()        // input_scale [1]
         .template Ret<Wire>()       // send [R, region]
         .template Ret<I32>()        // slot_of [n, K]
         .template Ret<I32>()        // position [n, K]
@@ -27,15 +28,15 @@ struct DecodedPack {
         .template Attr<int64_t>("num_experts")
         .template Attr<std::string_view>("format");
   }
-  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights, Out<Wire> send,
-                    Out<I32> slot_of, Out<I32> position, Out<I32> num_invalid, int64_t group_key,
-                    int64_t num_experts, std::string_view format_name) {
+  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
+                    const F32& input_scale, Out<Wire> send, Out<I32> slot_of, Out<I32> position,
+                    Out<I32> num_invalid, int64_t group_key, int64_t num_experts,
+                    std::string_view format_name) {
     key = group_key;
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{};
-    CheckTokens(check, "tokens", tokens, shape, element);
+    CheckTokens(check, "tokens", tokens, shape, step.element);
     check.Rank("topk_ids", ids, 2);
     check.Rank("the wire buffer", *send, 2);
     if (!check.ok()) return check.error();
@@ -52,16 +53,18 @@ struct DecodedPack {
     check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
     check.Dims("position", *position, {shape.tokens, shape.top_k});
     check.Dims("num_invalid", *num_invalid, {1});
+    CheckInputScale(check, input_scale);
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
-    const auto message = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k);
+    const auto message =
+        DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k);
     CheckWire(check, *send, shape.ranks,
               RegionHeader::Of(shape.local_experts).bytes + shape.tokens * message.bytes);
     if (!check.ok()) return check.error();
     step.tokens = tokens.untyped_data();
     step.ids = ids.typed_data();
     step.weights = weights.typed_data();
+    step.input_scale = input_scale.typed_data();
     step.send = Bytes(*send);
     step.slot_of = slot_of->typed_data();
     step.position = position->typed_data();
@@ -76,78 +79,51 @@ struct DecodedUnpack {
   static constexpr const char* kTarget = "ep_unpack";
   template <typename Binding>
   static auto Bind(Binding binding) {
-    return std::move(binding)
-        .template Arg<Wire>()       // recv [R, region]
-        .template Ret<AnyBuffer>()  // tokens [N, H]
-        .template Ret<I32>()        // row_offsets [G + 1]
-        .template Ret<I32>()        // group_sizes [G]
-        .template Ret<I32>()        // expert_counts [G]
-        .template Ret<I32>()        // expert_ids [G]
-        .template Ret<I32>()        // src_info [N, 3]
-        .template Ret<F32>()        // router_weights [N]
-        .template Ret<I32>()        // num_dropped [1]
-        .template Ret<I32>()        // row_of [R, n, K]
-        .template Ret<I32>()        // row_slot [N]
-        .template Ret<I32>()        // slot_counts [R]
-        .template Ret<I32>()        // row_base [R, L]
+    return Arrived::Bind(std::move(binding).template Arg<Wire>())  // recv [R, region]
+        .template Ret<I32>()                                       // row_base [R, L]
         .template Attr<int64_t>("expert_alignment")
         .template Attr<bool>("zero_tail")
-        .template Attr<std::string_view>("format");
+        .template Attr<std::string_view>("format")
+        .template Attr<std::string_view>("scale_layout");
   }
-  ffi::Error Decode(const Wire& recv, Out<AnyBuffer> rows, Out<I32> row_offsets,
-                    Out<I32> group_sizes, Out<I32> expert_counts, Out<I32> expert_ids,
-                    Out<I32> src_info, Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of,
-                    Out<I32> row_slot, Out<I32> slot_counts, Out<I32> row_base,
-                    int64_t expert_alignment, bool zero_tail, std::string_view format_name) {
+  ffi::Error Decode(const Wire& recv, Out<AnyBuffer> rows, Out<AnyBuffer> scales,
+                    Out<I32> row_offsets, Out<I32> group_sizes, Out<I32> expert_counts,
+                    Out<I32> expert_ids, Out<I32> scales_offsets, Out<I32> src_info,
+                    Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of, Out<I32> row_slot,
+                    Out<I32> slot_counts, Out<I32> row_base, int64_t expert_alignment,
+                    bool zero_tail, std::string_view format_name, std::string_view scale_layout) {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{};
-    // n and K come with row_of; the rows give H and N.
-    CheckTokens(check, "tokens", *rows, shape, element);
-    check.Rank("row_of", *row_of, 3);
-    check.Rank("expert_counts", *expert_counts, 1);
+    Arrived arrived{rows,       scales,         row_offsets, group_sizes, expert_counts,
+                    expert_ids, scales_offsets, src_info,    row_weights, num_dropped,
+                    row_of,     row_slot,       slot_counts};
+    const bool tiled = CheckTiled(check, scale_layout);
+    arrived.ReadShape(check, format, shape);
     if (!check.ok()) return check.error();
-    shape.recv_rows = shape.tokens;
-    shape.ranks = Dim(*row_of, 0);
-    shape.tokens = Dim(*row_of, 1);
-    shape.top_k = Dim(*row_of, 2);
-    shape.local_experts = Dim(*expert_counts, 0);
     shape.expert_alignment = expert_alignment;
     check.Shape(shape);
-    check.Dims("row_offsets", *row_offsets, {shape.local_experts + 1});
-    check.Dims("group_sizes", *group_sizes, {shape.local_experts});
-    check.Dims("expert_ids", *expert_ids, {shape.local_experts});
-    check.Dims("src_info", *src_info, {shape.recv_rows, 3});
-    check.Dims("router_weights", *row_weights, {shape.recv_rows});
-    check.Dims("num_dropped", *num_dropped, {1});
-    check.Dims("row_slot", *row_slot, {shape.recv_rows});
-    check.Dims("slot_counts", *slot_counts, {shape.ranks});
+    if (!check.ok()) return check.error();
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
+    arrived.Check(check, shape, encoding, tiled);
     check.Dims("row_base", *row_base, {shape.ranks, shape.local_experts});
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
-    const auto message = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k);
+    const auto message =
+        DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k);
     CheckWire(check, recv, shape.ranks,
               RegionHeader::Of(shape.local_experts).bytes + shape.tokens * message.bytes);
     if (!check.ok()) return check.error();
+    arrived.Fill(step, tiled);
     step.zero_tail = zero_tail;
     step.recv = Bytes(recv);
-    step.rows = static_cast<uint8_t*>(rows->untyped_data());
-    step.row_offsets = row_offsets->typed_data();
-    step.group_sizes = group_sizes->typed_data();
-    step.expert_counts = expert_counts->typed_data();
-    step.expert_ids = expert_ids->typed_data();
-    step.src_info = src_info->typed_data();
-    step.row_weights = row_weights->typed_data();
-    step.num_dropped = num_dropped->typed_data();
-    step.row_of = row_of->typed_data();
-    step.row_slot = row_slot->typed_data();
-    step.slot_counts = slot_counts->typed_data();
     step.row_base = row_base->typed_data();
     return ffi::Error::Success();
   }
 };
+
+inline CachedDispatchMessage CachedMessageOf(const Encoding& encoding, int64_t num_weights) {
+  return CachedDispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, num_weights);
+}
 
 struct DecodedCachedPack {
   CachedPackStep step{};
@@ -167,8 +143,7 @@ struct DecodedCachedPack {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{};
-    CheckTokens(check, "tokens", tokens, shape, element);
+    CheckTokens(check, "tokens", tokens, shape, step.element);
     check.Rank("weights", weights, 2);
     check.Rank("slot_of", slot_of, 2);
     check.Rank("the wire buffer", *send, 2);
@@ -182,12 +157,10 @@ struct DecodedCachedPack {
     check.Dims("weights", weights, {shape.tokens, step.num_weights});
     check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
-    CheckWire(
-        check, *send, shape.ranks,
-        shape.tokens *
-            CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes);
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
+    if (!check.ok()) return check.error();
+    CheckWire(check, *send, shape.ranks,
+              shape.tokens * CachedMessageOf(encoding, step.num_weights).bytes);
     if (!check.ok()) return check.error();
     step.tokens = tokens.untyped_data();
     step.weights = weights.typed_data();
@@ -216,8 +189,7 @@ struct DecodedCachedUnpack {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{};
-    CheckTokens(check, "rows", *rows, shape, element);
+    CheckTokens(check, "rows", *rows, shape, step.element);
     check.Rank("row_of", row_of, 3);
     check.Rank("row_weights", *row_weights, 1);
     if (!check.ok()) return check.error();
@@ -231,12 +203,10 @@ struct DecodedCachedUnpack {
     check.Dims("row_slot", row_slot, {shape.recv_rows});
     check.Dims("row_weights", *row_weights, {weighted ? shape.recv_rows : 0});
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
-    CheckWire(
-        check, recv, shape.ranks,
-        shape.tokens *
-            CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes);
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
+    if (!check.ok()) return check.error();
+    CheckWire(check, recv, shape.ranks,
+              shape.tokens * CachedMessageOf(encoding, step.num_weights).bytes);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
     step.row_of = row_of.typed_data();

@@ -17,8 +17,9 @@ struct Target {
 
 template <typename... Decoded>
 struct TargetList {};
-using AllSteps = TargetList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
-                            DecodedCombinePack, DecodedCombineUnpack>;
+using AllSteps =
+    TargetList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
+               DecodedCombinePack, DecodedCombineUnpack, DecodedQuantize, DecodedDequantize>;
 
 // `handler_of(Decoded{})` is a back end's handler of that target.
 template <typename... Decoded, typename HandlerOf>

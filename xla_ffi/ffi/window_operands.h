@@ -44,94 +44,71 @@ struct DecodedWindowDispatch {
   static constexpr const char* kTarget = "ep_dispatch";
   template <typename Binding>
   static auto Bind(Binding binding) {
-    return std::move(binding)
-        .template Arg<AnyBuffer>()  // tokens [n, H]
-        .template Arg<I32>()        // topk_ids [n, K]
-        .template Arg<F32>()        // router_weights [n, K]
-        .template Arg<I32>()        // after [1]
-        .template Ret<AnyBuffer>()  // tokens [N, H]
-        .template Ret<I32>()        // row_offsets [G + 1]
-        .template Ret<I32>()        // group_sizes [G]
-        .template Ret<I32>()        // expert_counts [G]
-        .template Ret<I32>()        // expert_ids [G]
-        .template Ret<I32>()        // src_info [N, 3]
-        .template Ret<F32>()        // router_weights [N]
-        .template Ret<I32>()        // num_dropped [1]
-        .template Ret<I32>()        // row_of [R, n, K]
-        .template Ret<I32>()        // row_slot [N]
-        .template Ret<I32>()        // slot_counts [R]
-        .template Ret<I32>()        // slot_of [n, K]
-        .template Ret<I32>()        // num_invalid [1]
+    return Arrived::Bind(std::move(binding)
+                             .template Arg<AnyBuffer>()  // tokens [n, H]
+                             .template Arg<I32>()        // topk_ids [n, K]
+                             .template Arg<F32>()        // router_weights [n, K]
+                             .template Arg<F32>()        // input_scale [1]
+                             .template Arg<I32>())       // after [1]
+        .template Ret<I32>()                             // slot_of [n, K]
+        .template Ret<I32>()                             // num_invalid [1]
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("site")
         .template Attr<int64_t>("expert_alignment")
         .template Attr<bool>("zero_tail")
-        .template Attr<std::string_view>("format");
+        .template Attr<std::string_view>("format")
+        .template Attr<std::string_view>("scale_layout");
   }
-  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights, const I32& after,
-                    Out<AnyBuffer> rows, Out<I32> row_offsets, Out<I32> group_sizes,
-                    Out<I32> expert_counts, Out<I32> expert_ids, Out<I32> src_info,
-                    Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of, Out<I32> row_slot,
-                    Out<I32> slot_counts, Out<I32> slot_of, Out<I32> num_invalid, int64_t group_key,
-                    int64_t site, int64_t expert_alignment, bool zero_tail,
-                    std::string_view format_name) {
+  ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
+                    const F32& input_scale, const I32& after, Out<AnyBuffer> rows,
+                    Out<AnyBuffer> scales, Out<I32> row_offsets, Out<I32> group_sizes,
+                    Out<I32> expert_counts, Out<I32> expert_ids, Out<I32> scales_offsets,
+                    Out<I32> src_info, Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of,
+                    Out<I32> row_slot, Out<I32> slot_counts, Out<I32> slot_of, Out<I32> num_invalid,
+                    int64_t group_key, int64_t site, int64_t expert_alignment, bool zero_tail,
+                    std::string_view format_name, std::string_view scale_layout) {
     key = group_key;
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{}, row_element{};
-    EpShape row_shape;
-    CheckTokens(check, "the rows", *rows, row_shape, row_element);
-    CheckTokens(check, "tokens", tokens, shape, element);
-    check.Rank("topk_ids", ids, 2);
-    check.Rank("row_of", *row_of, 3);
-    check.Rank("expert_counts", *expert_counts, 1);
+    Arrived arrived{rows,       scales,         row_offsets, group_sizes, expert_counts,
+                    expert_ids, scales_offsets, src_info,    row_weights, num_dropped,
+                    row_of,     row_slot,       slot_counts};
+    const bool tiled = CheckTiled(check, scale_layout);
+    EpShape rows_shape;
+    arrived.ReadShape(check, format, rows_shape);
+    CheckTokens(check, "tokens", tokens, shape, step.element);
     if (!check.ok()) return check.error();
-    shape.top_k = Dim(ids, 1);
-    shape.ranks = Dim(*row_of, 0);
-    shape.local_experts = Dim(*expert_counts, 0);
-    shape.recv_rows = Dim(*rows, 0);
+    shape.top_k = rows_shape.top_k;
+    shape.ranks = rows_shape.ranks;
+    shape.local_experts = rows_shape.local_experts;
+    shape.recv_rows = rows_shape.recv_rows;
     shape.expert_alignment = expert_alignment;
     check.Shape(shape);
-    check.Require(element == row_element, "the rows must have the dtype of the tokens");
+    if (!check.ok()) return check.error();
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
+    check.Require(encoding.quantized || rows->element_type() == tokens.element_type(),
+                  "the rows must have the dtype of the tokens");
+    check.Dims("row_of", *row_of, {shape.ranks, shape.tokens, shape.top_k});
     check.Dims("topk_ids", ids, {shape.tokens, shape.top_k});
     check.Dims("router_weights", weights, {shape.tokens, shape.top_k});
-    check.Dims("the rows", *rows, {shape.recv_rows, shape.hidden});
-    check.Dims("row_offsets", *row_offsets, {shape.local_experts + 1});
-    check.Dims("group_sizes", *group_sizes, {shape.local_experts});
-    check.Dims("expert_ids", *expert_ids, {shape.local_experts});
-    check.Dims("src_info", *src_info, {shape.recv_rows, 3});
-    check.Dims("the rows' router_weights", *row_weights, {shape.recv_rows});
-    check.Dims("num_dropped", *num_dropped, {1});
-    check.Dims("row_of", *row_of, {shape.ranks, shape.tokens, shape.top_k});
-    check.Dims("row_slot", *row_slot, {shape.recv_rows});
-    check.Dims("slot_counts", *slot_counts, {shape.ranks});
     check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
     check.Dims("num_invalid", *num_invalid, {1});
+    CheckInputScale(check, input_scale);
     CheckAfter(check, after);
+    arrived.Check(check, shape, encoding, tiled);
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
-    if (!check.ok()) return check.error();
-    message_bytes = DispatchMessage::Of(encoded.payload, encoded.scales, shape.top_k).bytes;
+    message_bytes =
+        DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k).bytes;
+    arrived.Fill(step, tiled);
     step.zero_tail = zero_tail;
     step.site = site;
     step.tokens = tokens.untyped_data();
     step.ids = ids.typed_data();
     step.weights = weights.typed_data();
-    step.rows = static_cast<uint8_t*>(rows->untyped_data());
-    step.row_offsets = row_offsets->typed_data();
-    step.group_sizes = group_sizes->typed_data();
-    step.expert_counts = expert_counts->typed_data();
-    step.expert_ids = expert_ids->typed_data();
-    step.src_info = src_info->typed_data();
-    step.row_weights = row_weights->typed_data();
-    step.num_dropped = num_dropped->typed_data();
+    step.input_scale = input_scale.typed_data();
     step.num_invalid = num_invalid->typed_data();
     step.slot_of = slot_of->typed_data();
-    step.row_of = row_of->typed_data();
-    step.row_slot = row_slot->typed_data();
-    step.slot_counts = slot_counts->typed_data();
     return ffi::Error::Success();
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
@@ -175,10 +152,10 @@ struct DecodedWindowCachedDispatch {
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
-    ElementType element{}, row_element{};
+    ElementType row_element{};
     EpShape row_shape;
     CheckTokens(check, "rows", *rows, row_shape, row_element);
-    CheckTokens(check, "tokens", tokens, shape, element);
+    CheckTokens(check, "tokens", tokens, shape, step.element);
     check.Rank("weights", weights, 2);
     check.Rank("row_of", row_of, 3);
     if (!check.ok()) return check.error();
@@ -187,7 +164,7 @@ struct DecodedWindowCachedDispatch {
     shape.top_k = Dim(row_of, 2);
     step.num_weights = Dim(weights, 1);
     check.Shape(shape);
-    check.Require(element == row_element, "rows must have the dtype of the tokens");
+    check.Require(step.element == row_element, "rows must have the dtype of the tokens");
     check.Require(step.num_weights == 0 || step.num_weights == shape.top_k,
                   "weights must have 0 or K columns");
     check.Dims("weights", weights, {shape.tokens, step.num_weights});
@@ -199,11 +176,9 @@ struct DecodedWindowCachedDispatch {
     check.Dims("done", *done, {1});
     CheckAfter(check, after);
     if (!check.ok()) return check.error();
-    const EncodedBytes encoded = EncodedBytesOf(format, shape);
-    check.Require(encoded.payload >= 0, "unknown format " + std::string(format));
+    const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     if (!check.ok()) return check.error();
-    message_bytes =
-        CachedDispatchMessage::Of(encoded.payload, encoded.scales, step.num_weights).bytes;
+    message_bytes = CachedMessageOf(encoding, step.num_weights).bytes;
     step.site = site;
     step.tokens = tokens.untyped_data();
     step.weights = weights.typed_data();
@@ -261,7 +236,7 @@ struct DecodedWindowCombine {
     EpShape row_shape;
     CheckTokens(check, "expert_out", expert_out, row_shape, step.element);
     CheckTokens(check, "output", *output, shape, output_element);
-    CheckWireType(check, combine_dtype, step.wire);
+    CheckWireType(check, combine_dtype, step);
     check.Rank("row_of", row_of, 3);
     if (!check.ok()) return check.error();
     shape.recv_rows = row_shape.tokens;
@@ -270,30 +245,18 @@ struct DecodedWindowCombine {
     step.num_weights = with_weight_grads ? shape.top_k : 0;
     check.Shape(shape);
     check.Require(step.element == output_element, "output must have the dtype of expert_out");
-    check.Require(residual.element_type() == output->element_type(),
-                  "residual must have the dtype of the output");
-    check.Dims("expert_out", expert_out, {shape.recv_rows, shape.hidden});
-    check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
-    check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
-    check.Dims("row_of", row_of, {shape.ranks, shape.tokens, shape.top_k});
-    check.Dims("slot_counts", slot_counts, {shape.ranks});
-    check.Dims("slot_of", slot_of, {shape.tokens, shape.top_k});
-    check.Dims("residual", residual, {with_residual ? shape.tokens : 0, shape.hidden});
+    if (!check.ok()) return check.error();
+    const RowOperands row_operands{expert_out,  row_weights, weight_grads,     row_of,
+                                   slot_counts, weighted,    with_weight_grads};
+    row_operands.Decode(check, step);
+    const TokenOperands token_operands{slot_of, residual, *output, with_residual};
+    token_operands.Decode(check, step);
     check.Dims("the tokens' weight_grads", *output_weight_grads, {shape.tokens, step.num_weights});
     check.Dims("done", *done, {1});
     CheckAfter(check, after);
     if (!check.ok()) return check.error();
-    message_bytes =
-        CombineMessage::Of(shape.hidden * ElementBytes(step.wire), step.num_weights).bytes;
+    message_bytes = CombineMessageOf(step).bytes;
     step.site = site;
-    step.expert_out = expert_out.untyped_data();
-    step.row_weights = weighted ? row_weights.typed_data() : nullptr;
-    step.weight_grads = weight_grads.typed_data();
-    step.row_of = row_of.typed_data();
-    step.slot_counts = slot_counts.typed_data();
-    step.slot_of = slot_of.typed_data();
-    step.residual = with_residual ? residual.untyped_data() : nullptr;
-    step.output = output->untyped_data();
     step.output_weight_grads = output_weight_grads->typed_data();
     step.done = done->typed_data();
     return ffi::Error::Success();

@@ -46,7 +46,7 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
       .top_k = config.top_k,
       .hidden = config.hidden,
       .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
-      .combine_message_bytes = CombineMessage::Of(config.hidden * widest, config.top_k).bytes,
+      .combine_message_bytes = CombineMessage::Of(config.hidden * widest, 0, config.top_k).bytes,
       .depth = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1,
   };
   return dispatch_bytes >= 0;

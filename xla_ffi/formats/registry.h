@@ -4,8 +4,19 @@
 #include <string_view>
 
 #include "formats/bf16.h"
+#include "formats/fp8_block128.h"
+#include "formats/mxfp4.h"
+#include "formats/mxfp8.h"
+#include "formats/nvfp4.h"
 
-#define JAX_EP_TOKEN_FORMATS(FORMAT) FORMAT(Bf16Format)
+#define JAX_EP_TOKEN_FORMATS(FORMAT) \
+  FORMAT(Bf16Format)                 \
+  JAX_EP_QUANTIZED_FORMATS(FORMAT)
+#define JAX_EP_QUANTIZED_FORMATS(FORMAT) \
+  FORMAT(Fp8Block128Format)              \
+  FORMAT(MxFp8Format)                    \
+  FORMAT(MxFp4Format)                    \
+  FORMAT(NvFp4Format)
 
 namespace jax_ep {
 

@@ -1,15 +1,18 @@
 // What a token format is: how a token becomes payload and scales in a message. One header a format;
-// registry.h lists them.
+// registry.h lists them. A format gives pure pieces, host and device; who walks over a row (a loop
+// of the CPU, lanes of a warp) puts them together.
 #pragma once
 
 #include <concepts>
 #include <cstdint>
 
+#include "formats/numbers.h"
+#include "protocol/platform.h"
+
 namespace jax_ep {
 
 template <typename F>
-concept TokenFormat = requires(const void* token, int64_t hidden, int64_t element_bytes,
-                               uint8_t* payload, uint8_t* scales) {
+concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
   // The name in SPEC.md section 5.
   { F::kName } -> std::convertible_to<const char*>;
   // Elements that share a scale; hidden_size must be a multiple of it. 1 without scales.
@@ -17,10 +20,50 @@ concept TokenFormat = requires(const void* token, int64_t hidden, int64_t elemen
   // dtype names of `tokens` and `scales`; nullptr: the token's own dtype, and no scales.
   { F::kPayloadDtype } -> std::convertible_to<const char*>;
   { F::kScaleDtype } -> std::convertible_to<const char*>;
+  // Whether input_scale means anything.
+  { F::kTakesInputScale } -> std::convertible_to<bool>;
   { F::PayloadBytes(hidden, element_bytes) } -> std::same_as<int64_t>;
   { F::ScaleBytes(hidden) } -> std::same_as<int64_t>;
-  // Host: encodes one token of `hidden` elements.
-  { F::EncodeToken(token, hidden, element_bytes, payload, scales) } -> std::same_as<void>;
+};
+
+// A format that makes codes and scales of blocks. A value x of a block is
+//   Code::Encode(Scaled<F>(x, F::FactorOf(scale, input_scale))),
+// with scale = F::ScaleOf(amax_bits, input_scale), and comes back as Restored(Code::Decode(code),
+// ScaleValue(scale), input_scale). `amax_bits` is the largest of the elements' absolute float32
+// bits: of a block with NaN or Inf at least 0x7F800000. The factor is NaN where all codes of a
+// block are those of a NaN.
+template <typename F>
+concept QuantizedFormat =
+    TokenFormat<F> && requires(uint32_t bits, float value, typename F::Scale scale) {
+      // Of an element: kBits, Encode, Decode and, on the device, EncodeTwo.
+      typename F::Code;
+      // What `scales` holds of a block.
+      typename F::Scale;
+      { F::ScaleOf(bits, value) } -> std::same_as<typename F::Scale>;
+      { F::FactorOf(scale, value) } -> std::same_as<float>;
+      // Whether x is divided by the factor or multiplied with it.
+      { F::kDivides } -> std::convertible_to<bool>;
+      { F::ScaleValue(scale) } -> std::same_as<float>;
+      { F::Restored(value, value, value) } -> std::same_as<float>;
+    };
+
+template <QuantizedFormat Format>
+JAX_EP_HOST_DEVICE float Scaled(float x, float factor) {
+  return Format::kDivides ? Divide(x, factor) : Multiply(x, factor);
+}
+
+// Bytes of a payload and of scales follow from the pieces.
+template <typename Code, typename ScaleType, int64_t kElements>
+struct BlockSizes {
+  static constexpr int64_t kBlock = kElements;
+  using Scale = ScaleType;
+
+  JAX_EP_HOST_DEVICE static constexpr int64_t PayloadBytes(int64_t hidden, int64_t) {
+    return hidden * Code::kBits / 8;
+  }
+  JAX_EP_HOST_DEVICE static constexpr int64_t ScaleBytes(int64_t hidden) {
+    return hidden / kBlock * static_cast<int64_t>(sizeof(Scale));
+  }
 };
 
 }  // namespace jax_ep

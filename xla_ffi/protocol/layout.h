@@ -92,14 +92,17 @@ struct CachedDispatchMessage {
 
 // The sum of a slot's rows on its way home. `num_weights` is K when weight gradients ride along.
 struct CombineMessage {
-  int64_t row;          // combine_dtype [H]
+  int64_t row;          // combine_dtype [H], or the codes of combine_format
+  int64_t scales;       // its scales, if it is quantised
   int64_t weight_grad;  // float32 [num_weights]
   int64_t bytes;
 
-  JAX_EP_HOST_DEVICE static constexpr CombineMessage Of(int64_t row_bytes, int64_t num_weights) {
+  JAX_EP_HOST_DEVICE static constexpr CombineMessage Of(int64_t row_bytes, int64_t scale_bytes,
+                                                        int64_t num_weights) {
     LayoutCursor cursor;
     CombineMessage message{};
     message.row = cursor.Take(row_bytes, kMessageAlignBytes);
+    message.scales = cursor.Take(scale_bytes, kWeightBytes);
     message.weight_grad = cursor.Take(num_weights * kWeightBytes, kWeightBytes);
     message.bytes = RoundUp(cursor.end, kMessageStrideBytes);
     return message;
@@ -111,6 +114,6 @@ static_assert(RegionHeader::Of(64).bytes == 272);
 static_assert(DispatchMessage::Of(14336, 0, 8).source_token == 14336);
 static_assert(DispatchMessage::Of(14336, 0, 8).bytes == 14336 + 128);
 static_assert(CachedDispatchMessage::Of(14336, 0, 0).bytes == 14336);
-static_assert(CombineMessage::Of(14336, 8).bytes == 14336 + 128);
+static_assert(CombineMessage::Of(14336, 0, 8).bytes == 14336 + 128);
 
 }  // namespace jax_ep

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
 namespace jax_ep {
@@ -29,38 +30,44 @@ struct alignas(16) InvalidIdReport {
 // route + encode: tokens -> one region a destination rank.
 struct PackStep {
   EpShape shape;
-  const void* tokens;       // [n, H]
-  const int32_t* ids;       // [n, K]
-  const float* weights;     // [n, K]
-  uint8_t* send;            // [R, region]
-  int32_t* slot_of;         // [n, K]
-  int32_t* position;        // [n, K]
-  int32_t* num_invalid;     // [1]
-  InvalidIdReport* report;  // nullptr: not reported
+  ElementType element;
+  const void* tokens;        // [n, H]
+  const int32_t* ids;        // [n, K]
+  const float* weights;      // [n, K]
+  const float* input_scale;  // [1], of formats that take one
+  uint8_t* send;             // [R, region]
+  int32_t* slot_of;          // [n, K]
+  int32_t* position;         // [n, K]
+  int32_t* num_invalid;      // [1]
+  InvalidIdReport* report;   // nullptr: not reported
 };
 
 // place: one region a source rank -> rows and the expert rank's tables.
 struct UnpackStep {
   EpShape shape;
   bool zero_tail;
-  const uint8_t* recv;     // [R, region]
-  uint8_t* rows;           // [N, payload]
-  int32_t* row_offsets;    // [G + 1]
-  int32_t* group_sizes;    // [G]
-  int32_t* expert_counts;  // [G]
-  int32_t* expert_ids;     // [G]
-  int32_t* src_info;       // [N, 3]
-  float* row_weights;      // [N]
-  int32_t* num_dropped;    // [1]
-  int32_t* row_of;         // [R, n, K]
-  int32_t* row_slot;       // [N]
-  int32_t* slot_counts;    // [R]
-  int32_t* row_base;       // [R, L] first row of each (source, local expert), before the cut by N
+  ScaleLayout scale_layout;
+  const uint8_t* recv;  // [R, region]
+  uint8_t* rows;        // [N, payload]
+  uint8_t* scales;      // [N, scales] or, tiled, [tiles, words, 32, 4, 4]; of formats that have any
+  int32_t* row_offsets;     // [G + 1]
+  int32_t* group_sizes;     // [G]
+  int32_t* expert_counts;   // [G]
+  int32_t* expert_ids;      // [G]
+  int32_t* scales_offsets;  // [G] when scales are tiled
+  int32_t* src_info;        // [N, 3]
+  float* row_weights;       // [N]
+  int32_t* num_dropped;     // [1]
+  int32_t* row_of;          // [R, n, K]
+  int32_t* row_slot;        // [N]
+  int32_t* slot_counts;     // [R]
+  int32_t* row_base;        // [R, L] first row of each (source, local expert), before the cut by N
 };
 
 // encode along a known route.
 struct CachedPackStep {
   EpShape shape;
+  ElementType element;
   int64_t num_weights;     // K or 0
   const void* tokens;      // [n, H]
   const float* weights;    // [n, num_weights]
@@ -68,14 +75,15 @@ struct CachedPackStep {
   uint8_t* send;           // [R, n * message]
 };
 
-// place along a known route; padding and tail become zero.
+// decode and place along a known route; padding and tail become zero.
 struct CachedUnpackStep {
   EpShape shape;
+  ElementType element;      // of rows
   int64_t num_weights;      // K or 0
   const uint8_t* recv;      // [R, n * message]
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
-  uint8_t* rows;            // [N, payload]
+  uint8_t* rows;            // [N, H]
   float* row_weights;       // [N] or unused without weights
 };
 
@@ -84,6 +92,7 @@ struct CombinePackStep {
   EpShape shape;
   ElementType element;         // of expert_out
   ElementType wire;            // of the sums
+  bool quantized;              // the sums travel as fp8_block128 instead
   int64_t num_weights;         // K when weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
@@ -98,6 +107,7 @@ struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
   ElementType wire;
+  bool quantized;
   int64_t num_weights;
   const uint8_t* recv;     // [R, n * message]
   const int32_t* slot_of;  // [n, K]
@@ -105,5 +115,33 @@ struct CombineUnpackStep {
   void* output;            // [n, H]
   float* weight_grads;     // [n, num_weights]
 };
+
+// [rows, H] to codes and scales, and back.
+struct QuantizeStep {
+  int64_t rows;
+  int64_t hidden;
+  ElementType element;
+  const void* tokens;         // [rows, H]
+  const float* input_scales;  // [num_input_scales], each of as many rows in turn
+  int64_t num_input_scales;
+  uint8_t* payload;  // [rows, payload]
+  uint8_t* scales;   // [rows, scales]
+};
+struct DequantizeStep {
+  int64_t rows;
+  int64_t hidden;
+  ElementType element;     // of tokens
+  const uint8_t* payload;  // [rows, payload]
+  const uint8_t* scales;   // [rows, scales]
+  const float* input_scales;
+  int64_t num_input_scales;
+  void* tokens;  // [rows, H]
+};
+
+// The index in input_scales of a row's.
+template <typename Step>
+JAX_EP_HOST_DEVICE int64_t InputScaleOf(const Step& step, int64_t row) {
+  return row / (step.rows / step.num_input_scales);
+}
 
 }  // namespace jax_ep

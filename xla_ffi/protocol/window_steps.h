@@ -15,29 +15,35 @@ using CallSite = int64_t;
 struct WindowDispatchStep {
   EpShape shape;
   bool zero_tail;
+  ElementType element;
+  ScaleLayout scale_layout;
   CallSite site;
-  const void* tokens;       // [n, H]
-  const int32_t* ids;       // [n, K]
-  const float* weights;     // [n, K]
-  uint8_t* rows;            // [N, payload]
-  int32_t* row_offsets;     // [G + 1]
-  int32_t* group_sizes;     // [G]
-  int32_t* expert_counts;   // [G]
-  int32_t* expert_ids;      // [G]
-  int32_t* src_info;        // [N, 3]
-  float* row_weights;       // [N]
-  int32_t* num_dropped;     // [1]
-  int32_t* num_invalid;     // [1]
-  int32_t* slot_of;         // [n, K]
-  int32_t* row_of;          // [R, n, K]
-  int32_t* row_slot;        // [N]
-  int32_t* slot_counts;     // [R]
-  InvalidIdReport* report;  // nullptr: not reported
+  const void* tokens;        // [n, H]
+  const int32_t* ids;        // [n, K]
+  const float* weights;      // [n, K]
+  const float* input_scale;  // [1], of formats that take one
+  uint8_t* rows;             // [N, payload]
+  uint8_t* scales;           // as in UnpackStep
+  int32_t* row_offsets;      // [G + 1]
+  int32_t* group_sizes;      // [G]
+  int32_t* expert_counts;    // [G]
+  int32_t* expert_ids;       // [G]
+  int32_t* scales_offsets;   // [G] when scales are tiled
+  int32_t* src_info;         // [N, 3]
+  float* row_weights;        // [N]
+  int32_t* num_dropped;      // [1]
+  int32_t* num_invalid;      // [1]
+  int32_t* slot_of;          // [n, K]
+  int32_t* row_of;           // [R, n, K]
+  int32_t* row_slot;         // [N]
+  int32_t* slot_counts;      // [R]
+  InvalidIdReport* report;   // nullptr: not reported
 };
 
-// encode + exchange + place along a known route; padding and tail become zero.
+// encode + exchange + decode + place along a known route; padding and tail become zero.
 struct WindowCachedDispatchStep {
   EpShape shape;
+  ElementType element;  // of tokens and rows
   CallSite site;
   int64_t num_weights;      // K or 0
   const void* tokens;       // [n, H]
@@ -45,7 +51,7 @@ struct WindowCachedDispatchStep {
   const int32_t* slot_of;   // [n, K]
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
-  uint8_t* rows;            // [N, payload]
+  uint8_t* rows;            // [N, H]
   float* row_weights;       // [N] or unused without weights
   int32_t* done;            // [1] zero: what a later call of the group takes to come after
 };
@@ -56,6 +62,7 @@ struct WindowCombineStep {
   CallSite site;
   ElementType element;         // of expert_out, residual and output
   ElementType wire;            // of the sums that travel
+  bool quantized;              // they travel as fp8_block128 instead
   int64_t num_weights;         // K when weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1

@@ -1,0 +1,28 @@
+// What a combine's sums travel as: elements of the wire's type, or codes and scales of the one
+// format that combine_format and grad_format take. Used by handlers and kernels of combine.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/fp8_block128.h"
+#include "protocol/layout.h"
+#include "protocol/steps.h"
+
+namespace jax_ep {
+
+using CombineFormat = Fp8Block128Format;
+
+constexpr CombineMessage CombineMessageOf(int64_t hidden, ElementType wire, bool quantized,
+                                          int64_t num_weights) {
+  if (!quantized) return CombineMessage::Of(hidden * ElementBytes(wire), 0, num_weights);
+  return CombineMessage::Of(CombineFormat::PayloadBytes(hidden, 0),
+                            CombineFormat::ScaleBytes(hidden), num_weights);
+}
+
+// Of any of the steps of a combine.
+template <typename Step>
+constexpr CombineMessage CombineMessageOf(const Step& step) {
+  return CombineMessageOf(step.shape.hidden, step.wire, step.quantized, step.num_weights);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,59 @@
+// float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity, NaN 0x7F. Used by the formats
+// whose payload or scales have it.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/numbers.h"
+
+namespace jax_ep {
+
+struct E4M3 {
+  static constexpr int kBits = 8;
+
+  static constexpr uint32_t kNan = 0x7F;
+
+  // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
+  JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
+    return value != value ? kNan : EncodeNumber(value);
+  }
+
+  // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
+  JAX_EP_HOST_DEVICE static uint32_t EncodeNumber(float value) {
+    constexpr uint32_t kLargest = 0x43E00000;  // 448
+    constexpr int kDropped = 20;               // mantissa bits
+    const uint32_t bits = FloatBits(value);
+    const uint32_t magnitude = Min(bits & 0x7FFFFFFFu, kLargest);
+    const uint32_t rebased = magnitude - (120u << 23);  // exponent bias 127 -> 7
+    const uint32_t normal = (rebased + 0x7FFFFu + ((rebased >> kDropped) & 1u)) >> kDropped;
+    // Below the least normal number, 2^-6, adding 2^14 leaves 2^-9 as the last place, so that the
+    // float adder rounds.
+    const uint32_t denormal = FloatBits(Add(BitsFloat(magnitude), 0x1p14f)) - 0x46800000u;
+    const uint32_t code = magnitude < (121u << 23) ? denormal : normal;
+    return code | ((bits >> 24) & 0x80u);
+  }
+
+  // Exact.
+  JAX_EP_HOST_DEVICE static float Decode(uint32_t code) {
+    const uint32_t magnitude = code & 0x7Fu;
+    // Exponent bias 7 -> 127, right for normal and denormal codes alike.
+    const uint32_t finite = FloatBits(BitsFloat(magnitude << 20) * 0x1p120f);
+    const uint32_t bits = magnitude == 0x7Fu ? 0x7FC00000u : finite;
+    return BitsFloat(bits | (code & 0x80u) << 24);
+  }
+
+#if defined(__CUDACC__)
+  // Two at once, the first in the low bits.
+  __device__ __forceinline__ static uint32_t EncodeTwo(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+    return codes;
+#else
+    return Encode(first) | Encode(second) << kBits;
+#endif
+  }
+#endif
+};
+
+}  // namespace jax_ep
