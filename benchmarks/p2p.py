@@ -67,7 +67,7 @@ def parse(arguments):
     parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--milliseconds", type=float, default=30, help="of a program")
+    parser.add_argument("--milliseconds", type=float, default=100, help="of a program")
     parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
     parser.add_argument("--seed", type=int, help="of routing and tokens")
     parser.add_argument("--budget", type=float, default=300, help="seconds in all")

@@ -159,7 +159,9 @@ int Main(int argc, char** argv) {
   // So that lines are there if it ends at once.
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   World world = Open(ParseOptions(argc, argv));
-  std::printf("%zu GPUs, seed %lld\n", world.ranks.size(),
+  cudaDeviceProp properties;
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
+  std::printf("%zu x %s, seed %lld\n", world.ranks.size(), properties.name,
               static_cast<long long>(world.options.seed));
   if (world.options.check) CheckAll(world);
   TimeAll(world);

@@ -1,18 +1,21 @@
 """Checks and times the fused window calls on all GPUs of this host, without JAX.
 
-    python benchmarks/window_kernels.py [--keep PROGRAM] [--nvcc FLAG]... [option]...
+    python benchmarks/window_kernels.py [--keep PROGRAM] [--record] [option]...
 
 Builds benchmarks/window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
 all other options, among them
     --tokens 128,4096  --sms 0,24,132  --kinds dbc  --capacity worst  --no-check
 A built program's own `--help` has them all. `--keep` leaves the program at a path, for
-a profiler or for more runs, and does not run it. `--nvcc=-lineinfo` gives the compiler
-a further flag.
+a profiler or for more runs, and does not run it. `--record` also writes what was timed
+to benchmarks/results/kernels-<gpu>x<n>-<date>.json, if nothing was wrong.
+`--nvcc=-lineinfo` gives the compiler a further flag.
 Status: the program's, 1 for a wrong result, 2 for a wait that failed.
 """
 
 import argparse
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,10 @@ KERNELS = ("window_dispatch", "window_cached_dispatch", "window_combine")
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
 # The host adds up what the GPUs do, and rounds as often.
 HOST_FLAGS = "-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-pthread"
+HEAD = re.compile(r"(\d+) x (.+), seed (\d+)")
+LINE = re.compile(
+    r"(dispatch|cached dispatch|combine) +(\d+) +(\d+)" + r" +([\d.]+)" * 3
+)
 
 
 def build(program, flags, folder):
@@ -45,6 +52,49 @@ def build(program, flags, folder):
     subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
 
 
+def record_of(lines, options):
+    """What the program printed, as a record."""
+    head = next(match for line in lines if (match := HEAD.fullmatch(line)))
+    rows = [match.groups() for line in lines if (match := LINE.fullmatch(line))]
+    return {
+        "kind": "window kernels",
+        "count": int(head[1]),
+        "device": head[2],
+        "seed": int(head[3]),
+        "driver": gpu_limits.driver(),
+        "commit": recording.commit(),
+        "date": recording.date(),
+        "command": shlex.join(["benchmarks/window_kernels.py", *options]),
+        "checked": [line for line in lines if line.startswith("checked")],
+        "results": [
+            {
+                "call": call,
+                "tokens": int(tokens),
+                "sms": int(sms),
+                "us": float(us),
+                "gb_s": float(gb_s),
+                "floor_us": float(floor_us),
+            }
+            for call, tokens, sms, us, gb_s, floor_us in rows
+        ],
+    }
+
+
+def run(program, options, records):
+    """Runs it, showing its lines as they come; its exit status."""
+    command = [str(program), *options]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    if records and process.returncode == 0:
+        record = record_of(lines, options)
+        name = f"kernels-{recording.short_device(record['device'])}x{record['count']}"
+        recording.write(name, record)
+    return process.returncode
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -52,6 +102,7 @@ def main():
         allow_abbrev=False,
     )
     parser.add_argument("--keep", type=pathlib.Path, metavar="PROGRAM")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--nvcc", action="append", default=[], metavar="FLAG")
     arguments, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +111,7 @@ def main():
         if arguments.keep:
             print(f"built {program}")
             return 0
-        return subprocess.run([str(program), *options], check=False).returncode
+        return run(program, options, arguments.record)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,17 @@ import sys
 from jax_ep import _native_cpu as native
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import draw
 import format_errors
 import p2p_report
+import performance_tables
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def table(header, rows):
@@ -78,6 +81,11 @@ def newest(prefix):
     return found[-1] if found else None
 
 
+def from_newest(prefix, part):
+    data = newest(prefix)
+    return part(data, table) if data else "No run is recorded yet."
+
+
 def newest_suites():
     """By transport and devices; a record without a transport is collective's."""
     found = {}
@@ -118,28 +126,6 @@ def cpu_part(data):
     return head + "\n\n" + table(columns, rows)
 
 
-def _speed_up(row):
-    p2p, ragged = row["p2p"], row["ragged_best_us"]
-    return p2p_report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
-
-
-def _p2p_row(row):
-    p2p = row["p2p"] or {}
-    share = p2p.get("of_peak")
-    return (
-        row["tokens"],
-        row["op"],
-        p2p_report.number(row["floor_us"], 1),
-        p2p_report.number(p2p.get("us"), 1),
-        p2p_report.number(p2p.get("gb_s"), 0),
-        p2p_report.number(100 * share if share else None, 0),
-        p2p_report.number(row["collective_us"], 0),
-        p2p_report.number(row["ragged_default_us"], 0),
-        p2p_report.number(row["ragged_best_us"], 0),
-        _speed_up(row),
-    )
-
-
 def p2p_part(data):
     failures = p2p_report.failures(data)
     if failures or not data["peak_gb_s"]:
@@ -161,9 +147,9 @@ def p2p_part(data):
         "the peers on all GPUs at once, in the same run; GB/s and % count the same "
         "bytes. `ragged` is JAX's own path: rows sorted by expert, "
         "`jax.lax.ragged_all_to_all` of each (token, k) and grouping by expert; back, "
-        "and the weighted sum (`benchmarks/ragged.py`), with XLA's default flags and "
-        f"the fastest of what was tried (here {', '.join(labels)}); `speed-up` is "
-        "p2p's over that best. Every table, row and sum of p2p was compared with the "
+        "and the weighted sum (`benchmarks/ragged.py`), with XLA's default flags, with "
+        "its best ones for as many updates, and the fastest of what was tried (here "
+        f"{', '.join(labels)}); `speed-up` is p2p's over that. Every table, row and sum of p2p was compared with the "
         "collective transport's in this run, bit for bit."
     )
     columns = (
@@ -175,14 +161,24 @@ def p2p_part(data):
         "% of peak",
         "collective us",
         "ragged us",
+        "best flags us",
         "its best us",
         "speed-up",
     )
     order = sorted(rows, key=lambda row: (row["op"] != "dispatch", row["tokens"]))
     tables = [
-        table(columns, [_p2p_row(row) for row in order if row["routing"] == "uniform"])
+        table(
+            columns,
+            [
+                performance_tables.p2p_row(row)
+                for row in order
+                if row["routing"] == "uniform"
+            ],
+        )
     ]
-    skewed = [_p2p_row(row)[:7] for row in order if row["routing"] == "zipf"]
+    skewed = [
+        performance_tables.p2p_row(row)[:7] for row in order if row["routing"] == "zipf"
+    ]
     if skewed:
         tables += [
             "Skewed routing (popularity of experts as 1 / place, `recv_capacity` what "
@@ -298,6 +294,8 @@ def main():
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (ROOT / "README.md", "benchmarks", benchmarks()),
+        (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
+        (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
     ):
         old = path.read_text()
         new = fill(old, name, body)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchma
 import draw
 import p2p
 import p2p_report
+import window_kernels
 
 
 def row(us, **changes):
@@ -57,14 +58,15 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
         row(5.0, wrong=True, differences={"y": 3}),
         row(70.0, transport="collective"),
         row(900.0, transport="ragged", flags="default"),
-        row(300.0, transport="ragged", flags="decomposer"),
+        row(500.0, transport="ragged", flags="other", updates="rank"),
+        row(300.0, transport="ragged", flags="decomposer", updates="expert"),
         row(1.0, zero_tail=True),
     ]
     (found,) = p2p_report.summary(rows)
     assert found["p2p"]["us"] == 20.0
     assert found["collective_us"] == 70.0
     assert (found["ragged_default_us"], found["ragged_best_us"]) == (900.0, 300.0)
-    assert found["ragged_best"] == "decomposer"
+    assert (found["ragged_best"], found["ragged_flags_us"]) == ("decomposer", 500.0)
     p2p_report.print_table(record(*rows))
     assert "WRONG: {'y': 3}" in capsys.readouterr().out
 
@@ -104,3 +106,24 @@ def test_picture_is_marked_with_its_record(tmp_path):
         draw.save(first, path)
     assert draw.mark(first) in paths[0].read_text()
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_record_of_window_kernels():
+    lines = [
+        "4 x NVIDIA H200, seed 7",
+        "checked T 1, sms 0: right",
+        "call                 T  sms         us     GB/s floor us",
+        "cached dispatch   1024   24     139.26    287.3    113.0",
+    ]
+    record = window_kernels.record_of(lines, ["--tokens", "1024"])
+    assert (record["count"], record["device"], record["seed"]) == (4, "NVIDIA H200", 7)
+    assert record["checked"] == lines[1:2]
+    (row,) = record["results"]
+    assert row == {
+        "call": "cached dispatch",
+        "tokens": 1024,
+        "sms": 24,
+        "us": 139.26,
+        "gb_s": 287.3,
+        "floor_us": 113.0,
+    }

@@ -1,0 +1,83 @@
+"""Tables from records of p2p.py and window_kernels.py, for README.md and docs."""
+
+import p2p_report
+
+# (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden 7168,
+# bfloat16, top-8 of 256, uniform routing.
+TARGETS = (
+    ("dispatch", 1, 12, 8),
+    ("dispatch", 128, 28, 20),
+    ("dispatch", 4096, 560, 495),
+    ("dispatch", 8192, 1100, 990),
+    ("combine", 1, 12, 8),
+    ("combine", 128, 30, 20),
+    ("combine", 4096, 560, 495),
+    ("combine", 8192, 1080, 990),
+)
+
+
+def _source(data, command):
+    return (
+        f"{data['count']} x {data['device']}, {data['date']}, commit "
+        f"{data['commit'][:12]}; `{command}`"
+    )
+
+
+def targets(data, table):
+    """What was aimed at beside what was measured."""
+    found = {
+        (row["op"], row["tokens"]): row
+        for row in p2p_report.summary(data["results"])
+        if row["routing"] == "uniform" and row["p2p"]
+    }
+    rows = []
+    for op, tokens, limit, aim in TARGETS:
+        row = found.get((op, tokens))
+        if row is None:
+            continue
+        us = row["p2p"]["us"]
+        verdict = "reached" if us <= aim else "met" if us <= limit else "missed"
+        floor = p2p_report.number(row["floor_us"], 1)
+        rows.append((op, tokens, floor, limit, aim, f"{us:.1f}", verdict))
+    columns = ("", "T a rank", "floor us", "target us", "aim us", "measured us", "")
+    return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
+
+
+def sms(data, table):
+    """Microseconds of the kernels alone by the number of multiprocessors."""
+    counts = sorted({row["sms"] for row in data["results"]})
+    times = {
+        (row["call"], row["tokens"], row["sms"]): row["us"] for row in data["results"]
+    }
+    kinds = dict.fromkeys((row["call"], row["tokens"]) for row in data["results"])
+    rows = []
+    for call, tokens in sorted(kinds):
+        cells = [times.get((call, tokens, count)) for count in counts]
+        least = min(us for us in cells if us is not None)
+        shown = ["" if us is None else f"{us:.1f} ({us / least:.2f})" for us in cells]
+        rows.append((call, tokens, *shown))
+    columns = ["", "T a rank", *("default" if c == 0 else f"{c} SMs" for c in counts)]
+    return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
+
+
+def _speed_up(row):
+    p2p, ragged = row["p2p"], row["ragged_best_us"]
+    return p2p_report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
+
+
+def p2p_row(row):
+    p2p = row["p2p"] or {}
+    share = p2p.get("of_peak")
+    return (
+        row["tokens"],
+        row["op"],
+        p2p_report.number(row["floor_us"], 1),
+        p2p_report.number(p2p.get("us"), 1),
+        p2p_report.number(p2p.get("gb_s"), 0),
+        p2p_report.number(100 * share if share else None, 0),
+        p2p_report.number(row["collective_us"], 0),
+        p2p_report.number(row["ragged_default_us"], 0),
+        p2p_report.number(row["ragged_flags_us"], 0),
+        p2p_report.number(row["ragged_best_us"], 0),
+        _speed_up(row),
+    )
