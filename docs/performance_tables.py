@@ -2,8 +2,8 @@
 
 import p2p_report
 
-# (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden 7168,
-# bfloat16, top-8 of 256, uniform routing.
+# (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden
+# 7168, bfloat16, top-8 of 256, uniform routing.
 TARGETS = (
     ("dispatch", 1, 12, 8),
     ("dispatch", 128, 28, 20),
