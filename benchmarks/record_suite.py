@@ -5,7 +5,8 @@
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-side by side where they suffice, then benchmarks/soak.py on the most. Each run leaves a
+side by side where they suffice (or, with --shared, all at once on the same GPUs), then
+benchmarks/soak.py on the most; it leaves out what no device runs. Each run leaves a
 file suite-<transport>-<device>x<n>-<date>.json, which says which devices, JAX and
 commit, and how many tests passed, failed and were skipped for which reason: the record
 behind every claim that something runs on a GPU.
@@ -17,6 +18,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,16 @@ import recording
 
 TRANSPORTS = ("p2p", "collective")
 HERE = pathlib.Path(__file__).resolve()
+# Files of tests that are the same on every machine.
+HOST_ONLY = (
+    "benchmark_report",
+    "demo",
+    "formats_errors",
+    "generate",
+    "import",
+    "protocol_model",
+    "readme",
+)
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
 
@@ -105,6 +117,7 @@ class Job:
                 env={**os.environ, **self.environment, **visible},
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.started = time.monotonic()
         return self
@@ -127,11 +140,12 @@ def run_all(args, arguments, folder):
     if most > len(free):
         raise SystemExit(f"{most} GPUs were asked for, {len(free)} are here")
     waiting = []
+    ignored = [f"--ignore-glob=*/test_{name}.py" for name in HOST_ONLY]
     for count in sorted(args.gpus, reverse=True):
         for transport in args.transports:
             # What tests p2p by name needs no second run beside the other transport.
             other = ["--ignore-glob=*/test_p2p*"] if transport != "p2p" else []
-            words = [*other, *arguments]
+            words = [*ignored, *other, *arguments]
             waiting.append((count, transport, [sys.executable, str(HERE), *words]))
     if args.soak:
         soak = str(HERE.with_name("soak.py"))
@@ -139,10 +153,12 @@ def run_all(args, arguments, folder):
             (most, "soak", [sys.executable, soak, "--calls", str(args.soak)])
         )
     running, good = [], True
+    everything = list(free)
     while waiting or running:
-        while waiting and waiting[0][0] <= len(free):
+        while waiting and (args.shared or waiting[0][0] <= len(free)):
             count, transport, command = waiting.pop(0)
-            gpus = [free.pop(0) for _ in range(count)]
+            gpus = everything[-count:] if args.shared else free[:count]
+            free = [gpu for gpu in free if gpu not in gpus]
             name = f"{transport} on {count}"
             environment = {"JAX_EP_TEST_TRANSPORT": transport}
             job = Job(name, command, gpus, folder / f"{name}.log", environment)
@@ -151,11 +167,12 @@ def run_all(args, arguments, folder):
         time.sleep(0.5)
         for job in list(running):
             if args.limit_s and time.monotonic() - job.started > args.limit_s:
-                job.process.kill()
+                # Its pytest as well, and what that has started.
+                os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()
             if job.process.poll() is not None:
                 running.remove(job)
-                free += job.gpus
+                free += [] if args.shared else job.gpus
                 good &= job.report()
     return 0 if good else 1
 
@@ -167,6 +184,7 @@ def main():
     parser.add_argument("--gpus", type=int, nargs="+", help="how many, for each run")
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument("--soak", type=int, default=0, help="calls of soak.py")
+    parser.add_argument("--shared", action="store_true", help="all runs at once")
     parser.add_argument("--limit-s", type=float, help="kill a run that takes longer")
     args, arguments = parser.parse_known_args()
     if not args.gpus:
