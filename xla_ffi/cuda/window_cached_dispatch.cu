@@ -335,7 +335,7 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
 cudaError_t PreloadWindowCachedDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if constexpr (kInWindows<Format>) {
+    if constexpr (kAlongRoutes<Format>) {
       if (error == cudaSuccess)
         error = PreloadShared(WindowCachedDispatchKernel<Format>, kMaxSharedBytes);
     }

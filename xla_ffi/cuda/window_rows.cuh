@@ -64,8 +64,9 @@ __device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Te
 // What an sm_90 gives a block that asks for it.
 inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
 
-// A message is its payload and, from `side` on, what travels beside it. In a stage the side lies
-// behind the piece, which for a whole payload is where it lies in the message.
+// A message is its payload and, from `side` on, its scales, if it has any, and what travels beside
+// it. In a stage the side lies behind the piece, which for a whole payload is where it lies in the
+// message.
 struct RowPlan {
   StagePlan stages;
   Divisor pieces;
@@ -80,18 +81,24 @@ struct RowPlan {
   }
 };
 
-// Fits at least two stages a warp into `budget` bytes; false where even that fails.
+// Fits at least two stages of so many bytes a warp into `budget` bytes; false where even that
+// fails.
+inline bool FitStages(int64_t stage_bytes, int64_t budget, StagePlan& plan) {
+  const int64_t stage = RoundUp(stage_bytes, 128);
+  const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
+  if (stages < 2) return false;
+  plan = {static_cast<uint32_t>(stage), static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
+  return true;
+}
+
+// In as few pieces as fit.
 inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
                      RowPlan& plan) {
   constexpr int64_t kMinPieceBytes = 1024;
   if (message_bytes > INT32_MAX) return false;
   for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
     const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), kRowAlignBytes);
-    const int64_t stage = RoundUp(piece + message_bytes - side, 128);
-    const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
-    if (stages < 2) continue;
-    plan.stages = {static_cast<uint32_t>(stage),
-                   static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
+    if (!FitStages(piece + message_bytes - side, budget, plan.stages)) continue;
     plan.pieces = Divisor::Of(CeilDiv(payload_bytes, piece));
     plan.piece_bytes = static_cast<uint32_t>(piece);
     plan.payload_bytes = static_cast<uint32_t>(payload_bytes);
