@@ -91,13 +91,13 @@ inline bool FitStages(int64_t stage_bytes, int64_t budget, StagePlan& plan) {
   return true;
 }
 
-// In as few pieces as fit.
+// In as few pieces as fit, multiples of `align` bytes but for the last.
 inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
-                     RowPlan& plan) {
+                     RowPlan& plan, int64_t align = kRowAlignBytes) {
   constexpr int64_t kMinPieceBytes = 1024;
   if (message_bytes > INT32_MAX) return false;
   for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
-    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), kRowAlignBytes);
+    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), align);
     if (!FitStages(piece + message_bytes - side, budget, plan.stages)) continue;
     plan.pieces = Divisor::Of(CeilDiv(payload_bytes, piece));
     plan.piece_bytes = static_cast<uint32_t>(piece);
@@ -126,6 +126,20 @@ __device__ inline void LoadPiece(BulkStages& stages, const RowPlan& plan, uint32
     if (side_bytes != 0) {
       BulkLoad(stage + plan.piece_bytes, message + plan.side, side_bytes, barrier);
     }
+  });
+}
+
+// As LoadPiece, with the side of every piece: the scales of all are in it.
+__device__ inline void LoadWithSide(BulkStages& stages, const RowPlan& plan, uint32_t piece,
+                                    const uint8_t* message) {
+  const uint32_t bytes = plan.PieceBytes(piece);
+  stages.Load(bytes + plan.side_bytes, [&](uint8_t* stage, uint64_t* barrier) {
+    if (bytes == plan.side) {
+      BulkLoad(stage, message, plan.message_bytes, barrier);
+      return;
+    }
+    BulkLoad(stage, message + static_cast<int64_t>(piece) * plan.piece_bytes, bytes, barrier);
+    BulkLoad(stage + plan.piece_bytes, message + plan.side, plan.side_bytes, barrier);
   });
 }
 
