@@ -63,8 +63,8 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.call.work = {0, static_cast<uint32_t>(chunks),
                     PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
-  // Senders also store the rows of their own rank, or else placers decode.
-  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, QuantizedFormat<Format> ? 3 : 2);
+  // Senders that do not encode also store the rows of their own rank.
+  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
   constexpr int64_t kBudget = kMaxSharedBytes - kFixedBytes;

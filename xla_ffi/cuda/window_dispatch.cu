@@ -72,7 +72,7 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
     clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
   }
   work.place_items = PlaceItems(plan.chunk_items, clear_bytes);
-  plan.call.roles = RowRoles(group, work, shape.tokens, 3);
+  plan.call.roles = RowRoles(group, work, shape.tokens, 3, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
   const int64_t budget = kMaxSharedBytes - DispatchShared<Format>::FixedBytes(shape);

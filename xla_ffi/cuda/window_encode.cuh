@@ -1,5 +1,5 @@
 // Tokens that are sent as codes and scales: a sender encodes them where they lie in its stage.
-// Used by window_dispatch_send.cuh and window_cached_dispatch.cu.
+// Used by window_dispatch_send.cuh and window_cached_worker.cuh.
 #pragma once
 
 #include <algorithm>

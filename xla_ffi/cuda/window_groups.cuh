@@ -1,6 +1,6 @@
 // The receiving rank's tables of a window dispatch: where the rows of each (source, expert) start,
-// and what lies between and behind the real rows. Used by window_dispatch_place.cuh; the
-// zeros by window_cached_dispatch.cu as well.
+// and what lies between and behind the real rows. Used by window_dispatch_place.cuh
+// and window_scales.cuh; the zeros by window_cached_worker.cuh as well.
 #pragma once
 
 #include <cstdint>

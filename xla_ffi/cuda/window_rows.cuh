@@ -29,14 +29,16 @@ inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
       std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
 }
 
-// In a long call one block of `share` sends.
+// In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
-                           uint32_t share) {
+                           uint32_t share, bool encodes) {
   constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
   // Eight multiprocessors nearly fill the link; with many a chunk is whole later.
   constexpr uint32_t kMostSenderBlocks = 24;
+  // Encoding a token takes a warp longer than its link does.
+  constexpr uint32_t kMostEncoderBlocks = 48;
   // Placing keeps up with the link; more blocks would only take multiprocessors from other work.
-  constexpr uint32_t kLongCallBlocks = 64;
+  constexpr uint32_t kLongCallBlocks = 64, kLongEncodingBlocks = 96;
   if (tokens < kLongCall) {
     // Two senders a block, but one where that gives most multiprocessors one each.
     const uint32_t limit = BlockLimit(group, UINT32_MAX);
@@ -44,8 +46,11 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
     const uint32_t senders = items <= limit && items > limit / 2 ? 1 : 2;
     return BlockRoles::Alike(limit, kRowWarps, senders, work);
   }
-  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : kLongCallBlocks);
-  return BlockRoles::ByArrival(blocks, kRowWarps, std::min(kMostSenderBlocks, blocks / share));
+  const uint32_t most = encodes ? kLongEncodingBlocks : kLongCallBlocks;
+  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : most);
+  const uint32_t senders = encodes ? std::min(kMostEncoderBlocks, blocks / 2)
+                                   : std::min(kMostSenderBlocks, blocks / share);
+  return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 
 // The warps of this block that place: those behind the senders, or all of them when the senders, if
