@@ -63,7 +63,9 @@ class Placer {
   __device__ void FillShare(uint32_t item) {
     const EpShape& shape = step_.shape;
     const int64_t items = plan_.call.work.place_items;
-    if (kEncoded || shape.expert_alignment > 1) {
+    bool by_group = shape.expert_alignment > 1;
+    if constexpr (kEncoded) by_group |= plan_.scales.tiled();
+    if (by_group) {
       JAX_EP_NO_UNROLL
       for (int64_t expert = item; expert < shape.local_experts; expert += items) {
         Clear(groups_.PaddingOf(expert), true);

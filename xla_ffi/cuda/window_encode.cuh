@@ -30,17 +30,25 @@ struct EncodePlan {
   }
 };
 
-// Codes and scales of so many elements are whole vectors in every format.
-inline constexpr int64_t kEncodeElements = 512;
+// Codes and scales of so many elements are whole vectors.
+template <typename Format>
+constexpr int64_t EncodeElements() {
+  int64_t elements = Format::kBlock;
+  while (Format::PayloadBytes(elements, 0) % kRowAlignBytes != 0 ||
+         Format::ScaleBytes(elements) % kRowAlignBytes != 0) {
+    elements *= 2;
+  }
+  return elements;
+}
 
 // Fits the pieces of tokens into `stages`, whose stages may become larger and fewer; false where
 // there is no room for two.
 template <typename Format>
 bool PlanEncoding(int64_t hidden, ElementType element, int64_t scales, int64_t rest,
                   int64_t message_bytes, int64_t budget, EncodePlan& plan, StagePlan& stages) {
-  for (int64_t pieces = 1; pieces == 1 || pieces <= CeilDiv(hidden, kEncodeElements); ++pieces) {
-    const int64_t elements =
-        pieces == 1 ? hidden : RoundUp(CeilDiv(hidden, pieces), kEncodeElements);
+  constexpr int64_t kElements = EncodeElements<Format>();
+  for (int64_t pieces = 1; pieces == 1 || pieces <= CeilDiv(hidden, kElements); ++pieces) {
+    const int64_t elements = pieces == 1 ? hidden : RoundUp(CeilDiv(hidden, pieces), kElements);
     const int64_t scale_bytes = RoundUp(Format::ScaleBytes(elements), kRowAlignBytes);
     const int64_t as_elements = elements * ElementBytes(element);
     const int64_t as_codes = Format::PayloadBytes(elements, 0) + message_bytes - rest;
