@@ -44,7 +44,7 @@ struct Rank {
   Encoded encoded;                // of tokens in the format of dispatch
   std::vector<BFloat16> decoded;  // the tokens that a quantised cached dispatch gives
   bool quantized = false;
-  std::string_view format;
+  std::string format;
 };
 
 struct World {
@@ -241,10 +241,18 @@ inline World Open(const Options& options) {
     for (int i = 0; i < kRoutings; ++i) rank.host_ids[i] = source.Draw(i, device, shape.tokens);
     rank.host_weights = source.Weights(shape.tokens);
     rank.quantized = options.quantized;
-    rank.format = world.options.format;
+    rank.format = options.format;
     rank.dispatch.scale_layout = options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
-    GiveBuffers(shape, rank);
   }
+  // The host takes a while to encode.
+  std::vector<std::jthread> threads;
+  for (int device = 0; device < count; ++device) {
+    threads.emplace_back([device, &shape, &rank = world.ranks[device]] {
+      CHECK_CUDA(cudaSetDevice(device));
+      GiveBuffers(shape, rank);
+    });
+  }
+  threads.clear();
   return world;
 }
 
