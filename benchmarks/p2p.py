@@ -1,6 +1,7 @@
 """Measures transport p2p against the wire, the collective transport and JAX itself.
 
     python benchmarks/p2p.py [--quick] [--num-sms 16 24 32] [--only p2p]
+    python benchmarks/p2p.py --format mxfp8 --combine-format fp8_block128
 
 On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
 GPU at once), then dispatch and combine of each transport, then the same by sorting and
@@ -15,8 +16,9 @@ that sends or receives most: a row for each (token, other rank). Results are com
 bit for bit with the collective transport's (ragged's sums within a tolerance); wrong
 ones are marked, and the command then exits 1.
 
-Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json and a picture of it where matplotlib
-is installed (draw.py makes it elsewhere), and prints a table last.
+Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json, of other formats than bf16 under a
+name that begins with theirs, and a picture of it where matplotlib is installed (draw.py
+makes it elsewhere), and prints a table last.
 """
 
 import argparse
@@ -66,6 +68,8 @@ def parse(arguments):
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--format", default="bf16", help="dispatch_format")
+    parser.add_argument("--combine-format", help="default None")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--milliseconds", type=float, default=100, help="of a program")
     parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
@@ -94,6 +98,8 @@ def workers(args):
     common = {
         "hidden": args.hidden,
         "dtype": args.dtype,
+        "format": args.format,
+        "combine_format": args.combine_format,
         "experts": args.experts,
         "top_k": args.top_k,
         "seed": args.seed,
@@ -174,6 +180,8 @@ def main(arguments=None):
         "command": command(arguments or sys.argv[1:]),
         "hidden": args.hidden,
         "dtype": args.dtype,
+        "format": args.format,
+        "combine_format": args.combine_format,
         "top_k": args.top_k,
         "experts": args.experts,
         "peak_gb_s": peak,
@@ -213,6 +221,10 @@ def command(arguments):
 def save(args, record):
     name = recording.short_device(record["device"])
     kind = "quick-p2p" if args.quick else "p2p"
+    # The README's table is of tokens as they are.
+    for name in (args.combine_format, args.format):
+        if name not in (None, "bf16"):
+            kind = f"{name}-{kind}"
     return recording.write(f"{kind}-{name}x{record['count']}", record, args.results)
 
 

@@ -35,6 +35,7 @@ class Case:
     weights: jax.Array
     expert_out: jax.Array
     facts: dict  # of every row of this case
+    wires: dict[str, dict]  # bytes of each operation, in its format
 
 
 def _normal(mesh, key, shape, dtype):
@@ -43,6 +44,16 @@ def _normal(mesh, key, shape, dtype):
         out_shardings=NamedSharding(mesh, P("ep")),
     )
     return make(key)
+
+
+def _row_bytes(name, hidden, dtype):
+    """Payload and scales of a token in a format."""
+    columns = jax_ep.formats.columns(name, hidden)
+    payload = columns * jax_ep.formats.payload_dtype(name, dtype).itemsize
+    scale = jax_ep.formats.scale_dtype(name)
+    if scale is None:
+        return payload
+    return payload + hidden // jax_ep.formats.block(name) * scale.itemsize
 
 
 def make_case(mesh, spec, tokens, routing, defaults):
@@ -60,13 +71,19 @@ def make_case(mesh, spec, tokens, routing, defaults):
         hidden_size=hidden,
         max_tokens_per_rank=tokens,
         dtype=dtype.name,
+        dispatch_format=spec["format"],
+        combine_format=spec["combine_format"],
         timeout_s=20.0,
         **options,
     )
     rows = config.capacity(ranks)
     keys = jax.random.split(jax.random.key(spec["seed"] + tokens), 3)
     sharding = NamedSharding(mesh, P("ep"))
-    row_bytes = hidden * dtype.itemsize
+
+    def wire(name):
+        row_bytes = _row_bytes(name or "bf16", hidden, dtype.name)
+        return p2p_cases.wire(draws, ranks, experts, row_bytes, spec["peak_gb_s"])
+
     return Case(
         mesh=mesh,
         config=config,
@@ -79,7 +96,11 @@ def make_case(mesh, spec, tokens, routing, defaults):
             "routing": routing,
             "recv_capacity": rows,
             "zero_tail": config.zero_tail,
-            **p2p_cases.wire(draws, ranks, experts, row_bytes, spec["peak_gb_s"]),
+            **wire("bf16"),
+        },
+        wires={
+            "dispatch": wire(config.dispatch_format),
+            "combine": wire(config.combine_format),
         },
     )
 
@@ -182,6 +203,7 @@ def _timed(spec, transport, other, programs, op):
         "op": op,
         "num_sms": transport.num_sms,
         **transport.case.facts,
+        **transport.case.wires[op],
         **timing,
         "differences": {} if right else {"checksum of the timed calls": 1},
     }

@@ -91,8 +91,21 @@ double Microseconds(const World& world, Call call, int64_t tokens) {
   return Median(times);
 }
 
+// A token as a call sends it, without what travels beside it.
+int64_t TokenBytes(const World& world, const EpShape& shape, Call call) {
+  const std::string name = call == Call::kDispatch   ? world.options.format
+                           : world.options.quantized ? CombineFormat::kName
+                                                     : Bf16Format::kName;
+  int64_t bytes = 0;
+  VisitFormat(name, [&]<typename Format>(Format) {
+    bytes =
+        Format::PayloadBytes(shape.hidden, shape.element_bytes) + Format::ScaleBytes(shape.hidden);
+  });
+  return bytes;
+}
+
 // What the busiest rank sends to others, or receives from them, in a call of the first draw.
-double BusiestBytes(const World& world, int64_t tokens) {
+double BusiestBytes(const World& world, Call call, int64_t tokens) {
   const EpShape shape = world.Shape(tokens);
   std::vector<int64_t> sent(shape.ranks), received(shape.ranks);
   for (const Rank& rank : world.ranks) {
@@ -111,7 +124,7 @@ double BusiestBytes(const World& world, int64_t tokens) {
   }
   const int64_t slots = std::max(*std::max_element(sent.begin(), sent.end()),
                                  *std::max_element(received.begin(), received.end()));
-  return static_cast<double>(slots * shape.row_bytes());
+  return static_cast<double>(slots * TokenBytes(world, shape, call));
 }
 
 void TimeAll(World& world) {
@@ -119,7 +132,7 @@ void TimeAll(World& world) {
   std::printf("%-15s %6s %4s %10s %8s %8s\n", "call", "T", "sms", "us", "GB/s", "floor us");
   for (const Call call : world.options.kinds) {
     for (const int64_t tokens : world.options.tokens) {
-      const double bytes = BusiestBytes(world, tokens);
+      const double bytes = BusiestBytes(world, call, tokens);
       for (const int64_t sms : world.options.sms) {
         SetBlocks(world, sms);
         // The route of the other calls, which need one of their own number of tokens.
@@ -163,7 +176,7 @@ int Main(int argc, char** argv) {
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("%zu x %s, seed %lld\n", world.ranks.size(), properties.name,
               static_cast<long long>(world.options.seed));
-  if (world.options.check) CheckAll(world);
+  if (!world.options.no_check) CheckAll(world);
   TimeAll(world);
   return 0;
 }

@@ -5,6 +5,7 @@
 Builds benchmarks/window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
 all other options, among them
     --tokens 128,4096  --sms 0,24,132  --kinds dbc  --capacity worst  --no-check
+    --format nvfp4  --tiled  --quantized  --alignment 128
 A built program's own `--help` has them all. `--keep` leaves the program at a path, for
 a profiler or for more runs, and does not run it. `--record` also writes what was timed
 to benchmarks/results/kernels-<gpu>x<n>-<date>.json, if nothing was wrong.

@@ -26,6 +26,8 @@ EXPERTS, TOP_K, HIDDEN = 16, 3, 16
 SPEC = {
     "hidden": HIDDEN,
     "dtype": "bfloat16",
+    "format": "bf16",
+    "combine_format": None,
     "experts": EXPERTS,
     "top_k": TOP_K,
     "seed": 11,
@@ -249,3 +251,17 @@ def test_a_program_makes_every_call_with_its_own_draw(mesh, tie):
         checksum, p2p_programs.expected_checksum(program, last)
     )
     np.testing.assert_array_equal(checksum, 3 * (17 + 27 + 37 + 17 + 27))
+
+
+def test_bytes_are_those_of_the_formats(mesh):
+    formats = {"format": "nvfp4", "combine_format": "fp8_block128"}
+    spec = SPEC | {"hidden": 256} | formats
+    case = p2p_transports.make_case(mesh, spec, 6, "uniform", defaults=False)
+    rows = case.facts["bytes"] / 512
+    assert case.wires["dispatch"]["bytes"] == rows * (128 + 16)
+    assert case.wires["combine"]["bytes"] == rows * (256 + 8)
+    other = p2p_transports.reference(case)
+    rows = p2p_transports.measure_transport(spec, case, other, "collective", None)
+    assert [row["bytes"] for row in rows] == [w["bytes"] for w in case.wires.values()]
+    assert not any(row["wrong"] for row in rows)
+    other.ep.close()

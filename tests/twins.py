@@ -101,6 +101,19 @@ def make_operands(
     )
 
 
+def _bits(a: Any) -> Any:
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return a
+    unsigned = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(a, unsigned)
+
+
+def _cleared(rows: Any, where: Any) -> Any:
+    # Of bits: not every type of a scale has a zero.
+    bits = jnp.where(where[:, None], 0, _bits(rows))
+    return jax.lax.bitcast_convert_type(bits, rows.dtype)
+
+
 def everything(ep: Any, o: Operands) -> dict[str, Any]:
     """Dispatch and combine with both backward passes, on one rank.
 
@@ -108,16 +121,24 @@ def everything(ep: Any, o: Operands) -> dict[str, Any]:
     is cleared before it is returned.
     """
 
+    quantised = ep.config.dispatch_format != "bf16"
+    input_scale = None
+    if ep.config.dispatch_format == "nvfp4":
+        input_scale = jnp.float32(0.37)
+
     def forward(tokens, weights):
-        d = jax_ep.dispatch(ep, tokens, o.ids, weights)
-        return (d.tokens, d.router_weights), d
+        d = jax_ep.dispatch(ep, tokens, o.ids, weights, input_scale=input_scale)
+        rows = jax_ep.dequantize(d) if quantised else d.tokens
+        return (rows, d.router_weights), d
 
     _, pull_dispatch, d = jax.vjp(forward, o.tokens, o.weights, has_aux=True)
     tail = jnp.arange(ep.recv_capacity) >= d.row_offsets[-1]
+    by_row = quantised and ep.config.scale_layout == "rows"
     if not ep.config.zero_tail:
         d = dataclasses.replace(
             d,
-            tokens=jnp.where(tail[:, None], jnp.zeros((), d.tokens.dtype), d.tokens),
+            tokens=_cleared(d.tokens, tail),
+            scales=_cleared(d.scales, tail) if by_row else d.scales,
             src_info=jnp.where(tail[:, None], -1, d.src_info),
             router_weights=jnp.where(tail, 0.0, d.router_weights),
         )
@@ -156,14 +177,8 @@ def mapped(mesh: Mesh, body: Callable[..., Any]) -> Any:
 
 @jax.jit
 def _unequal(actual: Any, wanted: Any) -> Any:
-    def bits(a):
-        if jnp.issubdtype(a.dtype, jnp.integer):
-            return a
-        unsigned = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        return jax.lax.bitcast_convert_type(a, unsigned)
-
     return jax.tree.map(
-        lambda a, w: jnp.sum(bits(a) != bits(w), dtype=jnp.int32), actual, wanted
+        lambda a, w: jnp.sum(_bits(a) != _bits(w), dtype=jnp.int32), actual, wanted
     )
 
 

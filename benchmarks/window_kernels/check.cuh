@@ -12,8 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "cuda/launch.h"
+#include "encoded.cuh"
+#include "formats/combine_wire.h"
 #include "formats/numbers.h"
+#include "formats/registry.h"
 #include "protocol/routing.h"
+#include "protocol/scale_tiles.h"
 #include "ranks.cuh"
 
 namespace jax_ep::window_kernels {
@@ -157,28 +162,76 @@ void CheckTable(const char* name, const T* table, const std::vector<T>& expected
   }
 }
 
-// The rows of a dispatch or cached dispatch: copies of tokens, zeros where `clear_tail` says so.
-inline void CheckRows(const char* name, const World& world, const EpShape& shape,
-                      const Expected& expected, bool clear_tail, const Rank& rank,
-                      Mismatches& wrong) {
+// Rows of `bytes` that a dispatch or cached dispatch gives, each that of its token, which
+// token_of(source) has the first of; zeros in padding and where `clear_tail` says so.
+template <typename TokenOf>
+void CheckRows(const char* name, const uint8_t* table, int64_t bytes, TokenOf token_of,
+               const EpShape& shape, const Expected& expected, bool clear_tail, const Rank& rank,
+               Mismatches& wrong) {
   constexpr int64_t kBatchBytes = int64_t{64} << 20;
-  const int64_t batch = std::max<int64_t>(kBatchBytes / shape.row_bytes(), 1);
-  const std::vector<BFloat16> zeros(shape.hidden);
-  std::vector<BFloat16> rows;
+  const int64_t batch = std::max<int64_t>(kBatchBytes / bytes, 1);
+  const std::vector<uint8_t> zeros(bytes);
+  std::vector<uint8_t> rows;
   for (int64_t first = 0; first < shape.recv_rows; first += batch) {
     const int64_t end = std::min(first + batch, shape.recv_rows);
-    rows.resize((end - first) * shape.hidden);
-    Download(reinterpret_cast<const BFloat16*>(rank.dispatch.rows) + first * shape.hidden, rows);
+    rows.resize((end - first) * bytes);
+    Download(table + first * bytes, rows);
     for (int64_t row = first; row < end; ++row) {
       const int32_t source = expected.src_info[row * 3], token = expected.src_info[row * 3 + 1];
-      if (source < 0 && !clear_tail) continue;
-      const BFloat16* wanted =
-          source < 0 ? zeros.data() : &world.ranks[source].host_tokens[token * shape.hidden];
-      if (std::memcmp(&rows[(row - first) * shape.hidden], wanted, shape.row_bytes()) == 0)
-        continue;
+      if (row >= expected.row_offsets.back() && !clear_tail) continue;
+      const void* wanted = source < 0 ? zeros.data() : token_of(source) + token * bytes;
+      if (std::memcmp(&rows[(row - first) * bytes], wanted, bytes) == 0) continue;
       wrong.Add(rank.group.rank, std::string(name) + ", row " + std::to_string(row));
     }
   }
+}
+
+// The whole of tiled scales; groups begin with a tile of their own.
+inline void CheckTiles(const World& world, const EpShape& shape, int64_t scale_bytes,
+                       const Expected& expected, const Rank& rank, Mismatches& wrong) {
+  const auto tiles = ScaleTiles::Of(shape.recv_rows, shape.local_experts, scale_bytes);
+  std::vector<uint32_t> wanted(tiles.tiles * tiles.column_words * kTileRows);
+  std::vector<int32_t> offsets;
+  int64_t first_tile = 0;
+  for (int64_t group = 0; group < shape.local_experts; ++group) {
+    const int64_t begin = expected.row_offsets[group];
+    offsets.push_back(static_cast<int32_t>(first_tile - begin / kTileRows));
+    for (int64_t i = 0; i < expected.group_sizes[group]; ++i) {
+      const int32_t* info = &expected.src_info[(begin + i) * 3];
+      if (info[0] < 0) continue;
+      const uint8_t* scales = &world.ranks[info[0]].encoded.scales[info[1] * scale_bytes];
+      for (int64_t word = 0; word < tiles.column_words; ++word) {
+        const int64_t at = tiles.Word(first_tile + i / kTileRows, i % kTileRows, word);
+        std::memcpy(&wanted[at], scales + word * kTileColumns, kTileColumns);
+      }
+    }
+    first_tile += cuda::CeilDiv(expected.group_sizes[group], kTileRows);
+  }
+  CheckTable("scales_offsets", rank.dispatch.scales_offsets, offsets, rank, wrong);
+  CheckTable("tiled scales", reinterpret_cast<const uint32_t*>(rank.dispatch.scales), wanted, rank,
+             wrong);
+}
+
+inline void CheckDispatched(const World& world, const EpShape& shape, const Expected& expected,
+                            bool clear_tail, const Rank& rank, Mismatches& wrong) {
+  VisitFormat(rank.format, [&]<typename Format>(Format) {
+    const auto payload_of = [&](int32_t source) {
+      const Rank& from = world.ranks[source];
+      return QuantizedFormat<Format> ? from.encoded.payload.data()
+                                     : reinterpret_cast<const uint8_t*>(from.host_tokens.data());
+    };
+    CheckRows("dispatch", rank.dispatch.rows,
+              Format::PayloadBytes(shape.hidden, shape.element_bytes), payload_of, shape, expected,
+              clear_tail, rank, wrong);
+    if constexpr (!QuantizedFormat<Format>) return;
+    const int64_t scale_bytes = Format::ScaleBytes(shape.hidden);
+    if (world.options.tiled) return CheckTiles(world, shape, scale_bytes, expected, rank, wrong);
+    const auto scales_of = [&](int32_t source) {
+      return world.ranks[source].encoded.scales.data();
+    };
+    CheckRows("scales", rank.dispatch.scales, scale_bytes, scales_of, shape, expected, clear_tail,
+              rank, wrong);
+  });
 }
 
 // What combine adds up for a token.
@@ -205,19 +258,37 @@ inline std::vector<Term> TermsOf(const EpShape& shape, const std::vector<Expecte
   return terms;
 }
 
-// Of float32 products in k order a rank, rounded to the wire's type, in order of ranks.
-inline BFloat16 SumAt(const EpShape& shape, const std::vector<Term>& terms, int64_t column) {
-  float sum = 0;
+// Columns that are added up together: where sums travel quantised, a block.
+constexpr int64_t kRunColumns = CombineFormat::kBlock;
+
+// Of float32 products in k order a rank, as the wire has them, in order of ranks. From column
+// `first` on.
+inline std::vector<BFloat16> SumsAt(const EpShape& shape, const std::vector<Term>& terms,
+                                    int64_t first, bool quantized) {
+  const int64_t count = std::min(kRunColumns, shape.hidden - first);
+  float sums[kRunColumns] = {};
   for (auto term = terms.begin(); term != terms.end();) {
     const int64_t rank = term->rank;
-    float part = 0;
+    float parts[kRunColumns] = {};
     for (; term != terms.end() && term->rank == rank; ++term) {
-      const uint64_t index = static_cast<uint64_t>(term->row * shape.hidden + column);
-      part = MultiplyThenAdd(part, term->weight, ToFloat(ElementAt(ExpertStream(rank), index)));
+      for (int64_t i = 0; i < count; ++i) {
+        const uint64_t index = static_cast<uint64_t>(term->row * shape.hidden + first + i);
+        const float value = ToFloat(ElementAt(ExpertStream(rank), index));
+        parts[i] = MultiplyThenAdd(parts[i], term->weight, value);
+      }
     }
-    sum = Add(sum, ToFloat(FromFloat<BFloat16>(part)));
+    if (quantized) {
+      uint8_t codes[kRunColumns], scale[sizeof(CombineFormat::Scale)];
+      EncodeBlock<CombineFormat>(parts, 1.0f, codes, scale);
+      DecodeBlock<CombineFormat>(codes, scale, parts);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      sums[i] = Add(sums[i], quantized ? parts[i] : ToFloat(FromFloat<BFloat16>(parts[i])));
+    }
   }
-  return FromFloat<BFloat16>(sum);
+  std::vector<BFloat16> rounded(count);
+  for (int64_t i = 0; i < count; ++i) rounded[i] = FromFloat<BFloat16>(sums[i]);
+  return rounded;
 }
 
 inline void CheckSums(const EpShape& shape, const std::vector<Expected>& all, bool weighted,
@@ -228,9 +299,12 @@ inline void CheckSums(const EpShape& shape, const std::vector<Expected>& all, bo
   Download(static_cast<const BFloat16*>(rank.combine.output), output);
   for (int64_t token = 0; token < shape.tokens; token += DivideUp(shape.tokens, kSampled)) {
     const std::vector<Term> terms = TermsOf(shape, all, rank, token, weighted);
+    std::vector<BFloat16> sums;
     for (int64_t column = 0; column < shape.hidden; ++column) {
+      const int64_t in_run = column % kRunColumns;
+      if (in_run == 0) sums = SumsAt(shape, terms, column, rank.quantized);
       const BFloat16 got = output[token * shape.hidden + column];
-      const BFloat16 wanted = SumAt(shape, terms, column);
+      const BFloat16 wanted = sums[in_run];
       if (got.bits == wanted.bits) continue;
       wrong.Add(rank.group.rank, std::string(weighted ? "weighted" : "plain") + " sum of token " +
                                      std::to_string(token) + ", column " + std::to_string(column) +
@@ -249,6 +323,16 @@ void Poison(T* memory, int64_t count) {
   CHECK_CUDA(cudaDeviceSynchronize());
 }
 
+inline int64_t ScaleTableBytes(const World& world, const EpShape& shape) {
+  int64_t bytes = 0;
+  VisitFormat(world.options.format, [&]<typename Format>(Format) {
+    const int64_t scales = Format::ScaleBytes(shape.hidden);
+    const auto tiles = ScaleTiles::Of(shape.recv_rows, shape.local_experts, scales);
+    bytes = world.options.tiled ? tiles.tiles * kTileRows * scales : shape.recv_rows * scales;
+  });
+  return bytes;
+}
+
 // All three calls with one routing.
 inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismatches& wrong) {
   const EpShape shape = world.Shape(tokens);
@@ -259,6 +343,8 @@ inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismat
 
   OnEachRank(world, [&](const Rank& rank) {
     Poison(rank.dispatch.rows, row_bytes);
+    Poison(rank.dispatch.scales, ScaleTableBytes(world, shape));
+    Poison(rank.dispatch.scales_offsets, shape.local_experts);
     expected[rank.group.rank].ForEachTable(
         rank.dispatch,
         [](const char*, auto* table, const auto& values) { Poison(table, std::ssize(values)); });
@@ -270,7 +356,7 @@ inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismat
     of_rank.ForEachTable(rank.dispatch, [&](const char* name, auto* table, const auto& values) {
       CheckTable(name, table, values, rank, wrong);
     });
-    CheckRows("dispatch", world, shape, of_rank, zero_tail, rank, wrong);
+    CheckDispatched(world, shape, of_rank, zero_tail, rank, wrong);
     Poison(rank.dispatch.rows, row_bytes);
     Poison(rank.dispatch.row_weights, shape.recv_rows);
   });
@@ -282,7 +368,13 @@ inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismat
     const Expected& of_rank = expected[rank.group.rank];
     CheckTable("cached router_weights", rank.dispatch.row_weights, of_rank.row_weights, rank,
                wrong);
-    CheckRows("cached dispatch", world, shape, of_rank, true, rank, wrong);
+    const auto token_of = [&](int32_t source) {
+      const Rank& from = world.ranks[source];
+      const auto& tokens = rank.quantized ? from.decoded : from.host_tokens;
+      return reinterpret_cast<const uint8_t*>(tokens.data());
+    };
+    CheckRows("cached dispatch", rank.dispatch.rows, shape.row_bytes(), token_of, shape, of_rank,
+              true, rank, wrong);
   });
   if (wrong.count() != 0) return;
 

@@ -1,16 +1,20 @@
 // What window_kernels.cu is asked to do, and with which status it ends.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <random>
 #include <string>
 #include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
+
+#include "formats/registry.h"
 
 namespace jax_ep::window_kernels {
 
@@ -43,7 +47,11 @@ struct Options {
   int64_t seed = std::random_device{}();
   double capacity_factor = 1.25;  // 0: the worst case
   double zipf = 0;
-  bool check = true;
+  std::string format = "bf16";
+  int64_t alignment = 1;
+  bool tiled = false;
+  bool quantized = false;
+  bool no_check = false;
 };
 
 inline constexpr const char* kHelp = R"(usage: window_kernels [option value]...
@@ -60,13 +68,17 @@ Checks and times the fused window calls on all GPUs of this machine, one rank ea
   --top-k K           experts of a token (8)
   --capacity C        rows of an output: "worst" case, or C * tokens * K rounded up to 128 (1.25)
   --zipf S            experts are drawn with probabilities ~ 1 / place^S; 0: uniformly (0)
+  --format NAME       dispatch_format (bf16)
+  --tiled             scales in scale_layout tiled_128x4
+  --quantized         cached dispatch and combine send fp8_block128
+  --alignment N       expert_alignment (1)
   --calls N           calls in the graph that is timed (20)
   --seed N            of ids and weights (random, and printed)
   --no-check          only times
   --help
 
 A call's time is that of the slowest rank, the median of 7 launches of the graph. GB/s are what
-the busiest rank sends or receives of other ranks' tokens, and "floor" is how long that takes at the
+the busiest rank sends or receives of other ranks' tokens as they travel, and "floor" is how long that takes at the
 speed of bulk stores on H200s.
 Status: 1 a wrong result, 2 a wait that timed out or met another call's flag, 3 cannot run.
 )";
@@ -108,13 +120,18 @@ inline bool ParseCapacity(std::string_view text, double& factor) {
 
 inline bool ParseOption(std::string_view name, std::string_view value, Options& options) {
   const std::pair<std::string_view, int64_t*> numbers[] = {
-      {"--hidden", &options.hidden}, {"--experts", &options.experts}, {"--top-k", &options.top_k},
-      {"--calls", &options.calls},   {"--seed", &options.seed},
+      {"--hidden", &options.hidden}, {"--experts", &options.experts},
+      {"--top-k", &options.top_k},   {"--calls", &options.calls},
+      {"--seed", &options.seed},     {"--alignment", &options.alignment},
   };
   for (const auto& [known, number] : numbers) {
     if (name == known) return ParseNumber<int64_t>(value, number != &options.seed, *number);
   }
   if (name == "--tokens") return ParseNumbers(value, 1, options.tokens);
+  if (name == "--format") {
+    options.format = value;
+    return VisitFormat(value, [](auto) {});
+  }
   if (name == "--sms") return ParseNumbers(value, 0, options.sms);
   if (name == "--kinds") return ParseKinds(value, options.kinds);
   if (name == "--capacity") return ParseCapacity(value, options.capacity_factor);
@@ -130,8 +147,13 @@ inline Options ParseOptions(int argc, char** argv) {
       std::fputs(kHelp, stdout);
       std::exit(0);
     }
-    if (name == "--no-check") {
-      options.check = false;
+    const std::pair<std::string_view, bool*> switches[] = {{"--no-check", &options.no_check},
+                                                           {"--tiled", &options.tiled},
+                                                           {"--quantized", &options.quantized}};
+    const auto* known = std::find_if(std::begin(switches), std::end(switches),
+                                     [&](const auto& each) { return each.first == name; });
+    if (known != std::end(switches)) {
+      *known->second = true;
       continue;
     }
     const char* value = i + 1 < argc ? argv[++i] : "";

@@ -13,7 +13,9 @@
 
 #include "cuda/launch.h"
 #include "cuda/window_calls.h"
+#include "encoded.cuh"
 #include "ffi/window_sizes.h"
+#include "formats/combine_wire.h"
 #include "formats/registry.h"
 #include "inputs.cuh"
 #include "options.cuh"
@@ -39,6 +41,10 @@ struct Rank {
   std::vector<int32_t> host_ids[kRoutings];
   std::vector<float> host_weights;
   std::vector<BFloat16> host_tokens;
+  Encoded encoded;                // of tokens in the format of dispatch
+  std::vector<BFloat16> decoded;  // the tokens that a quantised cached dispatch gives
+  bool quantized = false;
+  std::string format;
 };
 
 struct World {
@@ -53,6 +59,7 @@ struct World {
     shape.top_k = options.top_k;
     shape.hidden = options.hidden;
     shape.element_bytes = sizeof(BFloat16);
+    shape.expert_alignment = options.alignment;
     const double wanted = std::ceil(options.capacity_factor * static_cast<double>(tokens) *
                                     static_cast<double>(shape.top_k));
     shape.recv_rows = options.capacity_factor == 0
@@ -100,6 +107,21 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   first.tokens = Fill(shape.tokens * shape.hidden, TokenStream(rank.group.rank));
   rank.host_tokens.resize(shape.tokens * shape.hidden);
   Download(static_cast<const BFloat16*>(first.tokens), rank.host_tokens);
+  VisitFormat(rank.format, [&]<typename Format>(Format) {
+    if constexpr (QuantizedFormat<Format>) {
+      rank.encoded = Encode<Format>(rank.host_tokens, kInputScale);
+      // Tiles, if any, have room for a tile more a group.
+      const int64_t scaled = RoundUp(rows + kTileRows * shape.local_experts, kTileRows);
+      first.scales = Allocate<uint8_t>(scaled * Format::ScaleBytes(shape.hidden));
+    }
+  });
+  if (rank.quantized) {
+    const Encoded encoded = Encode<CombineFormat>(rank.host_tokens, 1.0f);
+    rank.decoded = Decode<CombineFormat>(encoded);
+  }
+  first.element = ElementType::kBFloat16;
+  first.input_scale = Upload(std::vector<float>{kInputScale});
+  first.scales_offsets = Allocate<int32_t>(shape.local_experts);
   first.weights = Upload(rank.host_weights);
   for (int i = 0; i < kRoutings; ++i) rank.ids[i] = Upload(rank.host_ids[i]);
   first.rows = Allocate<uint8_t>(rows * shape.row_bytes());
@@ -117,6 +139,7 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   first.slot_counts = Allocate<int32_t>(shape.ranks);
 
   WindowCachedDispatchStep& cached = rank.cached_dispatch;
+  cached.element = ElementType::kBFloat16;
   cached.num_weights = shape.top_k;
   cached.tokens = first.tokens;
   cached.weights = first.weights;
@@ -130,6 +153,7 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   WindowCombineStep& combine = rank.combine;
   combine.element = ElementType::kBFloat16;
   combine.wire = ElementType::kBFloat16;
+  combine.quantized = rank.quantized;
   combine.expert_out = Fill(rows * shape.hidden, ExpertStream(rank.group.rank));
   combine.row_of = first.row_of;
   combine.slot_counts = first.slot_counts;
@@ -138,9 +162,9 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   combine.done = Allocate<int32_t>(1);
 }
 
-inline void GiveWindows(const EpShape& shape, std::vector<Rank>& ranks) {
+inline void GiveWindows(const EpShape& shape, const Options& options, std::vector<Rank>& ranks) {
   WindowSizes sizes{};
-  ffi_layer::SizesOf({.format = Bf16Format::kName,
+  ffi_layer::SizesOf({.format = options.format,
                       .hidden = shape.hidden,
                       .element_bytes = shape.element_bytes,
                       .wire_element_bytes = shape.element_bytes,
@@ -196,7 +220,19 @@ inline World Open(const Options& options) {
     CHECK_CUDA(cuda::PreloadWindowCachedDispatch());
     CHECK_CUDA(cuda::PreloadWindowCombine());
   }
-  GiveWindows(shape, world.ranks);
+  VisitFormat(options.format, [&]<typename Format>(Format) {
+    const int64_t words = shape.hidden / Format::kBlock % kTileColumns;
+    if constexpr (!QuantizedFormat<Format>) {
+      if (options.tiled) End(kCannotRun, "--tiled needs a format with scales");
+    } else if (options.tiled && (sizeof(typename Format::Scale) != 1 || words != 0)) {
+      End(kCannotRun, "--tiled needs scales of a byte, in multiples of 4 a row");
+    }
+    if (shape.hidden % Format::kBlock != 0) End(kCannotRun, "--hidden must be whole blocks");
+  });
+  if (options.quantized && shape.hidden % CombineFormat::kBlock != 0) {
+    End(kCannotRun, "--hidden must be whole blocks");
+  }
+  GiveWindows(shape, options, world.ranks);
   IdSource source(options.experts, options.top_k, options.zipf,
                   static_cast<uint64_t>(options.seed));
   for (int device = 0; device < count; ++device) {
@@ -204,8 +240,19 @@ inline World Open(const Options& options) {
     CHECK_CUDA(cudaSetDevice(device));
     for (int i = 0; i < kRoutings; ++i) rank.host_ids[i] = source.Draw(i, device, shape.tokens);
     rank.host_weights = source.Weights(shape.tokens);
-    GiveBuffers(shape, rank);
+    rank.quantized = options.quantized;
+    rank.format = options.format;
+    rank.dispatch.scale_layout = options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
   }
+  // The host takes a while to encode.
+  std::vector<std::jthread> threads;
+  for (int device = 0; device < count; ++device) {
+    threads.emplace_back([device, &shape, &rank = world.ranks[device]] {
+      CHECK_CUDA(cudaSetDevice(device));
+      GiveBuffers(shape, rank);
+    });
+  }
+  threads.clear();
   return world;
 }
 
@@ -226,11 +273,15 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
     step.shape = shape;
     step.ids = rank.ids[request.routing];
     step.zero_tail = request.zero_tail;
-    CHECK_CUDA(cuda::WindowDispatch<Bf16Format>(step, rank.group, rank.stream));
+    VisitFormat(rank.format, [&]<typename Format>(Format) {
+      CHECK_CUDA(cuda::WindowDispatch<Format>(step, rank.group, rank.stream));
+    });
   } else if (request.call == Call::kCachedDispatch) {
     WindowCachedDispatchStep step = rank.cached_dispatch;
     step.shape = shape;
-    CHECK_CUDA(cuda::WindowCachedDispatch<Bf16Format>(step, rank.group, rank.stream));
+    CHECK_CUDA(rank.quantized
+                   ? cuda::WindowCachedDispatch<CombineFormat>(step, rank.group, rank.stream)
+                   : cuda::WindowCachedDispatch<Bf16Format>(step, rank.group, rank.stream));
   } else {
     WindowCombineStep step = rank.combine;
     step.shape = shape;

@@ -1,5 +1,6 @@
 // Tests of protocol/window.h: no two parts of a window meet, whatever the sizes; every chunk, piece
-// and slot of every call that fits has its place; tags tell calls apart.
+// and slot of every call that fits has its place; tags tell calls apart. And of ffi/window_sizes.h:
+// every call of a config fits.
 #include "protocol/window.h"
 
 #include <algorithm>
@@ -9,6 +10,9 @@
 #include <vector>
 
 #include "check.h"
+#include "ffi/window_sizes.h"
+#include "formats/combine_wire.h"
+#include "formats/registry.h"
 
 namespace jax_ep {
 namespace {
@@ -135,6 +139,65 @@ void TestLayouts() {
     CheckLayout(SizesOf(ranks, random.In(1, kMaxExperts / ranks), tokens, random.In(1, kMaxTopK),
                         hidden, element_bytes, random.OneIn(2) ? 2 : 4, random.In(1, kMaxDepth)));
   }
+}
+
+// Tokens in dispatch_format and along a route as they are or in grad_format, sums in combine_dtype,
+// combine_format or, of cotangents, the tokens' type.
+template <typename Format>
+void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int64_t top_k) {
+  CurrentCase() = std::string(Format::kName) + ", H " + std::to_string(hidden);
+  const int64_t element_bytes = ElementBytes(element);
+  WindowSizes sizes{};
+  CHECK(ffi_layer::SizesOf({.format = Format::kName,
+                            .hidden = hidden,
+                            .element_bytes = element_bytes,
+                            .wire_element_bytes = ElementBytes(wire),
+                            .tokens = 8,
+                            .top_k = top_k,
+                            .ranks = 2,
+                            .local_experts = 4},
+                           sizes));
+  CHECK(DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden),
+                            top_k)
+            .bytes <= sizes.dispatch_message_bytes);
+  for (const int64_t weights : {int64_t{0}, top_k}) {
+    CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
+          sizes.dispatch_message_bytes);
+    CHECK(CachedDispatchMessage::Of(CombineFormat::PayloadBytes(hidden, 0),
+                                    CombineFormat::ScaleBytes(hidden), weights)
+              .bytes <= sizes.dispatch_message_bytes);
+    for (const bool quantized : {false, true}) {
+      for (const ElementType type : {element, wire}) {
+        CHECK(CombineMessageOf(hidden, type, quantized, weights).bytes <=
+              sizes.combine_message_bytes);
+      }
+    }
+  }
+}
+
+void TestMessagesOfConfigs() {
+  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16};
+  for (const int64_t hidden : {128, 256, 384, 2880 * 2, 7168, 16384}) {
+    for (const ElementType element : kTypes) {
+      for (const ElementType wire : kTypes) {
+        for (const int64_t top_k : {1, 8, 32}) {
+          ForEachFormat([&]<typename Format>(Format) {
+            CheckMessagesFit<Format>(hidden, element, wire, top_k);
+          });
+        }
+      }
+    }
+  }
+  WindowSizes sizes{};
+  CHECK(!ffi_layer::SizesOf({.format = "fp5",
+                             .hidden = 128,
+                             .element_bytes = 2,
+                             .wire_element_bytes = 2,
+                             .tokens = 8,
+                             .top_k = 1,
+                             .ranks = 2,
+                             .local_experts = 4},
+                            sizes));
 }
 
 // The 32-bit counters that blocks add to, and rows for every expert.
@@ -273,6 +336,7 @@ void TestTags() {
 int main() {
   jax_ep::TestKnownLayout();
   jax_ep::TestLayouts();
+  jax_ep::TestMessagesOfConfigs();
   jax_ep::TestRouteTotals();
   jax_ep::TestChunks();
   jax_ep::TestPieces();

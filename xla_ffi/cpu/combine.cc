@@ -17,16 +17,6 @@ namespace {
 constexpr int64_t kSumElements = 1024;
 static_assert(kSumElements % CombineFormat::kBlock == 0);
 
-// Calls visit(Element{}, Wire{}); Wire is CombineFormat where the sums travel quantised.
-template <typename Step, typename Visit>
-void VisitWire(const Step& step, Visit&& visit) {
-  if (step.quantized) {
-    VisitElement(step.element, [&](auto element) { visit(element, CombineFormat{}); });
-  } else {
-    VisitElements(step.element, step.wire, visit);
-  }
-}
-
 // A run of sums to a message and back to what is added up. `first` is the run's first element.
 template <typename Wire>
 void Put(const float* sum, int64_t first, int64_t count, uint8_t* row, uint8_t* scales) {

@@ -61,13 +61,6 @@ struct WireVectorOf<CombineFormat, kCount> {
 template <typename Wire, int kCount>
 using WireVector = typename WireVectorOf<Wire, kCount>::type;
 
-// Calls visit(Element{}, Wire{}); Wire is CombineFormat where the sums travel quantised.
-template <typename Step, typename Visit>
-auto VisitWire(const Step& step, Visit&& visit) {
-  if (!step.quantized) return VisitElements(step.element, step.wire, visit);
-  return VisitElement(step.element, [&](auto element) { return visit(element, CombineFormat{}); });
-}
-
 // Calls visit(vector, in_row) for this lane's vectors of a part, with all lanes.
 template <typename Visit>
 __device__ void ForEachVector(int64_t part, int64_t row_bytes, Visit visit) {

@@ -1,6 +1,7 @@
 // Blocks of a format in a warp: a lane holds one 16-byte vector of elements, a block lies in
 // neighbouring lanes, and its largest element goes round them in registers. Used by pack.cu,
-// place.cu, combine.cu and quantize.cu.
+// place.cu, combine.cu, quantize.cu, window_encode.cuh, window_columns.cuh and
+// window_cached_worker.cuh.
 #pragma once
 
 #include <cstdint>

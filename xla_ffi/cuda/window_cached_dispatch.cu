@@ -1,272 +1,16 @@
-// The fused dispatch along a known route, for backward passes: no routing and no counts. Senders
-// place the rows of their own rank themselves, since the route says where they go.
+// The fused dispatch along a known route, for backward passes: no routing and no counts.
 #include "cuda/launch.h"
-#include "cuda/window_call.cuh"
+#include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_grid.h"
-#include "cuda/window_groups.cuh"
-#include "cuda/window_rows.cuh"
 #include "formats/registry.h"
 
 namespace jax_ep::cuda {
 namespace {
 
-struct CachedPlan {
-  CallPlan call;
-  RowPlan rows;
-  int32_t chunk_tokens;
-  uint32_t chunk_items;  // place items that have a chunk; the others only clear
-};
-
 constexpr int64_t kFixedBytes = kZeroBytes + static_cast<int64_t>(sizeof(CallBlock));
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-// Entries (slot or token, k) of a run, a step of 32 / K slots at a time; the next step's loads are
-// under way while one is in use.
-template <typename Value, typename LoadEntry>
-class EntrySteps {
- public:
-  __device__ EntrySteps(int32_t top_k, uint32_t count, LoadEntry load)
-      : load_(load),
-        top_k_(top_k),
-        a_step_(kWarpSize / top_k),
-        count_(static_cast<int32_t>(count)) {
-    next_ = Load(0);
-  }
-  // Whole warp, for indexes that rise by one: afterwards value() is that of the step of `index`.
-  // Returns the lane of its first entry.
-  __device__ int32_t Seek(int32_t index) {
-    const int32_t in_step = index % a_step_;
-    if (in_step == 0) {
-      value_ = next_;
-      next_ = Load(index + a_step_);
-    }
-    return in_step * top_k_;
-  }
-  __device__ const Value& value() const { return value_; }
-
- private:
-  __device__ Value Load(int32_t first) {
-    const int32_t lane = Lane();
-    const bool active = lane < a_step_ * top_k_ && first + lane / top_k_ < count_;
-    return load_(active ? first + lane / top_k_ : -1, lane % top_k_);
-  }
-
-  LoadEntry load_;
-  int32_t top_k_;
-  int32_t a_step_;
-  int32_t count_;
-  Value value_;
-  Value next_;
-};
-
-class CachedWorker {
- public:
-  __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
-                          WindowCall& call, BulkStages& stages, const uint8_t* zeros)
-      : step_(step),
-        plan_(plan),
-        call_(call),
-        stages_(stages),
-        zeros_(zeros),
-        tokens_(static_cast<int32_t>(step.shape.tokens)),
-        top_k_(static_cast<int32_t>(step.shape.top_k)) {}
-
-  // False where a wait failed, as Place. The block's wait for credits is part of it.
-  __device__ bool Send(WorkItem item) {
-    if (item.phase == Phase::kNone) return AwaitCredits(call_);
-    bool first = true;
-    return call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
-      const bool sent = SendChunk(current.index, first);
-      first = false;
-      return sent;
-    });
-  }
-
-  __device__ bool Place(WorkItem item) {
-    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
-      ClearShare(current.index);
-      const bool own = call_.by_ranks().Rest(current.index) == 0;
-      return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
-    });
-  }
-
- private:
-  // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
-  struct Target {
-    int32_t rank;
-    int32_t slot;
-    int32_t own_row;
-    float weight;
-  };
-
-  __device__ int32_t RowOf(uint32_t source, int32_t slot, int32_t k) const {
-    const int64_t flat = static_cast<int64_t>(source) * tokens_ + slot;
-    return RowOrDropped(step_.row_of[flat * top_k_ + k], step_.shape.recv_rows);
-  }
-
-  __device__ float WeightOf(int64_t entry) const {
-    return step_.num_weights != 0 ? step_.weights[entry] : 0.0f;
-  }
-
-  // The tables come back from the caller's program, so what is out of range is skipped.
-  __device__ Target LoadTarget(int32_t token, int32_t k) const {
-    if (token < 0) return {-1, -1, -1, 0.0f};
-    const int64_t entry = int64_t{token} * top_k_ + k;
-    const uint32_t flat = static_cast<uint32_t>(step_.slot_of[entry]);
-    const uint32_t tokens = static_cast<uint32_t>(tokens_);
-    if (flat >= call_.ranks() * tokens) return {-1, -1, -1, WeightOf(entry)};
-    return {static_cast<int32_t>(flat / tokens), static_cast<int32_t>(flat % tokens), -1,
-            WeightOf(entry)};
-  }
-
-  __device__ bool SendChunk(uint32_t chunk, bool first) {
-    const RowPlan& rows = plan_.rows;
-    const int32_t begin = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
-    const int32_t end = Min(begin + plan_.chunk_tokens, tokens_);
-    const auto load = [&](uint32_t unit) {
-      uint32_t piece;
-      const int64_t token = begin + rows.pieces.Divide(unit, piece);
-      LoadPiece(stages_, rows, piece,
-                static_cast<const uint8_t*>(step_.tokens) + token * rows.payload_bytes, nullptr);
-    };
-    const uint32_t units = static_cast<uint32_t>(end - begin) * rows.pieces.value;
-    const uint32_t primed = stages_.Prime(units, load);
-    EntrySteps<Target, Targets> targets(top_k_, static_cast<uint32_t>(end - begin),
-                                        Targets{this, begin});
-    if (first && !AwaitCredits(call_)) {
-      stages_.Abandon(primed);
-      return false;
-    }
-    const uint32_t destination = DestinationOf(call_, chunk);
-    uint32_t first_slot = 0, count = 0;  // at this lane's destination
-    int32_t slot = -1;                   // of the token, there
-    int32_t own_row = -1;                // of the entry of this lane's number
-    stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
-      uint32_t piece;
-      const uint32_t index = rows.pieces.Divide(unit, piece);
-      if (piece == 0) {
-        const int32_t base = targets.Seek(static_cast<int32_t>(index));
-        const Target& target = targets.value();
-        slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
-        if (slot >= 0 && count++ == 0) first_slot = static_cast<uint32_t>(slot);
-        own_row = Annotate(base, target, stage + rows.piece_bytes);
-      }
-      if (own_row >= 0) StoreRow(own_row, piece, stage);
-      if (slot < 0 || destination == call_.rank()) return;
-      uint8_t* region = call_.Region(destination, call_.rank());
-      StorePiece(rows, piece, region + int64_t{slot} * rows.message_bytes, stage);
-    });
-    PublishChunk(call_, chunk, first_slot, count);
-    stages_.Drain();
-    return true;
-  }
-
-  struct Targets {
-    const CachedWorker* worker;
-    int32_t begin;
-    __device__ Target operator()(int32_t index, int32_t k) const {
-      Target target = worker->LoadTarget(index < 0 ? -1 : begin + index, k);
-      if (target.rank == static_cast<int32_t>(worker->call_.rank())) {
-        target.own_row = worker->RowOf(worker->call_.rank(), target.slot, k);
-      }
-      return target;
-    }
-  };
-
-  // Whole warp: weights beside the payload and, for own rows, at their place. Returns the own row
-  // of the entry of this lane's number.
-  __device__ int32_t Annotate(int32_t base, const Target& target, uint8_t* side) {
-    const int32_t k = Lane() - base;
-    const bool here = k >= 0 && k < top_k_;
-    if (here && step_.num_weights != 0) reinterpret_cast<float*>(side)[k] = target.weight;
-    if (here && target.own_row >= 0 && step_.num_weights != 0) {
-      step_.row_weights[target.own_row] = target.weight;
-    }
-    FenceProxyAsyncShared();
-    __syncwarp();
-    return here ? target.own_row : -1;
-  }
-
-  __device__ void StoreRow(int32_t row, uint32_t piece, const uint8_t* stage) {
-    BulkStore(step_.rows + int64_t{row} * plan_.rows.payload_bytes +
-                  static_cast<int64_t>(piece) * plan_.rows.piece_bytes,
-              stage, plan_.rows.PieceBytes(piece));
-  }
-
-  struct Rows {
-    const CachedWorker* worker;
-    uint32_t source;
-    int32_t first_slot;
-    __device__ int32_t operator()(int32_t index, int32_t k) const {
-      return index < 0 ? -1 : worker->RowOf(source, first_slot + index, k);
-    }
-  };
-
-  __device__ bool PlaceChunk(uint32_t item) {
-    const RowPlan& rows = plan_.rows;
-    const Arrival chunk = AwaitChunk(call_, item, tokens_);
-    if (!chunk.ok) return false;
-    const uint8_t* messages =
-        call_.Region(call_.rank(), chunk.source) + int64_t{chunk.first_slot} * rows.message_bytes;
-    const auto load = [&](uint32_t unit) {
-      uint32_t piece;
-      const uint32_t index = rows.pieces.Divide(unit, piece);
-      const uint8_t* from = messages + int64_t{index} * rows.message_bytes;
-      LoadPiece(stages_, rows, piece, from, rows.side_bytes == 0 ? nullptr : from);
-    };
-    const uint32_t units = chunk.count * rows.pieces.value;
-    const uint32_t primed = stages_.Prime(units, load);
-    EntrySteps<int32_t, Rows> row_of(
-        top_k_, chunk.count, Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot)});
-    int32_t row = -1;  // of the entry of this lane's number
-    stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
-      uint32_t piece;
-      const uint32_t index = rows.pieces.Divide(unit, piece);
-      if (piece == 0) {
-        const int32_t k = Lane() - row_of.Seek(static_cast<int32_t>(index));
-        row = k >= 0 && k < top_k_ ? row_of.value() : -1;
-        if (row >= 0 && step_.num_weights != 0) {
-          step_.row_weights[row] = reinterpret_cast<const float*>(stage + rows.piece_bytes)[k];
-        }
-      }
-      if (row >= 0) StoreRow(row, piece, stage);
-    });
-    stages_.Drain();
-    return true;
-  }
-
-  // An equal share of the rows that no token reaches.
-  __device__ void ClearShare(uint32_t item) {
-    const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.place_items;
-    const int64_t bytes = plan_.rows.payload_bytes;
-    const int64_t end = rows * (item + 1) / items;
-    JAX_EP_NO_UNROLL
-    for (int64_t first = rows * item / items; first < end; first += kWarpSize) {
-      const int64_t row = first + Lane();
-      const bool clear = row < end && step_.row_slot[row] < 0;
-      if (clear && step_.num_weights != 0) step_.row_weights[row] = 0.0f;
-      unsigned left = __ballot_sync(kFullWarp, clear);
-      while (left != 0) {
-        const int begin = __ffs(static_cast<int>(left)) - 1;
-        const unsigned kept = ~left & ~LanesBelow(begin);
-        const int stop = kept == 0 ? kWarpSize : __ffs(static_cast<int>(kept)) - 1;
-        StoreZeros(step_.rows + (first + begin) * bytes, step_.rows + (first + stop) * bytes,
-                   zeros_);
-        left = stop == kWarpSize ? 0 : left & ~LanesBelow(stop);
-      }
-    }
-  }
-
-  const WindowCachedDispatchStep& step_;
-  const CachedPlan& plan_;
-  WindowCall& call_;
-  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
-  const uint8_t* zeros_;
-  int32_t tokens_;
-  int32_t top_k_;
-};
 
 // Whole block: what a call returns that did not end.
 __device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
@@ -282,7 +26,6 @@ __global__ void __launch_bounds__(kRowThreads, 1)
                                const __grid_constant__ WindowGroup group,
                                const __grid_constant__ CachedPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  static_assert(Format::kPayloadDtype == nullptr, "only a payload that is the token is copied");
   extern __shared__ __align__(128) uint8_t shared[];
   uint8_t* stage_memory = shared + kZeroBytes;
   auto& block = *reinterpret_cast<CallBlock*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
@@ -295,7 +38,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
-    CachedWorker worker(step, plan, call, stages, shared);
+    CachedWorker<Format> worker(step, plan, call, stages, shared);
     const bool sends = warp < call.senders();
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
     // Senders need nothing of the others, and place what is left.
@@ -311,21 +54,27 @@ template <typename Format>
 cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
                                  cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  const auto message = CachedDispatchMessage::Of(shape.row_bytes(), 0, step.num_weights);
+  const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
+  const auto message =
+      CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
   CachedPlan plan{};
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.call.work = {0, static_cast<uint32_t>(chunks),
                     PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
-  // Senders also store the rows of their own rank.
-  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2);
+  // Senders that do not encode also store the rows of their own rank.
+  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
-  if (!PlanRows(shape.row_bytes(), message.weight, message.bytes, kMaxSharedBytes - kFixedBytes,
-                plan.rows)) {
-    return cudaErrorInvalidConfiguration;
+  constexpr int64_t kBudget = kMaxSharedBytes - kFixedBytes;
+  bool fits = PlanRows(payload_bytes, message.scales, message.bytes, kBudget, plan.rows,
+                       QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes);
+  if constexpr (QuantizedFormat<Format>) {
+    fits = fits && PlanEncoding<Format>(shape.hidden, step.element, message.scales, message.weight,
+                                        message.bytes, kBudget, plan.encode, plan.rows.stages);
   }
+  if (!fits) return cudaErrorInvalidConfiguration;
   const int64_t shared = kFixedBytes + plan.rows.stages.bytes(kRowWarps);
   const dim3 grid(plan.call.roles.blocks);
   return Launch(WindowCachedDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
@@ -335,7 +84,7 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
 cudaError_t PreloadWindowCachedDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if constexpr (kInWindows<Format>) {
+    if constexpr (kAlongRoutes<Format>) {
       if (error == cudaSuccess)
         error = PreloadShared(WindowCachedDispatchKernel<Format>, kMaxSharedBytes);
     }
@@ -343,10 +92,9 @@ cudaError_t PreloadWindowCachedDispatch() {
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                   \
-  template cudaError_t WindowCachedDispatch<Format>(const WindowCachedDispatchStep&, \
-                                                    const WindowGroup&, cudaStream_t);
-JAX_EP_WINDOW_FORMATS(JAX_EP_INSTANTIATE)
-#undef JAX_EP_INSTANTIATE
+template cudaError_t WindowCachedDispatch<Bf16Format>(const WindowCachedDispatchStep&,
+                                                      const WindowGroup&, cudaStream_t);
+template cudaError_t WindowCachedDispatch<CombineFormat>(const WindowCachedDispatchStep&,
+                                                         const WindowGroup&, cudaStream_t);
 
 }  // namespace jax_ep::cuda

@@ -6,21 +6,22 @@
 
 #include <type_traits>
 
-#include "formats/bf16.h"
+#include "formats/combine_wire.h"
+#include "formats/token_format.h"
 #include "protocol/window.h"
 #include "protocol/window_steps.h"
 
-// The formats whose tokens go through windows.
-#define JAX_EP_WINDOW_FORMATS(FORMAT) FORMAT(Bf16Format)
-
 namespace jax_ep::cuda {
 
+// What goes along a known route: rows as they are, or in grad_format.
 template <typename Format>
-inline constexpr bool kInWindows = std::is_same_v<Format, Bf16Format>;
+inline constexpr bool kAlongRoutes =
+    !QuantizedFormat<Format> || std::is_same_v<Format, CombineFormat>;
 
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream);
+// Of the formats of kAlongRoutes.
 template <typename Format>
 cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
                                  cudaStream_t stream);

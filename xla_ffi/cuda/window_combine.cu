@@ -9,6 +9,7 @@
 #include "cuda/window_calls.h"
 #include "cuda/window_grid.h"
 #include "cuda/window_sum.cuh"
+#include "formats/combine_wire.h"
 #include "formats/element_type.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
@@ -75,6 +76,7 @@ template <typename Element, typename Wire>
 class SendJob {
  public:
   static constexpr int kCount = kVectorElements<Element, Wire>;
+  static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
   // Look-ups are under way once it exists.
   __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
@@ -139,7 +141,11 @@ class SendJob {
   __device__ __forceinline__ void Store(const ColumnSums<kCount, kColumns>& sums, int column,
                                         bool in_row) {
     using Sums = Columns<Wire, kCount, kColumns>;
-    if (in_row) Sums::Store(sums, to_ + column * Sums::kColumnBytes);
+    if constexpr (QuantizedFormat<Wire>) {
+      Sums::Store(sums, to_, ScaleFromCode<Wire, kCount>(c_->plan.message, piece_), column, in_row);
+    } else if (in_row) {
+      Sums::Store(sums, to_ + column * Sums::kColumnBytes);
+    }
     to_ += c_->plan.message.bytes;
   }
 
@@ -191,6 +197,7 @@ template <typename Element, typename Wire>
 class PlaceJob {
  public:
   static constexpr int kCount = kVectorElements<Element, Wire>;
+  static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileDecoding : kWordsInFlight;
 
   __device__ __forceinline__ PlaceJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
     token_ = static_cast<int32_t>(c.plan.pieces.Divide(item, piece_)) * c.plan.place_tokens;
@@ -229,6 +236,9 @@ class PlaceJob {
     const uint64_t message = __shfl_sync(kFullWarp, message_, lanes_.Pop(term.last));
     term.present = message != 0;
     term.from = reinterpret_cast<const uint8_t*>(message + LaneBytes<Wire, kCount>());
+    if constexpr (QuantizedFormat<Wire>) {
+      term.to_scale = ScaleFromCode<Wire, kCount>(c_->plan.message, piece_);
+    }
     return true;
   }
 
@@ -343,7 +353,6 @@ BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t toke
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  if (step.quantized) return cudaErrorNotSupported;
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -354,30 +363,26 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
   plan.chunk_slots = Divisor::Of(kCombineChunks.Tokens(shape.tokens));
   plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
   plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
-  plan.message = CombineMessage::Of(shape.hidden * ElementBytes(step.wire), 0, step.num_weights);
+  plan.message = CombineMessageOf(step);
   plan.call.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
                     static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
   plan.call.roles = SumRoles(group, plan.call.work, shape.tokens);
   plan.call.tag = CallTag(2, shape.tokens, plan.message.bytes, step.num_weights, step.site);
   const dim3 grid(plan.call.roles.blocks);
-  return VisitElements(step.element, step.wire,
-                       [&]<typename Element, typename Wire>(Element, Wire) {
-                         return Launch(WindowCombineKernel<Element, Wire>, grid, kSumThreads, 0,
-                                       stream, step, group, plan);
-                       });
+  return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
+    return Launch(WindowCombineKernel<Element, Wire>, grid, kSumThreads, 0, stream, step, group,
+                  plan);
+  });
 }
 
 cudaError_t PreloadWindowCombine() {
   cudaError_t error = cudaSuccess;
-  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
-                                    ElementType::kFloat16};
-  for (const ElementType element : kTypes) {
-    for (const ElementType wire : kTypes) {
-      if (error != cudaSuccess) return error;
-      error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
-        return Preload(WindowCombineKernel<Element, Wire>);
-      });
-    }
+  const auto preload = [&]<typename Element, typename Wire>(Element, Wire) {
+    if (error == cudaSuccess) error = Preload(WindowCombineKernel<Element, Wire>);
+  };
+  for (const ElementType element : kElementTypes) {
+    for (const ElementType wire : kElementTypes) VisitElements(element, wire, preload);
+    VisitElement(element, [&](auto type) { preload(type, CombineFormat{}); });
   }
   return error;
 }

@@ -17,9 +17,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
                          const __grid_constant__ WindowGroup group,
                          const __grid_constant__ DispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  static_assert(Format::kPayloadDtype == nullptr, "only a payload that is the token is copied");
   extern __shared__ __align__(128) uint8_t shared[];
-  const DispatchShared memory(shared, step.shape, plan.rows);
+  const DispatchShared<Format> memory(shared, step.shape, plan.rows);
   WindowCall call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
@@ -35,7 +34,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
       int32_t* router_rows =
           memory.router_rows + warp * static_cast<uint32_t>(step.shape.experts());
       const WorkItem item = call.First(Queue::kSend);
-      ok = Sender(step, plan, call, stages, router_rows).Run(item);
+      ok = Sender<Format>(step, plan, call, stages, router_rows).Run(item);
     } else {
       ok = AwaitCredits(call);
     }
@@ -43,19 +42,20 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     Team team;
     const bool places = PlacingTeam(plan.call.roles, senders, team);
     if (ok) {
-      Placer placer(step, plan, call, stages, memory);
+      Placer<Format> placer(step, plan, call, stages, memory);
       ok = places ? placer.Build(team) : placer.AwaitTables();
       if (ok) ok = placer.Run(call.First(Queue::kPlace));
     }
   }
-  EndRows(call, ok, [] {}, [&] { Fail(step); });
+  EndRows(call, ok, [] {}, [&] { Fail<Format>(step, plan.scales); });
 #endif
 }
 
 template <typename Format>
 bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, DispatchPlan& plan) {
   const EpShape& shape = step.shape;
-  const auto message = DispatchMessage::Of(shape.row_bytes(), 0, shape.top_k);
+  const auto message = MessageOf<Format>(shape);
+  const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
@@ -66,13 +66,22 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
   work.route_items =
       static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
   work.send_items = static_cast<uint32_t>(chunks);
-  work.place_items =
-      PlaceItems(plan.chunk_items, step.zero_tail ? shape.recv_rows * shape.row_bytes() : 0);
-  plan.call.roles = RowRoles(group, work, shape.tokens, 3);
+  int64_t clear_bytes = step.zero_tail ? shape.recv_rows * payload_bytes : 0;
+  if constexpr (QuantizedFormat<Format>) {
+    plan.scales = ScalePlan::Of<Format>(step);
+    clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
+  }
+  work.place_items = PlaceItems(plan.chunk_items, clear_bytes);
+  plan.call.roles = RowRoles(group, work, shape.tokens, 3, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
-  return PlanRows(message.payload + shape.row_bytes(), message.source_token, message.bytes,
-                  kMaxSharedBytes - DispatchShared::FixedBytes(shape), plan.rows);
+  const int64_t budget = kMaxSharedBytes - DispatchShared<Format>::FixedBytes(shape);
+  if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows)) return false;
+  if constexpr (QuantizedFormat<Format>) {
+    return PlanEncoding<Format>(shape.hidden, step.element, message.scales, message.source_token,
+                                message.bytes, budget, plan.encode, plan.rows.stages);
+  }
+  return true;
 }
 
 }  // namespace
@@ -82,7 +91,8 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
                            cudaStream_t stream) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, group, plan)) return cudaErrorInvalidConfiguration;
-  const int64_t shared = DispatchShared::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
+  const int64_t shared =
+      DispatchShared<Format>::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
   const dim3 grid(plan.call.roles.blocks);
   return Launch(WindowDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
                 stream, step, group, plan);
@@ -91,10 +101,7 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
 cudaError_t PreloadWindowDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if constexpr (kInWindows<Format>) {
-      if (error == cudaSuccess)
-        error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
-    }
+    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
   });
   return error;
 }
@@ -102,7 +109,7 @@ cudaError_t PreloadWindowDispatch() {
 #define JAX_EP_INSTANTIATE(Format)                                                           \
   template cudaError_t WindowDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
                                               cudaStream_t);
-JAX_EP_WINDOW_FORMATS(JAX_EP_INSTANTIATE)
+JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 
 }  // namespace jax_ep::cuda

@@ -12,7 +12,10 @@
 
 namespace jax_ep::cuda {
 
+template <typename Format>
 class Sender {
+  static constexpr bool kEncodes = QuantizedFormat<Format>;
+
  public:
   __device__ Sender(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
                     BulkStages& stages, int32_t* router_rows)
@@ -25,6 +28,7 @@ class Sender {
 
   // False where a wait failed. The block's wait for credits is part of it.
   __device__ bool Run(WorkItem item) {
+    if constexpr (Format::kTakesInputScale) input_scale_ = *step_.input_scale;
     const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
       const bool routes = current.phase == Phase::kRoute;
       const Chunk chunk = routes ? Chunk{} : Start(current.index);
@@ -148,18 +152,27 @@ class Sender {
     int32_t id;    // likewise
   };
 
+  __device__ const Divisor& pieces() const {
+    if constexpr (kEncodes) return plan_.encode.pieces;
+    return plan_.rows.pieces;
+  }
+
   __device__ void LoadUnit(const Chunk& chunk, uint32_t unit) {
     uint32_t piece;
-    const int64_t token = chunk.begin + plan_.rows.pieces.Divide(unit, piece);
-    const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
-    LoadPiece(stages_, plan_.rows, piece, tokens + token * plan_.rows.payload_bytes, nullptr);
+    const int64_t token = chunk.begin + pieces().Divide(unit, piece);
+    if constexpr (kEncodes) {
+      LoadTokenPiece(stages_, plan_.encode, step_.tokens, token, piece);
+    } else {
+      const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
+      LoadPiece(stages_, plan_.rows, piece, tokens + token * plan_.rows.payload_bytes, nullptr);
+    }
   }
 
   __device__ Chunk Start(uint32_t item) {
     Chunk chunk{};
     chunk.begin = static_cast<int32_t>(item) * plan_.chunk_tokens;
     chunk.end = Min(chunk.begin + plan_.chunk_tokens, static_cast<int32_t>(step_.shape.tokens));
-    chunk.units = static_cast<uint32_t>(chunk.end - chunk.begin) * plan_.rows.pieces.value;
+    chunk.units = static_cast<uint32_t>(chunk.end - chunk.begin) * pieces().value;
     chunk.primed = stages_.Prime(chunk.units, [&](uint32_t unit) { LoadUnit(chunk, unit); });
     chunk.weight = LoadWeight(chunk.begin, chunk.end);
     chunk.id = router_.LoadId(walk_, chunk.begin, chunk.end);
@@ -168,7 +181,6 @@ class Sender {
 
   // The tokens before the chunk are counted.
   __device__ bool Send(uint32_t item, const Chunk& chunk) {
-    const RowPlan& rows = plan_.rows;
     const int32_t first_slot = router_.slots();
     const uint32_t destination = DestinationOf(call_, item);
     // While the first token is on its way.
@@ -182,18 +194,25 @@ class Sender {
     const auto load = [&](uint32_t unit) { LoadUnit(chunk, unit); };
     stages_.Pass(chunk.units, chunk.primed, load, [&](uint32_t unit, uint8_t* stage) {
       uint32_t piece;
-      const int32_t in_chunk = static_cast<int32_t>(rows.pieces.Divide(unit, piece));
+      const int32_t in_chunk = static_cast<int32_t>(pieces().Divide(unit, piece));
       const int32_t token = chunk.begin + in_chunk;
       // A chunk is mostly one step.
       const int32_t in_step = in_chunk < walk_.tokens ? in_chunk : in_chunk % walk_.tokens;
+      uint8_t* side = stage + plan_.rows.piece_bytes;
+      if constexpr (kEncodes) {
+        side = EncodePiece<Format>(plan_.encode, piece, stage, input_scale_);
+      }
       if (piece == 0) {
         if (in_step == 0 && in_chunk != 0) {
           weight = LoadWeight(token, chunk.end);
           entry = router_.Assign(walk_, chunk.end, router_.LoadId(walk_, token, chunk.end));
         }
-        Annotate(token, in_step * walk_.top_k, entry, weight, stage + rows.piece_bytes);
+        Annotate(token, in_step * walk_.top_k, entry, weight, side);
         slot = SlotAt(destination, call_.ranks(), in_step * walk_.top_k, walk_.top_k, entry.rank,
                       entry.slot);
+      } else if constexpr (kEncodes) {
+        FenceProxyAsyncShared();
+        __syncwarp();
       }
       if (slot >= 0) Store(destination, piece, slot, stage);
       // After the stores: the fence before them would wait for this one.
@@ -221,11 +240,11 @@ class Sender {
         entry.rank < 0 ? -1 : entry.rank * tokens + entry.slot;
   }
 
-  // Writes what lies beside the payload of a token whose entries are in the lanes from `base` on.
-  // The same for all destinations: experts are global.
+  // Writes what lies beside the payload and the scales of a token whose entries are in the lanes
+  // from `base` on. The same for all destinations: experts are global.
   __device__ void Annotate(int32_t token, int32_t base, const RoutedEntry& entry, float weight,
                            uint8_t* side) {
-    const auto message = MessageOf(step_.shape);
+    const auto message = MessageOf<Format>(step_.shape);
     uint8_t* stage = side - message.source_token;
     const int32_t k = Lane() - base;
     if (k >= 0 && k < walk_.top_k) {
@@ -241,7 +260,9 @@ class Sender {
   __device__ void Store(uint32_t destination, uint32_t piece, int32_t slot, const uint8_t* stage) {
     const RowPlan& rows = plan_.rows;
     uint8_t* message = call_.Region(destination, call_.rank()) + int64_t{slot} * rows.message_bytes;
-    if (destination != call_.rank()) {
+    if constexpr (kEncodes) {
+      StoreEncoded<Format>(plan_.encode, piece, message, stage);
+    } else if (destination != call_.rank()) {
       StorePiece(rows, piece, message, stage);
     } else if (piece == 0) {
       // Own rows come from the tokens themselves.
@@ -255,6 +276,7 @@ class Sender {
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   TokenWalk walk_;
   WarpRouter router_;
+  float input_scale_ = kNoInputScale;
   bool counts_ = false;  // the router does, from token 0 on
   bool may_store_ = false;
   bool free_ = false;

@@ -1,6 +1,6 @@
 // The receiving rank's tables of a window dispatch: where the rows of each (source, expert) start,
-// and what lies between and behind the real rows. Used by window_dispatch_place.cuh; the
-// zeros by window_cached_dispatch.cu as well.
+// and what lies between and behind the real rows. Used by window_dispatch_place.cuh
+// and window_scales.cuh; the zeros by window_cached_worker.cuh as well.
 #pragma once
 
 #include <cstdint>
@@ -88,6 +88,26 @@ class GroupTable {
     team.Sync();
   }
 
+  // Whole team, after Build: the first tile of each group's scales, and behind the last one.
+  __device__ void BuildTiles(const Team& team, int32_t* first_tiles) const {
+    const int64_t groups = shape_.local_experts, length = CeilDiv(groups, team.threads);
+    const int64_t begin = Min(team.thread * length, groups), end = Min(begin + length, groups);
+    const auto tiles_of = [&](int64_t group) {
+      return TilesOfGroup(Offset(group + 1) - Offset(group));
+    };
+    int64_t tiles = 0;
+    JAX_EP_NO_UNROLL
+    for (int64_t group = begin; group < end; ++group) tiles += tiles_of(group);
+    int64_t first = ExclusiveSum(team, tiles, totals_);
+    JAX_EP_NO_UNROLL
+    for (int64_t group = begin; group < end; ++group) {
+      first_tiles[group] = static_cast<int32_t>(first);
+      first += tiles_of(group);
+    }
+    if (team.thread == team.threads - 1) first_tiles[groups] = static_cast<int32_t>(first);
+    team.Sync();
+  }
+
   // The row of an entry that came from `source`, or -1.
   __device__ int32_t RowOf(uint32_t source, int32_t expert, int32_t position) const {
     if (expert < 0 || expert >= shape_.local_experts) return -1;
@@ -98,6 +118,10 @@ class GroupTable {
   // Rows from here on belong to no group.
   __device__ int64_t End() const { return Min<int64_t>(*end_, shape_.recv_rows); }
   __device__ int32_t Slots(int64_t source) const { return slots_[source]; }
+  // Where a group begins, or the last one ends, cut by N.
+  __device__ int32_t Offset(int64_t group) const {
+    return static_cast<int32_t>(Min<int64_t>(Start(group), shape_.recv_rows));
+  }
 
   // The padding of a group: rows [begin, end).
   struct Range {

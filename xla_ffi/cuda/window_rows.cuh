@@ -29,14 +29,16 @@ inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
       std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
 }
 
-// In a long call one block of `share` sends.
+// In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
-                           uint32_t share) {
+                           uint32_t share, bool encodes) {
   constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
   // Eight multiprocessors nearly fill the link; with many a chunk is whole later.
   constexpr uint32_t kMostSenderBlocks = 24;
+  // Encoding a token takes a warp longer than its link does.
+  constexpr uint32_t kMostEncoderBlocks = 48;
   // Placing keeps up with the link; more blocks would only take multiprocessors from other work.
-  constexpr uint32_t kLongCallBlocks = 64;
+  constexpr uint32_t kLongCallBlocks = 64, kLongEncodingBlocks = 96;
   if (tokens < kLongCall) {
     // Two senders a block, but one where that gives most multiprocessors one each.
     const uint32_t limit = BlockLimit(group, UINT32_MAX);
@@ -44,8 +46,11 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
     const uint32_t senders = items <= limit && items > limit / 2 ? 1 : 2;
     return BlockRoles::Alike(limit, kRowWarps, senders, work);
   }
-  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : kLongCallBlocks);
-  return BlockRoles::ByArrival(blocks, kRowWarps, std::min(kMostSenderBlocks, blocks / share));
+  const uint32_t most = encodes ? kLongEncodingBlocks : kLongCallBlocks;
+  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : most);
+  const uint32_t senders = encodes ? std::min(kMostEncoderBlocks, blocks / 2)
+                                   : std::min(kMostSenderBlocks, blocks / share);
+  return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 
 // The warps of this block that place: those behind the senders, or all of them when the senders, if
@@ -64,8 +69,9 @@ __device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Te
 // What an sm_90 gives a block that asks for it.
 inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
 
-// A message is its payload and, from `side` on, what travels beside it. In a stage the side lies
-// behind the piece, which for a whole payload is where it lies in the message.
+// A message is its payload and, from `side` on, its scales, if it has any, and what travels beside
+// it. In a stage the side lies behind the piece, which for a whole payload is where it lies in the
+// message.
 struct RowPlan {
   StagePlan stages;
   Divisor pieces;
@@ -80,18 +86,24 @@ struct RowPlan {
   }
 };
 
-// Fits at least two stages a warp into `budget` bytes; false where even that fails.
+// Fits at least two stages of so many bytes a warp into `budget` bytes; false where even that
+// fails.
+inline bool FitStages(int64_t stage_bytes, int64_t budget, StagePlan& plan) {
+  const int64_t stage = RoundUp(stage_bytes, 128);
+  const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
+  if (stages < 2) return false;
+  plan = {static_cast<uint32_t>(stage), static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
+  return true;
+}
+
+// In as few pieces as fit, multiples of `align` bytes but for the last.
 inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
-                     RowPlan& plan) {
+                     RowPlan& plan, int64_t align = kRowAlignBytes) {
   constexpr int64_t kMinPieceBytes = 1024;
   if (message_bytes > INT32_MAX) return false;
   for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
-    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), kRowAlignBytes);
-    const int64_t stage = RoundUp(piece + message_bytes - side, 128);
-    const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
-    if (stages < 2) continue;
-    plan.stages = {static_cast<uint32_t>(stage),
-                   static_cast<uint32_t>(Min<int64_t>(stages, kMaxStages))};
+    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), align);
+    if (!FitStages(piece + message_bytes - side, budget, plan.stages)) continue;
     plan.pieces = Divisor::Of(CeilDiv(payload_bytes, piece));
     plan.piece_bytes = static_cast<uint32_t>(piece);
     plan.payload_bytes = static_cast<uint32_t>(payload_bytes);
@@ -119,6 +131,20 @@ __device__ inline void LoadPiece(BulkStages& stages, const RowPlan& plan, uint32
     if (side_bytes != 0) {
       BulkLoad(stage + plan.piece_bytes, message + plan.side, side_bytes, barrier);
     }
+  });
+}
+
+// As LoadPiece, with the side of every piece: the scales of all are in it.
+__device__ inline void LoadWithSide(BulkStages& stages, const RowPlan& plan, uint32_t piece,
+                                    const uint8_t* message) {
+  const uint32_t bytes = plan.PieceBytes(piece);
+  stages.Load(bytes + plan.side_bytes, [&](uint8_t* stage, uint64_t* barrier) {
+    if (bytes == plan.side) {
+      BulkLoad(stage, message, plan.message_bytes, barrier);
+      return;
+    }
+    BulkLoad(stage, message + static_cast<int64_t>(piece) * plan.piece_bytes, bytes, barrier);
+    BulkLoad(stage + plan.piece_bytes, message + plan.side, plan.side_bytes, barrier);
   });
 }
 

@@ -6,120 +6,12 @@
 #include <utility>
 
 #include "cuda/divisor.h"
-#include "cuda/elements.cuh"
 #include "cuda/launch.h"
 #include "cuda/primitives.cuh"
-#include "cuda/ptx.cuh"
+#include "cuda/window_columns.cuh"
 #include "protocol/window.h"
 
 namespace jax_ep::cuda {
-
-// Elements of a vector: one access in either type, and the lanes' accesses leave no gaps.
-template <typename A, typename B>
-inline constexpr int kVectorElements =
-    static_cast<int>(kVectorBytes / (sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B)));
-
-// A piece is columns of one vector a lane.
-template <int kCount>
-inline constexpr int kPieceColumns = static_cast<int>(kPieceElements) / (kWarpSize * kCount);
-
-template <int kCount, int kColumns>
-using ColumnSums = float[kColumns][kCount];
-
-// From the start of a row of T to a piece, and from there to this lane's first vector.
-template <typename T>
-__device__ int64_t PieceBytes(uint32_t piece) {
-  return piece * (kPieceElements * static_cast<int64_t>(sizeof(T)));
-}
-template <typename T, int kCount>
-__device__ uint32_t LaneBytes() {
-  return static_cast<uint32_t>(Lane() * kCount) * static_cast<uint32_t>(sizeof(T));
-}
-
-// Around L1, which may hold what lay there in an earlier call.
-template <typename Vector>
-__device__ __forceinline__ void LoadVector(Vector& vector, const uint8_t* from) {
-  uint32_t* words = vector.words;
-  if constexpr (Vector::kBytes == 8) {
-    const uint2 v = LoadAroundL1(reinterpret_cast<const uint2*>(from));
-    words[0] = v.x, words[1] = v.y;
-  } else {
-    const uint4 v = LoadAroundL1(reinterpret_cast<const uint4*>(from));
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  }
-}
-
-template <bool kWeighted, typename Vector, int kCount>
-__device__ __forceinline__ void AddVector(float (&sums)[kCount], const Vector& vector,
-                                          float weight) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    sums[j] =
-        kWeighted ? MultiplyThenAdd(sums[j], weight, vector.Get(j)) : Add(sums[j], vector.Get(j));
-  }
-}
-
-// A lane's vectors of some columns. Pointers are to its first one; a piece that is not whole is
-// taken by single columns, of which a lane may have none.
-template <typename T, int kCount, int kColumns>
-struct Columns {
-  using Vector = Elements<T, kCount>;
-  static constexpr int kColumnBytes = kWarpSize * Vector::kBytes;
-
-  Vector vectors[kColumns];
-
-  __device__ __forceinline__ void Load(const uint8_t* from) {
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) LoadVector(vectors[i], from + i * kColumnBytes);
-  }
-
-  __device__ __forceinline__ void Clear() {
-#pragma unroll
-    for (Vector& vector : vectors) vector = {};
-  }
-
-  template <bool kWeighted>
-  __device__ __forceinline__ void AddTo(ColumnSums<kCount, kColumns>& sums, float weight) const {
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) AddVector<kWeighted>(sums[i], vectors[i], weight);
-  }
-
-  __device__ __forceinline__ static void Store(const ColumnSums<kCount, kColumns>& sums,
-                                               uint8_t* to) {
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      Vector::Round(sums[i]).Store(to + i * kColumnBytes);
-    }
-  }
-
-  // As Store, after the addition of a row that may be nullptr; two vectors at a time, because rows
-  // in flight have the other registers.
-  __device__ __forceinline__ static void AddAndStore(ColumnSums<kCount, kColumns>& sums,
-                                                     const uint8_t* row, uint8_t* to) {
-    constexpr int kTogether = kColumns < 2 ? 1 : 2;
-#pragma unroll
-    for (int i = 0; i < kColumns; i += kTogether) {
-      if (row != nullptr) {
-        Columns<T, kCount, kTogether> some;
-        some.Load(row + i * kColumnBytes);
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) AddVector<false>(sums[i + j], some.vectors[j], 1.0f);
-      }
-#pragma unroll
-      for (int j = i; j < i + kTogether; ++j) {
-        Vector::Round(sums[j]).Store(to + j * kColumnBytes);
-      }
-    }
-  }
-};
-
-// Equal in all lanes but for the lane's offset in `from`.
-struct Term {
-  bool last;     // of its sum
-  bool present;  // else zeros
-  const uint8_t* from;
-  float weight = 1.0f;
-};
 
 // The terms of a batch of 32 / K sums: lane j * K + i may hold one of sum j's, and within a sum
 // lanes are in the order of addition. A sum without terms gets one of zeros.
@@ -194,6 +86,8 @@ __device__ inline int SortedDistinct(const TermLanes& lanes, int32_t top_k, int3
 // flight: what 128 hold beside the sums.
 inline constexpr int kColumnsAtOnce = 4;
 inline constexpr int kWordsInFlight = 48;
+inline constexpr int kWordsWhileEncoding = 32;
+inline constexpr int kWordsWhileDecoding = 36;
 
 // The sums of some columns, and the rows that come next. Each row has registers of its own, so that
 // a load into them is under way while others are added: no index of a row may be computed at run
@@ -227,7 +121,7 @@ class RowSum {
       if (term.last) last_ |= kBit;
       weights_[kRow] = term.weight;
       if (term.present && in_row_) {
-        rows_[kRow].Load(term.from + column_ * Row::kColumnBytes);
+        rows_[kRow].Load(term, column_);
       } else {
         rows_[kRow].Clear();
       }
@@ -260,13 +154,14 @@ class RowSum {
 
 // Whole warp: the sums of a piece of rows of `hidden`. As often as its columns take, calls
 // job.Start(first), then job.Next(term) until it is false, from then on always, and
-// job.Store(sums, column, in_row) after the last term of each sum.
+// job.Store(sums, column, in_row) after the last term of each sum. Job::kWords are for rows in
+// flight.
 template <typename From, int kCount, bool kWeighted, typename Job>
 __device__ __forceinline__ void SumPiece(int64_t hidden, uint32_t piece, Job& job) {
   const int32_t elements =
       static_cast<int32_t>(Min(kPieceElements, hidden - piece * kPieceElements));
   constexpr int kColumns = kColumnsAtOnce;
-  constexpr int kRows = kWordsInFlight / (kColumns * Elements<From, kCount>::kWords);
+  constexpr int kRows = Job::kWords / Columns<From, kCount, kColumns>::kWords;
   if (elements == kPieceElements) {
 #pragma unroll 1
     for (int column = 0; column < kPieceColumns<kCount>; column += kColumns) {

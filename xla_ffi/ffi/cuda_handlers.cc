@@ -74,16 +74,13 @@ cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int3
                    cudaStream_t stream) {
   call.step.report = group.ReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    if constexpr (cuda::kInWindows<F>) {
-      return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
-    }
-    return cudaErrorNotSupported;
+    return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
   });
 }
 cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   return OfFormat(call.format, [&]<typename F>(F) {
-    if constexpr (cuda::kInWindows<F>) {
+    if constexpr (cuda::kAlongRoutes<F>) {
       return cuda::WindowCachedDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
     }
     return cudaErrorNotSupported;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "formats/element_type.h"
 #include "formats/fp8_block128.h"
 #include "protocol/layout.h"
 #include "protocol/steps.h"
@@ -23,6 +24,13 @@ constexpr CombineMessage CombineMessageOf(int64_t hidden, ElementType wire, bool
 template <typename Step>
 constexpr CombineMessage CombineMessageOf(const Step& step) {
   return CombineMessageOf(step.shape.hidden, step.wire, step.quantized, step.num_weights);
+}
+
+// Calls visit(Element{}, Wire{}); Wire is CombineFormat where the sums travel quantised.
+template <typename Step, typename Visit>
+auto VisitWire(const Step& step, Visit&& visit) {
+  if (!step.quantized) return VisitElements(step.element, step.wire, visit);
+  return VisitElement(step.element, [&](auto element) { return visit(element, CombineFormat{}); });
 }
 
 }  // namespace jax_ep
