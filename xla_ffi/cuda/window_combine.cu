@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
+#include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 #include "cuda/window_sum.cuh"
 #include "formats/element_type.h"
@@ -344,6 +345,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
                           cudaStream_t stream) {
   const EpShape& shape = step.shape;
   if (step.quantized) return cudaErrorNotSupported;
+  if (TakesFewTokens(step)) return WindowFewCombine(step, group, stream);
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -368,7 +370,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 }
 
 cudaError_t PreloadWindowCombine() {
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = PreloadWindowFewCombine();
   constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
                                     ElementType::kFloat16};
   for (const ElementType element : kTypes) {

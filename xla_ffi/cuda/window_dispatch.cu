@@ -5,6 +5,7 @@
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_dispatch_plan.cuh"
 #include "cuda/window_dispatch_send.cuh"
+#include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 #include "formats/registry.h"
 
@@ -66,8 +67,7 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
   work.route_items =
       static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
   work.send_items = static_cast<uint32_t>(chunks);
-  work.place_items =
-      PlaceItems(plan.chunk_items, step.zero_tail ? shape.recv_rows * shape.row_bytes() : 0);
+  work.place_items = PlaceItems(plan.chunk_items, shape.recv_rows * ClearBytes(step));
   plan.call.roles = RowRoles(group, work, shape.tokens, 3);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
@@ -80,6 +80,7 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
+  if (TakesFewTokens(step)) return WindowFewDispatch(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, group, plan)) return cudaErrorInvalidConfiguration;
   const int64_t shared = DispatchShared::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
@@ -89,7 +90,7 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
 }
 
 cudaError_t PreloadWindowDispatch() {
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = PreloadWindowFewDispatch();
   ForEachFormat([&]<typename Format>(Format) {
     if constexpr (kInWindows<Format>) {
       if (error == cudaSuccess)

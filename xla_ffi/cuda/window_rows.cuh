@@ -10,6 +10,7 @@
 #include "cuda/groups.cuh"
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
+#include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
 
@@ -27,6 +28,12 @@ inline constexpr int64_t kClearBytes = int64_t{64} << 10;
 inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
   return static_cast<uint32_t>(
       std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
+}
+
+// Of a row that no token reaches: what its tables hold, and its payload.
+inline int64_t ClearBytes(const WindowDispatchStep& step) {
+  constexpr int64_t kTableBytes = 20;
+  return kTableBytes + (step.zero_tail ? step.shape.row_bytes() : 0);
 }
 
 // In a long call one block of `share` sends.
