@@ -120,11 +120,11 @@ struct BufferGroupLayout {
   int64_t region_bytes;
   int64_t counts;  // CountCell [depth, R sources, count_cells]; none in combine's
   int64_t count_cells;
-  int64_t flags;  // FlagCell [depth, R sources, chunk], in combine's [.., chunk, piece]
-  int64_t flags_per_source;
   int64_t cells;  // CountCell [depth, R sources, few tokens or slots, message_cells]
   int64_t message_cells;
   int64_t cells_per_source;
+  int64_t flags;  // FlagCell [depth, R sources, chunk], in combine's [.., chunk, piece]
+  int64_t flags_per_source;
   int64_t credits;  // uint64 [depth, R destinations]
 };
 
@@ -156,13 +156,13 @@ struct WindowLayout {
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
                                     : DispatchCells(sizes.dispatch_message_bytes, sizes.top_k);
       group.cells_per_source = Min(sizes.tokens, kFewTokens) * group.message_cells;
-      group.cells = cursor.Take(
-          regions * group.cells_per_source * static_cast<int64_t>(sizeof(CountCell)), kAlign);
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
           regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
       group.counts = cursor.Take(
           regions * group.count_cells * static_cast<int64_t>(sizeof(CountCell)), kAlign);
+      group.cells = cursor.Take(
+          regions * group.cells_per_source * static_cast<int64_t>(sizeof(CountCell)), kAlign);
       group.regions = cursor.Take(regions * group.region_bytes, kAlign);
     }
     layout.bytes = RoundUp(cursor.end, kAlign);
