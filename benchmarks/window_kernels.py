@@ -24,7 +24,13 @@ import tempfile
 import gpu_limits
 import recording
 
-KERNELS = ("window_dispatch", "window_cached_dispatch", "window_combine")
+KERNELS = (
+    "window_dispatch",
+    "window_cached_dispatch",
+    "window_combine",
+    "window_few_dispatch",
+    "window_few_combine",
+)
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
 # The host adds up what the GPUs do, and rounds as often.
 HOST_FLAGS = "-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-pthread"

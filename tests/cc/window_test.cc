@@ -57,10 +57,12 @@ std::vector<Part> PartsOf(const WindowSizes& sizes, const WindowLayout& layout) 
   for (const BufferGroupLayout& group : layout.groups) {
     const int64_t flag_bytes = group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell));
     const int64_t count_bytes = group.count_cells * static_cast<int64_t>(sizeof(CountCell));
+    const int64_t cell_bytes = group.cells_per_source * static_cast<int64_t>(sizeof(CountCell));
     parts.push_back({group.credits, sizes.depth * sizes.ranks * 8});
     for (int64_t part = 0; part < sizes.depth * sizes.ranks; ++part) {
       parts.push_back({group.flags + part * flag_bytes, flag_bytes});
       parts.push_back({group.counts + part * count_bytes, count_bytes});
+      parts.push_back({group.cells + part * cell_bytes, cell_bytes});
       parts.push_back({group.regions + part * group.region_bytes, group.region_bytes});
     }
   }
@@ -83,12 +85,13 @@ void CheckLayout(const WindowSizes& sizes) {
   // Nothing is lost but the rounding of each part to a line and of each region.
   int64_t used = 0;
   for (const Part& part : parts) used += part.bytes;
-  CHECK(layout.bytes - used < (2 + 4 * kBufferGroups + 1) * kLine);
+  CHECK(layout.bytes - used < (2 + 5 * kBufferGroups + 1) * kLine);
 
   CHECK(layout.poison % kLine == 0 && layout.route_totals % kLine == 0);
   for (const BufferGroupLayout& group : layout.groups) {
     // Signals never share a line with what others write; bulk copies need 16 bytes.
     CHECK(group.credits % kLine == 0 && group.flags % kLine == 0 && group.counts % kLine == 0);
+    CHECK(group.cells % kLine == 0);
     CHECK(group.regions % kLine == 0 && group.region_bytes % kLine == 0);
   }
   const auto& dispatch = layout.groups[static_cast<int>(CallKind::kDispatch)];
@@ -100,6 +103,12 @@ void CheckLayout(const WindowSizes& sizes) {
   // The messages of a whole call.
   CHECK(dispatch.region_bytes >= sizes.tokens * sizes.dispatch_message_bytes);
   CHECK(combine.region_bytes >= sizes.tokens * sizes.combine_message_bytes);
+  // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
+  const int64_t few = std::min(sizes.tokens, kFewTokens);
+  CHECK(dispatch.cells_per_source == few * dispatch.message_cells);
+  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.dispatch_message_bytes);
+  CHECK(combine.cells_per_source == few * combine.message_cells);
+  CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
 void TestKnownLayout() {
@@ -113,7 +122,9 @@ void TestKnownLayout() {
   CHECK(dispatch.count_cells == 1 + 22);
   CHECK(dispatch.region_bytes == 128 * 14464);
   CHECK(dispatch.counts == dispatch.flags + 8 * dispatch.flags_per_source * 16);
-  CHECK(dispatch.regions == dispatch.counts + RoundUp(8 * 23 * 16, 128));
+  CHECK(dispatch.cells == dispatch.counts + RoundUp(8 * 23 * 16, 128));
+  CHECK(dispatch.message_cells == 1 + 8 + DivideUp(14464, 12));
+  CHECK(dispatch.regions == dispatch.cells + RoundUp(8 * 8 * dispatch.message_cells * 16, 128));
   const BufferGroupLayout& combine = layout.groups[1];
   CHECK(combine.credits == dispatch.regions + 8 * dispatch.region_bytes);
   CHECK(combine.flags_per_source == kCombineChunks.MaxCount(128) * 7);

@@ -33,11 +33,12 @@ template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
   static constexpr int kWords = kBytes / 4;
-  static_assert(kBytes == 8 || kBytes % kVectorBytes == 0);
+  static_assert(kBytes % 4 == 0);
 
   uint32_t words[kWords];
 
   __device__ void Load(const uint8_t* from) {
+    static_assert(kBytes == 8 || kBytes % kVectorBytes == 0);
     if constexpr (kBytes == 8) {
       const uint2 v = *reinterpret_cast<const uint2*>(from);
       words[0] = v.x, words[1] = v.y;

@@ -56,6 +56,20 @@ class WindowCall {
     return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + place);
   }
 
+  // Whole block, of roles whose "warps" are 1: what was drawn for it; then the next item.
+  __device__ WorkItem FirstOfBlock(Queue queue) {
+    const bool drawn = queue == Queue::kSend ? block_.senders != 0 : block_.senders == 0;
+    if (!drawn) return TakeForBlock(queue);
+    return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)]);
+  }
+  __device__ WorkItem TakeForBlock(Queue queue) {
+    uint32_t& ticket = block_.first_tickets[static_cast<uint32_t>(queue)];
+    __syncthreads();
+    if (threadIdx.x == 0) ticket = DrawTickets(memory_, state_, queue, 1);
+    __syncthreads();
+    return ItemOf(plan_.work, queue, ticket);
+  }
+
   // Whole warp: the next item, in one step or in two.
   __device__ WorkItem Take(Queue queue) { return Resolve(queue, Draw(queue)); }
   __device__ uint32_t Draw(Queue queue) {
@@ -96,6 +110,11 @@ class WindowCall {
     return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.counts) +
            Part(source) * layout_.count_cells;
   }
+  // Of the message of a token or slot, where calls have few.
+  __device__ CountCell* Cells(uint32_t owner, uint32_t source, int64_t message) const {
+    return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.cells) +
+           Part(source) * layout_.cells_per_source + message * layout_.message_cells;
+  }
   __device__ RouteTotals Totals(int64_t experts) const {
     return {Int32At(group_.windows[group_.rank], group_.layout.route_totals), experts,
             group_.ranks};
@@ -116,6 +135,44 @@ class WindowCall {
     const FlagCell* cell = Flag(group_.rank, source, index);
     return Await(phase, source,
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
+  }
+
+  // After AwaitCredits.
+  __device__ void PostCell(CountCell* cell, const uint32_t (&words)[3]) const {
+    memory_.Post(cell, {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]),
+                         static_cast<int32_t>(words[2])},
+                        CellStamp(lease_.epoch)});
+  }
+
+  // Any lanes, each for its own cells, all at once; nullptr for none. `sources` are the ranks that
+  // they come from.
+  template <int kCells>
+  __device__ bool AwaitCells(const CountCell* const (&from)[kCells],
+                             const uint32_t (&sources)[kCells], CountCell (&cells)[kCells]) const {
+    unsigned missing = 0;
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) missing |= from[i] == nullptr ? 0 : 1u << i;
+    if (missing == 0) return true;
+    const WaitBound bound{group_.timeout_ns, Poison(group_.rank)};
+    const WaitStatus status = WaitUntil(memory_, bound, [&] {
+#pragma unroll
+      for (int i = 0; i < kCells; ++i) {
+        if (from[i] == nullptr) continue;
+        // Again where it is there already: all loads are under way at once.
+        const bool there =
+            ObserveCounts(memory_, from[i], lease_.epoch, cells[i]) == Observation::kArrived;
+        missing &= there ? ~(1u << i) : ~0u;
+      }
+      return missing == 0 ? Observation::kArrived : Observation::kPending;
+    });
+    if (status == WaitStatus::kArrived) return true;
+    uint32_t awaited = 0;
+#pragma unroll
+    for (int i = kCells - 1; i >= 0; --i) {
+      if ((missing >> i & 1) != 0) awaited = sources[i];
+    }
+    GiveUp(Phase::kPlace, awaited, status);
+    return false;
   }
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.

@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
+#include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 #include "cuda/window_sum.cuh"
 #include "formats/combine_wire.h"
@@ -353,6 +354,7 @@ BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t toke
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
   const EpShape& shape = step.shape;
+  if (TakesFewTokens(step)) return WindowFewCombine(step, group, stream);
   const int64_t chunks = kCombineChunks.Count(shape.tokens), pieces = Pieces(shape.hidden);
   CombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -376,7 +378,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 }
 
 cudaError_t PreloadWindowCombine() {
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = PreloadWindowFewCombine();
   const auto preload = [&]<typename Element, typename Wire>(Element, Wire) {
     if (error == cudaSuccess) error = Preload(WindowCombineKernel<Element, Wire>);
   };

@@ -5,6 +5,7 @@
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_dispatch_plan.cuh"
 #include "cuda/window_dispatch_send.cuh"
+#include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 #include "formats/registry.h"
 
@@ -66,7 +67,7 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
   work.route_items =
       static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
   work.send_items = static_cast<uint32_t>(chunks);
-  int64_t clear_bytes = step.zero_tail ? shape.recv_rows * payload_bytes : 0;
+  int64_t clear_bytes = shape.recv_rows * (kTableBytes + (step.zero_tail ? payload_bytes : 0));
   if constexpr (QuantizedFormat<Format>) {
     plan.scales = ScalePlan::Of<Format>(step);
     clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
@@ -89,6 +90,9 @@ bool MakePlan(const WindowDispatchStep& step, const WindowGroup& group, Dispatch
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
+  if constexpr (!QuantizedFormat<Format>) {
+    if (TakesFewTokens(step)) return WindowFewDispatch(step, group, stream);
+  }
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, group, plan)) return cudaErrorInvalidConfiguration;
   const int64_t shared =
@@ -99,7 +103,7 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
 }
 
 cudaError_t PreloadWindowDispatch() {
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = PreloadWindowFewDispatch();
   ForEachFormat([&]<typename Format>(Format) {
     if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
   });

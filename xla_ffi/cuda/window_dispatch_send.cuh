@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/window_call.cuh"
+#include "cuda/window_counts.cuh"
 #include "cuda/window_dispatch_plan.cuh"
 #include "cuda/window_route.cuh"
 #include "cuda/window_rows.cuh"
@@ -105,41 +106,8 @@ class Sender {
   // What the router has counted is all of the call's.
   __device__ bool PostCounts(const InvalidIds& invalid) {
     if (!MayStore()) return false;
-    const EpShape& shape = step_.shape;
-    const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
-    const int32_t cells = static_cast<int32_t>(CountCells(local_experts));
-    constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
-    JAX_EP_NO_UNROLL
-    for (int32_t rank = 0; rank < shape.ranks; ++rank) {
-      const int32_t slots = __shfl_sync(kFullWarp, router_.slots(), rank);
-      JAX_EP_NO_UNROLL
-      for (int32_t cell = Lane(); cell < cells; cell += kWarpSize) {
-        int32_t counts[3] = {slots, call_.tag(), 0};
-        if (cell > 0) {
-#pragma unroll
-          for (int32_t j = 0; j < kPerCell; ++j) {
-            const int32_t expert = (cell - 1) * kPerCell + j;
-            counts[j] = expert < local_experts ? router_.rows(rank * local_experts + expert) : 0;
-          }
-        }
-        call_.PostCounts(static_cast<uint32_t>(rank), cell, counts);
-      }
-    }
-    if (Lane() == 0) Report(invalid);
+    PostRouted(step_, call_, router_, invalid);
     return true;
-  }
-
-  __device__ void Report(const InvalidIds& invalid) {
-    *step_.num_invalid = invalid.count;
-    InvalidIdReport* report = step_.report;
-    // The host clears it between calls.
-    if (invalid.count == 0 || report == nullptr ||
-        *static_cast<const volatile int32_t*>(&report->state) != InvalidIdReport::kFree) {
-      return;
-    }
-    const int32_t entry = invalid.first_entry, top_k = walk_.top_k;
-    *reinterpret_cast<int4*>(report) =
-        make_int4(entry / top_k, entry % top_k, step_.ids[entry], InvalidIdReport::kSet);
   }
 
   // A chunk whose first loads are under way.

@@ -10,6 +10,7 @@
 #include "cuda/groups.cuh"
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
+#include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
 
@@ -28,6 +29,9 @@ inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
   return static_cast<uint32_t>(
       std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
 }
+
+// Of a row, what its tables hold.
+inline constexpr int64_t kTableBytes = 20;
 
 // In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,

@@ -61,6 +61,22 @@ JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
   return DivideUp(hidden, kPieceElements);
 }
 
+// Calls of so few tokens send their messages in cells that carry the epoch, as counts do: one
+// flight to the reader, where a message, its completion and a flag behind a fence take three. The
+// epochs are a quarter of what the link carries, which only the smallest calls can afford.
+inline constexpr int64_t kFewTokens = 8;
+
+// Cells of so many bytes.
+JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
+  return DivideUp(bytes, kCountsPerCell * kIndexBytes);
+}
+
+// A dispatched token in cells: its slot there, or -1; expert, position and weight of each k; the
+// payload.
+JAX_EP_HOST_DEVICE constexpr int64_t DispatchCells(int64_t payload_bytes, int64_t top_k) {
+  return 1 + top_k + CellsOf(payload_bytes);
+}
+
 // ---- Layout -------------------------------------------------------------------------------------
 
 // What the route items of a call add up; int32s, zero between calls.
@@ -104,6 +120,9 @@ struct BufferGroupLayout {
   int64_t region_bytes;
   int64_t counts;  // CountCell [depth, R sources, count_cells]; none in combine's
   int64_t count_cells;
+  int64_t cells;  // CountCell [depth, R sources, few tokens or slots, message_cells]
+  int64_t message_cells;
+  int64_t cells_per_source;
   int64_t flags;  // FlagCell [depth, R sources, chunk], in combine's [.., chunk, piece]
   int64_t flags_per_source;
   int64_t credits;  // uint64 [depth, R destinations]
@@ -134,11 +153,16 @@ struct WindowLayout {
       group.region_bytes = RoundUp(
           sizes.tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes),
           kAlign);
+      group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
+                                    : DispatchCells(sizes.dispatch_message_bytes, sizes.top_k);
+      group.cells_per_source = Min(sizes.tokens, kFewTokens) * group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
           regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
       group.counts = cursor.Take(
           regions * group.count_cells * static_cast<int64_t>(sizeof(CountCell)), kAlign);
+      group.cells = cursor.Take(
+          regions * group.cells_per_source * static_cast<int64_t>(sizeof(CountCell)), kAlign);
       group.regions = cursor.Take(regions * group.region_bytes, kAlign);
     }
     layout.bytes = RoundUp(cursor.end, kAlign);

@@ -1,0 +1,52 @@
+// What a sending warp tells once it has counted all ids of a call. Used by
+// window_dispatch_send.cuh and window_few_dispatch.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/window_call.cuh"
+#include "cuda/window_route.cuh"
+#include "protocol/window_steps.h"
+
+namespace jax_ep::cuda {
+
+// One lane.
+__device__ inline void ReportInvalid(const WindowDispatchStep& step, const InvalidIds& invalid) {
+  *step.num_invalid = invalid.count;
+  InvalidIdReport* report = step.report;
+  // The host clears it between calls.
+  if (invalid.count == 0 || report == nullptr ||
+      *static_cast<const volatile int32_t*>(&report->state) != InvalidIdReport::kFree) {
+    return;
+  }
+  const int32_t entry = invalid.first_entry, top_k = static_cast<int32_t>(step.shape.top_k);
+  *reinterpret_cast<int4*>(report) =
+      make_int4(entry / top_k, entry % top_k, step.ids[entry], InvalidIdReport::kSet);
+}
+
+// Whole warp, after AwaitCredits: every destination's counts, from the router.
+__device__ inline void PostRouted(const WindowDispatchStep& step, const WindowCall& call,
+                                  const WarpRouter& router, const InvalidIds& invalid) {
+  const int32_t local_experts = static_cast<int32_t>(step.shape.local_experts);
+  const int32_t cells = static_cast<int32_t>(CountCells(local_experts));
+  constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
+  JAX_EP_NO_UNROLL
+  for (int32_t rank = 0; rank < step.shape.ranks; ++rank) {
+    const int32_t slots = __shfl_sync(kFullWarp, router.slots(), rank);
+    JAX_EP_NO_UNROLL
+    for (int32_t cell = Lane(); cell < cells; cell += kWarpSize) {
+      int32_t counts[3] = {slots, call.tag(), 0};
+      if (cell > 0) {
+#pragma unroll
+        for (int32_t j = 0; j < kPerCell; ++j) {
+          const int32_t expert = (cell - 1) * kPerCell + j;
+          counts[j] = expert < local_experts ? router.rows(rank * local_experts + expert) : 0;
+        }
+      }
+      call.PostCounts(static_cast<uint32_t>(rank), cell, counts);
+    }
+  }
+  if (Lane() == 0) ReportInvalid(step, invalid);
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,279 @@
+// The combine of calls with few tokens: as window_combine.cu, but sums travel in cells that need no
+// flag. A block has a piece of a sum, and a thread the elements of one cell.
+#include <cstdint>
+
+#include "cuda/elements.cuh"
+#include "cuda/launch.h"
+#include "cuda/primitives.cuh"
+#include "cuda/window_call.cuh"
+#include "cuda/window_calls.h"
+#include "cuda/window_few.h"
+#include "cuda/window_grid.h"
+#include "formats/element_type.h"
+#include "protocol/routing.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr uint32_t kFewThreads = 512;
+// Rows, and ranks, whose loads a thread has under way at once.
+constexpr int kRowsAtOnce = 8;
+constexpr int kRanksAtOnce = 4;
+
+struct FewCombinePlan {
+  CallPlan call;
+  Divisor tokens;
+  Divisor pieces;
+  int64_t row_bytes;
+  uint32_t row_words;
+  uint32_t cells;  // of a row
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// What a cell holds of a row.
+template <typename T>
+using CellElements = Elements<T, 12 / static_cast<int>(sizeof(T))>;
+
+template <typename T>
+__device__ CellElements<T> LoadWords(const uint8_t* row, uint32_t first, uint32_t end) {
+  CellElements<T> elements{};
+#pragma unroll
+  for (uint32_t i = 0; i < 3; ++i) {
+    const auto* word = reinterpret_cast<const int32_t*>(row) + first + i;
+    if (first + i < end) elements.words[i] = static_cast<uint32_t>(LoadAroundL1(word));
+  }
+  return elements;
+}
+
+template <typename Element, typename Wire>
+class FewCombine {
+ public:
+  __device__ FewCombine(const WindowCombineStep& step, const FewCombinePlan& plan, WindowCall& call)
+      : step_(step), plan_(plan), call_(call) {}
+
+  // Whole block. False where a wait failed; the block's wait for credits is part of it.
+  __device__ bool Send(WorkItem item) {
+    bool waited = false;
+    for (; item.phase != Phase::kNone; item = call_.TakeForBlock(Queue::kSend)) {
+      if (!SendPiece(item.index, waited)) return false;
+      waited = true;
+    }
+    return waited || call_.AwaitCredits();
+  }
+
+  __device__ bool Place(WorkItem item) {
+    bool ok = true;
+    for (; item.phase != Phase::kNone; item = call_.TakeForBlock(Queue::kPlace)) {
+      ok = __syncthreads_and(PlacePiece(item.index)) != 0;
+      if (!ok) break;
+    }
+    return ok;
+  }
+
+ private:
+  static constexpr int kCount = 12 / static_cast<int>(sizeof(Element));
+
+  __device__ bool SendPiece(uint32_t item, bool waited) {
+    uint32_t piece, turn;
+    const uint32_t part = plan_.pieces.Divide(item, piece);
+    const uint32_t slot = call_.by_ranks().Divide(part, turn);
+    const uint32_t after = call_.rank() + 1 + turn, ranks = call_.ranks();
+    const uint32_t source = after < ranks ? after : after - ranks;
+    const uint32_t cell = piece * kFewThreads + threadIdx.x;
+    const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
+    float sums[kCount] = {};
+    if (there) SumRows(source, slot, cell, sums);
+    if (!waited && !call_.AwaitCredits()) return false;
+    if (!there || cell >= plan_.cells) return true;
+    const auto rounded = CellElements<Wire>::Round(sums);
+    call_.PostCell(call_.Cells(source, call_.rank(), slot) + cell, rounded.words);
+    return true;
+  }
+
+  __device__ void SumRows(uint32_t source, uint32_t slot, uint32_t cell, float (&sums)[kCount]) {
+    const EpShape& shape = step_.shape;
+    const int64_t entry = (int64_t{source} * shape.tokens + slot) * shape.top_k + Lane();
+    const int32_t row =
+        Lane() < shape.top_k ? RowOrDropped(step_.row_of[entry], shape.recv_rows) : -1;
+    const float weight =
+        row >= 0 && step_.row_weights != nullptr ? LoadAroundL1(step_.row_weights + row) : 1.0f;
+    const auto* rows = static_cast<const uint8_t*>(step_.expert_out);
+    unsigned left = __ballot_sync(kFullWarp, row >= 0);
+    JAX_EP_NO_UNROLL
+    while (left != 0) {
+      CellElements<Element> loaded[kRowsAtOnce];
+      float weights[kRowsAtOnce];
+      unsigned present = 0;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (left == 0) break;
+        const int lane = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        present |= 1u << i;
+        weights[i] = __shfl_sync(kFullWarp, weight, lane);
+        const int64_t from = __shfl_sync(kFullWarp, row, lane);
+        loaded[i] = LoadWords<Element>(rows + from * plan_.row_bytes, cell * 3, plan_.row_words);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if ((present >> i & 1) == 0) break;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          sums[j] = MultiplyThenAdd(sums[j], weights[i], loaded[i].Get(j));
+        }
+      }
+    }
+  }
+
+  __device__ bool PlacePiece(uint32_t item) {
+    const EpShape& shape = step_.shape;
+    uint32_t piece;
+    const uint32_t token = plan_.pieces.Divide(item, piece);
+    const uint32_t cell = piece * kFewThreads + threadIdx.x;
+    const bool in_row = cell < plan_.cells;
+    // rank * n + slot of this lane's entry.
+    uint32_t flat = UINT32_MAX;
+    if (Lane() < shape.top_k) {
+      flat = static_cast<uint32_t>(step_.slot_of[int64_t{token} * shape.top_k + Lane()]);
+    }
+    const bool valid = flat < call_.ranks() * plan_.tokens.value;
+    uint32_t slot;
+    const uint32_t source = plan_.tokens.Divide(valid ? flat : 0, slot);
+    float sums[kCount] = {};
+    bool ok = true;
+    JAX_EP_NO_UNROLL
+    for (uint32_t first = 0; first < call_.ranks(); first += kRanksAtOnce) {
+      const CountCell* from[kRanksAtOnce];
+      uint32_t sources[kRanksAtOnce];
+#pragma unroll
+      for (uint32_t i = 0; i < kRanksAtOnce; ++i) {
+        const unsigned lanes = __ballot_sync(kFullWarp, valid && source == first + i);
+        const int lane = lanes == 0 ? 0 : __ffs(static_cast<int>(lanes)) - 1;
+        const int64_t message = __shfl_sync(kFullWarp, slot, lane);
+        sources[i] = first + i;
+        from[i] =
+            lanes == 0 || !in_row ? nullptr : call_.Cells(call_.rank(), first + i, message) + cell;
+      }
+      CountCell cells[kRanksAtOnce];
+      ok = ok && call_.AwaitCells(from, sources, cells);
+      if (!ok) continue;
+#pragma unroll
+      for (int i = 0; i < kRanksAtOnce; ++i) {
+        if (from[i] == nullptr) continue;
+        CellElements<Wire> elements;
+#pragma unroll
+        for (int j = 0; j < 3; ++j) elements.words[j] = static_cast<uint32_t>(cells[i].counts[j]);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) sums[j] = Add(sums[j], elements.Get(j));
+      }
+    }
+    if (!ok) return false;
+    if (in_row) StoreSums(token, cell, sums);
+    return true;
+  }
+
+  __device__ void StoreSums(uint32_t token, uint32_t cell, float (&sums)[kCount]) {
+    const int64_t row = int64_t{token} * plan_.row_bytes;
+    if (step_.residual != nullptr) {
+      const auto* residual = static_cast<const uint8_t*>(step_.residual) + row;
+      const auto loaded = LoadWords<Element>(residual, cell * 3, plan_.row_words);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) sums[j] = Add(sums[j], loaded.Get(j));
+    }
+    const auto rounded = CellElements<Element>::Round(sums);
+    auto* output = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(step_.output) + row);
+#pragma unroll
+    for (uint32_t j = 0; j < 3; ++j) {
+      if (cell * 3 + j < plan_.row_words) output[cell * 3 + j] = rounded.words[j];
+    }
+  }
+
+  const WindowCombineStep& step_;
+  const FewCombinePlan& plan_;
+  WindowCall& call_;
+};
+
+#endif  // sm_90
+
+template <typename Element, typename Wire>
+__global__ void __launch_bounds__(kFewThreads, 1)
+    WindowFewCombineKernel(const __grid_constant__ WindowCombineStep step,
+                           const __grid_constant__ WindowGroup group,
+                           const __grid_constant__ FewCombinePlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  __shared__ CallBlock block;
+  WindowCall call(group, CallKind::kCombine, plan.call, block);
+  call.Begin();
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok) {
+    FewCombine<Element, Wire> combine(step, plan, call);
+    const bool sends = call.senders() != 0;
+    ok = sends ? combine.Send(call.FirstOfBlock(Queue::kSend)) : call.AwaitCredits();
+    if (ok) ok = combine.Place(call.FirstOfBlock(Queue::kPlace));
+  }
+  bool failed;
+  if (!call.Leave(ok, failed)) return;
+  call.Commit(failed);
+  if (threadIdx.x == 0) *step.done = 0;
+  if (!failed) return;
+  FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
+            kNoValue);
+#endif
+}
+
+}  // namespace
+
+bool TakesFewTokens(const WindowCombineStep& step) {
+  return step.shape.tokens > 0 && step.shape.tokens <= kFewTokens && step.num_weights == 0 &&
+         !step.quantized && ElementBytes(step.element) == ElementBytes(step.wire);
+}
+
+cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
+                             cudaStream_t stream) {
+  const EpShape& shape = step.shape;
+  FewCombinePlan plan{};
+  plan.row_bytes = shape.row_bytes();
+  plan.row_words = static_cast<uint32_t>(plan.row_bytes / 4);
+  plan.cells = static_cast<uint32_t>(CellsOf(plan.row_bytes));
+  const int64_t pieces = CeilDiv(plan.cells, kFewThreads);
+  plan.tokens = Divisor::Of(shape.tokens);
+  plan.pieces = Divisor::Of(pieces);
+  plan.call.work = {0, static_cast<uint32_t>(shape.ranks * shape.tokens * pieces),
+                    static_cast<uint32_t>(shape.tokens * pieces)};
+  plan.call.roles = BlockRoles::OneItem(BlockLimit(group, UINT32_MAX), plan.call.work);
+  plan.call.ranks = Divisor::Of(shape.ranks);
+  plan.call.tag = CallTag(2, shape.tokens, plan.row_bytes, step.num_weights, step.site);
+  const dim3 grid(plan.call.roles.blocks);
+  return VisitElements(step.element, step.wire,
+                       [&]<typename Element, typename Wire>(Element, Wire) {
+                         if constexpr (sizeof(Element) == sizeof(Wire)) {
+                           return Launch(WindowFewCombineKernel<Element, Wire>, grid, kFewThreads,
+                                         0, stream, step, group, plan);
+                         } else {
+                           return cudaErrorNotSupported;
+                         }
+                       });
+}
+
+cudaError_t PreloadWindowFewCombine() {
+  cudaError_t error = cudaSuccess;
+  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
+                                    ElementType::kFloat16};
+  for (const ElementType element : kTypes) {
+    for (const ElementType wire : kTypes) {
+      if (error != cudaSuccess) return error;
+      error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
+        if constexpr (sizeof(Element) == sizeof(Wire)) {
+          return Preload(WindowFewCombineKernel<Element, Wire>);
+        } else {
+          return cudaSuccess;
+        }
+      });
+    }
+  }
+  return error;
+}
+
+}  // namespace jax_ep::cuda
