@@ -99,21 +99,26 @@ def combine(
 ) -> jax.Array:
     """Brings expert rows home: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
 
-    Call it inside `jax.shard_map`, as `dispatch`. A rank sums its rows of a token in
-    float32 in k order and rounds once to `combine_dtype`; the source sums the ranks in
-    ascending order, then `residual`, and rounds once to `dtype`. Rows of padding and
-    dropped rows are never read. Differentiable with respect to `expert_out`,
-    `router_weights` and `residual`.
+    Call it inside `jax.shard_map`, as `dispatch`. With `reduce="rank"` a rank sums its
+    rows of a token in float32 in k order and rounds once to `combine_dtype`; the source
+    sums the ranks in ascending order, then the shared expert's row, then `residual`,
+    and rounds once to `dtype`. With `reduce="source"` each row crosses, in
+    `combine_dtype`, and the source sums them in k order; with "none" it returns them.
+    Rows of padding and dropped rows are never read. Differentiable with respect to
+    `expert_out`, `router_weights` and `residual`.
 
     Args:
         ep: the handle that dispatched.
         expert_out: `[N, H]` in the config's dtype.
         route: `d.route` of the dispatch.
-        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1.
-        residual: `[n, H]` in the config's dtype, added to the sum, or None.
+        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1. With
+            `reduce="source"` `[n, K]`; none with "none".
+        residual: `[n, H]` in the config's dtype, added to the sum, or None. None with
+            `reduce="none"`, and with `skip_a2a`, whose partial sums would each have it.
 
     Returns:
-        `[n, H]` in the config's dtype.
+        `[n, H]` in the config's dtype: with `skip_a2a` this rank's part of the sum, for
+        `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero where there is no row.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
@@ -134,13 +139,17 @@ def combine(
         _checks.require_shape("combine", name, array, shape, why)
         return array
 
+    _checks.require_combinable(ep, router_weights, residual)
     hidden = config.hidden_size
     expert_out = checked(
         "expert_out", expert_out, config.dtype, rows, hidden, why="[N, hidden_size]"
     )
     weights = skip = None
     if router_weights is not None:
-        weights = checked("router_weights", router_weights, "float32", rows, why="[N]")
+        shape, why = ((rows,), "[N]")
+        if config.reduce == "source":
+            shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
+        weights = checked("router_weights", router_weights, "float32", *shape, why=why)
     if residual is not None:
         skip = checked(
             "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"

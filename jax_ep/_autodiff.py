@@ -28,9 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _chain, _collective, _p2p
+from jax_ep import _chain, _collective, _modes, _p2p, formats
 from jax_ep._chain import Token
 from jax_ep._names import OUT_NAME, named_dispatch
+from jax_ep._native import cpu as native
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 # Rows or tokens and weights, and from a chained transport what comes next goes after.
 Sent = tuple[Any, ...]
+
+# The least width of a row, in bytes, and where rows are quantised in elements.
+_ROW_BYTES = native.ROW_ALIGN_BYTES
+_NARROW = formats.block("fp8_block128")
 
 _TRANSPORTS = {"collective": _collective, "p2p": _p2p}
 
@@ -204,6 +209,11 @@ def combine(
     residual: jax.Array | None,
 ) -> jax.Array:
     """As `jax_ep.combine`."""
+    if ep.config.reduce == "none":
+        n, top_k = route.slot_of.shape
+        rows = _modes.by_entry(route)
+        z, *_ = _chained_combine(ep, rows, expert_out, None, None, None)
+        return z.reshape(n, top_k, z.shape[1])
     return _chained_combine(ep, route, expert_out, router_weights, residual, None)[0]
 
 
@@ -238,8 +248,18 @@ def _combine(
         *after: jax.Array,
     ) -> tuple[jax.Array, ...]:
         wire = ep.config.combine_wire
+        # Only transports that let rows cross one by one know the argument.
+        options = {"by_entry": True} if ep.config.reduce == "source" else {}
         y, _, *done = _transport(ep).combine(
-            ep, route, expert_out, router_weights, None, residual, wire, *after
+            ep,
+            route,
+            expert_out,
+            router_weights,
+            None,
+            residual,
+            wire,
+            *after,
+            **options,
         )
         return y, *done
 
@@ -267,18 +287,29 @@ def _combine_fwd(
 def _combine_bwd(ep: EPHandle, residuals: Any, ct: Any) -> Any:
     route, weighting, had_residual = residuals
     dy, *_ = ct
-    rows, *_ = send_cached(ep, route, dy, None)
     dresidual = None if had_residual is None else dy
     if weighting is None:
+        rows, *_ = send_cached(ep, route, dy, None)
         return None, rows, None, dresidual, None
     router_weights, expert_out = weighting
+    at_source = ep.config.reduce == "source"
+    rows, sent, *_ = send_cached(ep, route, dy, router_weights if at_source else None)
+    row_weights = sent if at_source else router_weights
     # Padding may hold anything in E and in w; its cotangents are zero all the same.
     real = route.row_slot >= 0
     rows32 = rows.astype(jnp.float32)
-    scaled = jnp.where(real, router_weights, 0.0)[:, None] * rows32
+    factor = jnp.where(real, row_weights, 0.0)
+    if ep.config.fused_shared_expert:
+        factor = jnp.where(_modes.shared_rows(ep, dy.shape[0]), 1.0, factor)
     dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
-    drows = scaled.astype(rows.dtype)
-    return None, drows, jnp.where(real, dot, 0.0), dresidual, None
+    dweights = jnp.where(real, dot, 0.0)
+    if at_source:
+        # Beside rows of the least width, since these return nothing else.
+        width = _NARROW if ep.config.grad_format else _ROW_BYTES // rows.dtype.itemsize
+        nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
+        _, dweights, *_ = return_rows(ep, route, nothing, dweights)
+    drows = (factor[:, None] * rows32).astype(rows.dtype)
+    return None, drows, dweights, dresidual, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

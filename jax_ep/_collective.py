@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, formats
+from jax_ep import _ffi, _modes, formats
 from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
@@ -22,7 +22,7 @@ _WORD_BYTES = 4  # the wire travels as uint32
 
 
 def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
-    if ep.ep_size == 1:
+    if ep.route_ranks == 1:
         return send
     return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
 
@@ -35,11 +35,12 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    config, ranks = ep.config, ep.ep_size
-    n, hidden = tokens.shape
-    top_k, local_experts = config.top_k, ep.local_experts
+    config, ranks = ep.config, ep.route_ranks
+    topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
+    hidden = tokens.shape[1]
+    n, top_k = topk_ids.shape
     region_bytes = _ffi.native.dispatch_region_bytes(
-        config.dispatch_format, hidden, config.element_bytes, n, top_k, local_experts
+        config.dispatch_format, hidden, config.element_bytes, n, top_k, ep.groups
     )
 
     def int32(*shape: int) -> Any:
@@ -58,18 +59,19 @@ def dispatch(
         router_weights,
         input_scale,
         key=ep.key,
-        num_experts=config.num_experts,
+        num_experts=ranks * ep.groups,
         format=config.dispatch_format,
     )
     *arrived, _ = _ffi.call(
         "ep_unpack",
-        (*received(ep, tokens), int32(ranks, local_experts)),
+        (*received(ep, tokens), int32(ranks, ep.groups)),
         _exchange(ep, send),
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
         scale_layout=config.scale_layout,
     )
+    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
     return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
 
 
@@ -82,7 +84,7 @@ def dispatch_cached(
     """
     wire = ep.config.grad_wire_format
     n, hidden = tokens.shape
-    rows, top_k = ep.recv_capacity, ep.config.top_k
+    rows, top_k = ep.recv_capacity, route.slot_of.shape[1]
     num_weights = 0 if weights is None else top_k
     if weights is None:
         weights = zeros(tokens, (n, 0), jnp.float32)
@@ -91,7 +93,7 @@ def dispatch_cached(
     )
     (send,) = _ffi.call(
         "ep_pack_cached",
-        (struct(tokens, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (struct(tokens, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32),),
         tokens,
         weights,
         route.slot_of,
@@ -108,7 +110,7 @@ def dispatch_cached(
         route.row_slot,
         format=wire,
     )
-    return out, row_weights if num_weights else None
+    return _modes.with_shared(ep, out, tokens), row_weights if num_weights else None
 
 
 def combine(
@@ -119,27 +121,40 @@ def combine(
     weight_grads: jax.Array | None,
     residual: jax.Array | None,
     wire: str,
+    by_entry: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
 
     `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
-    is what the sums travel as: a dtype or a quantised format.
+    is what the sums travel as: a dtype or a quantised format. `by_entry` has each row
+    travel by itself, and `router_weights` are then `[n, K]` of the source.
     """
+    shared = ep.config.fused_shared_expert
     hidden = expert_out.shape[1]
     n, top_k = route.slot_of.shape
+    entry_weights = None
+    if by_entry:
+        route = _modes.by_entry(route)
+        entry_weights, router_weights = router_weights, None
+    slots = route.slot_of.shape[0]
     num_weights = 0 if weight_grads is None else top_k
     none = zeros(expert_out, (0,), jnp.float32)
+    no_rows = zeros(expert_out, (0, hidden), expert_out.dtype)
     quantized = wire in formats.names()
     region_bytes = _ffi.native.combine_region_bytes(
         wire if quantized else "bf16",
         hidden,
         ep.config.element_bytes if quantized else jnp.dtype(wire).itemsize,
-        n,
+        slots,
         num_weights,
     )
     (send,) = _ffi.call(
         "ep_combine_pack",
-        (struct(expert_out, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (
+            struct(
+                expert_out, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32
+            ),
+        ),
         expert_out,
         none if router_weights is None else router_weights,
         none if weight_grads is None else weight_grads,
@@ -156,11 +171,19 @@ def combine(
             struct(expert_out, (n, num_weights), jnp.float32),
         ),
         _exchange(ep, send),
-        route.slot_of,
-        zeros(expert_out, (0, hidden), expert_out.dtype)
-        if residual is None
-        else residual,
+        route.slot_of.reshape(n, top_k),
+        no_rows if residual is None else residual,
+        zeros(expert_out, (0, top_k), jnp.float32)
+        if entry_weights is None
+        else entry_weights,
+        expert_out if shared else no_rows,
+        _modes.shared_part(ep, expert_out, n)
+        if shared
+        else zeros(expert_out, (0,), jnp.int32),
         with_residual=residual is not None,
+        by_entry=by_entry,
+        weighted=entry_weights is not None,
+        with_shared=shared,
         combine_dtype=wire,
     )
     return out, grads if num_weights else None
