@@ -52,12 +52,12 @@ def _transport(ep: EPHandle) -> ModuleType:
     return _TRANSPORTS[ep.transport]
 
 
-def _own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
+def own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a `jax.custom_vjp` whose arguments `static` are not differentiated."""
     return partial(jax.custom_vjp, nondiff_argnums=static)
 
 
-def _refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
     """`body`, with an error that names the remedy where it is batched."""
     guarded = jax.custom_batching.custom_vmap(body)
 
@@ -87,7 +87,7 @@ def dispatch(
     return d
 
 
-@_own_rule(0, 1)
+@own_rule(0, 1)
 def _dispatch(
     ep: EPHandle,
     weighted: bool,
@@ -97,7 +97,7 @@ def _dispatch(
     input_scale: jax.Array,
     after: Token,
 ) -> Dispatched:
-    body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
+    body = refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
     return named_dispatch(body(tokens, topk_ids, router_weights, input_scale, *after))
 
 
@@ -108,10 +108,18 @@ def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
 
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
+    dx, dw = dispatch_cotangents(ep, weighted, route, ct)
+    return dx, None, dw, None, None
+
+
+def dispatch_cotangents(
+    ep: EPHandle, weighted: bool, route: Route, ct: Dispatched
+) -> tuple[jax.Array, jax.Array | None]:
+    """Those of the tokens and of their weights."""
     dweights = ct.router_weights if weighted else None
     drows = ct.tokens if ct.grad_port is None else ct.grad_port
     dx, dw, *_ = return_rows(ep, route, drows, dweights)
-    return dx, None, dw, None, None
+    return dx, dw
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -131,7 +139,7 @@ def send_cached(
     return sent
 
 
-@_own_rule(0)
+@own_rule(0)
 def _send_cached(
     ep: EPHandle,
     route: Route,
@@ -139,7 +147,7 @@ def _send_cached(
     weights: jax.Array | None,
     after: Token,
 ) -> Sent:
-    body = _refusing_vmap("combine", partial(_transport(ep).dispatch_cached, ep))
+    body = refusing_vmap("combine", partial(_transport(ep).dispatch_cached, ep))
     return body(route, tokens, weights, *after)
 
 
@@ -170,7 +178,7 @@ def return_rows(
     return returned
 
 
-@_own_rule(0)
+@own_rule(0)
 def _return_rows(
     ep: EPHandle,
     route: Route,
@@ -185,7 +193,7 @@ def _return_rows(
             ep, route, rows, None, row_weights, None, ep.config.grad_wire, *after
         )
 
-    return _refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
+    return refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
 
 
 def _return_rows_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
@@ -231,7 +239,7 @@ def _chained_combine(
     return out
 
 
-@_own_rule(0)
+@own_rule(0)
 def _combine(
     ep: EPHandle,
     route: Route,
@@ -263,7 +271,7 @@ def _combine(
         )
         return y, *done
 
-    guarded = _refusing_vmap("combine", body)
+    guarded = refusing_vmap("combine", body)
     return checkpoint_name(
         guarded(route, expert_out, router_weights, residual, *after), OUT_NAME
     )
@@ -278,19 +286,33 @@ def _combine_fwd(
     after: Token,
 ) -> Any:
     out = _chained_combine(ep, route, expert_out, router_weights, residual, after)
+    kept = combine_kept(route, expert_out, router_weights, residual)
+    return checkpoint_name(out, OUT_NAME), kept
+
+
+def combine_kept(
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+) -> Any:
+    """What `combine_cotangents` takes of the operands."""
     weighting = None if router_weights is None else (router_weights, expert_out)
     # None or (): the structure says whether there was a residual, without an array.
-    had_residual = None if residual is None else ()
-    return checkpoint_name(out, OUT_NAME), (route, weighting, had_residual)
+    return route, weighting, None if residual is None else ()
 
 
-def _combine_bwd(ep: EPHandle, residuals: Any, ct: Any) -> Any:
-    route, weighting, had_residual = residuals
-    dy, *_ = ct
+def _combine_bwd(ep: EPHandle, kept: Any, ct: Any) -> Any:
+    return None, *combine_cotangents(ep, kept, ct[0]), None
+
+
+def combine_cotangents(ep: EPHandle, kept: Any, dy: jax.Array) -> Any:
+    """Those of the rows, of their weights and of the residual."""
+    route, weighting, had_residual = kept
     dresidual = None if had_residual is None else dy
     if weighting is None:
         rows, *_ = send_cached(ep, route, dy, None)
-        return None, rows, None, dresidual, None
+        return rows, None, dresidual
     router_weights, expert_out = weighting
     at_source = ep.config.reduce == "source"
     rows, sent, *_ = send_cached(ep, route, dy, router_weights if at_source else None)
@@ -309,7 +331,7 @@ def _combine_bwd(ep: EPHandle, residuals: Any, ct: Any) -> Any:
         nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
         _, dweights, *_ = return_rows(ep, route, nothing, dweights)
     drows = (factor[:, None] * rows32).astype(rows.dtype)
-    return None, drows, dweights, dresidual, None
+    return drows, dweights, dresidual
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

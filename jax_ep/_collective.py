@@ -1,7 +1,9 @@
 """Transport "collective": pack -> all_to_all -> unpack, per rank, inside shard_map.
 
-Each function is one op of the transport interface: what it takes and returns is what
-`_autodiff` needs of any transport. Nothing here is differentiated.
+`dispatch`, `dispatch_cached` and `combine` are the ops of the transport interface: what
+they take and return is what `_autodiff` needs of any transport. The `_send` of an op
+ends with its exchange and the rest follows it, for `_split`. Nothing here is
+differentiated.
 """
 
 from __future__ import annotations
@@ -35,6 +37,22 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
+    sent = dispatch_send(ep, tokens, topk_ids, router_weights, input_scale)
+    return dispatch_place(ep, tokens, input_scale, sent)
+
+
+# What dispatch_send leaves: arrivals, slot_of, num_invalid.
+Sent = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def dispatch_send(
+    ep: EPHandle,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+) -> Sent:
+    """The part of `dispatch` up to its exchange."""
     config, ranks = ep.config, ep.route_ranks
     topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
     hidden = tokens.shape[1]
@@ -62,17 +80,29 @@ def dispatch(
         num_experts=ranks * ep.groups,
         format=config.dispatch_format,
     )
+    return _exchange(ep, send), slot_of, num_invalid
+
+
+def dispatch_place(
+    ep: EPHandle, like: jax.Array, input_scale: jax.Array, sent: Sent
+) -> Dispatched:
+    """The rest of `dispatch`; `like` has the shape and dtype of the tokens."""
+    config = ep.config
+    recv, slot_of, num_invalid = sent
     *arrived, _ = _ffi.call(
         "ep_unpack",
-        (*received(ep, tokens), int32(ranks, ep.groups)),
-        _exchange(ep, send),
+        (
+            *received(ep, like),
+            struct(like, (ep.route_ranks, ep.groups), jnp.int32),
+        ),
+        recv,
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
         scale_layout=config.scale_layout,
     )
     arrived, slot_of = _modes.placed(ep, arrived, slot_of)
-    return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
+    return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
 
 
 def dispatch_cached(
@@ -129,24 +159,44 @@ def combine(
     is what the sums travel as: a dtype or a quantised format. `by_entry` has each row
     travel by itself, and `router_weights` are then `[n, K]` of the source.
     """
-    shared = ep.config.fused_shared_expert
-    hidden = expert_out.shape[1]
-    n, top_k = route.slot_of.shape
-    entry_weights = None
+    row_weights = None if by_entry else router_weights
+    recv = combine_send(
+        ep, route, expert_out, row_weights, weight_grads, wire, by_entry
+    )
+    return combine_sum(
+        ep,
+        recv,
+        route.slot_of,
+        expert_out,
+        router_weights if by_entry else None,
+        residual,
+        wire,
+        by_entry,
+        with_weight_grads=weight_grads is not None,
+    )
+
+
+def combine_send(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    row_weights: jax.Array | None,
+    weight_grads: jax.Array | None,
+    wire: str,
+    by_entry: bool,
+) -> jax.Array:
+    """The part of `combine` up to its exchange: what arrived."""
     if by_entry:
         route = _modes.by_entry(route)
-        entry_weights, router_weights = router_weights, None
-    slots = route.slot_of.shape[0]
-    num_weights = 0 if weight_grads is None else top_k
+    n, top_k = route.slot_of.shape
     none = zeros(expert_out, (0,), jnp.float32)
-    no_rows = zeros(expert_out, (0, hidden), expert_out.dtype)
     quantized = wire in formats.names()
     region_bytes = _ffi.native.combine_region_bytes(
         wire if quantized else "bf16",
-        hidden,
+        expert_out.shape[1],
         ep.config.element_bytes if quantized else jnp.dtype(wire).itemsize,
-        slots,
-        num_weights,
+        n,
+        0 if weight_grads is None else top_k,
     )
     (send,) = _ffi.call(
         "ep_combine_pack",
@@ -156,22 +206,45 @@ def combine(
             ),
         ),
         expert_out,
-        none if router_weights is None else router_weights,
+        none if row_weights is None else row_weights,
         none if weight_grads is None else weight_grads,
         route.row_of,
         route.slot_counts,
-        weighted=router_weights is not None,
+        weighted=row_weights is not None,
         with_weight_grads=weight_grads is not None,
         combine_dtype=wire,
     )
+    return _exchange(ep, send)
+
+
+def combine_sum(
+    ep: EPHandle,
+    recv: jax.Array,
+    slot_of: jax.Array,
+    expert_out: jax.Array,
+    entry_weights: jax.Array | None,
+    residual: jax.Array | None,
+    wire: str,
+    by_entry: bool,
+    with_weight_grads: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rest of `combine`.
+
+    Of `expert_out` the rows are read only where there is a shared expert.
+    """
+    shared = ep.config.fused_shared_expert
+    hidden = expert_out.shape[1]
+    n, top_k = slot_of.shape
+    num_weights = top_k if with_weight_grads else 0
+    no_rows = zeros(expert_out, (0, hidden), expert_out.dtype)
     out, grads = _ffi.call(
         "ep_combine_unpack",
         (
             struct(expert_out, (n, hidden), expert_out.dtype),
             struct(expert_out, (n, num_weights), jnp.float32),
         ),
-        _exchange(ep, send),
-        route.slot_of.reshape(n, top_k),
+        recv,
+        _modes.entry_slots(slot_of) if by_entry else slot_of,
         no_rows if residual is None else residual,
         zeros(expert_out, (0, top_k), jnp.float32)
         if entry_weights is None

@@ -145,18 +145,23 @@ def shared_rows(ep: EPHandle, n: int) -> jax.Array:
     return jnp.arange(ep.recv_capacity) < _part(ep, n)[1]
 
 
+def entry_slots(slot_of: jax.Array) -> jax.Array:
+    """The slots of entries that each have one: `slot_of` of `by_entry`, as `[n, K]`."""
+    top_k = slot_of.shape[1]
+    entry = jnp.arange(top_k, dtype=jnp.int32)
+    return jnp.where(slot_of < 0, -1, slot_of * top_k + entry)
+
+
 def by_entry(route: Route) -> Route:
     """`route` of tokens of one row each: (token, k) are tokens, (slot, k) slots."""
     ranks, n, top_k = route.row_of.shape
-    entry = jnp.arange(top_k, dtype=jnp.int32)
-    slot_of = jnp.where(route.slot_of < 0, -1, route.slot_of * top_k + entry)
     row_of = route.row_of.reshape(-1)
     rows = route.row_slot.shape[0]
     slots = jnp.arange(row_of.size, dtype=jnp.int32)
     row_slot = jnp.full_like(route.row_slot, -1)
     row_slot = row_slot.at[jnp.where(row_of < 0, rows, row_of)].set(slots, mode="drop")
     return Route(
-        slot_of.reshape(n * top_k, 1),
+        entry_slots(route.slot_of).reshape(n * top_k, 1),
         row_of.reshape(ranks, n * top_k, 1),
         row_slot,
         route.slot_counts * top_k,
