@@ -95,7 +95,9 @@ def require_route_shapes(function: str, ep: EPHandle, route: Route) -> None:
         require_shape(function, f"route.{name}", array, shape, "as dispatch made it")
 
 
-def require_combinable(ep: EPHandle, router_weights: Any, residual: Any) -> None:
+def require_combinable(
+    function: str, ep: EPHandle, router_weights: Any, residual: Any
+) -> None:
     """Raises if combine is given what the mode of `ep` does not take."""
     config = ep.config
     none = config.reduce == "none"
@@ -106,8 +108,9 @@ def require_combinable(ep: EPHandle, router_weights: Any, residual: Any) -> None
         if value is not None and not taken:
             mode = 'reduce="none"' if none else "skip_a2a=True"
             raise ValueError(
-                f"jax_ep.combine: {name} must be None with {mode}, got an array; apply "
-                "it to the result" + (", after the psum" if config.skip_a2a else "")
+                f"jax_ep.{function}: {name} must be None with {mode}, got an array; "
+                "apply it to the result"
+                + (", after the psum" if config.skip_a2a else "")
             )
 
 
@@ -156,7 +159,7 @@ def _check_manual(function: str, mesh: jax.sharding.AbstractMesh) -> None:
             f"{list(left)}: XLA gathers the operands over them; leave axis_names out "
             "of jax.shard_map",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -15,6 +15,14 @@ from jax.sharding import Mesh
 from jax_ep import _modes
 from jax_ep._config import EPConfig
 
+# Open and closed ones by key, while somebody holds them.
+_handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictionary()
+
+
+def find(key: int) -> EPHandle | None:
+    """The handle of that key, if it is still held."""
+    return _handles.get(key)
+
 
 class InvalidIdError(ValueError):
     """An id outside [-1, num_experts) reached a dispatch; see `EPHandle.check`."""
@@ -62,6 +70,7 @@ class EPHandle:
         self.route_ranks = 1 if self.config.skip_a2a else self.ep_size
         self.recv_capacity = self.config.capacity(self.ep_size)
         self._closed = False
+        _handles[self.key] = self
         # Programs of jax_ep.sharded, which live as long as the handle.
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
