@@ -30,7 +30,7 @@ class Pending:
     def __init__(self, kind: str, key: int, held: Any, ports: Any) -> None:
         """Of the two halves; users get theirs from the `_async` calls."""
         self.kind, self.key, self.held, self.ports = kind, key, held, ports
-        self.waited = False
+        self._waited_in: Any = None
 
     def __repr__(self) -> str:
         """Kind, handle and shapes."""
@@ -70,9 +70,15 @@ def opened(pending: Pending) -> Pending:
 
 
 def closed(pending: Pending) -> None:
-    """Notes that a call has been waited for."""
-    pending.waited = True
+    """Notes that a call has been waited for in this trace."""
+    pending._waited_in = _chain.current_trace()
     _forget(pending)
+
+
+def was_closed(pending: Pending) -> bool:
+    """Whether this trace has waited for it: the branches of a `cond` are others."""
+    trace = _chain.current_trace()
+    return trace is not None and pending._waited_in is trace
 
 
 def _forget(pending: Pending) -> None:

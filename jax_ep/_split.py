@@ -143,7 +143,7 @@ def handle_of(function: str, kind: str, pending: Pending) -> EPHandle:
             f"jax_ep.{function}: pending must be of a {kind}, got one of a "
             f"{pending.kind}; call jax_ep.{pending.kind}_wait on it"
         )
-    if pending.waited:
+    if _pending.was_closed(pending):
         raise ValueError(
             f"jax_ep.{function}: pending must be waited for once, got one that was; "
             "keep the result of the first wait"

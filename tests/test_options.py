@@ -113,6 +113,36 @@ def test_no_token(mode: str) -> None:
     assert not np.any(np.asarray(total, np.float32))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["ep", ("ep", "dp")])
+@pytest.mark.parametrize("mode", options.MODES)
+def test_meshes(mode: str, axes: Any, check_vma: bool) -> None:
+    """Groups beside each other, and one over two axes in another order."""
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    config = helpers.make_config(**options.MODES[mode])
+    ep = helpers.make_ep(mesh, config, axes)
+    groups = [[0, 1], [2, 3]] if axes == "ep" else [[0, 2, 1, 3]]
+    rng = np.random.default_rng(9)
+    inputs = helpers.make_inputs(rng, config, 4)
+    if config.skip_a2a:
+        inputs = inputs.pick([0, 0, 3, 3] if axes == "ep" else [0] * 4)
+    spec = P(("dp", "ep"))
+    operands = (inputs.tokens, inputs.ids, inputs.weights)
+    placed = [helpers.put(mesh, part, spec) for part in operands]
+    d = helpers.dispatch_fn(ep, mesh, spec, check_vma)(*placed)
+    helpers.assert_dispatched(config, d, inputs, groups)
+    combine = helpers.combine_fn(ep, mesh, spec, check_vma)
+    y = helpers.unstack(combine(d.tokens, d.route, None, None), 4)
+    for group in groups:
+        part = inputs.pick(group)
+        out = oracle.dispatch(config, part.tokens, part.ids, part.weights)
+        rows = [rank.tokens for rank in out]
+        with np.errstate(all="ignore"):
+            expected = oracle.combine(config, part.ids, rows)
+        for position, want in zip(group, expected, strict=True):
+            helpers.assert_sums(y[position], want)
+
+
 CHANGES = [
     {"top_k": 4, "recv_capacity": 30},
     {"num_experts": 8, "expert_alignment": 4},

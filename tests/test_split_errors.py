@@ -150,6 +150,18 @@ def test_twice(mesh, ep) -> None:
     check_form(caught, "dispatch_wait", "once")
 
 
+def test_once_in_each_branch(mesh, ep) -> None:
+    def body(x, ids):
+        pending = jax_ep.dispatch_async(ep, x, ids)
+
+        def wait(scale):
+            return jax_ep.dispatch_wait(pending).tokens * scale
+
+        return jax.lax.cond(jnp.all(x == 0), lambda: wait(1), lambda: wait(2))
+
+    trace(ep, mesh, body)
+
+
 def test_closed(mesh) -> None:
     with helpers.init(mesh) as ep:
         args = operands(mesh, ep.config)
