@@ -8,6 +8,8 @@ from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
 from jax_ep._init import init
 from jax_ep._names import save_route
+from jax_ep._pending import Pending
+from jax_ep._split import combine_async, combine_wait, dispatch_async, dispatch_wait
 from jax_ep._types import Dispatched, Route
 
 __all__ = [
@@ -15,10 +17,15 @@ __all__ = [
     "EPConfig",
     "EPHandle",
     "InvalidIdError",
+    "Pending",
     "Route",
     "combine",
+    "combine_async",
+    "combine_wait",
     "dequantize",
     "dispatch",
+    "dispatch_async",
+    "dispatch_wait",
     "formats",
     "init",
     "save_route",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
-from jax_ep import _autodiff, _checks, _dequantize, formats
+from jax_ep import _autodiff, _autodiff_combine, _dequantize, _operands
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -50,41 +49,9 @@ def dispatch(
 
     Source: SPEC section 3; the system documents' dispatch_kernel (fused form).
     """
-    _checks.require_open("dispatch", ep)
-    _checks.require_scope("dispatch", ep)
-    config = ep.config
-    tokens = _checks.as_array("dispatch", "tokens", tokens)
-    topk_ids = _checks.as_array("dispatch", "topk_ids", topk_ids)
-    _checks.require_dtype("dispatch", "tokens", tokens, config.dtype)
-    _checks.require_dtype("dispatch", "topk_ids", topk_ids, "int32")
-    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
-        raise ValueError(
-            "jax_ep.dispatch: tokens must have shape [n, hidden_size] with hidden_size "
-            f"{config.hidden_size}, got {tokens.shape}; reshape the tokens or init "
-            "with their hidden_size"
-        )
-    n = tokens.shape[0]
-    if n > config.max_tokens_per_rank:
-        raise ValueError(
-            "jax_ep.dispatch: tokens must have at most max_tokens_per_rank = "
-            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
-            "split the call"
-        )
-    ids_shape = (n, config.top_k)
-    _checks.require_shape("dispatch", "topk_ids", topk_ids, ids_shape, "[n, top_k]")
-    scale = formats.global_scale(
-        "dispatch", config.dispatch_format, tokens, input_scale
+    weighted, args = _operands.of_dispatch(
+        "dispatch", ep, tokens, topk_ids, router_weights, input_scale
     )
-    weighted = router_weights is not None
-    if router_weights is None:
-        weights = jnp.ones(ids_shape, jnp.float32)
-    else:
-        weights = _checks.as_array("dispatch", "router_weights", router_weights)
-        _checks.require_dtype("dispatch", "router_weights", weights, "float32")
-        _checks.require_shape(
-            "dispatch", "router_weights", weights, ids_shape, "[n, top_k]"
-        )
-    args = _checks.vary_together(ep, tokens, topk_ids, weights, scale)
     with jax.named_scope("jax_ep.dispatch"):
         return _autodiff.dispatch(ep, weighted, *args)
 
@@ -99,21 +66,26 @@ def combine(
 ) -> jax.Array:
     """Brings expert rows home: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
 
-    Call it inside `jax.shard_map`, as `dispatch`. A rank sums its rows of a token in
-    float32 in k order and rounds once to `combine_dtype`; the source sums the ranks in
-    ascending order, then `residual`, and rounds once to `dtype`. Rows of padding and
-    dropped rows are never read. Differentiable with respect to `expert_out`,
-    `router_weights` and `residual`.
+    Call it inside `jax.shard_map`, as `dispatch`. With `reduce="rank"` a rank sums its
+    rows of a token in float32 in k order and rounds once to `combine_dtype`; the source
+    sums the ranks in ascending order, then the shared expert's row, then `residual`,
+    and rounds once to `dtype`. With `reduce="source"` each row crosses, in
+    `combine_dtype`, and the source sums them in k order; with "none" it returns them.
+    Rows of padding and dropped rows are never read. Differentiable with respect to
+    `expert_out`, `router_weights` and `residual`.
 
     Args:
         ep: the handle that dispatched.
         expert_out: `[N, H]` in the config's dtype.
         route: `d.route` of the dispatch.
-        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1.
-        residual: `[n, H]` in the config's dtype, added to the sum, or None.
+        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1. With
+            `reduce="source"` `[n, K]`; none with "none".
+        residual: `[n, H]` in the config's dtype, added to the sum, or None. None with
+            `reduce="none"`, and with `skip_a2a`, whose partial sums would each have it.
 
     Returns:
-        `[n, H]` in the config's dtype.
+        `[n, H]` in the config's dtype: with `skip_a2a` this rank's part of the sum, for
+        `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero where there is no row.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
@@ -121,33 +93,11 @@ def combine(
 
     Source: SPEC section 3; the system documents' EPCombineKernel.
     """
-    _checks.require_open("combine", ep)
-    _checks.require_scope("combine", ep)
-    config = ep.config
-    route = _checks.require_route("combine", ep, route)
-    _checks.require_route_shapes("combine", ep, route)
-    n, rows = route.slot_of.shape[0], ep.recv_capacity
-
-    def checked(name: str, value: Any, dtype: str, *shape: int, why: str) -> jax.Array:
-        array = _checks.as_array("combine", name, value)
-        _checks.require_dtype("combine", name, array, dtype)
-        _checks.require_shape("combine", name, array, shape, why)
-        return array
-
-    hidden = config.hidden_size
-    expert_out = checked(
-        "expert_out", expert_out, config.dtype, rows, hidden, why="[N, hidden_size]"
+    args = _operands.of_combine(
+        "combine", ep, expert_out, route, router_weights, residual
     )
-    weights = skip = None
-    if router_weights is not None:
-        weights = checked("router_weights", router_weights, "float32", rows, why="[N]")
-    if residual is not None:
-        skip = checked(
-            "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"
-        )
-    args = _checks.vary_together(ep, route, expert_out, weights, skip)
     with jax.named_scope("jax_ep.combine"):
-        return _autodiff.combine(ep, *args)
+        return _autodiff_combine.combine(ep, *args)
 
 
 def dequantize(d: Dispatched) -> jax.Array:

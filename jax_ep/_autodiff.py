@@ -7,14 +7,13 @@ any order of derivative works and every exchange after the first reuses `route`:
     _send_cached      sends along a route    its transpose is  _return_rows
     _return_rows      sums rows back         its transpose is  _send_cached
     _combine          weighted sum of rows   its rule uses     _send_cached
+                      (in `_autodiff_combine`)
 
 What users' traces and the rules call are `dispatch`, `combine`, `send_cached` and
 `return_rows`, which chain the calls of a handle (`_chain`) around these four.
 
-With x tokens, w weights, E expert rows and i = row(t, k):
-    dispatch: dx[t] = sum_k drow(t,k), dw[t,k] = dwrow(i)
-              (drow of a quantised dispatch is that of grad_port)
-    combine:  dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
+With i = row(t, k): dx[t] = sum_k drow(t,k) and dw[t,k] = dwrow(i), where drow of a
+quantised dispatch is that of grad_port.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _chain, _collective, _p2p
 from jax_ep._chain import Token
-from jax_ep._names import OUT_NAME, named_dispatch
+from jax_ep._names import named_dispatch
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -42,17 +39,17 @@ Sent = tuple[Any, ...]
 _TRANSPORTS = {"collective": _collective, "p2p": _p2p}
 
 
-def _transport(ep: EPHandle) -> ModuleType:
+def transport_of(ep: EPHandle) -> ModuleType:
     """The module that exchanges for `ep`: dispatch, dispatch_cached and combine."""
     return _TRANSPORTS[ep.transport]
 
 
-def _own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
+def own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a `jax.custom_vjp` whose arguments `static` are not differentiated."""
     return partial(jax.custom_vjp, nondiff_argnums=static)
 
 
-def _refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
     """`body`, with an error that names the remedy where it is batched."""
     guarded = jax.custom_batching.custom_vmap(body)
 
@@ -82,7 +79,7 @@ def dispatch(
     return d
 
 
-@_own_rule(0, 1)
+@own_rule(0, 1)
 def _dispatch(
     ep: EPHandle,
     weighted: bool,
@@ -92,7 +89,7 @@ def _dispatch(
     input_scale: jax.Array,
     after: Token,
 ) -> Dispatched:
-    body = _refusing_vmap("dispatch", partial(_transport(ep).dispatch, ep))
+    body = refusing_vmap("dispatch", partial(transport_of(ep).dispatch, ep))
     return named_dispatch(body(tokens, topk_ids, router_weights, input_scale, *after))
 
 
@@ -103,10 +100,18 @@ def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
 
 
 def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
+    dx, dw = dispatch_cotangents(ep, weighted, route, ct)
+    return dx, None, dw, None, None
+
+
+def dispatch_cotangents(
+    ep: EPHandle, weighted: bool, route: Route, ct: Dispatched
+) -> tuple[jax.Array, jax.Array | None]:
+    """Those of the tokens and of their weights."""
     dweights = ct.router_weights if weighted else None
     drows = ct.tokens if ct.grad_port is None else ct.grad_port
     dx, dw, *_ = return_rows(ep, route, drows, dweights)
-    return dx, None, dw, None, None
+    return dx, dw
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -126,7 +131,7 @@ def send_cached(
     return sent
 
 
-@_own_rule(0)
+@own_rule(0)
 def _send_cached(
     ep: EPHandle,
     route: Route,
@@ -134,7 +139,7 @@ def _send_cached(
     weights: jax.Array | None,
     after: Token,
 ) -> Sent:
-    body = _refusing_vmap("combine", partial(_transport(ep).dispatch_cached, ep))
+    body = refusing_vmap("combine", partial(transport_of(ep).dispatch_cached, ep))
     return body(route, tokens, weights, *after)
 
 
@@ -165,7 +170,7 @@ def return_rows(
     return returned
 
 
-@_own_rule(0)
+@own_rule(0)
 def _return_rows(
     ep: EPHandle,
     route: Route,
@@ -176,11 +181,11 @@ def _return_rows(
     def body(
         route: Route, rows: jax.Array, row_weights: jax.Array | None, *after: jax.Array
     ) -> Sent:
-        return _transport(ep).combine(
+        return transport_of(ep).combine(
             ep, route, rows, None, row_weights, None, ep.config.grad_wire, *after
         )
 
-    return _refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
+    return refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
 
 
 def _return_rows_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
@@ -194,91 +199,3 @@ def _return_rows_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
 
 
 _return_rows.defvjp(_return_rows_fwd, _return_rows_bwd)
-
-
-def combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-) -> jax.Array:
-    """As `jax_ep.combine`."""
-    return _chained_combine(ep, route, expert_out, router_weights, residual, None)[0]
-
-
-def _chained_combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    given: Token | None,
-) -> tuple[jax.Array, ...]:
-    after = _chain.before(ep, expert_out, given)
-    out = _combine(ep, route, expert_out, router_weights, residual, after)
-    _chain.passed(ep, out[1:])
-    return out
-
-
-@_own_rule(0)
-def _combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    after: Token,
-) -> tuple[jax.Array, ...]:
-    def body(
-        route: Route,
-        expert_out: jax.Array,
-        router_weights: jax.Array | None,
-        residual: jax.Array | None,
-        *after: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        wire = ep.config.combine_wire
-        y, _, *done = _transport(ep).combine(
-            ep, route, expert_out, router_weights, None, residual, wire, *after
-        )
-        return y, *done
-
-    guarded = _refusing_vmap("combine", body)
-    return checkpoint_name(
-        guarded(route, expert_out, router_weights, residual, *after), OUT_NAME
-    )
-
-
-def _combine_fwd(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    after: Token,
-) -> Any:
-    out = _chained_combine(ep, route, expert_out, router_weights, residual, after)
-    weighting = None if router_weights is None else (router_weights, expert_out)
-    # None or (): the structure says whether there was a residual, without an array.
-    had_residual = None if residual is None else ()
-    return checkpoint_name(out, OUT_NAME), (route, weighting, had_residual)
-
-
-def _combine_bwd(ep: EPHandle, residuals: Any, ct: Any) -> Any:
-    route, weighting, had_residual = residuals
-    dy, *_ = ct
-    rows, *_ = send_cached(ep, route, dy, None)
-    dresidual = None if had_residual is None else dy
-    if weighting is None:
-        return None, rows, None, dresidual, None
-    router_weights, expert_out = weighting
-    # Padding may hold anything in E and in w; its cotangents are zero all the same.
-    real = route.row_slot >= 0
-    rows32 = rows.astype(jnp.float32)
-    scaled = jnp.where(real, router_weights, 0.0)[:, None] * rows32
-    dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
-    drows = scaled.astype(rows.dtype)
-    return None, drows, jnp.where(real, dot, 0.0), dresidual, None
-
-
-_combine.defvjp(_combine_fwd, _combine_bwd)

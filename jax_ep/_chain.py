@@ -46,7 +46,7 @@ def before(ep: EPHandle, like: jax.Array, given: Token | None = None) -> Token:
     """
     if ep.transport not in _CHAINED:
         return ()
-    trace = _current_trace()
+    trace = current_trace()
     for where, token in _links(ep):
         # A call cannot vary over fewer axes than its operands.
         if where is trace and varying(token) <= varying(like):
@@ -60,7 +60,7 @@ def passed(ep: EPHandle, token: Token) -> None:
 
     It holds the trace until the next call of this handle on this thread.
     """
-    trace = _current_trace()
+    trace = current_trace()
     # What is held would be reported as leaked.
     leaks = getattr(jax.config, _CHECKS_LEAKS, False)
     if ep.transport not in _CHAINED or trace is None or leaks:
@@ -84,7 +84,7 @@ def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
     return vars(here).setdefault("links", [])
 
 
-def _current_trace() -> Any:
+def current_trace() -> Any:
     if take_current_trace is None:
         return None
     with take_current_trace() as trace:

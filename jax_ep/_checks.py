@@ -84,7 +84,7 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
 
 def require_route_shapes(function: str, ep: EPHandle, route: Route) -> None:
     """Raises unless the tables have the shapes of one rank's dispatch."""
-    top_k, ranks = ep.config.top_k, ep.ep_size
+    top_k, ranks = ep.config.top_k, ep.route_ranks
     n = route.slot_of.shape[0]
     for name, array, shape in (
         ("slot_of", route.slot_of, (n, top_k)),
@@ -93,6 +93,25 @@ def require_route_shapes(function: str, ep: EPHandle, route: Route) -> None:
         ("slot_counts", route.slot_counts, (ranks,)),
     ):
         require_shape(function, f"route.{name}", array, shape, "as dispatch made it")
+
+
+def require_combinable(
+    function: str, ep: EPHandle, router_weights: Any, residual: Any
+) -> None:
+    """Raises if combine is given what the mode of `ep` does not take."""
+    config = ep.config
+    none = config.reduce == "none"
+    for name, value, taken in (
+        ("router_weights", router_weights, not none),
+        ("residual", residual, not none and not config.skip_a2a),
+    ):
+        if value is not None and not taken:
+            mode = 'reduce="none"' if none else "skip_a2a=True"
+            raise ValueError(
+                f"jax_ep.{function}: {name} must be None with {mode}, got an array; "
+                "apply it to the result"
+                + (", after the psum" if config.skip_a2a else "")
+            )
 
 
 def require_scope(function: str, ep: EPHandle) -> None:
@@ -140,7 +159,7 @@ def _check_manual(function: str, mesh: jax.sharding.AbstractMesh) -> None:
             f"{list(left)}: XLA gathers the operands over them; leave axis_names out "
             "of jax.shard_map",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -1,7 +1,9 @@
 """Transport "collective": pack -> all_to_all -> unpack, per rank, inside shard_map.
 
-Each function is one op of the transport interface: what it takes and returns is what
-`_autodiff` needs of any transport. Nothing here is differentiated.
+`dispatch`, `dispatch_cached` and `combine` are the ops of the transport interface: what
+they take and return is what `_autodiff` needs of any transport. The `_send` of an op
+ends with its exchange and the rest follows it, for `_split`. Nothing here is
+differentiated.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, formats
+from jax_ep import _ffi, _modes, formats
 from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
@@ -22,7 +24,7 @@ _WORD_BYTES = 4  # the wire travels as uint32
 
 
 def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
-    if ep.ep_size == 1:
+    if ep.route_ranks == 1:
         return send
     return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
 
@@ -35,11 +37,28 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    config, ranks = ep.config, ep.ep_size
-    n, hidden = tokens.shape
-    top_k, local_experts = config.top_k, ep.local_experts
+    sent = dispatch_send(ep, tokens, topk_ids, router_weights, input_scale)
+    return dispatch_place(ep, tokens, input_scale, sent)
+
+
+# What dispatch_send leaves: arrivals, slot_of, num_invalid.
+Sent = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def dispatch_send(
+    ep: EPHandle,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+) -> Sent:
+    """The part of `dispatch` up to its exchange."""
+    config, ranks = ep.config, ep.route_ranks
+    topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
+    hidden = tokens.shape[1]
+    n, top_k = topk_ids.shape
     region_bytes = _ffi.native.dispatch_region_bytes(
-        config.dispatch_format, hidden, config.element_bytes, n, top_k, local_experts
+        config.dispatch_format, hidden, config.element_bytes, n, top_k, ep.groups
     )
 
     def int32(*shape: int) -> Any:
@@ -58,19 +77,32 @@ def dispatch(
         router_weights,
         input_scale,
         key=ep.key,
-        num_experts=config.num_experts,
+        num_experts=ranks * ep.groups,
         format=config.dispatch_format,
     )
+    return _exchange(ep, send), slot_of, num_invalid
+
+
+def dispatch_place(
+    ep: EPHandle, like: jax.Array, input_scale: jax.Array, sent: Sent
+) -> Dispatched:
+    """The rest of `dispatch`; `like` has the shape and dtype of the tokens."""
+    config = ep.config
+    recv, slot_of, num_invalid = sent
     *arrived, _ = _ffi.call(
         "ep_unpack",
-        (*received(ep, tokens), int32(ranks, local_experts)),
-        _exchange(ep, send),
+        (
+            *received(ep, like),
+            struct(like, (ep.route_ranks, ep.groups), jnp.int32),
+        ),
+        recv,
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
         scale_layout=config.scale_layout,
     )
-    return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
+    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
+    return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
 
 
 def dispatch_cached(
@@ -82,7 +114,7 @@ def dispatch_cached(
     """
     wire = ep.config.grad_wire_format
     n, hidden = tokens.shape
-    rows, top_k = ep.recv_capacity, ep.config.top_k
+    rows, top_k = ep.recv_capacity, route.slot_of.shape[1]
     num_weights = 0 if weights is None else top_k
     if weights is None:
         weights = zeros(tokens, (n, 0), jnp.float32)
@@ -91,7 +123,7 @@ def dispatch_cached(
     )
     (send,) = _ffi.call(
         "ep_pack_cached",
-        (struct(tokens, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (struct(tokens, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32),),
         tokens,
         weights,
         route.slot_of,
@@ -108,7 +140,7 @@ def dispatch_cached(
         route.row_slot,
         format=wire,
     )
-    return out, row_weights if num_weights else None
+    return _modes.with_shared(ep, out, tokens), row_weights if num_weights else None
 
 
 def combine(
@@ -119,48 +151,112 @@ def combine(
     weight_grads: jax.Array | None,
     residual: jax.Array | None,
     wire: str,
+    by_entry: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
 
     `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
-    is what the sums travel as: a dtype or a quantised format.
+    is what the sums travel as: a dtype or a quantised format. `by_entry` has each row
+    travel by itself, and `router_weights` are then `[n, K]` of the source.
     """
-    hidden = expert_out.shape[1]
+    row_weights = None if by_entry else router_weights
+    recv = combine_send(
+        ep, route, expert_out, row_weights, weight_grads, wire, by_entry
+    )
+    return combine_sum(
+        ep,
+        recv,
+        route.slot_of,
+        expert_out,
+        router_weights if by_entry else None,
+        residual,
+        wire,
+        by_entry,
+        with_weight_grads=weight_grads is not None,
+    )
+
+
+def combine_send(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    row_weights: jax.Array | None,
+    weight_grads: jax.Array | None,
+    wire: str,
+    by_entry: bool,
+) -> jax.Array:
+    """The part of `combine` up to its exchange: what arrived."""
+    if by_entry:
+        route = _modes.by_entry(route)
     n, top_k = route.slot_of.shape
-    num_weights = 0 if weight_grads is None else top_k
     none = zeros(expert_out, (0,), jnp.float32)
     quantized = wire in formats.names()
     region_bytes = _ffi.native.combine_region_bytes(
         wire if quantized else "bf16",
-        hidden,
+        expert_out.shape[1],
         ep.config.element_bytes if quantized else jnp.dtype(wire).itemsize,
         n,
-        num_weights,
+        0 if weight_grads is None else top_k,
     )
     (send,) = _ffi.call(
         "ep_combine_pack",
-        (struct(expert_out, (ep.ep_size, region_bytes // _WORD_BYTES), jnp.uint32),),
+        (
+            struct(
+                expert_out, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32
+            ),
+        ),
         expert_out,
-        none if router_weights is None else router_weights,
+        none if row_weights is None else row_weights,
         none if weight_grads is None else weight_grads,
         route.row_of,
         route.slot_counts,
-        weighted=router_weights is not None,
+        weighted=row_weights is not None,
         with_weight_grads=weight_grads is not None,
         combine_dtype=wire,
     )
+    return _exchange(ep, send)
+
+
+def combine_sum(
+    ep: EPHandle,
+    recv: jax.Array,
+    slot_of: jax.Array,
+    expert_out: jax.Array,
+    entry_weights: jax.Array | None,
+    residual: jax.Array | None,
+    wire: str,
+    by_entry: bool,
+    with_weight_grads: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rest of `combine`.
+
+    Of `expert_out` the rows are read only where there is a shared expert.
+    """
+    shared = ep.config.fused_shared_expert
+    hidden = expert_out.shape[1]
+    n, top_k = slot_of.shape
+    num_weights = top_k if with_weight_grads else 0
+    no_rows = zeros(expert_out, (0, hidden), expert_out.dtype)
     out, grads = _ffi.call(
         "ep_combine_unpack",
         (
             struct(expert_out, (n, hidden), expert_out.dtype),
             struct(expert_out, (n, num_weights), jnp.float32),
         ),
-        _exchange(ep, send),
-        route.slot_of,
-        zeros(expert_out, (0, hidden), expert_out.dtype)
-        if residual is None
-        else residual,
+        recv,
+        _modes.entry_slots(slot_of) if by_entry else slot_of,
+        no_rows if residual is None else residual,
+        zeros(expert_out, (0, top_k), jnp.float32)
+        if entry_weights is None
+        else entry_weights,
+        expert_out if shared else no_rows,
+        _modes.shared_part(ep, expert_out, n)
+        if shared
+        else zeros(expert_out, (0,), jnp.int32),
         with_residual=residual is not None,
+        by_entry=by_entry,
+        weighted=entry_weights is not None,
+        with_shared=shared,
         combine_dtype=wire,
     )
     return out, grads if num_weights else None

@@ -178,6 +178,25 @@ class EPConfig:
                 "pass True or False",
             )
         _require(
+            not self.fused_shared_expert or self.top_k < native.MAX_TOP_K,
+            f"top_k must be at most {native.MAX_TOP_K - 1} with fused_shared_expert",
+            self.top_k,
+            "run the shared expert beside the dispatch",
+        )
+        _require(
+            self.allreduce_world_size is None or self.skip_a2a,
+            "allreduce_world_size must be given with skip_a2a alone",
+            self.allreduce_world_size,
+            "leave it None or set skip_a2a=True",
+        )
+        for name in ("combine_format", "grad_format"):
+            _require(
+                not self.skip_a2a or getattr(self, name) is None,
+                f"{name} must be None with skip_a2a, which sends nothing",
+                getattr(self, name),
+                "leave it out",
+            )
+        _require(
             not (self.reduce == "none" and self.fused_shared_expert),
             'reduce="none" must not be used with fused_shared_expert',
             (self.reduce, self.fused_shared_expert),

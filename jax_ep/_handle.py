@@ -12,7 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep import _modes
 from jax_ep._config import EPConfig
+
+# Open and closed ones by key, while somebody holds them.
+_handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictionary()
+
+
+def find(key: int) -> EPHandle | None:
+    """The handle of that key, if it is still held."""
+    return _handles.get(key)
 
 
 class InvalidIdError(ValueError):
@@ -33,6 +42,8 @@ class EPHandle:
         transport: "p2p", "shmem" or "collective".
         ep_size: R, ranks of one EP group.
         local_experts: L, experts of a rank.
+        groups: G, groups of the grouped matmul on a rank.
+        route_ranks: ranks that a rank's tokens are routed to; 1 with `skip_a2a`.
         recv_capacity: N, output rows of a rank.
         buffer_bytes: device memory that the transport holds, bytes per device.
         dev_ptrs: uint64 `[local devices, 2, 3]`, addresses of (send, recv, recv_count)
@@ -55,8 +66,11 @@ class EPHandle:
     def __post_init__(self) -> None:
         """Derives sizes and ties the group's life to the handle's."""
         self.local_experts = self.config.num_experts // self.ep_size
+        self.groups = self.local_experts + self.config.fused_shared_expert
+        self.route_ranks = 1 if self.config.skip_a2a else self.ep_size
         self.recv_capacity = self.config.capacity(self.ep_size)
         self._closed = False
+        _handles[self.key] = self
         # Programs of jax_ep.sharded, which live as long as the handle.
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
@@ -103,6 +117,7 @@ class EPHandle:
         found = sorted(self._native.take_invalid_ids(self.key))
         if found:
             rank, ordinal, token, k, value = found[0]
+            value = _modes.original_id(self, value)
             others = len(found) - 1
             raise InvalidIdError(
                 "jax_ep.dispatch: ids must be in [-1, num_experts) = [-1, "

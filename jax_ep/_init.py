@@ -120,18 +120,21 @@ def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
             "jax_ep.init: transport must be one that this version has, got 'shmem'; "
             'use "p2p", "collective" or "auto"'
         )
-    for field, served in (
-        ("reduce", "rank"),
-        ("fused_shared_expert", False),
-        ("skip_a2a", False),
-    ):
-        if getattr(config, field) != served:
-            raise ValueError(
-                f"jax_ep.init: {field} must be {served!r} in this version, got "
-                f"{getattr(config, field)!r}; leave the field at its default"
-            )
+    if config.allreduce_world_size not in (None, ranks):
+        raise ValueError(
+            "jax_ep.init: allreduce_world_size must be the ranks of the group, "
+            f"{ranks}, got {config.allreduce_world_size}; leave it None"
+        )
+    experts = config.num_experts + ranks
+    if config.fused_shared_expert and experts > _ffi.native.MAX_EXPERTS:
+        raise ValueError(
+            "jax_ep.init: num_experts and a shared expert a rank must be at most "
+            f"{_ffi.native.MAX_EXPERTS} with fused_shared_expert, got {experts}; run "
+            "the shared expert beside the dispatch"
+        )
     rows = config.capacity(ranks)
-    entries = ranks * config.max_tokens_per_rank * config.top_k
+    top_k = config.top_k + config.fused_shared_expert
+    entries = ranks * config.max_tokens_per_rank * top_k
     limit = _ffi.native.MAX_INDEX
     if rows > limit or entries > limit:
         raise ValueError(

@@ -28,9 +28,9 @@ def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def received(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
     """What a first dispatch makes of arrivals; `dispatched` takes it in this order."""
-    config, ranks, rows = ep.config, ep.ep_size, ep.recv_capacity
+    config, ranks, rows = ep.config, ep.route_ranks, ep.recv_capacity
     n, hidden = tokens.shape
-    groups, top_k = ep.local_experts, config.top_k
+    groups, top_k = ep.groups, config.top_k + config.fused_shared_expert
     name = config.dispatch_format
     payload = formats.payload_dtype(name, config.dtype)
 
@@ -62,7 +62,7 @@ def _scales(ep: EPHandle, tokens: jax.Array) -> Any:
     columns = tokens.shape[1] // formats.block(config.dispatch_format)
     if config.scale_layout == "rows":
         return struct(tokens, (rows, columns), dtype)
-    tiles, words = native.scale_tiles(rows, ep.local_experts, columns)
+    tiles, words = native.scale_tiles(rows, ep.groups, columns)
     return struct(tokens, (tiles, words, 32, 4, 4), dtype)
 
 

@@ -17,6 +17,13 @@ TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 # What the kernels of p2p serve.
 _P2P_FORMATS = ("bf16",)
+_P2P_OPTIONS = {
+    "combine_format": None,
+    "grad_format": None,
+    "reduce": "rank",
+    "fused_shared_expert": False,
+    "skip_a2a": False,
+}
 
 
 def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str) -> str:
@@ -27,7 +34,7 @@ def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str)
     """
     if requested == "collective":
         return "collective"
-    obstacle = _format_obstacle(config) or _obstacle(mesh, names)
+    obstacle = _option_obstacle(config) or _obstacle(mesh, names)
     if obstacle is None:
         return "p2p"
     if requested == "p2p":
@@ -78,14 +85,14 @@ def window_config(config: EPConfig, ranks: int) -> Any:
     )
 
 
-def _format_obstacle(config: EPConfig) -> tuple[str, str] | None:
+def _option_obstacle(config: EPConfig) -> tuple[str, str] | None:
     """As `_obstacle`, of the config; the same in every process."""
     if config.dispatch_format not in _P2P_FORMATS:
         return f"dispatch_format one of {_P2P_FORMATS}", repr(config.dispatch_format)
-    for field in ("combine_format", "grad_format"):
+    for field, served in _P2P_OPTIONS.items():
         value = getattr(config, field)
-        if value is not None:
-            return f"{field} None", repr(value)
+        if value != served:
+            return f"{field} {served!r}", repr(value)
     return None
 
 

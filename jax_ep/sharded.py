@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep import _api, _checks
+from jax_ep import _api, _checks, _split
+from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -49,7 +50,48 @@ def dispatch(
         ValueError, TypeError: as `jax_ep.dispatch`, or `spec` does not shard dimension
             0 alone over axes that include those of `ep`.
     """
-    function = "sharded.dispatch"
+    given = (tokens, topk_ids, router_weights, input_scale)
+    return _dispatch(_api.dispatch, "sharded.dispatch", ep, spec, *given)
+
+
+def dispatch_async(
+    ep: EPHandle,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike | None = None,
+    *,
+    input_scale: ArrayLike | None = None,
+    spec: PartitionSpec | None = None,
+) -> Pending:
+    """`jax_ep.dispatch_async` on global arrays; operands as those of `dispatch`."""
+    function = "sharded.dispatch_async"
+    given = (tokens, topk_ids, router_weights, input_scale)
+    return _dispatch(_split.dispatch_async, function, ep, spec, *given)
+
+
+def dispatch_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> Dispatched:
+    """`jax_ep.dispatch_wait` on a `Pending` of global arrays.
+
+    Args:
+        pending: what `dispatch_async` returned, or a `Pending` that left shard_map.
+        spec: that of the `dispatch_async`.
+
+    Returns:
+        As `dispatch`.
+    """
+    return _wait(_dispatch_wait, "dispatch", pending, spec)
+
+
+def _dispatch(
+    called: Callable[..., Any],
+    function: str,
+    ep: EPHandle,
+    spec: PartitionSpec | None,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike | None,
+    input_scale: ArrayLike | None,
+) -> Any:
     axes = _axes(function, ep, spec)
     operands: dict[str, Any] = {
         name: _checked(function, ep, axes, name, value)
@@ -64,7 +106,7 @@ def dispatch(
     if input_scale is not None:
         operands["input_scale"] = _checks.as_array(function, "input_scale", input_scale)
         sharded_over["input_scale"] = ()
-    return _run(_api.dispatch, ep, axes, sharded_over, operands)
+    return _run(called, ep, axes, sharded_over, operands)
 
 
 def combine(
@@ -94,7 +136,48 @@ def combine(
     Raises:
         ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
     """
-    function = "sharded.combine"
+    given = (expert_out, route, router_weights, residual)
+    return _combine(_api.combine, "sharded.combine", ep, spec, *given)
+
+
+def combine_async(
+    ep: EPHandle,
+    expert_out: ArrayLike,
+    route: Route,
+    router_weights: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
+    spec: PartitionSpec | None = None,
+) -> Pending:
+    """`jax_ep.combine_async` on global arrays; operands as those of `combine`."""
+    function = "sharded.combine_async"
+    given = (expert_out, route, router_weights, residual)
+    return _combine(_split.combine_async, function, ep, spec, *given)
+
+
+def combine_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> jax.Array:
+    """`jax_ep.combine_wait` on a `Pending` of global arrays.
+
+    Args:
+        pending: what `combine_async` returned, or a `Pending` that left shard_map.
+        spec: that of the `combine_async`.
+
+    Returns:
+        As `combine`.
+    """
+    return _wait(_combine_wait, "combine", pending, spec)
+
+
+def _combine(
+    called: Callable[..., Any],
+    function: str,
+    ep: EPHandle,
+    spec: PartitionSpec | None,
+    expert_out: ArrayLike,
+    route: Route,
+    router_weights: ArrayLike | None,
+    residual: ArrayLike | None,
+) -> Any:
     axes = _axes(function, ep, spec)
     operands: dict[str, Any] = {
         name: _checked(function, ep, axes, name, value)
@@ -106,7 +189,7 @@ def combine(
         if value is not None
     }
     operands["route"] = _checks.require_route(function, ep, route)
-    return _run(_api.combine, ep, axes, dict.fromkeys(operands, axes), operands)
+    return _run(called, ep, axes, dict.fromkeys(operands, axes), operands)
 
 
 def dequantize(
@@ -132,6 +215,26 @@ def dequantize(
 
 def _dequantize(ep: EPHandle, d: Dispatched) -> jax.Array:
     return _api.dequantize(d)
+
+
+def _dispatch_wait(ep: EPHandle, pending: Pending) -> Dispatched:
+    return _split.dispatch_wait(pending)
+
+
+def _combine_wait(ep: EPHandle, pending: Pending) -> jax.Array:
+    return _split.combine_wait(pending)
+
+
+def _wait(
+    called: Callable[..., Any],
+    kind: str,
+    pending: Pending,
+    spec: PartitionSpec | None,
+) -> Any:
+    function = f"sharded.{kind}_wait"
+    ep = _split.handle_of(function, kind, pending)
+    axes = _axes(function, ep, spec)
+    return _run(called, ep, axes, {"pending": axes}, {"pending": pending})
 
 
 def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:

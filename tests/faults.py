@@ -19,7 +19,7 @@ import numpy as np
 import twins
 
 import jax_ep
-from jax_ep import _autodiff
+from jax_ep import _autodiff, _autodiff_combine
 
 TIMEOUT_S = 2.0
 FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
@@ -30,7 +30,7 @@ def dispatch(ep, x, ids, w):
 
 
 def combine(ep, route, rows, w):
-    return _autodiff.combine(ep, route, rows, w, None)
+    return _autodiff_combine.combine(ep, route, rows, w, None)
 
 
 def cached(ep, route, x, w):

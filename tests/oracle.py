@@ -62,6 +62,7 @@ class RankOutput:
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RankOutput))
 ROW_FIELDS = ("tokens", "src_info", "router_weights")
+SHARED = -1  # k of a shared expert's row
 
 
 def capacity(config: Any, num_ranks: int) -> int:
@@ -73,8 +74,21 @@ def capacity(config: Any, num_ranks: int) -> int:
         rows = math.ceil(config.capacity_factor * tokens * top_k)
         return -(-rows // 128) * 128
     local = config.num_experts // num_ranks
-    padding = local * (config.expert_alignment - 1)
-    return num_ranks * tokens * min(top_k, local) + padding
+    groups = local + bool(config.fused_shared_expert)
+    sources = 1 if config.skip_a2a else num_ranks
+    shared = tokens if config.fused_shared_expert else 0
+    padding = groups * (config.expert_alignment - 1)
+    return sources * tokens * min(top_k, local) + padding + shared
+
+
+def shared_tokens(config: Any, rank: int, num_ranks: int, n: int) -> range:
+    """The tokens of `rank` that its shared expert has."""
+    if not config.fused_shared_expert:
+        return range(0)
+    if not config.skip_a2a:
+        return range(n)
+    first = rank * (n // num_ranks) + min(rank, n % num_ranks)
+    return range(first, first + (n + num_ranks - rank - 1) // num_ranks)
 
 
 def place(config: Any, ids: Sequence[np.ndarray]) -> list[Placement]:
@@ -84,18 +98,26 @@ def place(config: Any, ids: Sequence[np.ndarray]) -> list[Placement]:
     limit = capacity(config, num_ranks)
     placements = []
     for rank in range(num_ranks):
+        sources = [rank] if config.skip_a2a else range(num_ranks)
+        groups: list[list[tuple[int, int, int]]] = []
+        if config.fused_shared_expert:
+            own = shared_tokens(config, rank, num_ranks, len(ids[rank]))
+            groups.append([(rank, token, SHARED) for token in own])
+        for expert in range(rank * local, (rank + 1) * local):
+            groups.append(
+                [
+                    (source, int(token), int(k))
+                    for source in sources
+                    for token, k in np.argwhere(np.asarray(ids[source]) == expert)
+                ]
+            )
         rows: list[Row] = []
-        counts = np.zeros(local, np.int32)
         offsets = [0]
-        for group in range(local):
-            expert = rank * local + group
-            for source in range(num_ranks):
-                for token, k in np.argwhere(np.asarray(ids[source]) == expert):
-                    index = offsets[-1] + int(counts[group])
-                    rows.append(Row(index, source, int(token), int(k)))
-                    counts[group] += 1
+        for group in groups:
+            rows += [Row(offsets[-1] + i, *entry) for i, entry in enumerate(group)]
             align = config.expert_alignment
-            offsets.append(offsets[-1] + -(-int(counts[group]) // align) * align)
+            offsets.append(offsets[-1] + -(-len(group) // align) * align)
+        counts = np.array([len(group) for group in groups], np.int32)
         clamped = np.minimum(np.array(offsets), limit).astype(np.int32)
         placements.append(Placement(rows, clamped, counts, limit))
     return placements
@@ -124,8 +146,9 @@ def dispatch(
         for row in placement.kept:
             rows[row.index] = tokens[row.source][row.token]
             src_info[row.index] = (row.source, row.token, row.k)
+            plain = weights is None or row.k == SHARED
             row_weights[row.index] = (
-                1 if weights is None else weights[row.source][row.token, row.k]
+                1 if plain else weights[row.source][row.token, row.k]
             )
         own = np.asarray(ids[rank])
         invalid = np.count_nonzero((own < -1) | (own >= config.num_experts))
@@ -136,7 +159,8 @@ def dispatch(
                 row_offsets=placement.row_offsets,
                 group_sizes=np.diff(placement.row_offsets),
                 expert_counts=placement.expert_counts,
-                expert_ids=np.arange(len(placement.expert_counts), dtype=np.int32),
+                expert_ids=np.arange(len(placement.expert_counts), dtype=np.int32)
+                - bool(config.fused_shared_expert),
                 src_info=src_info,
                 router_weights=row_weights,
                 num_dropped=np.array([dropped], np.int32),
@@ -156,11 +180,13 @@ def combine(
 ) -> list[np.ndarray]:
     """y of every rank, in the contract's arithmetic: float32, one rounding a step.
 
+    With reduce="none" that is [n, K, H].
+
     Args:
       config: EPConfig's fields.
       ids: what dispatch was given.
       expert_out: [N, H] of each rank; padding and dropped rows are not read.
-      weights: float32 [N] of each rank, or None (= 1).
+      weights: float32 [N] of each rank, or None (= 1); with reduce="source" [n, K].
       residual: [n, H] of each rank, or None.
       wire: what the source sees of a rank's float32 sums; None rounds them to the dtype
         in which they travel.
@@ -168,12 +194,16 @@ def combine(
     wire_dtype = DTYPES[config.combine_dtype or config.dtype]
     seen = wire or (lambda sums: sums.astype(wire_dtype).astype(np.float32))
     zero = np.zeros(config.hidden_size, np.float32)
+    if config.reduce != "rank":
+        return _combine_rows(config, ids, expert_out, weights, residual, seen)
     sums = [np.zeros((len(i), config.hidden_size), np.float32) for i in ids]
     with np.errstate(all="ignore"):
         for rank, placement in enumerate(place(config, ids)):
             partial: dict[tuple[int, int], np.ndarray] = {}
             # A token's rows of this rank are added in k order, not in row order.
             for row in sorted(placement.kept, key=lambda row: row[1:]):
+                if row.k == SHARED:
+                    continue
                 value = expert_out[rank][row.index].astype(np.float32)
                 if weights is not None:
                     value = weights[rank][row.index] * value
@@ -181,11 +211,59 @@ def combine(
                 partial[slot] = partial.get(slot, zero) + value
             for (source, token), value in partial.items():
                 sums[source][token] += seen(value)
-        if residual is not None:
-            sums = [
-                s + r.astype(np.float32) for s, r in zip(sums, residual, strict=True)
-            ]
-        return [s.astype(DTYPES[config.dtype]) for s in sums]
+        return _finished(config, ids, sums, expert_out, residual)
+
+
+def _finished(
+    config: Any,
+    ids: Sequence[np.ndarray],
+    sums: list[np.ndarray],
+    expert_out: Sequence[np.ndarray],
+    residual: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
+    """Sums with the shared expert's rows, then the residual, rounded once."""
+    for rank, placement in enumerate(place(config, ids)):
+        for row in placement.kept:
+            if row.k == SHARED:
+                value = expert_out[rank][row.index].astype(np.float32)
+                sums[rank][row.token] = sums[rank][row.token] + value
+    if residual is not None:
+        sums = [s + r.astype(np.float32) for s, r in zip(sums, residual, strict=True)]
+    return [s.astype(DTYPES[config.dtype]) for s in sums]
+
+
+def _combine_rows(
+    config: Any,
+    ids: Sequence[np.ndarray],
+    expert_out: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray] | None,
+    residual: Sequence[np.ndarray] | None,
+    seen: Callable[[np.ndarray], np.ndarray],
+) -> list[np.ndarray]:
+    """combine where rows cross one by one; what was dropped crosses as zero."""
+    hidden = config.hidden_size
+    with np.errstate(all="ignore"):
+        crossed = [np.zeros((*np.shape(i), hidden), np.float32) for i in ids]
+        there = [np.zeros(np.shape(i), bool) for i in ids]
+        for rank, placement in enumerate(place(config, ids)):
+            for row in placement.rows:
+                if row.k == SHARED:
+                    continue
+                there[row.source][row.token, row.k] = True
+                if row.index < placement.capacity:
+                    # A sum of one term, so that -0 crosses as +0.
+                    value = expert_out[rank][row.index].astype(np.float32) + 0
+                    crossed[row.source][row.token, row.k] = seen(value) + 0
+        if config.reduce == "none":
+            return [c.astype(DTYPES[config.dtype]) for c in crossed]
+        sums = [np.zeros((len(i), hidden), np.float32) for i in ids]
+        for source, rows in enumerate(crossed):
+            for token, k in np.argwhere(there[source]):
+                value = rows[token, k]
+                if weights is not None:
+                    value = weights[source][token, k] * value
+                sums[source][token] = sums[source][token] + value
+        return _finished(config, ids, sums, expert_out, residual)
 
 
 def dispatch_vjp(
@@ -200,6 +278,8 @@ def dispatch_vjp(
     for rank, placement in enumerate(place(config, ids)):
         for row in placement.kept:
             dx[row.source][row.token] += row_grads[rank][row.index].astype(np.float64)
+            if row.k == SHARED:
+                continue
             dw[row.source][row.token, row.k] = row_weight_grads[rank][row.index]
     return dx, dw
 
@@ -211,14 +291,27 @@ def combine_vjp(
     weights: Sequence[np.ndarray] | None,
     dy: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """dE [N, H] and dw [N] of every rank, in float64; zero wherever there is no row."""
+    """dE [N, H] and dw of every rank, in float64; zero wherever there is no row.
+
+    Weights are [N], with reduce="source" [n, K]; dy with reduce="none" is [n, K, H].
+    """
+    at_source = config.reduce == "source"
     d_rows = [np.zeros(np.shape(e)) for e in expert_out]
-    d_weights = [np.zeros(len(e)) for e in expert_out]
+    d_weights = [
+        np.zeros(np.shape(i) if at_source else len(e))
+        for i, e in zip(ids, expert_out, strict=True)
+    ]
     for rank, placement in enumerate(place(config, ids)):
         for row in placement.kept:
-            grad = dy[row.source][row.token].astype(np.float64)
-            weight = 1.0 if weights is None else float(weights[rank][row.index])
+            entry = (row.token, row.k)
+            at = entry if config.reduce == "none" else row.token
+            grad = dy[row.source][at].astype(np.float64)
+            if row.k == SHARED:
+                d_rows[rank][row.index] = grad
+                continue
+            of, index = (row.source, entry) if at_source else (rank, row.index)
+            weight = 1.0 if weights is None else float(weights[of][index])
             d_rows[rank][row.index] = weight * grad
             value = expert_out[rank][row.index].astype(np.float64)
-            d_weights[rank][row.index] = np.dot(grad, value)
+            d_weights[of][index] = np.dot(grad, value)
     return d_rows, d_weights

@@ -124,6 +124,38 @@ CONFIGS = {
         "128",
     ),
     "tiled_without_scales": ({"scale_layout": "tiled_128x4"}, "scale_layout", "rows"),
+    "shared_entry_too_many": (
+        {"top_k": 32, "num_experts": 64, "fused_shared_expert": True},
+        "top_k",
+        "31",
+        "fused_shared_expert",
+    ),
+    "shared_experts_too_many": (
+        {"num_experts": 2048, "fused_shared_expert": True},
+        "num_experts",
+        "2048",
+        "fused_shared_expert",
+    ),
+    "allreduce_size_alone": (
+        {"allreduce_world_size": 2},
+        "allreduce_world_size",
+        "skip_a2a",
+    ),
+    "allreduce_size_of_others": (
+        {"allreduce_world_size": 7, "skip_a2a": True},
+        "allreduce_world_size",
+        "7",
+    ),
+    "local_sums_quantised": (
+        {"hidden_size": 128, "skip_a2a": True, "combine_format": "fp8_block128"},
+        "combine_format",
+        "skip_a2a",
+    ),
+    "local_gradients_quantised": (
+        {"hidden_size": 128, "skip_a2a": True, "grad_format": "fp8_block128"},
+        "grad_format",
+        "skip_a2a",
+    ),
     "none_with_shared": (
         {"reduce": "none", "fused_shared_expert": True},
         "reduce",

@@ -29,15 +29,16 @@ void Put(const float* sum, int64_t first, int64_t count, uint8_t* row, uint8_t* 
   }
 }
 template <typename Wire>
-void AddTo(float* sum, int64_t first, int64_t count, const uint8_t* row, const uint8_t* scales) {
+void AddTo(float* sum, float weight, int64_t first, int64_t count, const uint8_t* row,
+           const uint8_t* scales) {
   if constexpr (QuantizedFormat<Wire>) {
     alignas(64) float values[kSumElements];
     DequantizeRow(Wire{}, row + Wire::PayloadBytes(first, 0), scales + Wire::ScaleBytes(first),
                   count, 1.0f, values);
-    Accumulate(sum, values, 1.0f, count);
+    Accumulate(sum, values, weight, count);
   } else {
     static_cast<void>(scales);
-    Accumulate(sum, reinterpret_cast<const Wire*>(row) + first, 1.0f, count);
+    Accumulate(sum, reinterpret_cast<const Wire*>(row) + first, weight, count);
   }
 }
 
@@ -60,19 +61,30 @@ void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, c
   }
 }
 
+// The terms of a token's sum, in their order.
+struct Terms {
+  int32_t messages[kMaxTopK];
+  float weights[kMaxTopK];
+  int64_t count = 0;
+};
+
 template <typename Element, typename Wire>
-void SumRanksOfToken(const CombineUnpackStep& step, const CombineMessage& message, int64_t token,
-                     const int32_t* slots, int64_t num_slots) {
+void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& message, int64_t token,
+                     const Terms& terms) {
   const EpShape& shape = step.shape;
   alignas(64) float sum[kSumElements];
   for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
     const int64_t count = Min(kSumElements, shape.hidden - begin);
     std::fill_n(sum, count, 0.0f);
-    for (int64_t i = 0; i < num_slots; ++i) {
-      const uint8_t* from = step.recv + slots[i] * message.bytes;
-      AddTo<Wire>(sum, begin, count, from + message.row, from + message.scales);
+    for (int64_t i = 0; i < terms.count; ++i) {
+      const uint8_t* from = step.recv + terms.messages[i] * message.bytes;
+      AddTo<Wire>(sum, terms.weights[i], begin, count, from + message.row, from + message.scales);
     }
     const int64_t offset = token * shape.hidden + begin;
+    if (const int64_t shared = step.SharedRowOf(token); shared >= 0) {
+      Accumulate(sum, static_cast<const Element*>(step.shared_rows) + shared * shape.hidden + begin,
+                 1.0f, count);
+    }
     if (step.residual != nullptr) {
       Accumulate(sum, static_cast<const Element*>(step.residual) + offset, 1.0f, count);
     }
@@ -80,14 +92,22 @@ void SumRanksOfToken(const CombineUnpackStep& step, const CombineMessage& messag
   }
 }
 
-// The distinct slots of a token by rank, ascending: slots are numbered rank * n + slot.
-int64_t SortedSlots(const EpShape& shape, const int32_t* slot_of, int32_t* slots) {
-  int64_t count = 0;
+// The entries of a token, or its distinct slots by rank, ascending: slots are numbered
+// rank * n + slot.
+Terms TermsOf(const CombineUnpackStep& step, int64_t token) {
+  const EpShape& shape = step.shape;
+  Terms terms;
   for (int64_t k = 0; k < shape.top_k; ++k) {
-    if (slot_of[k] >= 0 && slot_of[k] < shape.slots()) slots[count++] = slot_of[k];
+    const int64_t entry = token * shape.top_k + k;
+    const int32_t slot = step.slot_of[entry];
+    if (slot < 0 || slot >= step.messages()) continue;
+    terms.messages[terms.count] = slot;
+    terms.weights[terms.count++] = step.entry_weights != nullptr ? step.entry_weights[entry] : 1.0f;
   }
-  std::sort(slots, slots + count);
-  return std::unique(slots, slots + count) - slots;
+  if (step.by_entry) return terms;
+  std::sort(terms.messages, terms.messages + terms.count);
+  terms.count = std::unique(terms.messages, terms.messages + terms.count) - terms.messages;
+  return terms;
 }
 
 }  // namespace
@@ -122,14 +142,13 @@ RowTask CombineUnpack(const CombineUnpackStep& step) {
     const EpShape& shape = step.shape;
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* slot_of = step.slot_of + token * shape.top_k;
-      int32_t slots[kMaxTopK];
-      const int64_t num_slots = SortedSlots(shape, slot_of, slots);
+      const Terms terms = TermsOf(step, token);
       VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
-        SumRanksOfToken<Element, Wire>(step, message, token, slots, num_slots);
+        SumTermsOfToken<Element, Wire>(step, message, token, terms);
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {
         float grad = 0.0f;
-        if (slot_of[k] >= 0 && slot_of[k] < shape.slots()) {
+        if (slot_of[k] >= 0 && slot_of[k] < step.messages()) {
           std::memcpy(
               &grad,
               step.recv + slot_of[k] * message.bytes + message.weight_grad + k * kWeightBytes,
@@ -139,7 +158,7 @@ RowTask CombineUnpack(const CombineUnpackStep& step) {
       }
     }
   };
-  const int64_t slots = Min(shape.slots(), shape.tokens * shape.top_k);
+  const int64_t slots = Min(step.messages(), shape.tokens * shape.top_k);
   return {shape.tokens, slots * message.bytes, std::move(run)};
 }
 

@@ -25,6 +25,18 @@ struct TermList {
   int count = 0;
 };
 
+// The lanes with a row, in their order.
+__device__ TermList TermsOfLanes(int32_t row, float weight) {
+  TermList terms;
+  for (unsigned left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
+    const int32_t next_row = FromLowest(left, row);
+    const float next_weight = FromLowest(left, weight);
+    if (Lane() == terms.count) terms.row = next_row, terms.weight = next_weight;
+    ++terms.count;
+  }
+  return terms;
+}
+
 // Adds a vector of each listed row, which `load(vector, row)` fills; `in_row` is false in lanes
 // past the row's end, which only take part in the collectives.
 template <typename Vector, int kCount, typename Load>
@@ -87,13 +99,7 @@ __global__ void __launch_bounds__(kBlockThreads)
                             ? RowOrDropped(step.row_of[item * shape.top_k + lane], shape.recv_rows)
                             : -1;
     const float weight = row >= 0 && step.row_weights != nullptr ? step.row_weights[row] : 1.0f;
-    TermList terms;
-    for (unsigned left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
-      const int32_t next_row = FromLowest(left, row);
-      const float next_weight = FromLowest(left, weight);
-      if (lane == terms.count) terms.row = next_row, terms.weight = next_weight;
-      ++terms.count;
-    }
+    const TermList terms = TermsOfLanes(row, weight);
     uint8_t* to = step.send + item * message.bytes;
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
@@ -123,17 +129,24 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t row_bytes = shape.hidden * static_cast<int64_t>(sizeof(Element));
   const int lane = Lane();
   ForEachPart(shape.tokens, row_bytes, [&](int64_t token, int64_t part) {
-    int32_t slot = lane < shape.top_k ? step.slot_of[token * shape.top_k + lane] : -1;
-    if (slot >= shape.slots()) slot = -1;
-    // The distinct slots, ascending, which is by rank: slots are numbered rank * n + slot.
+    const int64_t entry = token * shape.top_k + lane;
+    int32_t slot = lane < shape.top_k ? step.slot_of[entry] : -1;
+    if (slot >= step.messages()) slot = -1;
     TermList terms;
-    for (int32_t floor = 0;; ++terms.count) {
-      const unsigned candidate = slot >= floor ? static_cast<unsigned>(slot) : UINT32_MAX;
-      const unsigned next = __reduce_min_sync(kFullWarp, candidate);
-      if (next == UINT32_MAX) break;
-      if (lane == terms.count) terms.row = static_cast<int32_t>(next);
-      floor = static_cast<int32_t>(next) + 1;
+    if (step.by_entry) {
+      const bool weighted = slot >= 0 && step.entry_weights != nullptr;
+      terms = TermsOfLanes(slot, weighted ? step.entry_weights[entry] : 1.0f);
+    } else {
+      // The distinct slots, ascending, which is by rank: slots are numbered rank * n + slot.
+      for (int32_t floor = 0;; ++terms.count) {
+        const unsigned candidate = slot >= floor ? static_cast<unsigned>(slot) : UINT32_MAX;
+        const unsigned next = __reduce_min_sync(kFullWarp, candidate);
+        if (next == UINT32_MAX) break;
+        if (lane == terms.count) terms.row = static_cast<int32_t>(next);
+        floor = static_cast<int32_t>(next) + 1;
+      }
     }
+    const int64_t shared_row = step.SharedRowOf(token);
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
       AddTerms<WireVector<Wire, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t slot) {
@@ -146,12 +159,14 @@ __global__ void __launch_bounds__(kBlockThreads)
       });
       if (!in_row) return;
       const int64_t offset = token * row_bytes + vector * kVectorBytes;
-      if (step.residual != nullptr) {
-        Elements<Element, kCount> residual;
-        residual.Load(static_cast<const uint8_t*>(step.residual) + offset);
+      const auto add = [&](const void* rows, int64_t at) {
+        Elements<Element, kCount> loaded;
+        loaded.Load(static_cast<const uint8_t*>(rows) + at);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sum[i] = Add(sum[i], residual.Get(i));
-      }
+        for (int i = 0; i < kCount; ++i) sum[i] = Add(sum[i], loaded.Get(i));
+      };
+      if (shared_row >= 0) add(step.shared_rows, shared_row * row_bytes + vector * kVectorBytes);
+      if (step.residual != nullptr) add(step.residual, offset);
       Elements<Element, kCount>::Round(sum).Store(static_cast<uint8_t*>(step.output) + offset);
     });
     if (part == 0 && lane < step.num_weights) {

@@ -122,19 +122,27 @@ struct DecodedCombineUnpack {
         .template Arg<Wire>()       // recv [R, n * message]
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
+        .template Arg<F32>()        // router_weights [n, K] or [0, K], of by_entry
+        .template Arg<AnyBuffer>()  // shared_rows [N, H] or [0, H]
+        .template Arg<I32>()        // shared_part [2] or [0]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
         .template Attr<bool>("with_residual")
+        .template Attr<bool>("by_entry")
+        .template Attr<bool>("weighted")
+        .template Attr<bool>("with_shared")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const Wire& recv, const I32& slot_of, const AnyBuffer& residual,
-                    Out<AnyBuffer> output, Out<F32> weight_grads, bool with_residual,
-                    std::string_view combine_dtype) {
+                    const F32& entry_weights, const AnyBuffer& shared_rows, const I32& shared_part,
+                    Out<AnyBuffer> output, Out<F32> weight_grads, bool with_residual, bool by_entry,
+                    bool weighted, bool with_shared, std::string_view combine_dtype) {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);
     CheckWireType(check, combine_dtype, step);
     check.Rank("slot_of", slot_of, 2);
+    check.Rank("shared_rows", shared_rows, 2);
     check.Rank("weight_grads", *weight_grads, 2);
     check.Rank("the wire buffer", recv, 2);
     if (!check.ok()) return check.error();
@@ -148,9 +156,23 @@ struct DecodedCombineUnpack {
     if (!check.ok()) return check.error();
     const TokenOperands operands{slot_of, residual, *output, with_residual};
     operands.Decode(check, step);
-    CheckWire(check, recv, shape.ranks, shape.tokens * CombineMessageOf(step).bytes);
+    shape.recv_rows = with_shared ? Dim(shared_rows, 0) : 0;
+    step.by_entry = by_entry;
+    check.Require(by_entry || !weighted, "weights at the source must be of rows, not of sums");
+    check.Require(!by_entry || step.num_weights == 0, "rows must travel without weight_grads");
+    check.Dims("router_weights", entry_weights, {weighted ? shape.tokens : 0, shape.top_k});
+    check.Require(shared_rows.element_type() == output->element_type(),
+                  "shared_rows must have the dtype of the output");
+    check.Dims("shared_rows", shared_rows, {shape.recv_rows, shape.hidden});
+    check.Dims("shared_part", shared_part, {with_shared ? 2 : 0});
+    const int64_t entries = by_entry ? shape.top_k : 1;
+    CheckWire(check, recv, shape.ranks, shape.tokens * entries * CombineMessageOf(step).bytes);
+    check.Shape(shape);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
+    step.entry_weights = weighted ? entry_weights.typed_data() : nullptr;
+    step.shared_rows = with_shared ? shared_rows.untyped_data() : nullptr;
+    step.shared_part = shared_part.typed_data();
     step.weight_grads = weight_grads->typed_data();
     return ffi::Error::Success();
   }

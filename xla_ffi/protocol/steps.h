@@ -102,7 +102,9 @@ struct CombinePackStep {
   uint8_t* send;               // [R, n * message]
 };
 
-// reduce at the source: sums of the ranks, ascending -> tokens.
+// reduce at the source: sums of the ranks, ascending -> tokens. With `by_entry` each row has come
+// in a message of its own and is weighted here, in k order. The shared expert's row comes after
+// them.
 struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
@@ -114,6 +116,21 @@ struct CombineUnpackStep {
   const void* residual;    // [n, H] or nullptr
   void* output;            // [n, H]
   float* weight_grads;     // [n, num_weights]
+  bool by_entry = false;   // recv is [R, n * K * message], slot_of the message of each entry
+  const float* entry_weights = nullptr;  // [n, K] of by_entry, nullptr = 1
+  const void* shared_rows = nullptr;     // [N, H] or nullptr
+  // [2]: first token and number of those whose shared rows are the first of shared_rows.
+  const int32_t* shared_part = nullptr;
+
+  JAX_EP_HOST_DEVICE int64_t messages() const {
+    return shape.slots() * (by_entry ? shape.top_k : 1);
+  }
+  // The shared row of a token, or -1.
+  JAX_EP_HOST_DEVICE int64_t SharedRowOf(int64_t token) const {
+    if (shared_rows == nullptr) return -1;
+    const int64_t row = token - shared_part[0];
+    return row >= 0 && row < Min<int64_t>(shared_part[1], shape.recv_rows) ? row : -1;
+  }
 };
 
 // [rows, H] to codes and scales, and back.

@@ -1,0 +1,178 @@
+"""Differentiable halves of dispatch and combine.
+
+The first half of a call ends with its exchange and yields what arrived, `held`, and
+float zeros, `ports`. The second half makes the result of both. Its reverse rule turns
+the result's cotangents into those of the ports, and the first half's takes them on: of
+a dispatch they have the shapes of tokens and weights, of a combine that of the sums.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import _modes
+from jax_ep._autodiff import (
+    dispatch_cotangents,
+    own_rule,
+    refusing_vmap,
+    transport_of,
+)
+from jax_ep._autodiff_combine import combine_cotangents, combine_kept
+from jax_ep._names import OUT_NAME, named_dispatch
+from jax_ep._types import Dispatched, Route
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+
+@own_rule(0, 1)
+def dispatch_async(
+    ep: EPHandle,
+    weighted: bool,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+) -> tuple[Any, Any]:
+    """The first half of `_autodiff.dispatch`."""
+    body = partial(transport_of(ep).dispatch_send, ep)
+    sent = refusing_vmap("dispatch_async", body)(
+        tokens, topk_ids, router_weights, input_scale
+    )
+    port = jnp.zeros_like(router_weights) if weighted else None
+    return (sent, input_scale), (jnp.zeros_like(tokens), port)
+
+
+def _dispatch_async_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
+    return dispatch_async(ep, weighted, *args), None
+
+
+def _dispatch_async_bwd(ep: EPHandle, weighted: bool, _: None, ct: Any) -> Any:
+    dx, dw = ct[1]
+    return dx, None, dw, None
+
+
+dispatch_async.defvjp(_dispatch_async_fwd, _dispatch_async_bwd)
+
+
+@own_rule(0)
+def dispatch_wait(ep: EPHandle, held: Any, ports: Any) -> Dispatched:
+    """The second half of `_autodiff.dispatch`."""
+    sent, input_scale = held
+    body = partial(transport_of(ep).dispatch_place, ep)
+    guarded = refusing_vmap("dispatch_wait", body)
+    return named_dispatch(guarded(ports[0], input_scale, sent))
+
+
+def _dispatch_wait_fwd(ep: EPHandle, held: Any, ports: Any) -> Any:
+    # Named again, as in `_autodiff`.
+    d = named_dispatch(dispatch_wait(ep, held, ports))
+    # None or (): whether the weights take gradients.
+    return d, (d.route, None if ports[1] is None else ())
+
+
+def _dispatch_wait_bwd(ep: EPHandle, kept: Any, ct: Dispatched) -> Any:
+    route, weighted = kept
+    return None, dispatch_cotangents(ep, weighted is not None, route, ct)
+
+
+dispatch_wait.defvjp(_dispatch_wait_fwd, _dispatch_wait_bwd)
+
+
+def combine_async(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[Any, Any]:
+    """The first half of `_autodiff_combine.combine`."""
+    if ep.config.reduce == "none":
+        route = _modes.by_entry(route)
+    return _combine_async(ep, route, expert_out, router_weights, residual)
+
+
+@own_rule(0)
+def _combine_async(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[Any, Any]:
+    at_source = ep.config.reduce == "source"
+
+    def body(route: Route, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+        wire = ep.config.combine_wire
+        return transport_of(ep).combine_send(
+            ep, route, rows, weights, None, wire, at_source
+        )
+
+    recv = refusing_vmap("combine_async", body)(
+        route, expert_out, None if at_source else router_weights
+    )
+    shape = (route.slot_of.shape[0], expert_out.shape[1])
+    held = (
+        recv,
+        route.slot_of,
+        router_weights if at_source else None,
+        residual,
+        expert_out if ep.config.fused_shared_expert else None,
+    )
+    return held, jnp.zeros_like(expert_out, shape=shape)
+
+
+def _combine_async_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
+    return _combine_async(ep, route, *args), combine_kept(route, *args)
+
+
+def _combine_async_bwd(ep: EPHandle, kept: Any, ct: Any) -> Any:
+    return None, *combine_cotangents(ep, kept, ct[1])
+
+
+_combine_async.defvjp(_combine_async_fwd, _combine_async_bwd)
+
+
+def combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
+    """The second half of `_autodiff_combine.combine`."""
+    y = _combine_wait(ep, held, port)
+    if ep.config.reduce != "none":
+        return y
+    top_k = ep.config.top_k
+    return y.reshape(y.shape[0] // top_k, top_k, y.shape[1])
+
+
+@own_rule(0)
+def _combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
+    def body(held: Any, port: jax.Array) -> jax.Array:
+        recv, slot_of, weights, residual, shared_rows = held
+        rows = port if shared_rows is None else shared_rows
+        y, _ = transport_of(ep).combine_sum(
+            ep,
+            recv,
+            slot_of,
+            rows,
+            weights,
+            residual,
+            ep.config.combine_wire,
+            ep.config.reduce == "source",
+        )
+        return y
+
+    return checkpoint_name(refusing_vmap("combine_wait", body)(held, port), OUT_NAME)
+
+
+def _combine_wait_fwd(ep: EPHandle, held: Any, port: jax.Array) -> Any:
+    return checkpoint_name(_combine_wait(ep, held, port), OUT_NAME), None
+
+
+def _combine_wait_bwd(ep: EPHandle, _: None, ct: jax.Array) -> Any:
+    return None, ct
+
+
+_combine_wait.defvjp(_combine_wait_fwd, _combine_wait_bwd)

@@ -1,0 +1,97 @@
+"""Operands of dispatch and combine, checked and varying alike. Used by the API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks, formats
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+
+def of_dispatch(
+    function: str,
+    ep: EPHandle,
+    tokens: Any,
+    topk_ids: Any,
+    router_weights: Any,
+    input_scale: Any,
+) -> tuple[bool, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
+    """Whether there are weights; tokens, ids, weights and scale, varying alike."""
+    _checks.require_open(function, ep)
+    _checks.require_scope(function, ep)
+    config = ep.config
+    tokens = _checks.as_array(function, "tokens", tokens)
+    topk_ids = _checks.as_array(function, "topk_ids", topk_ids)
+    _checks.require_dtype(function, "tokens", tokens, config.dtype)
+    _checks.require_dtype(function, "topk_ids", topk_ids, "int32")
+    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"jax_ep.{function}: tokens must have shape [n, hidden_size] with "
+            f"hidden_size {config.hidden_size}, got {tokens.shape}; "
+            "reshape the tokens or init with their hidden_size"
+        )
+    n = tokens.shape[0]
+    if n > config.max_tokens_per_rank:
+        raise ValueError(
+            f"jax_ep.{function}: tokens must have at most max_tokens_per_rank = "
+            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
+            "split the call"
+        )
+    ids_shape = (n, config.top_k)
+    _checks.require_shape(function, "topk_ids", topk_ids, ids_shape, "[n, top_k]")
+    scale = formats.global_scale(function, config.dispatch_format, tokens, input_scale)
+    weighted = router_weights is not None
+    if router_weights is None:
+        weights = jnp.ones(ids_shape, jnp.float32)
+    else:
+        weights = _checks.as_array(function, "router_weights", router_weights)
+        _checks.require_dtype(function, "router_weights", weights, "float32")
+        _checks.require_shape(
+            function, "router_weights", weights, ids_shape, "[n, top_k]"
+        )
+    return weighted, _checks.vary_together(ep, tokens, topk_ids, weights, scale)
+
+
+def of_combine(
+    function: str,
+    ep: EPHandle,
+    expert_out: Any,
+    route: Any,
+    router_weights: Any,
+    residual: Any,
+) -> Any:
+    """Route, rows, weights or None and residual or None, varying alike."""
+    _checks.require_open(function, ep)
+    _checks.require_scope(function, ep)
+    config = ep.config
+    route = _checks.require_route(function, ep, route)
+    _checks.require_route_shapes(function, ep, route)
+    n, rows = route.slot_of.shape[0], ep.recv_capacity
+
+    def checked(name: str, value: Any, dtype: str, *shape: int, why: str) -> jax.Array:
+        array = _checks.as_array(function, name, value)
+        _checks.require_dtype(function, name, array, dtype)
+        _checks.require_shape(function, name, array, shape, why)
+        return array
+
+    _checks.require_combinable(function, ep, router_weights, residual)
+    hidden = config.hidden_size
+    expert_out = checked(
+        "expert_out", expert_out, config.dtype, rows, hidden, why="[N, hidden_size]"
+    )
+    weights = skip = None
+    if router_weights is not None:
+        shape, why = ((rows,), "[N]")
+        if config.reduce == "source":
+            shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
+        weights = checked("router_weights", router_weights, "float32", *shape, why=why)
+    if residual is not None:
+        skip = checked(
+            "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"
+        )
+    return _checks.vary_together(ep, route, expert_out, weights, skip)

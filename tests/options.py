@@ -1,0 +1,61 @@
+"""What tests of the options share: modes, their operands and their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import numpy as np
+import oracle
+
+FUSED, SKIP = {"fused_shared_expert": True}, {"skip_a2a": True}
+SOURCE, NONE = {"reduce": "source"}, {"reduce": "none"}
+MODES: dict[str, dict[str, Any]] = {
+    "source": SOURCE,
+    "none": NONE,
+    "shared": FUSED,
+    "shared_source": FUSED | SOURCE,
+    "local": SKIP,
+    "local_source": SKIP | SOURCE,
+    "local_none": SKIP | NONE,
+    "local_shared": SKIP | FUSED,
+    "local_shared_source": SKIP | FUSED | SOURCE,
+}
+
+
+def make_inputs(
+    rng: np.random.Generator, config: Any, ranks: int, **options: Any
+) -> helpers.Inputs:
+    """As helpers.make_inputs; with skip_a2a all ranks hold the same."""
+    inputs = helpers.make_inputs(rng, config, ranks, **options)
+    return inputs.pick([0] * ranks) if config.skip_a2a else inputs
+
+
+def takes_weights(config: Any) -> bool:
+    return config.reduce != "none"
+
+
+def takes_residual(config: Any) -> bool:
+    return config.reduce != "none" and not config.skip_a2a
+
+
+def combine_operands(
+    rng: np.random.Generator,
+    config: Any,
+    outputs: list[oracle.RankOutput],
+    inputs: helpers.Inputs,
+    fill: Callable[..., np.ndarray],
+) -> tuple[list[np.ndarray], list[np.ndarray] | None, list[np.ndarray] | None]:
+    """Rows, weights and residual of each rank; NaN where nothing may be read."""
+    dtype = oracle.DTYPES[config.dtype]
+    rows = [fill(rng, (len(o.src_info), config.hidden_size), dtype) for o in outputs]
+    weights = residual = None
+    if config.reduce == "source":
+        weights = [helpers.normal(rng, i.shape, np.float32) for i in inputs.ids]
+    elif takes_weights(config):
+        made = [helpers.normal(rng, len(r), np.float32) for r in rows]
+        weights = helpers.poisoned(outputs, made)
+    if takes_residual(config):
+        residual = [fill(rng, x.shape, dtype) for x in inputs.tokens]
+    return helpers.poisoned(outputs, rows), weights, residual
