@@ -2,11 +2,12 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _runtime, formats, sharded
+from jax_ep import _ffi, _runtime, formats, router, sharded
 from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
 from jax_ep._init import init
+from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep._names import save_route
 from jax_ep._types import Dispatched, Route
 
@@ -15,12 +16,15 @@ __all__ = [
     "EPConfig",
     "EPHandle",
     "InvalidIdError",
+    "MoEAux",
     "Route",
     "combine",
     "dequantize",
     "dispatch",
     "formats",
     "init",
+    "moe_ffn",
+    "router",
     "save_route",
     "sharded",
 ]
