@@ -143,10 +143,9 @@ def test_routing_of_ones_own_and_residual():
         return jax_ep.moe_ffn(ep, x, params, routing=routing, residual=x)[0]
 
     specs = (param_specs(bare, None), P("ep"), P("ep"))
-    got = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("ep"))(
-        bare, x, logits
-    )
-    plain, _ = expert_parallel(mesh, ep, params, Router())(
+    run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+    got = jax.jit(run)(bare, x, logits)
+    plain, _ = jax.jit(expert_parallel(mesh, ep, params, Router()))(
         params, x, np.ones(count, bool)
     )
     np.testing.assert_allclose(got - x, plain, rtol=0, atol=1e-5)
@@ -181,7 +180,11 @@ def test_quantised_dispatch(name):
     def run(**changes):
         ep = helpers.make_ep(mesh, config(hidden_size=hidden, **changes))
         layer = expert_parallel(mesh, ep, params, Router())
-        return jax.value_and_grad(lambda x: jnp.sum(layer(params, x, mask)[0] ** 2))(x)
+
+        def loss(x):
+            return jnp.sum(layer(params, x, mask)[0] ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(x)
 
     plain, quantised = run(), run(dispatch_format=name)
     np.testing.assert_allclose(quantised[0], plain[0], rtol=0.1)
