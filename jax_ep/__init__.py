@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _runtime, formats, router, sharded
+from jax_ep import _ffi, _runtime, formats, router, sharded, stats
 from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
@@ -27,6 +27,7 @@ __all__ = [
     "router",
     "save_route",
     "sharded",
+    "stats",
 ]
 
 _runtime.make_room()

@@ -1,4 +1,4 @@
-"""What the layers of jax_ep.flax share: sizes, parameters, and the call on global arrays.
+"""What the layers of jax_ep.flax share: sizes and the call on global arrays.
 
 A layer of any library holds a `Layer` and its parameters, and calls `apply`.
 """
@@ -19,22 +19,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_ep import _init
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
+from jax_ep._layer_params import Param, params
 from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep.router import Router
 
 _handles: dict[Any, EPHandle] = {}
 _lock = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True)
-class Param:
-    """A parameter: its whole shape, how it lies on the mesh, and its fans' axes."""
-
-    shape: tuple[int, ...]
-    spec: tuple[Any, ...]
-    fan_out: tuple[int, ...]
-    fan_in: int
-    batch: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,45 +85,17 @@ class Layer:
 
     def params(self) -> dict[str, Param]:
         """The parameters by name, as `jax_ep.moe_ffn` takes them."""
-        config, inner, tp = self.config, self.intermediate_size, self.tp_axis_name
-        experts, hidden = config.num_experts, config.hidden_size
-        ep = self.ep_axes[0] if len(self.ep_axes) == 1 else self.ep_axes
-        found = {
-            "router": Param((hidden, experts), (None, None), (1,), 0),
-            "gate_up": Param(
-                (experts, hidden, 2, inner), (ep, None, None, tp), (2, 3), 1, (0,)
-            ),
-            "down": Param((experts, inner, hidden), (ep, tp, None), (2,), 1, (0,)),
-        }
-        if self.shared_intermediate_size is not None:
-            shared = self.shared_intermediate_size
-            found["shared_gate_up"] = Param(
-                (hidden, 2, shared), (None, None, tp), (1, 2), 0
-            )
-            found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
-        return found
+        return params(
+            self.config,
+            self.intermediate_size,
+            self.shared_intermediate_size,
+            self.ep_axes,
+            self.tp_axis_name,
+        )
 
     def initializer(self, name: str) -> Any:
-        """A `(key, dtype) -> array` for a parameter, made where it belongs.
-
-        The values depend on the key alone, not on the mesh.
-        """
-        param = self.params()[name]
-        draw = jax.nn.initializers.variance_scaling(
-            1.0,
-            "fan_in",
-            "truncated_normal",
-            in_axis=param.fan_in,
-            out_axis=param.fan_out,
-            batch_axis=param.batch,
-        )
-        sharding = NamedSharding(self.mesh, PartitionSpec(*param.spec))
-
-        def make(key: jax.Array, dtype: Any) -> jax.Array:
-            place = partial(draw, shape=param.shape, dtype=dtype)
-            return jax.jit(place, out_shardings=sharding)(key)
-
-        return make
+        """A `(key, dtype) -> array` for a parameter, made where it belongs."""
+        return self.params()[name].initializer(self.mesh)
 
     def handle(self, ep: EPHandle | None = None) -> EPHandle:
         """`ep` if it suits, else the handle that layers of equal sizes share.
@@ -171,7 +133,7 @@ class Layer:
     def apply(
         self,
         ep: EPHandle,
-        params: Mapping[str, Any],
+        values: Mapping[str, Any],
         x: jax.Array,
         mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEAux]:
@@ -179,7 +141,7 @@ class Layer:
 
         Args:
             ep: what `handle` returned.
-            params: whole arrays by name; "router_bias" besides those of `params()`.
+            values: whole arrays by name; "router_bias" besides those of `params()`.
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
 
@@ -192,10 +154,10 @@ class Layer:
                 f"jax_ep.{self.function}: mask must have shape {x.shape[:-1]}, the "
                 f"tokens' one, got {mask.shape}; give one bool a token"
             )
-        names = tuple(params)
+        names = tuple(values)
         layout = {name: param.spec for name, param in self.params().items()}
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
-        operands = (dict(params), x.astype(self.config.dtype), mask)
+        operands = (dict(values), x.astype(self.config.dtype), mask)
         in_specs = (specs, spec, spec)
         # Kept with the handle, so that eager calls compile once.
         key = (self, names, spec)
@@ -210,12 +172,12 @@ class Layer:
         return ep._programs[key](*self._placed(operands, in_specs))
 
     def _body(
-        self, ep: EPHandle, params: Any, x: jax.Array, mask: Any
+        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any
     ) -> tuple[jax.Array, MoEAux]:
         y, aux = moe_ffn(
             ep,
             x.reshape(-1, self.config.hidden_size),
-            params,
+            values,
             router=self.router,
             mask=None if mask is None else mask.reshape(-1),
             tp_axis=self.tp_axis_name,
@@ -227,8 +189,8 @@ class Layer:
         hidden = self.config.hidden_size
         if x.ndim < 2 or x.shape[-1] != hidden:
             raise ValueError(
-                f"jax_ep.{self.function}: x must be [..., hidden_size] with hidden_size "
-                f"{hidden} and tokens before it, got {x.shape}; reshape it"
+                f"jax_ep.{self.function}: x must be [..., hidden_size] with "
+                f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
             )
         spec = self.spec
         if spec is None:
