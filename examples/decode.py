@@ -4,9 +4,9 @@
     XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 python examples/decode.py   (on GPUs)
 
 A few tokens a rank and a step, as in serving: one jitted `lax.scan` over the steps
-holds the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static and nothing
-asks the host, so that on GPUs XLA can capture a step in a CUDA graph (with the flag
-above). Weights are random: what is shown is the loop, its speed, and how far the
+holds the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static and
+nothing asks the host, so that on GPUs XLA can capture a step in a CUDA graph (with the
+flag above). Weights are random: what is shown is the loop, its speed, and how far the
 format's rounding moves the logits from those of unquantised dispatch.
 """
 
