@@ -136,7 +136,7 @@ def self_test(mesh: Mesh, transport: str) -> str:
     x = np.random.default_rng(0).standard_normal((total, hidden)).astype(np.float32)
     first = np.arange(total) % experts
     ids = np.stack([first, (first + experts // 2) % experts], 1).astype(np.int32)
-    weights = np.tile(np.float32([0.25, 0.75]), (total, 1))
+    weights = np.tile(np.array([0.25, 0.75], np.float32), (total, 1))
 
     def there_and_back(x: Any, ids: Any, weights: Any) -> Any:
         d = jax_ep.dispatch(ep, x, ids, weights)
@@ -147,7 +147,8 @@ def self_test(mesh: Mesh, transport: str) -> str:
             total_repeat_length=ep.recv_capacity,
         )
         scale = 1 + rank * ep.local_experts + local
-        return jax_ep.combine(ep, d.tokens * scale[:, None], d.route, d.router_weights)
+        rows = d.tokens * scale[:, None]
+        return jax_ep.combine(ep, rows, d.route, d.router_weights)
 
     try:
         with jax_ep.init(mesh, "ep", config, transport=transport) as ep:

@@ -166,7 +166,7 @@ class Layer:
                 partial(self._body, ep),
                 mesh=self.mesh,
                 in_specs=in_specs,
-                out_specs=(spec, _aux_specs(spec)),
+                out_specs=(spec, MoEAux.specs(_axes(spec))),
             )
             ep._programs[key] = jax.jit(mapped)
         return ep._programs[key](*self._placed(operands, in_specs))
@@ -196,7 +196,7 @@ class Layer:
         if spec is None:
             names = self.mesh.axis_names
             spec = PartitionSpec(tuple(n for n in names if n != self.tp_axis_name))
-        used = [axis for entry in spec for axis in _names(entry)]
+        used = _axes(spec)
         if (
             len(spec) >= x.ndim
             or not set(self.ep_axes) <= set(used) <= set(self.mesh.axis_names)
@@ -234,10 +234,8 @@ class Layer:
         )
 
 
-def _aux_specs(spec: PartitionSpec) -> MoEAux:
-    axes = tuple(axis for entry in spec for axis in _names(entry))
-    stacked, whole = PartitionSpec(axes), PartitionSpec()
-    return MoEAux(whole, whole, whole, stacked, stacked, stacked)
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for entry in spec for axis in _names(entry))
 
 
 def _names(entry: Any) -> Sequence[str]:

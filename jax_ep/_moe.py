@@ -53,6 +53,15 @@ class MoEAux:
     num_dropped: jax.Array
     num_invalid: jax.Array
 
+    @classmethod
+    def specs(cls, axis_names: str | Sequence[str]) -> Any:
+        """Its `out_specs` for shard_map, where tokens are split over `axis_names`."""
+        names = axis_names if isinstance(axis_names, str) else tuple(axis_names)
+        # A tree of specs in the place of arrays.
+        whole: Any = jax.sharding.PartitionSpec()
+        stacked: Any = jax.sharding.PartitionSpec(names)
+        return cls(whole, whole, whole, stacked, stacked, stacked)
+
 
 def moe_ffn(
     ep: EPHandle,

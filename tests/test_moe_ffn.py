@@ -58,7 +58,7 @@ def expert_parallel(mesh, ep, params, router, **options):
     """A function of (params, x, mask) on global arrays: (y, aux)."""
     tp = "tp" if "tp" in mesh.axis_names else None
     tokens = P(tuple(name for name in mesh.axis_names if name != "tp"))
-    whole = jax_ep.MoEAux(P(), P(), P(), tokens, tokens, tokens)
+    (axes,) = tokens
 
     def body(params, x, mask):
         return jax_ep.moe_ffn(
@@ -69,7 +69,7 @@ def expert_parallel(mesh, ep, params, router, **options):
         body,
         mesh=mesh,
         in_specs=(param_specs(params, tp), tokens, tokens),
-        out_specs=(tokens, whole),
+        out_specs=(tokens, jax_ep.MoEAux.specs(axes)),
     )
 
 

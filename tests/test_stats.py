@@ -40,7 +40,7 @@ def step(mesh, ep):
         _, aux = jax_ep.moe_ffn(ep, x, params, routing=routing)
         return stats.update(load, aux), aux
 
-    out = jax_ep.MoEAux(P(), P(), P(), axes, axes, axes)
+    out = jax_ep.MoEAux.specs(mesh.axis_names)
     return jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=axes, out_specs=(axes, out)),
         donate_argnums=0,
