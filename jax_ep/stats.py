@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +61,17 @@ class Load:
     fullest: jax.Array
 
 
-def init(ep: EPHandle) -> Load:
-    """Zeros, as global arrays over the whole mesh of `ep`."""
-    ranks = ep.mesh.size
-    sharding = NamedSharding(ep.mesh, PartitionSpec(ep.mesh.axis_names))
+def init(ep: EPHandle, axis_names: Sequence[str] | None = None) -> Load:
+    """Zeros, as global arrays.
+
+    Args:
+        ep: the layer's handle.
+        axis_names: mesh axes that tokens are split over, where there is a
+            tensor-parallel axis besides; None is all axes.
+    """
+    axes = ep.mesh.axis_names if axis_names is None else tuple(axis_names)
+    ranks = math.prod(ep.mesh.shape[axis] for axis in axes)
+    sharding = NamedSharding(ep.mesh, PartitionSpec(axes))
 
     def make() -> Load:
         return Load(
@@ -82,34 +91,29 @@ def update(load: Load, aux: MoEAux) -> Load:
 
     Args:
         load: of `init` or an earlier step.
-        aux: what the layer reported: of one rank where `load` is, else of all ranks. On
-            a mesh with a tensor-parallel axis, tokens lie on fewer ranks than there
-            are; those are counted, the last entries stay zero.
+        aux: what the layer reported: of one rank where `load` is, else of all ranks.
 
     Returns:
         The new `Load`; the old one can be donated.
 
     Raises:
-        ValueError: `aux` is of more ranks, or of other experts, than `load`.
+        ValueError: `aux` is of other ranks or experts than `load`.
     """
     with jax.named_scope("jax_ep.stats"):
         local = load.rows.shape[1]
         ranks = aux.num_dropped.shape[0]
-        if aux.expert_counts.size != ranks * local or ranks > load.steps.shape[0]:
+        if aux.expert_counts.size != ranks * local or ranks != load.steps.shape[0]:
             raise ValueError(
                 "jax_ep.stats.update: aux must be of the ranks and experts of load, "
                 f"{load.rows.shape[:2]}, got {ranks} ranks with "
                 f"{aux.expert_counts.size} experts in all; make load with "
-                "jax_ep.stats.init(ep) of the layer's ep"
+                "jax_ep.stats.init(ep) of the layer's ep and the tokens' axes"
             )
-        missing = load.steps.shape[0] - ranks
         counts = aux.expert_counts.reshape(ranks, local)
-        counts = jnp.pad(counts, ((0, missing), (0, 0)))
-        dropped = jnp.pad(aux.num_dropped, (0, missing))
         imbalance = aux.load.size * jnp.max(aux.load)
         return Load(
             rows=_add(load.rows, counts),
-            dropped=_add(load.dropped, dropped),
+            dropped=_add(load.dropped, aux.num_dropped),
             steps=load.steps + 1,
             imbalance=load.imbalance + imbalance,
             worst=jnp.maximum(load.worst, imbalance),

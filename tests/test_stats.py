@@ -75,6 +75,19 @@ def test_sums_over_steps_inside_shard_map_and_outside():
     assert found.fullest == by_rank.sum(2).max()
 
 
+def test_a_layer_with_a_tensor_parallel_axis():
+    mesh = helpers.make_mesh({"ep": 2, "tp": 2})
+    ep = helpers.make_ep(mesh, helpers.make_config(num_experts=EXPERTS))
+    load = stats.init(ep, ("ep",))
+    assert load.rows.shape == (2, EXPERTS // 2, 2)
+    counts = jnp.arange(EXPERTS, dtype=jnp.int32)
+    zeros = jnp.zeros(2, jnp.int32)
+    aux = jax_ep.MoEAux(*[jnp.zeros(())] * 2, counts / 28, counts, zeros, zeros)
+    found = stats.summary(jax.jit(stats.update)(load, aux))
+    np.testing.assert_array_equal(found.rows, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    np.testing.assert_allclose(found.worst_imbalance, 2.0)
+
+
 def test_counts_pass_32_bits():
     total = jnp.array([[2**32 - 3, 7]], jnp.uint32)
     found = stats._add(total, jnp.array([5], jnp.int32))
