@@ -114,12 +114,16 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     import p2p  # pyright: ignore[reportMissingImports]
 
     p2p.find_peak = _guarded(p2p.find_peak)
-    with tempfile.TemporaryDirectory() as results:
-        code = p2p.main([*_arguments(args, on_cpu), "--results", results])
-        records = sorted(pathlib.Path(results).glob("*.json"))
-        record = json.loads(records[-1].read_text()) if records else None
-    if record is None:
-        return 1
+    record: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder_of_picture:
+
+        def keep(_: Any, measured: dict[str, Any]) -> pathlib.Path:
+            record.update(measured)
+            return pathlib.Path(folder_of_picture, "record.json")
+
+        # The command says where the record goes; p2p.py draws beside what it saves.
+        p2p.save = keep
+        code = p2p.main(_arguments(args, on_cpu))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {args.json}")
