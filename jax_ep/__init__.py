@@ -2,11 +2,12 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _runtime, formats, sharded
+from jax_ep import _ffi, _runtime, formats, router, sharded, stats
 from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
 from jax_ep._init import init
+from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep._names import save_route
 from jax_ep._pending import Pending
 from jax_ep._split import combine_async, combine_wait, dispatch_async, dispatch_wait
@@ -17,6 +18,7 @@ __all__ = [
     "EPConfig",
     "EPHandle",
     "InvalidIdError",
+    "MoEAux",
     "Pending",
     "Route",
     "combine",
@@ -28,8 +30,11 @@ __all__ = [
     "dispatch_wait",
     "formats",
     "init",
+    "moe_ffn",
+    "router",
     "save_route",
     "sharded",
+    "stats",
 ]
 
 _runtime.make_room()

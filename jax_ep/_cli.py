@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax_ep
+from jax_ep import _cli_bench, _cli_doctor
 
 GOOD, FAILED, USAGE = 0, 1, 2
 
@@ -37,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jax-ep",
         description="Expert-parallel dispatch and combine for JAX: try it out.",
-        epilog="example: jax-ep demo --quick",
+        epilog="examples: jax-ep demo --quick; jax-ep doctor; jax-ep bench --quick",
     )
     parser.add_argument(
         "--version", action="version", version=f"jax-ep {jax_ep.__version__}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo,):
+    for add in (_add_demo, _cli_doctor.add, _cli_bench.add):
         add(commands)
     args = parser.parse_args(argv)
     try:

@@ -1,0 +1,148 @@
+"""Decodes with a stack of expert layers whose tokens travel quantised.
+
+    python examples/decode.py [--format nvfp4] [--steps 32]
+    XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 python examples/decode.py   (on GPUs)
+
+A few tokens a rank and a step, as in serving: one jitted `lax.scan` over the steps
+holds the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static and
+nothing asks the host, so that on GPUs XLA can capture a step in a CUDA graph (with the
+flag above). Weights are random: what is shown is the loop, its speed, and how far the
+format's rounding moves the logits from those of unquantised dispatch.
+"""
+
+import argparse
+import functools
+import sys
+import time
+
+import jax_ep  # before JAX starts its backend  # isort: skip
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+BYTES, HIDDEN, INNER, HEADS, BLOCKS, TOP_K = 256, 128, 64, 4, 2, 2
+
+
+def make_params(key, experts):
+    """Random bfloat16 parameters of the whole model, and how they lie on the mesh."""
+
+    def normal(shape, fan_in):
+        nonlocal key
+        key, this = jax.random.split(key)
+        return (jax.random.normal(this, shape) * fan_in**-0.5).astype(jnp.bfloat16)
+
+    def block():
+        return {
+            "qkv": normal((HIDDEN, 3 * HIDDEN), HIDDEN),
+            "out": normal((HIDDEN, HIDDEN), HIDDEN),
+            "moe": {
+                "router": normal((HIDDEN, experts), HIDDEN),
+                "gate_up": normal((experts, HIDDEN, 2, INNER), HIDDEN),
+                "down": normal((experts, INNER, HIDDEN), INNER),
+            },
+        }
+
+    params = {
+        "embed": normal((BYTES, HIDDEN), 1),
+        "head": normal((HIDDEN, BYTES), HIDDEN),
+        "blocks": [block() for _ in range(BLOCKS)],
+    }
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: P("ep") if path[-1].key in ("gate_up", "down") else P(), params
+    )
+    return params, specs
+
+
+def normalise(x):
+    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
+
+
+def attend(block, x, cache, step):
+    """One position's attention over `cache` `[2, n, steps, heads, size]`."""
+    n = x.shape[0]
+    qkv = (normalise(x) @ block["qkv"]).reshape(n, 3, HEADS, HIDDEN // HEADS)
+    cache = cache.at[:, :, step].set(jnp.moveaxis(qkv[:, 1:], 1, 0))
+    scores = jnp.einsum("nhd,nshd->nhs", qkv[:, 0], cache[0]) * qkv.shape[-1] ** -0.5
+    seen = jnp.arange(cache.shape[2]) <= step
+    shares = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -jnp.inf))
+    mixed = jnp.einsum("nhs,nshd->nhd", shares.astype(x.dtype), cache[1])
+    return x + mixed.reshape(n, HIDDEN) @ block["out"], cache
+
+
+def decode(ep, steps, params, prompt):
+    """Inside shard_map: bytes `[n]` to (bytes `[n, steps]`, first logits)."""
+    n = prompt.shape[0]
+    shape = (BLOCKS, 2, n, steps, HEADS, HIDDEN // HEADS)
+    caches = jax.lax.pcast(jnp.zeros(shape, jnp.bfloat16), "ep", to="varying")
+
+    def one(carry, step):
+        tokens, caches = carry
+        x = params["embed"][tokens]
+        kept = []
+        for block, cache in zip(params["blocks"], caches, strict=True):
+            x, cache = attend(block, x, cache, step)
+            y, _ = jax_ep.moe_ffn(ep, normalise(x), block["moe"])
+            x = x + y
+            kept.append(cache)
+        logits = (normalise(x) @ params["head"]).astype(jnp.float32)
+        tokens = jnp.argmax(logits, -1).astype(prompt.dtype)
+        return (tokens, jnp.stack(kept)), (tokens, logits)
+
+    _, (tokens, logits) = jax.lax.scan(one, (prompt, caches), jnp.arange(steps))
+    return tokens.T, logits[0]
+
+
+def run(mesh, name, steps, n, seed=0):
+    """Decodes; returns the bytes, the first step's logits, and us a step."""
+    experts = 4 * mesh.size
+    params, specs = make_params(jax.random.key(seed), experts)
+    prompt = jax.random.randint(jax.random.key(1), (n * mesh.size,), 0, BYTES)
+    config = jax_ep.EPConfig(
+        num_experts=experts,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=n,
+        dispatch_format=name,
+    )
+    with jax_ep.init(mesh, "ep", config) as ep:
+        print(f"{name}: {ep.ep_size} ranks, transport {ep.transport}")
+        loop = jax.jit(
+            jax.shard_map(
+                functools.partial(decode, ep, steps),
+                mesh=mesh,
+                in_specs=(specs, P("ep")),
+                out_specs=P("ep"),
+            )
+        )
+        tokens, logits = jax.block_until_ready(loop(params, prompt))
+        start = time.perf_counter()
+        jax.block_until_ready(loop(params, prompt))
+        microseconds = (time.perf_counter() - start) / steps * 1e6
+        ep.check()
+    return np.asarray(tokens), np.asarray(logits), microseconds
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", default="nvfp4", choices=jax_ep.formats.names())
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=4, help="a rank and step")
+    args = parser.parse_args(arguments)
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
+    plain = run(mesh, "bf16", args.steps, args.tokens)
+    quantised = run(mesh, args.format, args.steps, args.tokens)
+    error = np.abs(quantised[1] - plain[1]).max() / np.abs(plain[1]).max()
+    for name, (tokens, _, microseconds) in (("bf16", plain), (args.format, quantised)):
+        print(f"{name:>12}: {microseconds:8.0f} us a step, {tokens[0, :8]} ...")
+    print(f"first step's logits differ by {error:.1%} of the largest")
+    return 0 if error < 0.5 else 1
+
+
+if __name__ == "__main__":
+    # Changes the CPU platform alone.
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.exit(main())

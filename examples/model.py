@@ -1,0 +1,112 @@
+"""A byte-level mixture-of-experts transformer in Flax NNX, for train.py.
+
+Its expert layers are of whatever class it is given: `jax_ep.flax.MoE`, the layer on
+`jax_ep.sharded` (global_arrays.py), or `DenseMoE`, which uses no jax_ep call.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jax_ep
+
+BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model and its batch, over all devices."""
+
+    experts: int = 16
+    top_k: int = 2
+    hidden: int = 64
+    inner: int = 64
+    heads: int = 4
+    blocks: int = 2
+    sequences: int = 32
+    length: int = 64
+
+
+class DenseMoE(nnx.Module):
+    """The formula: every expert on every token, weighted by the router."""
+
+    def __init__(self, sizes, rngs):
+        wide = jax.nn.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal", 1, (2, 3), (0,)
+        )
+        narrow = jax.nn.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal", 1, 2, (0,)
+        )
+        hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
+        flat = nnx.initializers.lecun_normal()
+        self.router = nnx.Param(flat(rngs.params(), (hidden, experts)))
+        self.gate_up = nnx.Param(wide(rngs.params(), (experts, hidden, 2, inner)))
+        self.down = nnx.Param(narrow(rngs.params(), (experts, inner, hidden)))
+        self.top_k = sizes.top_k
+
+    def __call__(self, x, return_aux=True):
+        flat = x.reshape(-1, x.shape[-1])
+        routing = jax_ep.router.route(flat @ self.router[...], self.top_k)
+        chosen = jax.nn.one_hot(routing.ids, self.router.shape[1], dtype=x.dtype)
+        weights = jnp.einsum("nke,nk->ne", chosen, routing.weights)
+        both = jnp.einsum("nh,ehcf->necf", flat, self.gate_up[...])
+        rows = jax.nn.silu(both[:, :, 0]) * both[:, :, 1] * weights[..., None]
+        y = jnp.einsum("nef,efh->nh", rows, self.down[...])
+        return y.reshape(x.shape), jax_ep.router.losses(routing)
+
+
+class Block(nnx.Module):
+    """Attention, then experts."""
+
+    def __init__(self, sizes, make_moe, rngs):
+        self.heads = sizes.heads
+        hidden = sizes.hidden
+        self.norms = nnx.List([nnx.RMSNorm(hidden, rngs=rngs) for _ in range(2)])
+        self.qkv = nnx.Linear(hidden, 3 * hidden, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(hidden, hidden, use_bias=False, rngs=rngs)
+        self.moe = make_moe(rngs)
+
+    def __call__(self, x):
+        sequences, length, hidden = x.shape
+        qkv = self.qkv(self.norms[0](x))
+        qkv = qkv.reshape(sequences, length, 3, self.heads, hidden // self.heads)
+        mixed = jax.nn.dot_product_attention(
+            qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
+        )
+        x = x + self.out(mixed.reshape(x.shape))
+        y, aux = self.moe(self.norms[1](x), return_aux=True)
+        return x + y, aux
+
+
+class Model(nnx.Module):
+    """Bytes `[sequences, length]` to logits `[sequences, length, 256]`."""
+
+    def __init__(self, sizes, make_moe, rngs):
+        self.embed = nnx.Embed(BYTES, sizes.hidden, rngs=rngs)
+        self.position = nnx.Param(
+            0.1 * jax.random.normal(rngs.params(), (sizes.length, sizes.hidden))
+        )
+        self.blocks = nnx.List(
+            [Block(sizes, make_moe, rngs) for _ in range(sizes.blocks)]
+        )
+        self.norm = nnx.RMSNorm(sizes.hidden, rngs=rngs)
+        self.head = nnx.Linear(sizes.hidden, BYTES, use_bias=False, rngs=rngs)
+
+    def __call__(self, text):
+        x = self.embed(text) + self.position[...]
+        reports = []
+        for block in self.blocks:
+            x, aux = block(x)
+            reports.append(aux)
+        return self.head(self.norm(x)), reports
+
+
+def loss(model, text, balance_weight=1e-2):
+    """(loss to minimise, (nats a byte, what the expert layers reported))."""
+    logits, reports = model(text[:, :-1])
+    logs = jax.nn.log_softmax(logits)
+    nats = -jnp.mean(jnp.take_along_axis(logs, text[:, 1:, None], axis=-1))
+    balance = sum(aux.balance_loss for aux in reports) / len(reports)
+    return nats + balance_weight * balance, (nats, reports)

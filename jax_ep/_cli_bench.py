@@ -1,0 +1,226 @@
+"""The subcommand `jax-ep bench`: benchmarks/p2p.py as a command, and comparisons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+_TEXT = """\
+Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
+benchmarks/p2p.py does (its text says how and what is counted): every result is compared
+bit for bit with the collective transport's. Or compares two recorded runs.
+"""
+
+_EXAMPLES = """\
+examples:
+  jax-ep bench --quick                          p2p, few sizes, about a minute
+  jax-ep bench --json run.json --plot run.svg   everything, for the record
+  jax-ep bench --tokens 128 4096 --transports p2p collective
+  jax-ep bench --compare before.json after.json --tolerance 0.05
+
+exit codes: 0 good, 1 a wrong result, a failed measurement, or with --compare a call
+that became slower by more than the tolerance, 2 usage
+"""
+
+_SMALL = ("--hidden", "128", "--experts", "32", "--top-k", "2", "--milliseconds", "20")
+
+
+def add(commands: Any) -> None:
+    """Adds the subcommand's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="time dispatch and combine here, or compare two runs",
+        description=_TEXT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="few sizes, uniform ids")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="T", help="a rank")
+    parser.add_argument("--hidden", type=int, metavar="N", help="default 7168")
+    parser.add_argument("--experts", type=int, metavar="N", help="default 256")
+    parser.add_argument("--top-k", type=int, metavar="N", help="default 8")
+    parser.add_argument(
+        "--transports", nargs="+", choices=("p2p", "collective", "ragged")
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="default random, printed")
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="seconds, default 300"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record there")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="two records; measures nothing",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="share by which a call may be slower (default 0.1)",
+    )
+    parser.set_defaults(run=lambda args: _run(args, parser))
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if args.compare:
+        try:
+            before, after = (_read(path) for path in args.compare)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--compare must name two records of jax-ep bench: {error}")
+        lines, slower = compare(before, after, args.tolerance)
+        print("\n".join(lines))
+        return 1 if slower else 0
+    folder = find_benchmarks()
+    if folder is None:
+        print(
+            "jax-ep bench: its programs must be installed with jax_ep or lie beside "
+            "it, got neither; reinstall jax_ep",
+            file=sys.stderr,
+        )
+        return 1
+    return _measure(args, folder)
+
+
+def find_benchmarks() -> pathlib.Path | None:
+    """The folder of p2p.py: in the installed package, or in the repository."""
+    package = pathlib.Path(__file__).resolve().parent
+    for folder in (package / "_benchmarks", package.parent / "benchmarks"):
+        if (folder / "p2p.py").exists():
+            return folder
+    return None
+
+
+def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
+    # Asked in a process that ends: one that keeps the GPUs would disturb the timing.
+    ask = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        print(f"jax-ep bench: {asked.stderr.strip()[-500:]}", file=sys.stderr)
+        return 1
+    on_cpu = asked.stdout.strip() == "cpu"
+    if on_cpu:
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    # Its programs import each other by bare names.
+    sys.path.insert(0, str(folder))
+    import p2p  # pyright: ignore[reportMissingImports]
+
+    p2p.find_peak = _guarded(p2p.find_peak)
+    record: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder_of_picture:
+
+        def keep(_: Any, measured: dict[str, Any]) -> pathlib.Path:
+            record.update(measured)
+            return pathlib.Path(folder_of_picture, "record.json")
+
+        # The command says where the record goes; p2p.py draws beside what it saves.
+        p2p.save = keep
+        code = p2p.main(_arguments(args, on_cpu))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {args.json}")
+    if args.plot:
+        import draw  # pyright: ignore[reportMissingImports]
+
+        if not draw.available():
+            print("no picture: run pip install 'jax_ep[demo]'", file=sys.stderr)
+            return 1
+        draw.save(record, pathlib.Path(args.plot))
+        print(f"wrote {args.plot}")
+    return code
+
+
+def _arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
+    """What p2p.py is told; small where there are no GPUs."""
+    given = []
+    if on_cpu:
+        given += [*_SMALL, "--transports", "collective"]
+        given += [] if args.tokens else ["--tokens", "128", "16"]
+    if args.quick:
+        given.append("--quick")
+    for name in ("tokens", "transports"):
+        if getattr(args, name):
+            given += [f"--{name}", *map(str, getattr(args, name))]
+    for name in ("hidden", "experts", "top_k", "seed", "budget"):
+        if getattr(args, name) is not None:
+            given += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return given
+
+
+def _guarded(find_peak: Any) -> Any:
+    """`find_peak`, or no peak where its copy kernels cannot be built."""
+
+    def find() -> tuple[float | None, dict[str, Any]]:
+        try:
+            return find_peak()
+        except (Exception, SystemExit) as error:
+            print(f"peer write peak not measured: {error}", file=sys.stderr)
+            return None, {}
+
+    return find
+
+
+def _read(path: str) -> dict[str, Any]:
+    record = json.loads(pathlib.Path(path).read_text())
+    if not isinstance(record, dict) or record.get("kind") != "p2p":
+        raise ValueError(f"{path} is none")
+    return record
+
+
+_CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
+
+
+def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float]:
+    return {
+        tuple(row.get(name) for name in _CASE): row["us"]
+        for row in record["results"]
+        if "us" in row and not row.get("wrong")
+    }
+
+
+def compare(
+    before: dict[str, Any], after: dict[str, Any], tolerance: float
+) -> tuple[list[str], int]:
+    """A table of both runs' times, and how many became slower than tolerated."""
+    lines = [
+        f"{name:<7} {record['count']} x {record['device']}, jax {record.get('jax')}, "
+        f"{record['date']}, commit {record['commit'][:12]}"
+        for name, record in (("before", before), ("after", after))
+    ]
+    for name in ("device", "count", "hidden", "dtype", "experts", "top_k"):
+        if before.get(name) != after.get(name):
+            lines.append(
+                f"NOT ALIKE: {name} {before.get(name)!r} and {after.get(name)!r}"
+            )
+    old, new = _times(before), _times(after)
+    lines.append(
+        f"{'op':<9} {'T':>5} {'routing':<8} {'transport':<24} {'before':>10} "
+        f"{'after':>10}   change"
+    )
+    slower = 0
+    for case in old:
+        op, tokens, routing, transport, num_sms, flags, zero_tail = case
+        name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
+        name += f", {flags}" if flags else ""
+        name += ", zeroed" if zero_tail else ""
+        head = f"{op:<9} {tokens:>5} {routing:<8} {name:<24} {old[case]:>7.1f} us "
+        if case not in new:
+            lines.append(f"{head}{'missing':>10}")
+            continue
+        change = new[case] / old[case] - 1
+        slower += change > tolerance
+        mark = "  SLOWER" if change > tolerance else ""
+        lines.append(f"{head}{new[case]:>7.1f} us {change:>+8.1%}{mark}")
+    common = [new[case] / old[case] for case in old if case in new]
+    lines.append(
+        f"{len(common)} cases in both, {slower} slower by more than {tolerance:.0%}"
+    )
+    return lines, slower + (not common)

@@ -1,0 +1,261 @@
+"""What this machine can do and why: the findings of `jax-ep doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _ffi, _transports, formats
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+_CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_OLDEST_CAPABILITY = 9.0
+
+
+def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
+    """All findings as JSON types.
+
+    Args:
+        config: whose memory is counted, and which p2p must serve.
+        ranks: of the EP group counted; None is every device here, or the most of them
+            that divide the experts.
+    """
+    found: dict[str, Any] = {"versions": versions(), "build": _build()}
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        problem = f"JAX starts no backend: {error}"
+        return found | {"devices": [], "problems": [problem], "advice": []}
+    found["devices"] = [_device(device) for device in devices]
+    found["peer_access"] = peer_access(devices)
+    found["transports"] = transports(devices, config)
+    group = ranks or _fitting(len(devices), config.num_experts)
+    found["memory"] = memory(config, group)
+    if found["transports"]["p2p"]["works"] and group == len(devices):
+        found["memory"]["p2p_windows"] = _window_bytes(devices, config)
+    tests = [entry["test"] for entry in found["transports"].values() if "test" in entry]
+    found["problems"] = [text for text in tests if text != "passed"]
+    found["advice"] = _advice(found, devices, config)
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Of jax_ep, Python, and the packages beside it; None where not installed."""
+    found: dict[str, str | None] = {"jax_ep": jax_ep.__version__}
+    found["python"] = platform.python_version()
+    for name in (*_PACKAGES, *_CUDA_PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _build() -> dict[str, bool]:
+    return {"cpu": True, "cuda": _ffi.native_cuda is not None}
+
+
+def _device(device: Any) -> dict[str, Any]:
+    memory = None
+    if device.platform != "cpu":
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    return {
+        "id": device.id,
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "process": device.process_index,
+        "compute_capability": getattr(device, "compute_capability", None),
+        "memory_bytes": memory,
+    }
+
+
+def peer_access(devices: list[Any]) -> list[list[bool]] | None:
+    """Which device can serve p2p with which, or None where nothing can be asked."""
+    if devices[0].platform == "cpu" or _ffi.native_cuda is None:
+        return None
+    ordinals = [_transports.ordinal(device) for device in devices]
+
+    def served(a: int, b: int) -> bool:
+        group = [a] if a == b else [a, b]
+        return _ffi.native_for("gpu").p2p_obstacle([group]) is None
+
+    return [[served(a, b) for b in ordinals] for a in ordinals]
+
+
+def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
+    """For each transport whether it works here, why not, and a test where it does."""
+    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+    found: dict[str, Any] = {}
+    try:
+        _ffi.native_for(devices[0].platform)
+    except ValueError as error:
+        why = str(error).removeprefix("jax_ep.init: ")
+        return {name: {"works": False, "why": why} for name in _names()}
+    found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
+    obstacle = _transports._obstacle(mesh, ("ep",))
+    if obstacle is None:
+        obstacle = _transports._format_obstacle(config)
+    found["p2p"] = {
+        "works": obstacle is None,
+        "why": "every device reaches every other",
+    }
+    if obstacle is not None:
+        found["p2p"]["why"] = f"must have {obstacle[0]}, found {obstacle[1]}"
+    found["shmem"] = {"works": False, "why": "this version has none"}
+    for name, entry in found.items():
+        if entry["works"]:
+            entry["test"] = self_test(mesh, name)
+    return found
+
+
+def _names() -> list[str]:
+    return [name for name in _transports.TRANSPORTS if name != "auto"]
+
+
+def self_test(mesh: Mesh, transport: str) -> str:
+    """Sends a few tokens to their experts and back: "passed", or what went wrong."""
+    n, hidden, experts = 16, 128, 2 * mesh.size
+    config = jax_ep.EPConfig(
+        num_experts=experts,
+        top_k=2,
+        hidden_size=hidden,
+        max_tokens_per_rank=n,
+        dtype="float32",
+        timeout_s=20.0,
+    )
+    total = n * mesh.size
+    x = np.random.default_rng(0).standard_normal((total, hidden)).astype(np.float32)
+    first = np.arange(total) % experts
+    ids = np.stack([first, (first + experts // 2) % experts], 1).astype(np.int32)
+    weights = np.tile(np.array([0.25, 0.75], np.float32), (total, 1))
+
+    def there_and_back(x: Any, ids: Any, weights: Any) -> Any:
+        d = jax_ep.dispatch(ep, x, ids, weights)
+        rank = jax.lax.axis_index("ep")
+        local = jnp.repeat(
+            jnp.arange(ep.local_experts),
+            d.group_sizes,
+            total_repeat_length=ep.recv_capacity,
+        )
+        scale = 1 + rank * ep.local_experts + local
+        rows = d.tokens * scale[:, None]
+        return jax_ep.combine(ep, rows, d.route, d.router_weights)
+
+    try:
+        with jax_ep.init(mesh, "ep", config, transport=transport) as ep:
+            run = jax.shard_map(
+                there_and_back, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
+            )
+            y = np.asarray(jax.jit(run)(x, ids, weights))
+            ep.check()
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{transport}: {type(error).__name__}: {str(error).splitlines()[0]}"
+    expected = x * np.sum(weights * (1 + ids), axis=1)[:, None]
+    if not np.allclose(y, expected, rtol=1e-5, atol=1e-5):
+        return f"{transport}: wrong sums, largest error {np.abs(y - expected).max()}"
+    return "passed"
+
+
+def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
+    """Bytes on a device for one layer's calls, in a group of `ranks`.
+
+    `exchange` is of transport collective: what is sent and what arrives, of dispatch
+    or combine, the larger. The windows of p2p are counted by opening them.
+    """
+    native, name = _ffi.native, config.dispatch_format
+    rows, tokens = config.capacity(ranks), config.max_tokens_per_rank
+    hidden, element = config.hidden_size, config.element_bytes
+    local = config.num_experts // ranks
+    payload, scales = native.encoded_bytes(name, hidden, element)
+    sizes = (name, hidden, element, tokens, config.top_k, local)
+    there = native.dispatch_region_bytes(*sizes)
+    wire = jnp.dtype(config.wire_dtype).itemsize
+    # "bf16" is the format of rows as they are.
+    back = native.combine_region_bytes(
+        config.combine_format or "bf16", hidden, wire, tokens, 0
+    )
+    return {
+        "ranks": ranks,
+        "recv_capacity": rows,
+        "dispatched_rows": rows * (payload + scales),
+        "expert_rows": rows * hidden * element,
+        "tables": 4 * (rows * 5 + ranks * tokens * config.top_k),
+        "exchange": 2 * ranks * max(there, back),
+        "worst_case": config.recv_capacity is None and config.capacity_factor is None,
+    }
+
+
+def _window_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
+    """What a handle of p2p holds on a device, or why it cannot be opened."""
+    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+    try:
+        with jax_ep.init(mesh, "ep", config, transport="p2p") as ep:
+            return ep.buffer_bytes
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+
+
+def _fitting(devices: int, experts: int) -> int:
+    return max(r for r in range(1, devices + 1) if experts % r == 0)
+
+
+def _advice(
+    found: dict[str, Any], devices: list[Any], config: jax_ep.EPConfig
+) -> list[str]:
+    advice = []
+    on_gpu = devices[0].platform != "cpu"
+    if on_gpu and _ffi.native_cuda is None:
+        advice.append(
+            "built without CUDA: put nvcc (12.5 or newer) on PATH or in CUDA_HOME and "
+            "reinstall jax_ep"
+        )
+    if not on_gpu:
+        advice.append(
+            "only CPU devices: right for tests and small runs; install jax[cuda13] "
+            "for GPUs"
+        )
+    capabilities = [float(d.compute_capability) for d in devices if on_gpu]
+    if capabilities and min(capabilities) < _OLDEST_CAPABILITY:
+        advice.append("p2p needs compute capability 9.0: use transport collective")
+    sizes = found["memory"]
+    needed = sizes["dispatched_rows"] + sizes["expert_rows"] + sizes["exchange"]
+    limits = [d["memory_bytes"] for d in found["devices"] if d["memory_bytes"]]
+    if limits and needed > min(limits) / 2:
+        advice.append(
+            f"the config takes {needed / 1e9:.1f} GB of {min(limits) / 1e9:.1f} GB a "
+            "device: lower max_tokens_per_rank or bound recv_capacity"
+        )
+    if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
+        advice.append(
+            f"recv_capacity is the worst case, {sizes['recv_capacity']} rows where a "
+            f"balanced router sends {_balanced(config)}: capacity_factor=1.25 saves "
+            "memory, at the risk of dropped rows (jax_ep.stats counts them)"
+        )
+    if config.hidden_size % 128 == 0 and not formats.is_quantized(
+        config.dispatch_format
+    ):
+        advice.append(
+            'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch '
+            "(docs/formats.md says with what error)"
+        )
+    return advice
+
+
+def _balanced(config: jax_ep.EPConfig) -> int:
+    return config.max_tokens_per_rank * config.top_k
+
+
+def silent_examine(*args: Any) -> dict[str, Any]:
+    """`examine` without the warnings of its self-tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return examine(*args)

@@ -1,0 +1,291 @@
+"""What the layers of jax_ep.flax share: sizes and the call on global arrays.
+
+A layer of any library holds a `Layer` and its parameters, and calls `apply`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_ep import _init
+from jax_ep._config import EPConfig
+from jax_ep._handle import EPHandle
+from jax_ep._layer_params import Param, params
+from jax_ep._moe import MoEAux, moe_ffn
+from jax_ep.router import Router
+
+_handles: dict[Any, EPHandle] = {}
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Everything static of a layer; hashable.
+
+    Attributes:
+        function: what error messages call it.
+        mesh: the mesh.
+        axis_name: the EP axis, or a tuple of axes.
+        config: sizes and options.
+        intermediate_size: F.
+        shared_intermediate_size: S, or None for no shared expert.
+        router: the kind of router.
+        router_bias: whether there is a bias for choosing experts.
+        tp_axis_name: the axis that F and S are split over, or None.
+        spec: how `[..., hidden]` lies on the mesh, or None.
+        transport: as in `jax_ep.init`.
+    """
+
+    function: str
+    mesh: Mesh
+    axis_name: str | tuple[str, ...]
+    config: EPConfig
+    intermediate_size: int
+    shared_intermediate_size: int | None
+    router: Router
+    router_bias: bool
+    tp_axis_name: str | None
+    spec: PartitionSpec | None
+    transport: str
+
+    def __post_init__(self) -> None:
+        """Checks what can be before there are arrays."""
+        tp = self.tp_axis_name
+        if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
+            raise ValueError(
+                f"jax_ep.{self.function}: tp_axis_name must be an axis of the mesh "
+                f"outside of {self.ep_axes}, got {tp!r}; the mesh has "
+                f"{self.mesh.axis_names}"
+            )
+        for name in ("intermediate_size", "shared_intermediate_size"):
+            value = getattr(self, name)
+            if value is None and name.startswith("shared"):
+                continue
+            parts = self.mesh.shape[tp] if tp else 1
+            if type(value) is not int or value < 1 or value % parts:
+                raise ValueError(
+                    f"jax_ep.{self.function}: {name} must be a positive multiple of "
+                    f"{parts}, the parts of tp_axis_name, got {value!r}; change it"
+                )
+
+    @property
+    def ep_axes(self) -> tuple[str, ...]:
+        """The axes of the EP group."""
+        name = self.axis_name
+        return (name,) if isinstance(name, str) else tuple(name)
+
+    def params(self) -> dict[str, Param]:
+        """The parameters by name, as `jax_ep.moe_ffn` takes them."""
+        return params(
+            self.config,
+            self.intermediate_size,
+            self.shared_intermediate_size,
+            self.ep_axes,
+            self.tp_axis_name,
+        )
+
+    def initializer(self, name: str) -> Any:
+        """A `(key, dtype) -> array` for a parameter, made where it belongs."""
+        return self.params()[name].initializer(self.mesh)
+
+    def handle(self, ep: EPHandle | None = None) -> EPHandle:
+        """`ep` if it suits, else the handle that layers of equal sizes share.
+
+        Also while a program is traced, as Linen and `nnx.jit` want it.
+        """
+        if ep is not None:
+            return self._checked(ep)
+        key = (self.mesh, self.ep_axes, self.config, self.transport)
+        with _lock:
+            found = _handles.get(key)
+            if found is None or found.closed:
+                found = _handles[key] = self._init()
+        return found
+
+    def _init(self) -> EPHandle:
+        # What JAX traces is a matter of its thread: a new one runs what it is told.
+        args = (self.mesh, self.ep_axes, self.config, self.transport)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(_init.init, *args).result()
+
+    def _checked(self, ep: EPHandle) -> EPHandle:
+        for name, got, must in (
+            ("config", ep.config, self.config),
+            ("axis_names", ep.axis_names, self.ep_axes),
+            ("mesh", ep.mesh, self.mesh),
+        ):
+            if got != must:
+                raise ValueError(
+                    f"jax_ep.{self.function}: ep.{name} must be the layer's, {must}, "
+                    f"got {got}; init ep with it or leave ep out"
+                )
+        return ep
+
+    def apply(
+        self,
+        ep: EPHandle,
+        values: Mapping[str, Any],
+        x: jax.Array,
+        mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, MoEAux]:
+        """The layer on a global `x` `[..., hidden]`, cast to the config's dtype.
+
+        Args:
+            ep: what `handle` returned.
+            values: whole arrays by name; "router_bias" besides those of `params()`.
+            x: `[..., hidden]`.
+            mask: bool `[...]`, False for padding.
+
+        Returns:
+            `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
+        """
+        spec = self._leading_spec(x)
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"jax_ep.{self.function}: mask must have shape {x.shape[:-1]}, the "
+                f"tokens' one, got {mask.shape}; give one bool a token"
+            )
+        names = tuple(values)
+        layout = {name: param.spec for name, param in self.params().items()}
+        specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
+        operands = (dict(values), x.astype(self.config.dtype), mask)
+        in_specs = (specs, spec, spec)
+        # Kept with the handle, so that eager calls compile once.
+        key = (self, names, spec)
+        if key not in ep._programs:
+            mapped = jax.shard_map(
+                partial(self._body, ep),
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=(spec, MoEAux.specs(_axes(spec))),
+            )
+            ep._programs[key] = jax.jit(mapped)
+        return ep._programs[key](*self._placed(operands, in_specs))
+
+    def _body(
+        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any
+    ) -> tuple[jax.Array, MoEAux]:
+        y, aux = moe_ffn(
+            ep,
+            x.reshape(-1, self.config.hidden_size),
+            values,
+            router=self.router,
+            mask=None if mask is None else mask.reshape(-1),
+            tp_axis=self.tp_axis_name,
+        )
+        return y.reshape(x.shape), aux
+
+    def _leading_spec(self, x: jax.Array) -> PartitionSpec:
+        """How the dimensions before the last lie on the mesh, checked against `x`."""
+        hidden = self.config.hidden_size
+        if x.ndim < 2 or x.shape[-1] != hidden:
+            raise ValueError(
+                f"jax_ep.{self.function}: x must be [..., hidden_size] with "
+                f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
+            )
+        spec = self.spec
+        if spec is None:
+            names = self.mesh.axis_names
+            spec = PartitionSpec(tuple(n for n in names if n != self.tp_axis_name))
+        used = _axes(spec)
+        if (
+            len(spec) >= x.ndim
+            or not set(self.ep_axes) <= set(used) <= set(self.mesh.axis_names)
+            or self.tp_axis_name in used
+        ):
+            raise ValueError(
+                f"jax_ep.{self.function}: spec must shard dimensions before the last "
+                f"over axes of the mesh that include {self.ep_axes} and not "
+                f"tp_axis_name, got {spec} for {x.shape}; leave it out to shard "
+                "dimension 0 over all of them"
+            )
+        for size, entry in zip(x.shape, spec, strict=False):
+            parts = 1
+            for axis in _names(entry):
+                parts *= self.mesh.shape[axis]
+            if size == 0 or size % parts:
+                raise ValueError(
+                    f"jax_ep.{self.function}: dimensions of x must divide over {spec}, "
+                    f"got {x.shape} for {parts} parts; pad it, with a mask, or reshape "
+                    "it to [tokens, hidden_size]"
+                )
+        return spec
+
+    def _placed(self, operands: Any, specs: Any) -> Any:
+        """Moves arrays to where a mesh with explicit axes wants them."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return operands
+
+        def place(spec: PartitionSpec, tree: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
+        return jax.tree.map(
+            place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for entry in spec for axis in _names(entry))
+
+
+def _names(entry: Any) -> Sequence[str]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def make(
+    function: str,
+    *,
+    mesh: Mesh,
+    axis_name: str | Sequence[str],
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    dtype: Any,
+    capacity_factor: float | None,
+    dispatch_format: str,
+    config_options: Mapping[str, Any] | None,
+    router: Router | None,
+    router_bias: bool,
+    shared_intermediate_size: int | None,
+    tp_axis_name: str | None,
+    spec: PartitionSpec | None,
+    transport: str,
+) -> Layer:
+    """The `Layer` of a constructor's arguments."""
+    config = EPConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        max_tokens_per_rank=max_tokens_per_rank,
+        dtype=jnp.dtype(dtype).name,
+        capacity_factor=capacity_factor,
+        dispatch_format=dispatch_format,
+        **dict(config_options or {}),
+    )
+    return Layer(
+        function=function,
+        mesh=mesh,
+        axis_name=axis_name if isinstance(axis_name, str) else tuple(axis_name),
+        config=config,
+        intermediate_size=intermediate_size,
+        shared_intermediate_size=shared_intermediate_size,
+        router=router or Router(),
+        router_bias=router_bias,
+        tp_axis_name=tp_axis_name,
+        spec=spec,
+        transport=transport,
+    )

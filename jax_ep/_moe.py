@@ -1,0 +1,251 @@
+"""moe_ffn: a whole mixture-of-experts layer inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _api, _checks
+from jax_ep import router as routers
+from jax_ep._varying import vary_alike
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from jax_ep._handle import EPHandle
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "balance_loss",
+        "z_loss",
+        "load",
+        "expert_counts",
+        "num_dropped",
+        "num_invalid",
+    ),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class MoEAux:
+    """What a layer reports besides its result.
+
+    Attributes:
+        balance_loss: float32 `[]`, of the whole batch; see `jax_ep.router.Losses`.
+        z_loss: float32 `[]`, of the whole batch.
+        load: float32 `[E]`, each expert's share, of the whole batch.
+        expert_counts: int32 `[L]`, rows sent to each of this rank's experts; of all
+            ranks where it left shard_map.
+        num_dropped: int32 `[1]`, rows this rank lost to N.
+        num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    num_invalid: jax.Array
+
+    @classmethod
+    def specs(cls, axis_names: str | Sequence[str]) -> Any:
+        """Its `out_specs` for shard_map, where tokens are split over `axis_names`."""
+        names = axis_names if isinstance(axis_names, str) else tuple(axis_names)
+        # A tree of specs in the place of arrays.
+        whole: Any = jax.sharding.PartitionSpec()
+        stacked: Any = jax.sharding.PartitionSpec(names)
+        return cls(whole, whole, whole, stacked, stacked, stacked)
+
+
+def moe_ffn(
+    ep: EPHandle,
+    tokens: jax.Array,
+    params: Mapping[str, Any],
+    *,
+    router: routers.Router | None = None,
+    routing: routers.Routing | None = None,
+    mask: ArrayLike | None = None,
+    residual: jax.Array | None = None,
+    input_scale: ArrayLike | None = None,
+    batch_axes: Sequence[str] | None = None,
+    tp_axis: str | None = None,
+) -> tuple[jax.Array, MoEAux]:
+    """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
+
+    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays. It
+    keeps no state, so it serves any library of layers. Weights are cast to the dtype
+    of the tokens; the router works in float32.
+
+    Args:
+        ep: handle of `jax_ep.init`.
+        tokens: `[n, H]` in the config's dtype.
+        params: a mapping with
+            "router" `[H, E]`, not needed with `routing`;
+            "router_bias" float32 `[E]`, optional (`jax_ep.router.route`);
+            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first;
+            "down" `[L, F, H]`;
+            "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
+            that every token goes to with weight 1. Its matmuls wait for no exchange.
+        router: the kind of router; None is `jax_ep.router.Router()`.
+        routing: what a router of your own decided, in place of "router".
+        mask: bool `[n]`, False for padding: it goes to no expert (the shared one
+            excepted) and counts in no loss.
+        residual: `[n, H]`, added to the result before it is rounded.
+        input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
+        batch_axes: mesh axes that tokens are split over, for the losses; None is all
+            axes of the mesh, which is right also where tokens are equal along some.
+        tp_axis: a mesh axis outside of the EP group over which F and S are split
+            (tensor parallel); tokens must be equal along it.
+
+    Returns:
+        `[n, H]` in the config's dtype, and a `MoEAux`.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, or as `jax_ep.dispatch`.
+
+    Source: SPEC section 7.
+    """
+    _checks.require_open("moe_ffn", ep)
+    _checks.require_scope("moe_ffn", ep)
+    _check(ep, tokens, params, routing, tp_axis)
+    config = ep.config
+    if routing is None:
+        with jax.named_scope("jax_ep.router"):
+            kernel = params["router"].astype(jnp.float32)
+            logits = jnp.dot(
+                tokens.astype(jnp.float32),
+                kernel,
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            routing = routers.route(
+                logits,
+                config.top_k,
+                router,
+                bias=params.get("router_bias"),
+                mask=None if mask is None else jnp.asarray(mask),
+            )
+    axes = ep.mesh.axis_names if batch_axes is None else tuple(batch_axes)
+    losses = _losses(ep, routing, axes)
+    d = _api.dispatch(ep, tokens, routing.ids, routing.weights, input_scale=input_scale)
+    beside = None if tp_axis else residual
+    if "shared_down" in params:
+        with jax.named_scope("jax_ep.shared_expert"):
+            shared = _shared_expert(tokens, params)
+        beside = shared if beside is None else shared + beside
+    with jax.named_scope("jax_ep.experts"):
+        rows = experts(
+            _api.dequantize(d), params["gate_up"], params["down"], d.group_sizes
+        )
+    y = _api.combine(ep, rows, d.route, d.router_weights, residual=beside)
+    if tp_axis:
+        # Of partial sums: n rows cross, not the N of the experts.
+        y = jax.lax.psum(y, tp_axis)
+        y = y if residual is None else y + residual
+    aux = MoEAux(
+        losses.balance_loss,
+        losses.z_loss,
+        losses.load,
+        d.expert_counts,
+        d.num_dropped,
+        d.num_invalid,
+    )
+    return y, aux
+
+
+def experts(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """SwiGLU experts on rows `[N, H]` that are grouped by expert."""
+    groups, hidden, _, inner = gate_up.shape
+    wide = gate_up.astype(rows.dtype).reshape(groups, hidden, 2 * inner)
+    both = jax.lax.ragged_dot(rows, wide, group_sizes)
+    gate, up = jnp.split(both, 2, axis=-1)
+    down = down.astype(rows.dtype)
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
+
+
+def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:
+    gate_up = params["shared_gate_up"].astype(tokens.dtype)
+    both = jnp.einsum("nh,hcs->ncs", tokens, gate_up)
+    inner = jax.nn.silu(both[:, 0]) * both[:, 1]
+    return inner @ params["shared_down"].astype(tokens.dtype)
+
+
+def _losses(
+    ep: EPHandle, routing: routers.Routing, axes: tuple[str, ...]
+) -> routers.Losses:
+    # Sums over axes along which tokens are equal need operands that vary over them.
+    least = frozenset(ep.axis_names).union(axes)
+    (routing,) = vary_alike(ep.mesh.axis_names, least, routing)
+    return routers.losses(routing, axes)
+
+
+def _check(
+    ep: EPHandle,
+    tokens: jax.Array,
+    params: Mapping[str, Any],
+    routing: routers.Routing | None,
+    tp_axis: str | None,
+) -> None:
+    def require(holds: bool, what: str, got: Any, remedy: str) -> None:
+        if not holds:
+            raise ValueError(f"jax_ep.moe_ffn: {what}, got {got}; {remedy}")
+
+    needed = {"gate_up", "down"} | ({"router"} if routing is None else set())
+    known = needed | {"router", "router_bias", "shared_gate_up", "shared_down"}
+    names = set(params)
+    require(
+        needed <= names <= known,
+        f"params must have {sorted(needed)} and nothing besides {sorted(known)}",
+        sorted(names),
+        "rename or remove entries",
+    )
+    require(
+        ("shared_gate_up" in names) == ("shared_down" in names),
+        "shared_gate_up and shared_down must come together",
+        sorted(names),
+        "give both or none",
+    )
+    require(
+        tp_axis is None
+        or (tp_axis in ep.mesh.axis_names and tp_axis not in ep.axis_names),
+        f"tp_axis must be an axis of the mesh outside of {ep.axis_names}",
+        repr(tp_axis),
+        "leave it out where experts are whole",
+    )
+    require(
+        ep.config.reduce == "rank",
+        'the config must have reduce="rank"',
+        repr(ep.config.reduce),
+        "call dispatch and combine yourself for the others",
+    )
+    hidden, local = ep.config.hidden_size, ep.local_experts
+    inner = jnp.shape(params["down"])[1:2]
+    require(
+        jnp.shape(params["gate_up"]) == (local, hidden, 2, *inner)
+        and jnp.shape(params["down"]) == (local, *inner, hidden),
+        "gate_up and down must be [L, H, 2, F] and [L, F, H] of this rank's "
+        f"{local} experts with H {hidden}",
+        f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
+        "shard dimension 0 over the EP axes",
+    )
+    if routing is None:
+        require(
+            jnp.shape(params["router"]) == (hidden, ep.config.num_experts),
+            f"router must be [H, E] = {(hidden, ep.config.num_experts)}",
+            jnp.shape(params["router"]),
+            "every rank holds all of it",
+        )
+        require(
+            tokens.ndim == 2 and tokens.shape[1] == hidden,
+            f"tokens must be [n, H] with H {hidden}",
+            tokens.shape,
+            "reshape them",
+        )

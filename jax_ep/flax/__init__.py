@@ -1,0 +1,166 @@
+"""A mixture-of-experts layer for Flax NNX; `jax_ep.flax.linen` has it for Linen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "jax_ep.flax: flax must be installed, got none; run pip install 'jax_ep[flax]'"
+    ) from error
+
+from jax_ep import _layer
+from jax_ep._handle import EPHandle
+from jax_ep._moe import MoEAux
+from jax_ep.router import Router
+
+__all__ = ["MoE", "RouterBias"]
+
+
+class RouterBias(nnx.Variable):
+    """The bias of `jax_ep.router.route`; not a Param, so optimisers leave it alone."""
+
+
+class MoE(nnx.Module):
+    """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
+
+    Works on global arrays, eagerly and under `jax.jit`, `nnx.jit`, `nnx.grad`,
+    `nnx.remat`. Parameters are made sharded over the mesh and say so in their metadata
+    (`nnx.get_partition_spec`); their values depend on `rngs` alone, so a checkpoint
+    loads on a mesh of any ep_size.
+
+    Attributes:
+        router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`.
+        shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
+        router_bias: `RouterBias` float32 `[E]`, or None.
+        ep: the `jax_ep.EPHandle`.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        axis_name: str | Sequence[str],
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        rngs: nnx.Rngs,
+        dtype: Any = "bfloat16",
+        param_dtype: Any = "float32",
+        capacity_factor: float | None = None,
+        dispatch_format: str = "bf16",
+        config_options: Mapping[str, Any] | None = None,
+        router: Router | None = None,
+        router_bias: bool = False,
+        shared_intermediate_size: int | None = None,
+        tp_axis_name: str | None = None,
+        spec: PartitionSpec | None = None,
+        transport: str = "auto",
+        ep: EPHandle | None = None,
+    ) -> None:
+        """Makes the parameters and, unless given, the handle.
+
+        Args:
+            mesh: the `jax.sharding.Mesh`.
+            axis_name: the EP axis, or a tuple of axes whose product is the group.
+            hidden_size: H.
+            intermediate_size: F, of each expert.
+            num_experts: E.
+            top_k: K.
+            max_tokens_per_rank: T, the most tokens of a rank in one call.
+            rngs: its stream "params" makes the parameters.
+            dtype: of the computation; inputs are cast to it and results have it.
+            param_dtype: of the parameters.
+            capacity_factor: as in `jax_ep.EPConfig`.
+            dispatch_format: as in `jax_ep.EPConfig`.
+            config_options: further fields of `jax_ep.EPConfig`.
+            router: the kind of router; None is softmax top-k.
+            router_bias: whether to keep a bias for choosing experts.
+            shared_intermediate_size: S; None is no shared expert.
+            tp_axis_name: a mesh axis to split F and S over (tensor parallel).
+            spec: how `[..., hidden]` lies on the mesh, for instance `P("dp", "ep")`;
+                default: dimension 0 over all axes but tp_axis_name.
+            transport: as in `jax_ep.init`.
+            ep: a handle of your own; None shares one among layers of equal sizes.
+
+        Raises:
+            ValueError, TypeError: an argument does not hold what is said above.
+        """
+        self._layer = _layer.make(
+            "flax.MoE",
+            mesh=mesh,
+            axis_name=axis_name,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            capacity_factor=capacity_factor,
+            dispatch_format=dispatch_format,
+            config_options=config_options,
+            router=router,
+            router_bias=router_bias,
+            shared_intermediate_size=shared_intermediate_size,
+            tp_axis_name=tp_axis_name,
+            spec=spec,
+            transport=transport,
+        )
+        self.ep = self._layer.handle(ep)
+        params = self._layer.params()
+
+        def param(name: str) -> nnx.Param | None:
+            if name not in params:
+                return None
+            value = self._layer.initializer(name)(rngs.params(), jnp.dtype(param_dtype))
+            return nnx.Param(value, out_sharding=params[name].spec, mesh=mesh)
+
+        self.router = param("router")
+        self.gate_up = param("gate_up")
+        self.down = param("down")
+        self.shared_gate_up = param("shared_gate_up")
+        self.shared_down = param("shared_down")
+        self.router_bias = (
+            RouterBias(jnp.zeros(num_experts), out_sharding=(None,), mesh=mesh)
+            if router_bias
+            else None
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        return_aux: bool = False,
+    ) -> Any:
+        """Applies the layer.
+
+        Args:
+            x: `[..., hidden_size]`, a global array.
+            mask: bool `[...]`, False for padding tokens.
+            return_aux: whether to return losses, loads and drops as well.
+
+        Returns:
+            `[..., hidden_size]` in `dtype`; with `return_aux` a tuple of it and a
+            `jax_ep.MoEAux` of global arrays.
+
+        Raises:
+            ValueError, TypeError: while tracing, if an argument does not hold what is
+                said above.
+        """
+        names = [*self._layer.params()]
+        if self.router_bias is not None:
+            names.append("router_bias")
+        params = {name: getattr(self, name)[...] for name in names}
+        y, aux = self._layer.apply(self.ep, params, x, mask)
+        result: tuple[jax.Array, MoEAux] = (y, aux)
+        return result if return_aux else y

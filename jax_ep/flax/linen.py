@@ -1,0 +1,101 @@
+"""The mixture-of-experts layer for Flax Linen: the same as `jax_ep.flax.MoE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep import _layer
+from jax_ep._handle import EPHandle
+from jax_ep._moe import MoEAux
+from jax_ep.router import Router
+
+__all__ = ["MoE"]
+
+
+class MoE(nn.Module):
+    """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
+
+    Fields and parameters are those of `jax_ep.flax.MoE`, but for `router_kernel`, its
+    `router`. Parameters are
+    `nn.Partitioned` and made sharded over the mesh; the bias, if any, is
+    "bias" of collection "router_state". Losses are sown into collection
+    "losses" as "balance_loss" and "z_loss", where that is mutable.
+    """
+
+    mesh: Mesh
+    axis_name: str | Sequence[str]
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    dtype: Any = "bfloat16"
+    param_dtype: Any = "float32"
+    capacity_factor: float | None = None
+    dispatch_format: str = "bf16"
+    config_options: Mapping[str, Any] | None = None
+    router: Router | None = None
+    router_bias: bool = False
+    shared_intermediate_size: int | None = None
+    tp_axis_name: str | None = None
+    spec: PartitionSpec | None = None
+    transport: str = "auto"
+    ep: EPHandle | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        return_aux: bool = False,
+    ) -> Any:
+        """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
+        layer = _layer.make(
+            "flax.linen.MoE",
+            mesh=self.mesh,
+            axis_name=self.axis_name,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            dtype=self.dtype,
+            capacity_factor=self.capacity_factor,
+            dispatch_format=self.dispatch_format,
+            config_options=self.config_options,
+            router=self.router,
+            router_bias=self.router_bias,
+            shared_intermediate_size=self.shared_intermediate_size,
+            tp_axis_name=self.tp_axis_name,
+            spec=self.spec,
+            transport=self.transport,
+        )
+        dtype = jnp.dtype(self.param_dtype)
+        params = {}
+        for name, param in layer.params().items():
+            make = nn.with_partitioning(
+                layer.initializer(name), param.spec, mesh=self.mesh
+            )
+            # Fields of the module have the names "router" and "router_bias".
+            params[name] = self.param(_PARAM_NAMES.get(name, name), make, dtype)
+        if self.router_bias:
+            bias = self.variable(
+                "router_state", "bias", jnp.zeros, (self.num_experts,), jnp.float32
+            )
+            params["router_bias"] = bias.value
+        result: tuple[jax.Array, MoEAux]
+        result = y, aux = layer.apply(layer.handle(self.ep), params, x, mask)
+        if not self.is_initializing():
+            self.sow("losses", "balance_loss", aux.balance_loss)
+            self.sow("losses", "z_loss", aux.z_loss)
+        return result if return_aux else y
+
+
+_PARAM_NAMES = {"router": "router_kernel"}

@@ -1,0 +1,228 @@
+"""Routers of mixture-of-experts layers, their losses and their bias.
+
+Pure functions of one rank's arrays or of global ones; `jax_ep.moe_ffn` calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SCORES = ("softmax", "sigmoid")
+# Keeps a division by the sum of sigmoids finite where all of them underflow.
+_LEAST_SUM = 1e-20
+
+
+def _require(holds: bool, function: str, what: str, value: Any, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"jax_ep.{function}: {what}, got {value!r}; {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router:
+    """How logits become experts and weights; frozen and hashable.
+
+    `Router()` is softmax top-k with weights that sum to 1. DeepSeek-V3's router is
+    `Router(score="sigmoid", num_groups=8, top_groups=4, scale=2.5)` with a bias.
+
+    Attributes:
+        score: "softmax" over the experts, or "sigmoid" of each.
+        normalize: whether a token's K weights are divided by their sum.
+        scale: factor of the weights, after that.
+        num_groups: groups of consecutive experts; 1 is no limit.
+        top_groups: groups that a token may take experts of.
+        best_of_group: a group's score is the sum of so many of its best scores: 2 in
+            DeepSeek-V3, 1 (the best) in V2.
+
+    Raises:
+        ValueError: a field does not hold what is said above.
+    """
+
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 2
+
+    def __post_init__(self) -> None:
+        """Validates what needs no number of experts."""
+        _require(
+            self.score in SCORES,
+            "router.Router",
+            f"score must be one of {list(SCORES)}",
+            self.score,
+            '"softmax" is the default',
+        )
+        _require(
+            1 <= self.top_groups <= self.num_groups and self.best_of_group >= 1,
+            "router.Router",
+            "top_groups must be in [1, num_groups] and best_of_group at least 1",
+            (self.top_groups, self.num_groups, self.best_of_group),
+            "num_groups=1 and top_groups=1 are no limit",
+        )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("ids", "weights", "logits", "probabilities"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What a router decides for n tokens.
+
+    Attributes:
+        ids: int32 `[n, K]`, experts of each token, best first; -1 where masked.
+        weights: float32 `[n, K]`; 0 where masked.
+        logits: float32 `[n, E]`, as they were given.
+        probabilities: float32 `[n, E]`, scores that sum to 1 for each token.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+    logits: jax.Array
+    probabilities: jax.Array
+
+
+def route(
+    logits: jax.Array,
+    top_k: int,
+    router: Router | None = None,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> Routing:
+    """Chooses `top_k` experts for each token.
+
+    Args:
+        logits: float32 `[n, E]`.
+        top_k: K.
+        router: the kind of router; None is `Router()`.
+        bias: float32 `[E]`, added to the scores where experts are chosen and not in
+            their weights, so that it has no gradient; see `update_bias`.
+        mask: bool `[n]`, False for tokens that go to no expert (padding).
+
+    Returns:
+        A `Routing`. Equal scores go to the lower expert.
+
+    Raises:
+        ValueError: the experts do not divide into the groups, or too few are left.
+    """
+    router = router or Router()
+    experts = logits.shape[-1]
+    _check_groups(router, experts, top_k)
+    logits = logits.astype(jnp.float32)
+    if router.score == "softmax":
+        scores = probabilities = jax.nn.softmax(logits)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        total = jnp.sum(scores, axis=-1, keepdims=True)
+        probabilities = scores / (total + _LEAST_SUM)
+    wanted = jax.lax.stop_gradient(scores)
+    if bias is not None:
+        wanted = wanted + jax.lax.stop_gradient(bias)
+    if router.top_groups < router.num_groups:
+        wanted = _within_best_groups(router, wanted)
+    _, ids = jax.lax.top_k(wanted, top_k)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if router.normalize:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM
+    weights = weights * router.scale
+    ids = ids.astype(jnp.int32)
+    if mask is not None:
+        ids = jnp.where(mask[:, None], ids, -1)
+        weights = jnp.where(mask[:, None], weights, 0.0)
+    return Routing(ids, weights, logits, probabilities)
+
+
+def _check_groups(router: Router, experts: int, top_k: int) -> None:
+    groups = router.num_groups
+    size = experts // groups
+    _require(
+        experts % groups == 0 and size * router.top_groups >= top_k,
+        "router.route",
+        "num_groups must divide the experts and top_groups of them hold top_k",
+        f"{experts} experts in {groups} groups, top {router.top_groups}, top_k {top_k}",
+        "change num_groups or top_groups",
+    )
+    _require(
+        groups == 1 or router.best_of_group <= size,
+        "router.route",
+        f"best_of_group must be at most {size}, the experts of a group",
+        router.best_of_group,
+        "lower it",
+    )
+
+
+def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
+    """`wanted` with -inf in all but each token's best groups."""
+    n, experts = wanted.shape
+    grouped = wanted.reshape(n, router.num_groups, experts // router.num_groups)
+    best, _ = jax.lax.top_k(grouped, router.best_of_group)
+    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), router.top_groups)
+    chosen = jnp.any(jax.nn.one_hot(groups, router.num_groups, dtype=bool), axis=1)
+    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(n, experts)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("balance_loss", "z_loss", "load"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Of a whole batch.
+
+    Attributes:
+        balance_loss: float32 `[]`, `E * sum_e load[e] * mean probability[e]`: 1 where
+            all experts get the same.
+        z_loss: float32 `[]`, mean over tokens of `logsumexp(logits) ** 2`.
+        load: float32 `[E]`, share of the (token, k) that each expert was chosen for.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+
+
+def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
+    """Load-balance loss and router z loss; masked tokens do not count.
+
+    Args:
+        routing: what `route` returned.
+        axis_names: inside shard_map, the mesh axes that the batch is split over: the
+            losses are then of the whole batch, equal on every rank.
+
+    Returns:
+        The `Losses`, without any factor; usual ones are 1e-2 and 1e-3.
+    """
+    experts = routing.logits.shape[-1]
+    real = jnp.any(routing.ids >= 0, axis=-1).astype(jnp.float32)
+    # ids of -1 are one-hot nowhere.
+    chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts, dtype=jnp.float32), (0, 1))
+    mass = real @ routing.probabilities
+    z = real @ jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    sums = (chosen, mass, z, jnp.sum(real))
+    if axis_names:
+        sums = jax.lax.psum(sums, axis_names)
+    chosen, mass, z, tokens = sums
+    tokens = jnp.maximum(tokens, 1.0)
+    load = chosen / jnp.maximum(jnp.sum(chosen), 1.0)
+    return Losses(experts * jnp.sum(load * (mass / tokens)), z / tokens, load)
+
+
+def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """One step of balancing without a loss: up by `rate` where load is low, else down.
+
+    Args:
+        bias: float32 `[E]` of `route`.
+        load: float32 `[E]`, `Losses.load` of the step.
+        rate: the step.
+    """
+    return bias + rate * jnp.sign(jnp.mean(load) - load)

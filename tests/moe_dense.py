@@ -1,0 +1,88 @@
+"""The dense formula of a whole MoE layer, and parameters, for tests of the layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EXPERTS, TOP_K, HIDDEN, INNER, SHARED = 16, 3, 16, 8, 12
+
+
+def params(seed: int = 0, *, shared: bool = True, bias: bool = False) -> dict[str, Any]:
+    """Whole float32 arrays as `jax_ep.moe_ffn` names them."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, fan_in: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * fan_in**-0.5).astype(np.float32)
+
+    found = {
+        "router": normal(HIDDEN, EXPERTS, fan_in=4),
+        "gate_up": normal(EXPERTS, HIDDEN, 2, INNER, fan_in=HIDDEN),
+        "down": normal(EXPERTS, INNER, HIDDEN, fan_in=INNER),
+    }
+    if bias:
+        found["router_bias"] = normal(EXPERTS, fan_in=100)
+    if shared:
+        found["shared_gate_up"] = normal(HIDDEN, 2, SHARED, fan_in=HIDDEN)
+        found["shared_down"] = normal(SHARED, HIDDEN, fan_in=SHARED)
+    return found
+
+
+def swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def chosen_experts(scores: np.ndarray, router: Any, bias: Any, top_k: int):
+    """bool [n, E]: which experts each token takes, by loops in NumPy."""
+    wanted = np.asarray(scores, np.float64) + (0 if bias is None else bias)
+    size = wanted.shape[1] // router.num_groups
+    chosen = np.zeros(wanted.shape, bool)
+    for token, row in enumerate(wanted):
+        parts = row.reshape(-1, size)
+        value = np.sort(parts, axis=1)[:, -router.best_of_group :].sum(1)
+        groups = np.argsort(-value, kind="stable")[: router.top_groups]
+        allowed = np.full(row.shape, -np.inf)
+        for group in groups:
+            at = slice(group * size, (group + 1) * size)
+            allowed[at] = row[at]
+        chosen[token, np.argsort(-allowed, kind="stable")[:top_k]] = True
+    return chosen
+
+
+def layer(
+    params: Any, x: Any, chosen: Any, router: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y, balance loss, z loss) of all tokens; `chosen` bool [n, E] is a constant."""
+    logits = x @ params["router"]
+    if router.score == "softmax":
+        scores = jnp.exp(logits) / jnp.sum(jnp.exp(logits), -1, keepdims=True)
+        shares = scores
+    else:
+        scores = 1 / (1 + jnp.exp(-logits))
+        shares = scores / jnp.sum(scores, -1, keepdims=True)
+    weights = jnp.where(chosen, scores, 0)
+    if router.normalize:
+        weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
+    weights = weights * router.scale
+    both = jnp.einsum("nh,ehcf->necf", x, params["gate_up"])
+    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    y = jnp.einsum("ne,nef,efh->nh", weights, inner, params["down"])
+    if "shared_down" in params:
+        both = params["shared_gate_up"]
+        y = y + swiglu(x, both[:, 0], both[:, 1], params["shared_down"])
+    load = chosen.sum(0) / chosen.sum()
+    real = chosen.any(1)
+    mean = jnp.sum(jnp.where(real[:, None], shares, 0), 0) / real.sum()
+    z = jnp.log(jnp.sum(jnp.exp(logits), -1)) ** 2
+    balance = chosen.shape[1] * jnp.sum(load * mean)
+    return y, balance, jnp.sum(jnp.where(real, z, 0)) / real.sum()
+
+
+def scores(params: Any, x: Any, router: Any) -> np.ndarray:
+    logits = np.asarray(x) @ params["router"]
+    if router.score == "softmax":
+        return np.asarray(jax.nn.softmax(logits))
+    return np.asarray(jax.nn.sigmoid(logits))
