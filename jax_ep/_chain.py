@@ -8,6 +8,7 @@ launches by buffers alone.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,6 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._varying import varying
-
-try:
-    from jax.extend.core import take_current_trace
-except ImportError:  # A JAX that hides its traces: calls are not chained.
-    take_current_trace = None
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
@@ -84,7 +80,18 @@ def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
     return vars(here).setdefault("links", [])
 
 
+@functools.cache
+def _trace_taker() -> Any:
+    # Not at the top: jax.extend takes as long to import as all of jax_ep.
+    try:
+        from jax.extend.core import take_current_trace
+    except ImportError:  # A JAX that hides its traces: calls are not chained.
+        return None
+    return take_current_trace
+
+
 def _current_trace() -> Any:
+    take_current_trace = _trace_taker()
     if take_current_trace is None:
         return None
     with take_current_trace() as trace:
