@@ -163,7 +163,7 @@ class Placer {
 };
 
 // Whole block: what a call returns that did not end.
-__device__ __noinline__ void Fail(const WindowDispatchStep& step) {
+static __device__ __noinline__ void Fail(const WindowDispatchStep& step) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
   FillWords(step.rows, shape.recv_rows * shape.row_bytes(), kNoValue);
