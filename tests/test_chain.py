@@ -29,6 +29,7 @@ TOKEN_INDEX = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
+        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("imagines p2p on CPU devices")
     return helpers.make_mesh(2)
 

@@ -23,6 +23,7 @@ from jax_ep import _autodiff, _collective
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
+        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("imagines p2p on CPU devices")
     return helpers.make_mesh(2)
 

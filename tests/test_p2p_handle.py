@@ -57,6 +57,7 @@ def opened(monkeypatch):
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
+        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("imagines windows on CPU devices")
     return helpers.make_mesh(4)
 

@@ -131,9 +131,9 @@ class WindowCall {
   }
 
   // Any lanes, each for its own source. Bulk loads of what arrived need a FenceProxyAsyncGlobal.
-  __device__ bool AwaitFlag(Phase phase, uint32_t source, int64_t index, FlagCell& flag) const {
+  __device__ bool AwaitFlag(uint32_t source, int64_t index, FlagCell& flag) const {
     const FlagCell* cell = Flag(group_.rank, source, index);
-    return Await(phase, source,
+    return Await(Phase::kPlace, source,
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
@@ -240,17 +240,16 @@ class WindowCall {
  private:
   // A rank that comes when the others have given up sends nothing.
   __device__ bool AwaitCredit(uint32_t destination) const {
-    constexpr Phase phase = Phase::kSend;
     const uint64_t* credit = Credit(group_.rank, destination);
     // Both loads are under way before either is looked at.
     const WaitReport report = memory_.Peek(Poison(group_.rank));
     const Observation first = ObserveCredit(memory_, credit, lease_);
     if (report.status != WaitStatus::kArrived) {
-      GiveUp(phase, destination, WaitStatus::kPoisoned);
+      GiveUp(Phase::kSend, destination, WaitStatus::kPoisoned);
       return false;
     }
     if (first == Observation::kArrived) return true;
-    return Await(phase, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
+    return Await(Phase::kSend, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
   }
 
   // One thread.

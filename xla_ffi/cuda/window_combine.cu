@@ -58,8 +58,7 @@ struct Combine {
     if (has_slot) {
       uint32_t rest;
       FlagCell flag;
-      arrived = call.AwaitFlag(Phase::kPlace, source,
-                               FlagOf(plan.chunk_slots.Divide(slot, rest), piece), flag);
+      arrived = call.AwaitFlag(source, FlagOf(plan.chunk_slots.Divide(slot, rest), piece), flag);
     }
     return AllSucceed(arrived);
   }

@@ -25,10 +25,11 @@ struct BlockRoles {
 
   // No more blocks than have work.
   static BlockRoles Alike(uint32_t limit, uint32_t warps, uint32_t senders, const WorkPlan& work) {
-    const uint32_t placers = senders == warps ? warps : warps - senders;
+    BlockRoles roles{limit, warps, senders, 0};
     const int64_t wanted = std::max(DivideUp(work.route_items + work.send_items, senders),
-                                    DivideUp(work.place_items, placers));
-    return {static_cast<uint32_t>(std::clamp<int64_t>(wanted, 1, limit)), warps, senders, 0};
+                                    DivideUp(work.place_items, roles.Placers(senders)));
+    roles.blocks = static_cast<uint32_t>(std::clamp<int64_t>(wanted, 1, limit));
+    return roles;
   }
   // Blocks of one item each, whose "warps" are 1; those that come first send.
   static BlockRoles OneItem(uint32_t limit, const WorkPlan& work) {
@@ -50,17 +51,16 @@ struct BlockRoles {
   }
   // Warps of a block with so many senders for which place tickets are drawn as it begins. Not those
   // of a block that sends for long.
-  __device__ uint32_t Placers(uint32_t block_senders) const {
+  __host__ __device__ uint32_t Placers(uint32_t block_senders) const {
     if (block_senders < warps) return warps - block_senders;
     return ByBlock() ? 0 : warps;
   }
   // Whether the tickets that are drawn as blocks begin are all there are. No warp may take that as
   // leave not to ask: some of the blocks may come only when others have ended.
-  __host__ __device__ bool DrawnAtOnce(const WorkPlan& work, Queue queue) const {
+  __device__ bool DrawnAtOnce(const WorkPlan& work, Queue queue) const {
     if (ByBlock()) return false;
-    const uint32_t placers = senders < warps ? warps - senders : warps;
     return queue == Queue::kSend ? work.route_items + work.send_items <= blocks * senders
-                                 : work.place_items <= blocks * placers;
+                                 : work.place_items <= blocks * Placers(senders);
   }
   // The place of a warp among those of its block for which tickets of a queue were drawn.
   __device__ uint32_t PlaceOf(uint32_t warp, uint32_t block_senders, Queue queue) const {

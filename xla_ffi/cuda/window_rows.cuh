@@ -245,7 +245,7 @@ __device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int
   FlagCell flag{};
   bool ok = true;
   if (Lane() == 0) {
-    ok = call.AwaitFlag(Phase::kPlace, source, chunk, flag);
+    ok = call.AwaitFlag(source, chunk, flag);
   }
   // From the acquire to the loads of every lane, bulk loads included.
   __syncwarp();
