@@ -16,10 +16,7 @@ TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 
 # What the kernels of p2p serve.
-_P2P_FORMATS = ("bf16",)
 _P2P_OPTIONS = {
-    "combine_format": None,
-    "grad_format": None,
     "reduce": "rank",
     "fused_shared_expert": False,
     "skip_a2a": False,
@@ -87,8 +84,6 @@ def window_config(config: EPConfig, ranks: int) -> Any:
 
 def _option_obstacle(config: EPConfig) -> tuple[str, str] | None:
     """As `_obstacle`, of the config; the same in every process."""
-    if config.dispatch_format not in _P2P_FORMATS:
-        return f"dispatch_format one of {_P2P_FORMATS}", repr(config.dispatch_format)
     for field, served in _P2P_OPTIONS.items():
         value = getattr(config, field)
         if value != served:

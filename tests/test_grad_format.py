@@ -16,10 +16,6 @@ from test_quantized_grads import HIDDEN, cotangents, handle, pulled
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows take tokens as they are"
-)
-
 
 def over_the_wire(sums: np.ndarray) -> np.ndarray:
     name = "fp8_block128"

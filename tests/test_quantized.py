@@ -19,10 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows take tokens as they are"
-)
-
 QUANTIZED = tuple(quantizer.BLOCKS)
 TILED = ("tiled_128x4", quantizer.ONE_BYTE_SCALES)
 each_format = pytest.mark.parametrize("name", QUANTIZED)

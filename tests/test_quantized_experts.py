@@ -16,10 +16,6 @@ from test_quantized import TILED, config_of, each_format, expect, run
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows take tokens as they are"
-)
-
 
 @each_format
 def test_ragged_dot_on_dequantized_rows(name: str) -> None:

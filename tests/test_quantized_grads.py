@@ -19,10 +19,6 @@ from test_errors import check_form, raises
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows take tokens as they are"
-)
-
 QUANTIZED = tuple(quantizer.BLOCKS)
 HIDDEN = 128
 bare = object()
