@@ -103,7 +103,7 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
     obstacle = _transports._obstacle(mesh, ("ep",))
     if obstacle is None:
-        obstacle = _transports._format_obstacle(config)
+        obstacle = _transports._option_obstacle(config)
     found["p2p"] = {
         "works": obstacle is None,
         "why": "every device reaches every other",

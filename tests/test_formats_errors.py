@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_errors import check_form, raises
+from errors import check_form, raises
 
 from jax_ep import formats
 

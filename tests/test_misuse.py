@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import moe
 import numpy as np
 import pytest
+from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_errors import check_form, raises
 
 import jax_ep
 

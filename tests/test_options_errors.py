@@ -11,8 +11,8 @@ import numpy as np
 import options
 import oracle
 import pytest
+from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_errors import check_form, raises
 
 import jax_ep
 from jax_ep import _transports

@@ -14,8 +14,8 @@ import numpy as np
 import oracle
 import pytest
 import quantizer
+from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_errors import check_form, raises
 
 import jax_ep
 

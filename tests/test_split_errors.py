@@ -12,8 +12,8 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
+from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_errors import check_form, raises
 
 import jax_ep
 from jax_ep import _autodiff

@@ -11,7 +11,7 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from test_errors import check_form, raises
+from errors import check_form, raises
 
 from jax_ep import _ffi, _init, _transports
 

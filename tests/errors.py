@@ -1,0 +1,30 @@
+"""What an error says: the form of the contract."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+# jax_ep.dispatch: <what must hold>, got <value>; <remedy of at least three words>
+FORM = re.compile(
+    r"(?P<where>jax_ep\.[\w.]+): (?P<rule>\S.+?), got (?P<value>\S.*?)"
+    r"[.;:,)\n]\s+(?P<remedy>(?:\S+\s+){2,}\S+)",
+    re.DOTALL,
+)
+
+
+def check_form(caught: Any, where: str, *words: str) -> None:
+    """The message has the contract's form, names the function and holds `words`."""
+    message = str(caught.value)
+    match = FORM.fullmatch(message)
+    assert match, message
+    assert match["where"] == f"jax_ep.{where}"
+    for word in words:
+        assert word in message, message
+
+
+def raises() -> Any:
+    """The two exceptions of the contract."""
+    return pytest.raises((ValueError, TypeError))
