@@ -219,13 +219,13 @@ def command(arguments):
 
 
 def save(args, record):
-    name = recording.short_device(record["device"])
+    device = recording.short_device(record["device"])
     kind = "quick-p2p" if args.quick else "p2p"
     # The README's table is of tokens as they are.
     for name in (args.combine_format, args.format):
         if name not in (None, "bf16"):
             kind = f"{name}-{kind}"
-    return recording.write(f"{kind}-{name}x{record['count']}", record, args.results)
+    return recording.write(f"{kind}-{device}x{record['count']}", record, args.results)
 
 
 if __name__ == "__main__":
