@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import socket
-import subprocess
-import sys
-import time
 
 import jax
 import pytest
+from launch import launch, tails
 
-WORKER = pathlib.Path(__file__).with_name("multiprocess_worker.py")
 TIMEOUT_S = 150
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait(started: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Exit codes (None: still running) once all ended, one failed or time is up."""
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        codes = [process.poll() for process in started]
-        # The others would wait for a failed one until XLA gives up on it.
-        if None not in codes or any(codes):
-            break
-        time.sleep(0.1)
-    return codes
 
 
 @pytest.mark.slow
@@ -55,31 +32,15 @@ def run_processes(
     processes: int, devices: int, folder: pathlib.Path, **environment: str
 ) -> None:
     """Starts the workers and asserts that each ends well; 0 devices: a GPU each."""
-    port = str(free_port())
     environment["JAX_EP_TEST_TRANSPORT"] = "collective"
-    started = []
-    for process in range(processes):
-        log = (folder / f"{process}.log").open("wb")
-        numbers = port, str(processes), str(process), str(devices)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKER), *numbers],
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        )
-        log.close()
-    try:
-        codes = wait(started)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    logs = [(folder / f"{i}.log").read_text() for i in range(processes)]
-    tails = "\n".join(f"--- process {i}:\n{log[-3000:]}" for i, log in enumerate(logs))
-    assert codes == [0] * processes, (
-        f"exit codes {codes} (None: was still running)\n{tails}"
+    ended = launch(
+        "multiprocess_worker.py",
+        processes,
+        [str(devices)],
+        folder,
+        TIMEOUT_S,
+        environment,
     )
+    assert [one.code for one in ended] == [0] * processes, tails(ended)
     # XLA may log its shutdown after the worker's last line.
-    assert all("right" in log.splitlines() for log in logs), tails
+    assert all("right" in one.log.splitlines() for one in ended), tails(ended)
