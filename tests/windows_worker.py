@@ -52,8 +52,9 @@ def client() -> Any:
     return distributed.global_state.client
 
 
-def barrier(name: str) -> None:
-    client().wait_at_barrier(name, 60_000)
+def barrier(name: str, processes: list[int] | None = None) -> None:
+    """Of all processes, or of those."""
+    client().wait_at_barrier(name, 60_000, processes)
 
 
 def leave(process: int, living: int) -> NoReturn:
