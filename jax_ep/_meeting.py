@@ -80,13 +80,13 @@ class Meeting:
         self._giver: Giver | None = None
         self._takers: dict[int, Taker] = {}
         self._store: Any = None
+        self._locked = False
         if self.alone:
             return
         self._store = _store() if store is None else store
         who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
         self._series = who, own
         self._cards = f"jax_ep/{who}/card"
-        self._locked = False
         # Of this meeting alone, once it has begun.
         self._folder = ""
 
@@ -176,17 +176,23 @@ class Meeting:
         folder, end = f"{self._folder}/{step}", time.monotonic() + self._timeout_s
         while True:
             # In this order: one that gives up after a step has been to it.
-            gone = self._read(f"{self._folder}/gone")
+            gone = self._gone()
             found = self._read(folder)
             missing = self._missing(found)
             if not missing:
                 return found
-            for process, why in gone.items():
-                raise RuntimeError(
-                    "jax_ep.init: every process of the mesh must come to its end, got "
-                    f"a failure of process {process}: {why.decode()}"
-                )
+            if gone:
+                raise gone
             self._doze(step, folder, missing, end)
+
+    def _gone(self) -> RuntimeError | None:
+        """What there is to say of those who have given up."""
+        for process, why in self._read(f"{self._folder}/gone").items():
+            return RuntimeError(
+                "jax_ep.init: every process of the mesh must come to its end, got a "
+                f"failure of process {process}: {why.decode()}"
+            )
+        return None
 
     def _missing(self, found: dict[int, bytes]) -> list[int]:
         return [process for process in self.processes if process not in found]
@@ -259,7 +265,8 @@ class Meeting:
         try:
             return self._takers[process].take(number)
         except OSError as error:
-            raise RuntimeError(
+            # It may have left for the sake of another one, whom its word names.
+            raise self._gone() or RuntimeError(
                 "jax_ep.init: every process of an EP group must hand its windows over, "
                 f"got from process {process}: {error}; see what became of it"
             ) from error
@@ -275,16 +282,16 @@ class Meeting:
         trace: TracebackType | None,
     ) -> None:
         """Closes all; tells the others of an exception, so that they do not wait."""
+        # First, so that whoever finds this process's socket closed finds out why.
+        if kind is not None and self._locked:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._give_up(f"{kind.__name__}: {value}")
         if self._giver is not None:
             self._giver.close()
         for taker in self._takers.values():
             taker.close()
-        if self.alone or not self._locked:
-            return
-        if kind is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._give_up(f"{kind.__name__}: {value}")
-        _locks[self._series].release()
+        if self._locked:
+            _locks[self._series].release()
 
     def _give_up(self, why: str) -> None:
         card = f"{self._cards}/{self.own}"
