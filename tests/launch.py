@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +13,21 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 TESTS = pathlib.Path(__file__).parent
+LIMIT = "JAX_EP_TEST_LIMIT_S"
 
 
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def bound_life() -> None:
+    """For a worker: the kernel ends it, whatever it hangs in, a little after `launch`.
+
+    jax.distributed ignores SIGTERM.
+    """
+    signal.alarm(5 + int(float(os.environ.get(LIMIT, "300"))))
 
 
 @dataclasses.dataclass
@@ -46,10 +56,10 @@ def launch(
 ) -> list[Ended]:
     """Runs `script port processes process *args` in each; all have ended afterwards.
 
-    Waits until all have, one has failed that is not in `dying`, or time is up. They
-    stay in this process group, so that whoever ends the tests ends them too.
+    Waits until all have, one has failed that is not in `dying`, or time is up. Workers
+    call `bound_life`, so that they end even where the tests were ended.
     """
-    port, started = str(free_port()), []
+    port, started, shared = str(free_port()), [], environment or {}
     for process in range(processes):
         own = per_process[process] if per_process else {}
         with (folder / f"{process}.log").open("wb") as log:
@@ -61,7 +71,7 @@ def launch(
                         *(port, str(processes), str(process)),
                         *args,
                     ],
-                    env={**os.environ, **(environment or {}), **own},
+                    env={**os.environ, LIMIT: str(timeout_s), **shared, **own},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

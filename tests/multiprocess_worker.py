@@ -21,10 +21,12 @@ import moe
 import numpy as np
 import oracle
 from jax.sharding import PartitionSpec as P
+from launch import bound_life
 
 
 def start(port: str, processes: int, process: int, devices: str) -> None:
     """Joins the cluster; must come before the backend starts."""
+    bound_life()
     jax.config.update("jax_default_matmul_precision", "highest")
     count, local = int(devices.removeprefix("gpu")), None
     if devices.startswith("gpu"):

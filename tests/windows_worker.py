@@ -21,6 +21,7 @@ import helpers
 import imagined
 import jax
 import numpy as np
+from launch import bound_life
 
 from jax_ep import _ffi, _transports
 from jax_ep._meeting import Meeting
@@ -30,6 +31,7 @@ TIMEOUT_S = 4.0
 
 
 def start(port: str, processes: int, process: int) -> imagined.Native:
+    bound_life()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
