@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def moe_ffn(
     input_scale: ArrayLike | None = None,
     batch_axes: Sequence[str] | None = None,
     tp_axis: str | None = None,
+    experts: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
 
@@ -102,6 +103,10 @@ def moe_ffn(
             axes of the mesh, which is right also where tokens are equal along some.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
+        experts: what the experts do to rows, in place of SwiGLU by
+            `jax.lax.ragged_dot`: a function of (rows `[N, H]`, "gate_up", "down",
+            group_sizes) that returns `[N, H]` in the dtype of the rows; what it makes
+            of rows past the last group is not read. For grouped matmuls of your own.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -140,9 +145,8 @@ def moe_ffn(
             shared = _shared_expert(tokens, params)
         beside = shared if beside is None else shared + beside
     with jax.named_scope("jax_ep.experts"):
-        rows = experts(
-            _api.dequantize(d), params["gate_up"], params["down"], d.group_sizes
-        )
+        run = swiglu if experts is None else experts
+        rows = run(_api.dequantize(d), params["gate_up"], params["down"], d.group_sizes)
     y = _api.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
         # Of partial sums: n rows cross, not the N of the experts.
@@ -159,7 +163,7 @@ def moe_ffn(
     return y, aux
 
 
-def experts(
+def swiglu(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """SwiGLU experts on rows `[N, H]` that are grouped by expert."""

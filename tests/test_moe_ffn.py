@@ -151,6 +151,30 @@ def test_routing_of_ones_own_and_residual():
     np.testing.assert_allclose(got - x, plain, rtol=0, atol=1e-5)
 
 
+def test_experts_of_ones_own():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, config())
+    params = moe_dense.params(shared=False)
+    x = np.random.default_rng(4).standard_normal((N * mesh.size, moe_dense.HIDDEN))
+    operands = (params, x.astype(np.float32), np.ones(len(x), bool))
+    names = []
+
+    def experts(rows, gate_up, down, group_sizes):
+        local = moe_dense.EXPERTS // mesh.size
+        assert gate_up.shape == (local, moe_dense.HIDDEN, 2, moe_dense.INNER)
+        assert down.shape == (local, moe_dense.INNER, moe_dense.HIDDEN)
+        assert group_sizes.shape == (local,)
+        names.append("called")
+        return 3 * rows
+
+    y, _ = jax.jit(expert_parallel(mesh, ep, params, Router(), experts=experts))(
+        *operands
+    )
+    assert names
+    # Weights sum to 1.
+    np.testing.assert_allclose(y, 3 * operands[1], rtol=1e-5, atol=1e-5)
+
+
 def test_drops_are_reported():
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     ep = helpers.make_ep(mesh, config(recv_capacity=4))
