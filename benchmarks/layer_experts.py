@@ -12,6 +12,7 @@ as `jax_ep.moe_ffn` takes it; rows must be finite, those past the last group too
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ _TILES = {
     "block_n": 128,
     "block_k": 64,
     "max_concurrent_steps": 4,
-    "grid_block_n": 8,
 }
 
 
@@ -48,7 +48,7 @@ def make(name, largest):
     return functools.partial(_sparse, matmul)
 
 
-def _grouped(which):
+def _grouped(which, columns):
     from jax.experimental.pallas.ops.gpu import (
         ragged_dot_mgpu,
         transposed_ragged_dot_mgpu,
@@ -58,13 +58,16 @@ def _grouped(which):
         "rows": ragged_dot_mgpu.ragged_dot,
         "weights": transposed_ragged_dot_mgpu.transposed_ragged_dot,
     }
-    return functools.partial(found[which], **_TILES)
+    # Tiles of neighbouring columns run side by side and share what they read.
+    side_by_side = math.gcd(columns // _TILES["block_n"], 8)
+    return functools.partial(found[which], grid_block_n=side_by_side, **_TILES)
 
 
 @jax.custom_vjp
 def grouped_matmul(rows, weights, group_sizes):
     """[N, A] by [L, A, B]; rows past the last group come out unspecified."""
-    return _grouped("rows")(rows, weights, group_sizes=group_sizes)
+    multiply = _grouped("rows", weights.shape[2])
+    return multiply(rows, weights, group_sizes=group_sizes)
 
 
 def _grouped_forward(rows, weights, group_sizes):
@@ -73,10 +76,10 @@ def _grouped_forward(rows, weights, group_sizes):
 
 def _grouped_backward(kept, cotangent):
     rows, weights, sizes = kept
-    to_rows = _grouped("rows")(
-        cotangent, weights, group_sizes=sizes, transpose_rhs=True
-    )
-    return to_rows, _grouped("weights")(rows, cotangent, group_sizes=sizes), None
+    multiply = _grouped("rows", weights.shape[1])
+    to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
+    multiply = _grouped("weights", weights.shape[2])
+    return to_rows, multiply(rows, cotangent, group_sizes=sizes), None
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)

@@ -82,12 +82,13 @@ def over_dense(sizes):
         n, hidden = tokens.shape
         routing = route(tokens, params["router"], top_k)
         ids = routing.ids.reshape(-1)
-        here = ids[:, None] == jnp.arange(experts)
-        earlier = jnp.cumsum(here, axis=0, dtype=jnp.int32) - 1
-        place = jnp.take_along_axis(earlier, ids[:, None], axis=1)[:, 0]
+        copy = jnp.arange(n * top_k, dtype=jnp.int32)
+        order = jnp.argsort(ids, stable=True)
+        sorted_at = jnp.zeros_like(copy).at[order].set(copy, unique_indices=True)
+        counts = jnp.sum(ids[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+        place = sorted_at - (jnp.cumsum(counts) - counts)[ids]
         kept = place < room
         slot = ids * room + jnp.minimum(place, room - 1)
-        copy = jnp.arange(n * top_k, dtype=jnp.int32)
         outside = jnp.where(kept, slot, experts * room)
         copy_of = jnp.full(experts * room, n * top_k, jnp.int32)
         copy_of = copy_of.at[outside].set(copy, mode="drop")

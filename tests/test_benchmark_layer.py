@@ -157,6 +157,40 @@ def test_mosaic_is_for_hopper():
     assert layer_experts.available("padded", SIZES)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_sizes", [[100, 0, 130, 282], [0, 5, 0, 500]])
+def test_mosaic_equals_ragged_dot(group_sizes):
+    sizes = {"hidden": 256, "inner": 128}
+    if not layer_experts.available("mosaic", sizes):
+        pytest.skip("needs compute capability 9.0")
+    keys = jax.random.split(jax.random.key(0), 4)
+    real = jnp.arange(512)[:, None] < sum(group_sizes)
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, jnp.bfloat16) / shape[1] ** 0.5
+
+    rows = jnp.where(real, 16 * normal(keys[0], 512, 256), 0)
+    gate_up, down = normal(keys[1], 4, 256, 2, 128), normal(keys[2], 4, 128, 256)
+    cotangent = jnp.where(real, normal(keys[3], 512, 256), 0)
+    counts = jnp.array(group_sizes, jnp.int32)
+    found = []
+    for name in ("mosaic", "ragged_dot"):
+
+        def run(rows, gate_up, down, name=name):
+            return layer_experts.make(name, 512)(rows, gate_up, down, counts)
+
+        out, back = jax.jit(lambda *args, run=run: jax.vjp(run, *args))(
+            rows, gate_up, down
+        )
+        to_rows, *to_weights = jax.jit(lambda f, ct: f(ct))(back, cotangent)
+        masked = [jnp.where(real, each, 0) for each in (out, to_rows)]
+        found.append([*masked, *to_weights])
+    for got, want in zip(*found, strict=True):
+        want = np.asarray(want, np.float32)
+        error = np.abs(np.asarray(got, np.float32) - want).max()
+        assert error < 0.03 * np.abs(want).max()
+
+
 def timing(ms):
     return {"ms": ms, "ms_least": ms, "ms_most": ms}
 
