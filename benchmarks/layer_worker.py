@@ -96,8 +96,8 @@ class Worker:
                     self.row(layer="experts", matmul=matmul, **_error(error))
                     continue
                 finishers[matmul] = found
-        programs = compile_all({m: f["forward"] for m, f in finishers.items()})
-        for matmul, program in programs.items():
+        finished = compile_all({m: f["forward"] for m, f in finishers.items()})
+        for matmul, program in finished.items():
             try:
                 forward[matmul] = self.time(program)
             except Exception as error:  # out of memory, or refused
@@ -106,32 +106,32 @@ class Worker:
         good = [m for m in forward if forward[m]["ms"] < _HOPELESS * least]
         programs = compile_all({m: finishers[m]["both"] for m in good})
         best, reference = None, None
-        for matmul, timing in forward.items():
+        # What has gradients comes first: the rest is compared with it.
+        for matmul in [*good, *(m for m in forward if m not in good)]:
             facts = {"layer": "experts", "matmul": matmul}
-            if matmul not in good:
-                extra = {"errors": {}, "wrong": False}
-                self.row(**facts, **{"pass": "forward"}, **timing, **extra)
-                continue
+            times = {"forward": forward[matmul]}
             try:
-                (out, _), grads = raised(programs[matmul])(case.tokens[0])
-                kept = (
-                    (keep_real(out, counts), jnp.zeros(out.shape[0], bool)),
-                    (keep_real(grads[2], counts), grads[1]),
-                )
-                del out, grads
+                if matmul in good:
+                    (out, _), grads = raised(programs[matmul])(case.tokens[0])
+                    rest = keep_real(grads[2], counts), grads[1]
+                    times["both"] = self.time(programs[matmul])
+                else:
+                    (out, _), rest = finished[matmul](case.tokens[0]), reference[1]
+                none = jnp.zeros(out.shape[0], bool)
+                kept = (keep_real(out, counts), none), rest
                 reference = reference or kept
                 errors = layer_cases.errors(kept, reference)
-                del kept
-                times = {"forward": timing, "both": self.time(programs[matmul])}
             except Exception as error:  # out of memory, or refused
                 self.row(**facts, **_error(error))
                 continue
+            finally:
+                out = grads = rest = kept = None
             wrong = max(errors.values()) > layer_cases.TOLERANCES["bf16"]
             for name, each in times.items():
                 extra = {"pass": name, "errors": errors, "wrong": wrong}
                 self.row(**facts, **extra, **each)
             total = sum(each["ms"] for each in times.values())
-            if not wrong and (best is None or total < best[0]):
+            if matmul in good and not wrong and (best is None or total < best[0]):
                 best = (total, matmul, times)
         if best is None:
             return None

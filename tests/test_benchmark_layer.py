@@ -25,6 +25,7 @@ import layer_cases
 import layer_experts
 import layer_kinds
 import layer_report
+import layer_worker
 import performance_tables
 
 SIZES = {"hidden": 32, "inner": 16, "experts": 16, "top_k": 3, "tokens": 8}
@@ -139,6 +140,26 @@ def test_padded_experts_equal_ragged_dot(case, ours):
         assert error < 0.03 * np.abs(want).max()
 
 
+@pytest.mark.parametrize(("slow", "passes"), [(2, 2), (10, 1)])
+def test_the_fastest_way_of_multiplying_is_taken(case, slow, passes, monkeypatch):
+    """And a hopeless one is timed forward alone."""
+    rows, ms = [], {"padded": slow, "ragged_dot": 1.0}
+    spec = {"matmul": {"mid": ["padded", "ragged_dot"]}, "deadline": 0}
+    worker = layer_worker.Worker(
+        spec | {"milliseconds": 0, "repeats": 1}, case, "mid", rows.append
+    )
+    order = iter([*ms, *(["padded"] if passes == 2 else []), "ragged_dot"])
+    monkeypatch.setattr(
+        layer_cases, "measure", lambda *_: timing(ms[next(order)] * 1.0)
+    )
+    assert worker.choose_matmul() == "ragged_dot"
+    assert worker.experts_ms == {"forward": 1.0, "both": 1.0}
+    assert sum(r["matmul"] == "padded" for r in rows) == passes
+    assert all(0 <= max(r["errors"].values()) < 0.03 for r in rows)
+    assert not any(r["wrong"] for r in rows)
+    assert all("experts" in layer_report.line(r) for r in rows)
+
+
 def test_errors_are_seen(ours):
     (y, dropped), (tokens, params) = ours
     wrong = np.array(params["down"])
@@ -150,17 +171,11 @@ def test_errors_are_seen(ours):
     assert layer_cases.errors(broken, ours)["y"] == np.inf
 
 
-def test_mosaic_is_for_hopper():
-    on_cpu = jax.default_backend() == "cpu"
-    if on_cpu:
-        assert not layer_experts.available("mosaic", SIZES)
-    assert layer_experts.available("padded", SIZES)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("group_sizes", [[100, 0, 130, 282], [0, 5, 0, 500]])
 def test_mosaic_equals_ragged_dot(group_sizes):
     sizes = {"hidden": 256, "inner": 128}
+    assert layer_experts.available("padded", sizes)
     if not layer_experts.available("mosaic", sizes):
         pytest.skip("needs compute capability 9.0")
     keys = jax.random.split(jax.random.key(0), 4)
