@@ -87,12 +87,12 @@ def workers(args, cases):
     ours = [(name, each) for name in transports for each in args.formats]
     with_dense = "dense" in args.layers
     if ours or with_dense:
-        share = 0.6 if "ragged" in args.layers else 1.0
+        share = 0.5 if "ragged" in args.layers else 1.0
         yield "jax_ep", "", share, {**common, "ours": ours, "dense": with_dense}
     if "ragged" in args.layers:
         for index, (flags, measured) in enumerate(p2p.RAGGED):
             name = f"ragged_all_to_all with {flags or 'the default flags'}"
-            yield name, flags, 0.85 + 0.15 * index, {**common, "ragged": measured}
+            yield name, flags, 0.8 + 0.2 * index, {**common, "ragged": measured}
 
 
 def chosen_matmuls(results, offered):

@@ -122,8 +122,11 @@ def cells(record):
 
 def matmuls(record):
     """Milliseconds of the experts alone, by case, pass and way of multiplying."""
+    shown = set()  # later workers time the chosen way again, with their flags
     for row in record["results"]:
-        if row["layer"] == "experts" and "case" in row:
+        key = (row["case"], row.get("pass"), row.get("matmul"))
+        if row["layer"] == "experts" and key not in shown:
+            shown.add(key)
             ms = number(row.get("ms")) if not row.get("wrong") else "wrong"
             yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
 

@@ -223,13 +223,15 @@ class Worker:
             index = len(layers)
             layers.append((facts, ep))
             finishers |= {(index, name): finish for name, finish in found.items()}
+        measured = any((f["layer"], f["format"]) == _REFERENCE for f, _ in layers)
+        if layers and not measured:
+            layer, ep = self.ours(*_REFERENCE, experts)
+            handles.append(ep)
+            finishers["reference"] = layer_cases.compiling(self.case, layer)["both"]
         programs = compile_all(finishers)
         reference = None
-        if not any((f["layer"], f["format"]) == _REFERENCE for f, _ in layers):
-            layer, ep = self.ours(*_REFERENCE, experts)
-            run = layer_cases.compiling(self.case, layer)["both"]()
-            reference = jax.block_until_ready(run(self.case.tokens[0]))
-            ep.close()
+        if "reference" in programs:
+            reference = raised(programs["reference"])(self.case.tokens[0])
         # First what the others are compared with.
         order = sorted(
             range(len(layers)),
