@@ -46,7 +46,15 @@ STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
 NOTHING_SELECTED = 5  # pytest's exit status
-LONG = ("test_p2p.py", "test_dispatch.py", "test_combine.py", "test_multiprocess.py")
+LONG = (
+    "test_p2p.py",
+    "test_p2p_formats.py",
+    "test_p2p_wires.py",
+    "test_p2p_order.py",
+    "test_dispatch.py",
+    "test_combine.py",
+    "test_multiprocess.py",
+)
 
 
 def devices():

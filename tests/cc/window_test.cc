@@ -125,7 +125,8 @@ void TestKnownLayout() {
   CHECK(dispatch.counts == dispatch.flags + 8 * dispatch.flags_per_source * 16);
   CHECK(dispatch.cells == dispatch.counts + RoundUp(8 * 23 * 16, 128));
   CHECK(dispatch.message_cells == 1 + 8 + DivideUp(14464, 12));
-  CHECK(dispatch.regions == dispatch.cells + RoundUp(8 * 8 * dispatch.message_cells * 16, 128));
+  CHECK(dispatch.regions ==
+        dispatch.cells + RoundUp(8 * kFewDispatchTokens * dispatch.message_cells * 16, 128));
   const BufferGroupLayout& combine = layout.groups[1];
   CHECK(combine.credits == dispatch.regions + 8 * dispatch.region_bytes);
   CHECK(combine.flags_per_source == kCombineChunks.MaxCount(128) * 7);

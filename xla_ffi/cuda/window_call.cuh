@@ -250,13 +250,15 @@ class WindowCall {
   // The last block, of a call that failed: what it fills its results with comes after what others
   // have stored there.
   __device__ void EndGroup() {
+    volatile Gate& gate = group_.control->gate;  // the window may be gone
+    if (threadIdx.x == 0 && block_.gate == Gate::kOpen) gate = Gate::kPoisoned;
+    __syncthreads();
     // Blocks that had no part in the failure may still store. A look takes half a microsecond, and
     // they run whenever this one does, so no clock has to tell when they are done.
     constexpr int kLooks = 2'000;
     JAX_EP_NO_UNROLL
-    for (int look = 0; look < kLooks && IsPoisoned(memory_, Poison(group_.rank)); ++look) {
+    for (int look = 0; look < kLooks && gate != Gate::kOpen; ++look) {
     }
-    if (threadIdx.x == 0 && block_.gate == Gate::kOpen) group_.control->gate = Gate::kPoisoned;
   }
 
  private:
