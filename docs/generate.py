@@ -24,7 +24,9 @@ import performance_tables
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
+README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+LAYERS = ROOT / "docs" / "layers.md"
 
 
 def table(header, rows):
@@ -290,12 +292,15 @@ def draw_p2p(check):
 
 def main():
     check = "--check" in sys.argv
+    layers = from_newest("layer", performance_tables.layers)
     stale = [P2P_PICTURE.relative_to(ROOT)] if draw_p2p(check) else []
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
-        (ROOT / "README.md", "benchmarks", benchmarks()),
+        (README, "benchmarks", benchmarks()),
         (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
+        (README, "layers", layers),
+        (LAYERS, "layers", layers),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
     ):
         old = path.read_text()
