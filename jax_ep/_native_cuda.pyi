@@ -15,6 +15,7 @@ class WindowConfig:
         top_k: int,
         ranks: int,
         local_experts: int,
+        pending_calls: int,
     ) -> None: ...
 
 def targets() -> dict[str, Any]: ...

@@ -79,6 +79,7 @@ def window_config(config: EPConfig, ranks: int) -> Any:
         top_k=config.top_k,
         ranks=ranks,
         local_experts=config.num_experts // ranks,
+        pending_calls=config.pending_calls,
     )
 
 

@@ -22,8 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-# Which result a later call takes: num_dropped of a dispatch, done of the others.
-TOKEN_INDEX = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
+# Which result a later call takes: num_dropped or num_invalid of a dispatch, done of the
+# others.
+WHOLE = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
+HALVES = {
+    "ep_dispatch_send": 2,
+    "ep_dispatch_place": 9,
+    "ep_combine_send": 1,
+    "ep_combine_place": 1,
+}
+TOKEN_INDEX = WHOLE | HALVES
 
 
 @pytest.fixture
@@ -66,6 +74,11 @@ def lowered(mesh: Any, body: Any, **options: Any) -> str:
 def layer(ep: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
     d = jax_ep.dispatch(ep, x, ids)
     return jax_ep.combine(ep, d.tokens, d.route)
+
+
+def split_layer(ep: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, ids))
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, d.tokens, d.route))
 
 
 def square(x: jax.Array) -> jax.Array:
@@ -162,8 +175,31 @@ def test_derivatives(mesh, ep, order: int, check_vma: bool) -> None:
 
     text = lowered(mesh, body, check_vma=check_vma)
     found = calls(text)
-    assert {call.target for call in found} == set(TOKEN_INDEX)
+    assert {call.target for call in found} == set(WHOLE)
     assert len(found) >= 4 + 8 * order
+    assert afters(text) == chain(len(found))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_halves(mesh, ep, check_vma: bool) -> None:
+    """Two calls in flight around whole ones, and their gradients."""
+
+    def run(x: Any, ids: Any) -> Any:
+        first, second = (jax_ep.dispatch_async(ep, x, i) for i in (ids, ids + 1))
+        y = layer(ep, x, ids)
+        d, e = map(jax_ep.dispatch_wait, (second, first))
+        back = [jax_ep.combine_async(ep, each.tokens, each.route) for each in (d, e)]
+        return square(y) + sum(square(jax_ep.combine_wait(b)) for b in back)
+
+    def body(x: Any, ids: Any) -> Any:
+        return jax.grad(run)(x, ids) + split_layer(ep, x, ids)
+
+    text = lowered(mesh, body, check_vma=check_vma)
+    found = [call.target for call in calls(text)]
+    assert set(found) == set(TOKEN_INDEX)
+    forward = ["ep_dispatch_send"] * 2 + ["ep_dispatch", "ep_combine"]
+    forward += ["ep_dispatch_place"] * 2 + ["ep_combine_send"] * 2
+    assert found[:8] == forward
     assert afters(text) == chain(len(found))
 
 

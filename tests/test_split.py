@@ -19,9 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="calls of windows have no halves"
-)
 MODES = pytest.mark.parametrize("mode", ["plain", *options.MODES])
 
 
@@ -50,6 +47,7 @@ def both(ep: Any, dispatch: Any, combine: Any, x: Any, ids: Any, w: Any) -> Any:
 
 
 def setup(mode: str, **changes: Any) -> moe.Setup:
+    options.require(mode)
     return moe.setup(1, 4, **options.MODES.get(mode, {}), **changes)
 
 
@@ -216,6 +214,7 @@ def test_pending_as_a_carry() -> None:
     ],
 )
 def test_global_arrays(mode: str, kind: AxisType, jit: bool) -> None:
+    options.require(mode)
     mesh = helpers.make_mesh(4, kind=kind)
     config = helpers.make_config(**options.MODES.get(mode, {}))
     ep = helpers.make_ep(mesh, config)

@@ -171,12 +171,14 @@ inline void GiveWindows(const EpShape& shape, const Options& options, std::vecto
                       .tokens = shape.tokens,
                       .top_k = shape.top_k,
                       .ranks = shape.ranks,
-                      .local_experts = shape.local_experts},
+                      .local_experts = shape.local_experts,
+                      .pending_calls = 2},
                      sizes);
   WindowGroup group{};
   group.layout = WindowLayout::Of(sizes);
   group.timeout_ns = kTimeoutNs;
   group.ranks = static_cast<uint32_t>(shape.ranks);
+  group.turns = static_cast<uint32_t>(sizes.turns);
   group.depth = static_cast<uint32_t>(sizes.depth);
   for (int device = 0; device < shape.ranks; ++device) {
     CHECK_CUDA(cudaSetDevice(device));

@@ -29,6 +29,7 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
+          1,
           depth};
 }
 
@@ -166,7 +167,8 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                             .tokens = 8,
                             .top_k = top_k,
                             .ranks = 2,
-                            .local_experts = 4},
+                            .local_experts = 4,
+                            .pending_calls = 2},
                            sizes));
   CHECK(DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden),
                             top_k)
@@ -207,8 +209,30 @@ void TestMessagesOfConfigs() {
                              .tokens = 8,
                              .top_k = 1,
                              .ranks = 2,
-                             .local_experts = 4},
+                             .local_experts = 4,
+                             .pending_calls = 0},
                             sizes));
+}
+
+// A region for whole calls, two where they are short, and one more beside each pending call.
+void TestDepthsOfConfigs() {
+  for (const int64_t tokens : {1, 512, 513, 4096}) {
+    for (const int64_t pending : {0, 1, 2}) {
+      WindowSizes sizes{};
+      CHECK(ffi_layer::SizesOf({.format = "bf16",
+                                .hidden = 128,
+                                .element_bytes = 2,
+                                .wire_element_bytes = 2,
+                                .tokens = tokens,
+                                .top_k = 1,
+                                .ranks = 2,
+                                .local_experts = 4,
+                                .pending_calls = pending},
+                               sizes));
+      CHECK(sizes.turns == (tokens <= 512 ? 2 : 1));
+      CHECK(sizes.depth == std::max(sizes.turns, pending + 1) && sizes.depth <= kMaxDepth);
+    }
+  }
 }
 
 // The 32-bit counters that blocks add to, and rows for every expert.
@@ -348,6 +372,7 @@ int main() {
   jax_ep::TestKnownLayout();
   jax_ep::TestLayouts();
   jax_ep::TestMessagesOfConfigs();
+  jax_ep::TestDepthsOfConfigs();
   jax_ep::TestRouteTotals();
   jax_ep::TestChunks();
   jax_ep::TestPieces();

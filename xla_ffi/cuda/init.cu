@@ -39,6 +39,8 @@ cudaError_t PreloadWindowKernels() {
   cudaError_t error = PreloadWindowDispatch();
   if (error == cudaSuccess) error = PreloadWindowCachedDispatch();
   if (error == cudaSuccess) error = PreloadWindowCombine();
+  if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
+  if (error == cudaSuccess) error = PreloadWindowCombineHalves();
   return error;
 }
 

@@ -31,6 +31,15 @@ inline void CheckFits(Checker& check, const EpShape& shape, int64_t message_byte
           layout.groups[static_cast<int>(kind)].region_bytes);
 }
 
+// Of a first dispatch, whose counts are of the group's experts.
+inline void CheckDispatchFits(Checker& check, const EpShape& shape, int64_t message_bytes,
+                              const WindowSizes& sizes, const WindowLayout& layout) {
+  CheckFits(check, shape, message_bytes, CallKind::kDispatch, sizes, layout);
+  check.Require(shape.local_experts == sizes.local_experts,
+                "the experts of a rank must be the group's " + std::to_string(sizes.local_experts) +
+                    ", got " + std::to_string(shape.local_experts));
+}
+
 // `after` is a result of the group's call before, or anything in a first call. It only orders the
 // two calls and is not read. Never empty: XLA may make it a parameter of a program, and an empty
 // parameter has no buffer on GPUs.
@@ -113,11 +122,7 @@ struct DecodedWindowDispatch {
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
-    CheckFits(check, step.shape, message_bytes, CallKind::kDispatch, sizes, layout);
-    check.Require(step.shape.local_experts == sizes.local_experts,
-                  "the experts of a rank must be the group's " +
-                      std::to_string(sizes.local_experts) + ", got " +
-                      std::to_string(step.shape.local_experts));
+    CheckDispatchFits(check, step.shape, message_bytes, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 };

@@ -21,6 +21,7 @@ struct WindowConfig {
   int64_t top_k;
   int64_t ranks;
   int64_t local_experts;
+  int64_t pending_calls;  // the most of a kind
 };
 
 // Regions for calls in flight are cheap where calls are short.
@@ -38,6 +39,7 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
                          .bytes;
   });
   const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
+  const int64_t turns = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1;
   const int64_t widest = std::max(config.element_bytes, config.wire_element_bytes);
   sizes = {
       .ranks = config.ranks,
@@ -47,7 +49,8 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
       .hidden = config.hidden,
       .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
       .combine_message_bytes = CombineMessage::Of(config.hidden * widest, 0, config.top_k).bytes,
-      .depth = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1,
+      .turns = turns,
+      .depth = std::max(turns, config.pending_calls + 1),
   };
   return dispatch_bytes >= 0;
 }

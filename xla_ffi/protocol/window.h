@@ -111,7 +111,8 @@ struct WindowSizes {
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
-  int64_t depth;
+  int64_t turns;  // regions that calls go round
+  int64_t depth;  // all of them, with those for calls beside pending ones
 };
 
 // One buffer group; offsets from the start of the window.
@@ -190,6 +191,7 @@ struct WindowGroup {
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t ranks;
+  uint32_t turns;
   uint32_t depth;
   uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
 };
