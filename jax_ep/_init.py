@@ -73,7 +73,7 @@ def init(
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks, transport)
-    chosen = _transports.choose(mesh, names, config, transport)
+    chosen = _transports.choose(mesh, names, transport)
     return _open(mesh, names, config, ranks, chosen)
 
 
@@ -205,7 +205,7 @@ def _open(
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
     buffer_bytes = 0
-    if transport == "p2p":
+    if transport == "p2p" and not config.skip_a2a:
         buffer_bytes = native.open_windows(
             key,
             _transports.local_ordinals(_transports.ep_groups(mesh, names)),

@@ -12,6 +12,8 @@ class WindowConfig:
         element_bytes: int,
         wire_element_bytes: int,
         tokens: int,
+        dispatch_tokens: int,
+        combine_tokens: int,
         top_k: int,
         ranks: int,
         local_experts: int,

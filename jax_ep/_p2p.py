@@ -8,41 +8,30 @@ op leaves the place of the call in the windows, which the second is given.
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, formats
+from jax_ep import _ffi, _modes, formats
+from jax_ep._p2p_calls import pending_call, site
+from jax_ep._p2p_combine import combine, combine_send, combine_sum
 from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
-_PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
-
-# Their frames, and those of what wraps functions, lie between a user's line and a call.
-_NOT_USERS = {"jax_ep", "jax", "jaxlib", "contextlib", "functools"}
-
-
-def _site() -> int:
-    """Digest of the user's line that is being traced: the same in every process.
-
-    It goes into the tags of a call's flags, so that ranks that run different calls see
-    an error.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_USERS:
-            break
-        frame = frame.f_back
-    code = frame.f_code
-    file = code.co_filename.replace("\\", "/").rpartition("/")[2]
-    place = f"{file}:{frame.f_lineno}:{code.co_name}"
-    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little") >> 1
+__all__ = [
+    "combine",
+    "combine_send",
+    "combine_sum",
+    "dispatch",
+    "dispatch_cached",
+    "dispatch_place",
+    "dispatch_send",
+    "held_rows",
+]
 
 
 def dispatch(
@@ -54,6 +43,7 @@ def dispatch(
     after: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
+    topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
     results = (
         *received(ep, tokens),
         struct(tokens, topk_ids.shape, jnp.int32),
@@ -68,12 +58,13 @@ def dispatch(
         input_scale,
         after,
         key=ep.key,
-        site=_site(),
+        site=site(),
         expert_alignment=ep.config.expert_alignment,
         zero_tail=ep.config.zero_tail,
         format=ep.config.dispatch_format,
         scale_layout=ep.config.scale_layout,
     )
+    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
     return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
 
 
@@ -86,10 +77,6 @@ def held_rows(ep: EPHandle) -> int:
 Sent = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def _pending(like: jax.Array) -> Any:
-    return struct(like, (1, _PENDING_INTS), jnp.int32)
-
-
 def dispatch_send(
     ep: EPHandle,
     tokens: jax.Array,
@@ -99,10 +86,11 @@ def dispatch_send(
     after: jax.Array,
 ) -> Sent:
     """The part of `dispatch` that routes and sends."""
+    topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
     pending, slot_of, num_invalid = _ffi.call(
         "ep_dispatch_send",
         (
-            _pending(tokens),
+            pending_call(tokens),
             struct(tokens, topk_ids.shape, jnp.int32),
             struct(tokens, (1,), jnp.int32),
         ),
@@ -112,7 +100,7 @@ def dispatch_send(
         input_scale,
         after,
         key=ep.key,
-        site=_site(),
+        site=site(),
         ranks=ep.route_ranks,
         local_experts=ep.groups,
         format=ep.config.dispatch_format,
@@ -144,6 +132,7 @@ def dispatch_place(
         format=ep.config.dispatch_format,
         scale_layout=ep.config.scale_layout,
     )
+    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
     return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
 
 
@@ -175,110 +164,8 @@ def dispatch_cached(
         route.row_slot,
         after,
         key=ep.key,
-        site=_site(),
+        site=site(),
         format=ep.config.grad_wire_format,
     )
+    out = _modes.with_shared(ep, out, tokens)
     return out, row_weights if weighted else None, done
-
-
-def combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    weight_grads: jax.Array | None,
-    residual: jax.Array | None,
-    wire: str,
-    after: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
-
-    `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
-    is what the sums travel as: a dtype or a quantised format.
-    """
-    hidden = expert_out.shape[1]
-    n, top_k = route.slot_of.shape
-    none = zeros(expert_out, (0,), jnp.float32)
-    no_tokens = zeros(expert_out, (0, hidden), expert_out.dtype)
-    out, grads, done = _ffi.call(
-        "ep_combine",
-        (
-            struct(expert_out, (n, hidden), expert_out.dtype),
-            struct(expert_out, (n, 0 if weight_grads is None else top_k), jnp.float32),
-            struct(expert_out, (1,), jnp.int32),
-        ),
-        expert_out,
-        none if router_weights is None else router_weights,
-        none if weight_grads is None else weight_grads,
-        route.row_of,
-        route.slot_counts,
-        route.slot_of,
-        no_tokens if residual is None else residual,
-        after,
-        key=ep.key,
-        site=_site(),
-        weighted=router_weights is not None,
-        with_weight_grads=weight_grads is not None,
-        with_residual=residual is not None,
-        combine_dtype=wire,
-    )
-    return out, None if weight_grads is None else grads, done
-
-
-def combine_send(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    row_weights: jax.Array | None,
-    weight_grads: None,
-    wire: str,
-    by_entry: bool,
-    after: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The part of `combine` that sums and sends: the pending call, `done`."""
-    pending, done = _ffi.call(
-        "ep_combine_send",
-        (_pending(expert_out), struct(expert_out, (1,), jnp.int32)),
-        expert_out,
-        zeros(expert_out, (0,), jnp.float32) if row_weights is None else row_weights,
-        route.row_of,
-        route.slot_counts,
-        after,
-        key=ep.key,
-        site=_site(),
-        weighted=row_weights is not None,
-        combine_dtype=wire,
-    )
-    return pending, done
-
-
-def combine_sum(
-    ep: EPHandle,
-    pending: jax.Array,
-    slot_of: jax.Array,
-    expert_out: jax.Array,
-    entry_weights: jax.Array | None,
-    residual: jax.Array | None,
-    wire: str,
-    by_entry: bool,
-    after: jax.Array,
-) -> tuple[jax.Array, None, jax.Array]:
-    """The rest of `combine`; `expert_out` has the width and dtype of the rows."""
-    n, hidden = slot_of.shape[0], expert_out.shape[1]
-    no_tokens = zeros(expert_out, (0, hidden), expert_out.dtype)
-    out, done = _ffi.call(
-        "ep_combine_place",
-        (
-            struct(expert_out, (n, hidden), expert_out.dtype),
-            struct(expert_out, (1,), jnp.int32),
-        ),
-        pending,
-        slot_of,
-        no_tokens if residual is None else residual,
-        after,
-        key=ep.key,
-        ranks=ep.route_ranks,
-        with_residual=residual is not None,
-        combine_dtype=wire,
-    )
-    return out, None, done

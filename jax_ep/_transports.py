@@ -15,15 +15,7 @@ from jax_ep._config import EPConfig
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 
-# What the kernels of p2p serve.
-_P2P_OPTIONS = {
-    "reduce": "rank",
-    "fused_shared_expert": False,
-    "skip_a2a": False,
-}
-
-
-def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str) -> str:
+def choose(mesh: Mesh, names: tuple[str, ...], requested: str) -> str:
     """The transport that `init` uses where `requested` was asked for.
 
     Raises:
@@ -31,7 +23,7 @@ def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str)
     """
     if requested == "collective":
         return "collective"
-    obstacle = _option_obstacle(config) or _obstacle(mesh, names)
+    obstacle = _obstacle(mesh, names)
     if obstacle is None:
         return "p2p"
     if requested == "p2p":
@@ -70,26 +62,22 @@ def local_ordinals(groups: np.ndarray) -> list[list[int]]:
 def window_config(config: EPConfig, ranks: int) -> Any:
     """What sizes the windows of a group of `ranks`, for the CUDA module."""
     assert _ffi.native_cuda is not None
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    shared = config.fused_shared_expert
+    # Rows that cross one by one are tokens of their own; of "none" their gradients too.
     return _ffi.native_cuda.WindowConfig(
         format=config.dispatch_format,
         hidden=config.hidden_size,
         element_bytes=config.element_bytes,
         wire_element_bytes=jnp.dtype(config.wire_dtype).itemsize,
-        tokens=config.max_tokens_per_rank,
-        top_k=config.top_k,
+        tokens=tokens,
+        dispatch_tokens=tokens * top_k if config.reduce == "none" else tokens,
+        combine_tokens=tokens if config.reduce == "rank" else tokens * top_k,
+        top_k=top_k + shared,
         ranks=ranks,
-        local_experts=config.num_experts // ranks,
+        local_experts=config.num_experts // ranks + shared,
         pending_calls=config.pending_calls,
     )
-
-
-def _option_obstacle(config: EPConfig) -> tuple[str, str] | None:
-    """As `_obstacle`, of the config; the same in every process."""
-    for field, served in _P2P_OPTIONS.items():
-        value = getattr(config, field)
-        if value != served:
-            return f"{field} {served!r}", repr(value)
-    return None
 
 
 def _obstacle(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, str] | None:

@@ -8,7 +8,6 @@ from typing import Any
 import helpers
 import numpy as np
 import oracle
-import pytest
 
 FUSED, SKIP = {"fused_shared_expert": True}, {"skip_a2a": True}
 SOURCE, NONE = {"reduce": "source"}, {"reduce": "none"}
@@ -23,12 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
     "local_shared": SKIP | FUSED,
     "local_shared_source": SKIP | FUSED | SOURCE,
 }
-
-
-def require(mode: str) -> None:
-    """Skips the test where the transport does not serve a mode."""
-    if helpers.TRANSPORT == "p2p" and mode in MODES:
-        pytest.skip("windows serve no options")
 
 
 def make_inputs(

@@ -14,7 +14,8 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from test_chain import arguments, layer, mapped, p2p_handle, split_layer, square
+from test_chain import arguments, layer, mapped, p2p_handle, square
+from test_chain_options import split_layer
 
 import jax_ep
 from jax_ep import _autodiff, _collective

@@ -169,6 +169,8 @@ inline void GiveWindows(const EpShape& shape, const Options& options, std::vecto
                       .element_bytes = shape.element_bytes,
                       .wire_element_bytes = shape.element_bytes,
                       .tokens = shape.tokens,
+                      .dispatch_tokens = shape.tokens,
+                      .combine_tokens = shape.tokens,
                       .top_k = shape.top_k,
                       .ranks = shape.ranks,
                       .local_experts = shape.local_experts,

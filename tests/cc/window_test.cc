@@ -21,10 +21,12 @@ constexpr int64_t kLine = 128;
 
 // Of a config: tokens of `element_bytes`, sums of `wire_bytes`.
 WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_t top_k,
-                    int64_t hidden, int64_t element_bytes, int64_t wire_bytes, int64_t depth) {
+                    int64_t hidden, int64_t element_bytes, int64_t wire_bytes, int64_t depth,
+                    int64_t combine_tokens = 0) {
   return {ranks,
           local_experts,
           tokens,
+          combine_tokens == 0 ? tokens : combine_tokens,
           top_k,
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
@@ -36,11 +38,11 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
 std::string Text(const WindowSizes& sizes) {
   std::string text;
   for (const int64_t size :
-       {sizes.ranks, sizes.local_experts, sizes.tokens, sizes.top_k, sizes.hidden,
-        sizes.dispatch_message_bytes, sizes.combine_message_bytes, sizes.depth}) {
+       {sizes.ranks, sizes.local_experts, sizes.dispatch_tokens, sizes.combine_tokens, sizes.top_k,
+        sizes.hidden, sizes.dispatch_message_bytes, sizes.combine_message_bytes, sizes.depth}) {
     text += std::to_string(size) + " ";
   }
-  return "R L T K H dispatch combine depth: " + text;
+  return "R L T T K H dispatch combine depth: " + text;
 }
 
 struct Part {
@@ -102,18 +104,21 @@ void CheckLayout(const WindowSizes& sizes) {
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
   CHECK(combine.count_cells == 0);
   // The messages of a whole call.
-  CHECK(dispatch.region_bytes >= sizes.tokens * sizes.dispatch_message_bytes);
-  CHECK(combine.region_bytes >= sizes.tokens * sizes.combine_message_bytes);
+  CHECK(dispatch.region_bytes >= sizes.dispatch_tokens * sizes.dispatch_message_bytes);
+  CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
   // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
-  const int64_t few = std::min(sizes.tokens, kFewTokens);
-  CHECK(dispatch.cells_per_source == few * dispatch.message_cells);
+  CHECK(dispatch.cells_per_source ==
+        std::min(sizes.dispatch_tokens, kFewTokens) * dispatch.message_cells);
   CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.dispatch_message_bytes);
-  CHECK(combine.cells_per_source == few * combine.message_cells);
+  CHECK(combine.cells_per_source ==
+        std::min(sizes.combine_tokens, kFewTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
 void TestKnownLayout() {
   CheckLayout(SizesOf(4, 64, 4096, 8, 7168, 2, 2, 1));
+  CheckLayout(SizesOf(4, 64, 4096, 8, 7168, 2, 2, 3, 4096 * 8));
+  CheckLayout(SizesOf(2, 3, 2, 3, 16, 2, 4, 3, 2 * 3));
   const WindowLayout layout = WindowLayout::Of(SizesOf(4, 64, 128, 8, 7168, 2, 2, 2));
   // 256 experts and 4 ranks.
   CHECK(layout.poison == 0 && layout.route_totals == 128);
@@ -165,6 +170,8 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                             .element_bytes = element_bytes,
                             .wire_element_bytes = ElementBytes(wire),
                             .tokens = 8,
+                            .dispatch_tokens = 8,
+                            .combine_tokens = 8,
                             .top_k = top_k,
                             .ranks = 2,
                             .local_experts = 4,
@@ -207,6 +214,8 @@ void TestMessagesOfConfigs() {
                              .element_bytes = 2,
                              .wire_element_bytes = 2,
                              .tokens = 8,
+                             .dispatch_tokens = 8,
+                             .combine_tokens = 8,
                              .top_k = 1,
                              .ranks = 2,
                              .local_experts = 4,
@@ -224,6 +233,8 @@ void TestDepthsOfConfigs() {
                                 .element_bytes = 2,
                                 .wire_element_bytes = 2,
                                 .tokens = tokens,
+                                .dispatch_tokens = tokens,
+                                .combine_tokens = tokens,
                                 .top_k = 1,
                                 .ranks = 2,
                                 .local_experts = 4,

@@ -40,7 +40,8 @@ cudaError_t PreloadWindowKernels() {
   if (error == cudaSuccess) error = PreloadWindowCachedDispatch();
   if (error == cudaSuccess) error = PreloadWindowCombine();
   if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
-  if (error == cudaSuccess) error = PreloadWindowCombineHalves();
+  if (error == cudaSuccess) error = PreloadWindowCombineSend();
+  if (error == cudaSuccess) error = PreloadWindowCombinePlace();
   return error;
 }
 

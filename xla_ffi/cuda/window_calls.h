@@ -48,6 +48,7 @@ cudaError_t PreloadWindowDispatch();
 cudaError_t PreloadWindowCachedDispatch();
 cudaError_t PreloadWindowCombine();
 cudaError_t PreloadWindowDispatchHalves();
-cudaError_t PreloadWindowCombineHalves();
+cudaError_t PreloadWindowCombineSend();
+cudaError_t PreloadWindowCombinePlace();
 
 }  // namespace jax_ep::cuda

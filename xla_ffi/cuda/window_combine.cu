@@ -6,14 +6,16 @@
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
-#include "cuda/window_combine_jobs.cuh"
+#include "cuda/window_combine_place.cuh"
+#include "cuda/window_combine_plan.cuh"
+#include "cuda/window_combine_send.cuh"
 #include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 
 namespace jax_ep::cuda {
 namespace {
 
-template <typename Element, typename Wire>
+template <typename Element, typename Wire, bool kOptions>
 __global__ void __launch_bounds__(kSumThreads, 1)
     WindowCombineKernel(const __grid_constant__ WindowCombineStep step,
                         const __grid_constant__ WindowGroup group,
@@ -27,8 +29,9 @@ __global__ void __launch_bounds__(kSumThreads, 1)
   if (ok) {
     const Combine combine{step, plan, call};
     const bool sends = static_cast<uint32_t>(Warp()) < call.senders();
-    ok = sends ? SendSums<Element, Wire>(combine, call.First(Queue::kSend)) : call.AwaitCredits();
-    if (ok) ok = PlaceSums<Element, Wire>(combine);
+    ok = sends ? SendSums<Element, Wire, kOptions>(combine, call.First(Queue::kSend))
+               : call.AwaitCredits();
+    if (ok) ok = PlaceSums<Element, Wire, kOptions>(combine);
   }
   bool failed;
   if (!call.Leave(ok, failed)) return;
@@ -53,8 +56,8 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.roles = SumRoles(group, plan.call.work, step.shape.tokens);
   const dim3 grid(plan.call.roles.blocks);
-  return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
-    return Launch(WindowCombineKernel<Element, Wire>, grid, kSumThreads, 0, stream, step, group,
+  return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
+    return Launch(WindowCombineKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step, group,
                   plan);
   });
 }
@@ -62,8 +65,8 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 cudaError_t PreloadWindowCombine() {
   const cudaError_t error = PreloadWindowFewCombine();
   if (error != cudaSuccess) return error;
-  return PreloadCombines([]<typename Element, typename Wire>(Element, Wire) {
-    return Preload(WindowCombineKernel<Element, Wire>);
+  return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
+    return Preload(WindowCombineKernel<E, W, O::value>);
   });
 }
 

@@ -175,11 +175,12 @@ struct DecodedWindowCombineSend {
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("site")
         .template Attr<bool>("weighted")
+        .template Attr<bool>("by_entry")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const I32& row_of,
                     const I32& slot_counts, const I32& after, Out<I32> pending_out, Out<I32> done,
-                    int64_t group_key, int64_t site, bool weighted,
+                    int64_t group_key, int64_t site, bool weighted, bool by_entry,
                     std::string_view combine_dtype) {
     key = group_key;
     Checker check(kTarget);
@@ -194,6 +195,9 @@ struct DecodedWindowCombineSend {
     shape.top_k = Dim(row_of, 2);
     check.Shape(shape);
     if (!check.ok()) return check.error();
+    step.by_entry = by_entry;
+    check.Require(!by_entry || shape.top_k == 1,
+                  "rows that travel one by one must be of tokens with one");
     check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
     check.Dims("slot_counts", slot_counts, {shape.ranks});
     check.Dims("done", *done, {1});
@@ -213,7 +217,7 @@ struct DecodedWindowCombineSend {
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
     CheckHalvesFit(check, sizes);
-    CheckFits(check, step.shape, message_bytes, CallKind::kCombine, sizes, layout);
+    CheckFits(check, step.shape, step.messages(), message_bytes, CallKind::kCombine, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 };
@@ -230,28 +234,41 @@ struct DecodedWindowCombinePlace {
         .template Arg<I32>()        // pending [1, 4]
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
+        .template Arg<F32>()        // entry_weights [n, K] or [0, K], of by_entry
+        .template Arg<AnyBuffer>()  // shared_rows [N, H] or [0, H]
+        .template Arg<I32>()        // shared_part [2] or [0]
         .template Arg<I32>()        // after [1]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<I32>()        // done [1]
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("ranks")
         .template Attr<bool>("with_residual")
+        .template Attr<bool>("by_entry")
+        .template Attr<bool>("with_entry_weights")
+        .template Attr<bool>("with_shared")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const I32& pending_in, const I32& slot_of, const AnyBuffer& residual,
+                    const F32& entry_weights, const AnyBuffer& shared_rows, const I32& shared_part,
                     const I32& after, Out<AnyBuffer> output, Out<I32> done, int64_t group_key,
-                    int64_t ranks, bool with_residual, std::string_view combine_dtype) {
+                    int64_t ranks, bool with_residual, bool by_entry, bool with_entry_weights,
+                    bool with_shared, std::string_view combine_dtype) {
     key = group_key;
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);
     CheckWireType(check, combine_dtype, step);
     check.Rank("slot_of", slot_of, 2);
+    check.Rank("shared_rows", shared_rows, 2);
     if (!check.ok()) return check.error();
     shape.ranks = ranks;
     shape.top_k = Dim(slot_of, 1);
+    shape.recv_rows = Dim(shared_rows, 0);
     check.Shape(shape);
     if (!check.ok()) return check.error();
+    const CombineOptions options{entry_weights, shared_rows,        shared_part,
+                                 by_entry,      with_entry_weights, with_shared};
+    options.Decode(check, shape.recv_rows, step);
     const TokenOperands operands{slot_of, residual, *output, with_residual};
     operands.Decode(check, step);
     check.Dims("done", *done, {1});
@@ -266,7 +283,7 @@ struct DecodedWindowCombinePlace {
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
     CheckHalvesFit(check, sizes);
-    CheckFits(check, step.shape, message_bytes, CallKind::kCombine, sizes, layout);
+    CheckFits(check, step.shape, step.messages(), message_bytes, CallKind::kCombine, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 };
