@@ -73,8 +73,8 @@ def held_rows(ep: EPHandle) -> int:
     return 1
 
 
-# What dispatch_send leaves: pending, slot_of, num_invalid, what is sent as it is.
-Sent = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# What dispatch_send leaves: pending, slot_of, num_invalid, tokens that are not encoded.
+Sent = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def dispatch_send(
@@ -107,8 +107,7 @@ def dispatch_send(
     )
     # Own rows come from the tokens themselves, unless they are encoded.
     encoded = formats.is_quantized(ep.config.dispatch_format)
-    own = zeros(tokens, (0, tokens.shape[1]), tokens.dtype) if encoded else tokens
-    return pending, slot_of, num_invalid, own
+    return pending, slot_of, num_invalid, None if encoded else tokens
 
 
 def dispatch_place(
@@ -124,7 +123,8 @@ def dispatch_place(
         "ep_dispatch_place",
         received(ep, like),
         pending,
-        own,
+        # Made here: an empty array that comes from another program has no buffer.
+        zeros(like, (0, like.shape[1]), like.dtype) if own is None else own,
         after,
         key=ep.key,
         expert_alignment=ep.config.expert_alignment,
