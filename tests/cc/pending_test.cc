@@ -13,6 +13,25 @@
 namespace jax_ep {
 namespace {
 
+void TestLeases() {
+  CallState state = StartState(4);
+  const RegionLease held = LeaseRegion(state, 2, 2);
+  CHECK(held.epoch == 4 && held.region == 0 && held.previous == 3);
+  CommitSend(state, held);
+  // Fused calls go round the held region, one after the other.
+  for (uint64_t epoch = 5; epoch < 8; ++epoch) {
+    const RegionLease lease = LeaseRegion(state, 2, 2);
+    CHECK(lease.epoch == epoch && lease.region == 1);
+    CHECK(lease.previous == (epoch == 5 ? StartMark(4) : epoch - 1));
+    CommitSend(state, lease);
+    CHECK(LeaseRegion(state, 2, 2).region == kNoRegion);
+    CommitPlace(state, lease);
+  }
+  CommitPlace(state, held);
+  const RegionLease back = LeaseRegion(state, 2, 2);
+  CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
+}
+
 // Calls go round the first regions; the others hold those beside pending ones.
 void TestTurns() {
   for (const uint64_t first : kFirstEpochs) {
@@ -95,6 +114,7 @@ void TestDroppedCalls() {
 }  // namespace jax_ep
 
 int main() {
+  jax_ep::TestLeases();
   jax_ep::TestTurns();
   jax_ep::TestPending();
   jax_ep::TestDroppedCalls();

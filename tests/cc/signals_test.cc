@@ -82,25 +82,6 @@ void TestCredits() {
   }
 }
 
-void TestLeases() {
-  CallState state = StartState(4);
-  const RegionLease held = LeaseRegion(state, 2, 2);
-  CHECK(held.epoch == 4 && held.region == 0 && held.previous == 3);
-  CommitSend(state, held);
-  // Fused calls go round the held region, one after the other.
-  for (uint64_t epoch = 5; epoch < 8; ++epoch) {
-    const RegionLease lease = LeaseRegion(state, 2, 2);
-    CHECK(lease.epoch == epoch && lease.region == 1);
-    CHECK(lease.previous == (epoch == 5 ? StartMark(4) : epoch - 1));
-    CommitSend(state, lease);
-    CHECK(LeaseRegion(state, 2, 2).region == kNoRegion);
-    CommitPlace(state, lease);
-  }
-  CommitPlace(state, held);
-  const RegionLease back = LeaseRegion(state, 2, 2);
-  CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
-}
-
 void CheckQueue(const WorkPlan& plan, Queue queue, std::initializer_list<WorkItem> items) {
   uint32_t ticket = 0;
   for (const WorkItem& item : items) {
@@ -123,6 +104,15 @@ void TestQueues() {
              {{Phase::kPlace, 0}, {Phase::kPlace, 1}, {Phase::kPlace, 2}, {Phase::kPlace, 3}});
   CheckQueue({0, 1, 0}, Queue::kSend, {{Phase::kSend, 0}});
   for (const Queue queue : {Queue::kSend, Queue::kPlace}) CheckQueue({0, 0, 0}, queue, {});
+  // As one queue: nothing is placed by whoever could still send.
+  for (uint32_t ticket = 0; ticket < 12; ++ticket) {
+    const WorkItem item = ItemInOrder(plan, ticket);
+    const WorkItem sent = ItemOf(plan, Queue::kSend, ticket);
+    const WorkItem expected = ticket < 5   ? sent
+                              : ticket < 9 ? WorkItem{Phase::kPlace, ticket - 5}
+                                           : WorkItem{Phase::kNone, 0};
+    CHECK(item.phase == expected.phase && item.index == expected.index);
+  }
 }
 
 // Arrivals are numbered. The last to leave, and nobody else, finds the counters as the next call
@@ -377,7 +367,6 @@ int main() {
   jax_ep::TestFlags();
   jax_ep::TestCounts();
   jax_ep::TestCredits();
-  jax_ep::TestLeases();
   jax_ep::TestQueues();
   jax_ep::TestLeaving();
   jax_ep::TestWaitUntil();

@@ -188,7 +188,6 @@ class CachedWorker {
       }
     });
     PublishChunk(call_, chunk, first_slot, count);
-    stages_.Drain();
     return true;
   }
 
@@ -271,7 +270,6 @@ class CachedWorker {
         StoreRow(row, piece, stage);
       }
     });
-    stages_.Drain();
     return true;
   }
 

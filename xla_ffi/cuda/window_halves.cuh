@@ -40,7 +40,7 @@ class WindowSendHalf : public WindowCall {
     __syncthreads();
     const uint32_t surplus = SurplusRegion(state_, group_.depth);
     if (surplus == kNoRegion) return;
-    ReturnCredits(surplus, state_.last_epoch[surplus]);
+    ReturnCredits(threadIdx.x, surplus, state_.last_epoch[surplus]);
     __syncthreads();
     if (threadIdx.x == 0) CommitPlace(state_, {0, 0, surplus});
   }
@@ -72,7 +72,7 @@ class WindowPlaceHalf : public WindowCall {
   }
   __device__ void Commit(bool failed) {
     if (failed) return EndGroup();
-    ReturnCredits(lease_.region, lease_.epoch);
+    ReturnCredits(threadIdx.x, lease_.region, lease_.epoch);
     if (threadIdx.x == 0) CommitPlace(state_, lease_);
   }
 
