@@ -5,7 +5,7 @@
 Builds benchmarks/window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
 all other options, among them
     --tokens 128,4096  --sms 0,24,132  --kinds dbc  --capacity worst  --no-check
-    --format nvfp4  --tiled  --quantized  --alignment 128
+    --format nvfp4  --tiled  --quantized  --halves  --alignment 128
 A built program's own `--help` has them all. `--keep` leaves the program at a path, for
 a profiler or for more runs, and does not run it. `--record` also writes what was timed
 to benchmarks/results/kernels-<gpu>x<n>-<date>.json, if nothing was wrong.
@@ -30,6 +30,9 @@ KERNELS = (
     "window_combine",
     "window_few_dispatch",
     "window_few_combine",
+    "window_dispatch_halves",
+    "window_combine_send",
+    "window_combine_place",
 )
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
 # The host adds up what the GPUs do, and rounds as often.

@@ -41,7 +41,8 @@ _TRANSPORTS = {"collective": _collective, "p2p": _p2p}
 
 def transport_of(ep: EPHandle) -> ModuleType:
     """The module that exchanges for `ep`: dispatch, dispatch_cached and combine."""
-    return _TRANSPORTS[ep.transport]
+    # Where nothing is exchanged the steps alone are left.
+    return _collective if ep.config.skip_a2a else _TRANSPORTS[ep.transport]
 
 
 def own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _modes
+from jax_ep import _chain, _modes
 from jax_ep._autodiff import (
     dispatch_cotangents,
     own_rule,
@@ -23,6 +23,7 @@ from jax_ep._autodiff import (
     transport_of,
 )
 from jax_ep._autodiff_combine import combine_cotangents, combine_kept
+from jax_ep._chain import Token
 from jax_ep._names import OUT_NAME, named_dispatch
 from jax_ep._types import Dispatched, Route
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
 
-@own_rule(0, 1)
+_NUM_INVALID = 2  # in what `dispatch_send` of a transport leaves
+
+
 def dispatch_async(
     ep: EPHandle,
     weighted: bool,
@@ -38,11 +41,29 @@ def dispatch_async(
     topk_ids: jax.Array,
     router_weights: jax.Array,
     input_scale: jax.Array,
+    given: Token | None = None,
 ) -> tuple[Any, Any]:
     """The first half of `_autodiff.dispatch`."""
+    after = _chain.before(ep, tokens, given)
+    args = tokens, topk_ids, router_weights, input_scale
+    (sent, input_scale), ports = _dispatch_async(ep, weighted, *args, after)
+    _chain.passed(ep, (sent[_NUM_INVALID],))
+    return (sent, input_scale), ports
+
+
+@own_rule(0, 1)
+def _dispatch_async(
+    ep: EPHandle,
+    weighted: bool,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+    after: Token,
+) -> tuple[Any, Any]:
     body = partial(transport_of(ep).dispatch_send, ep)
     sent = refusing_vmap("dispatch_async", body)(
-        tokens, topk_ids, router_weights, input_scale
+        tokens, topk_ids, router_weights, input_scale, *after
     )
     port = jnp.zeros_like(router_weights) if weighted else None
     return (sent, input_scale), (jnp.zeros_like(tokens), port)
@@ -54,34 +75,43 @@ def _dispatch_async_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
 
 def _dispatch_async_bwd(ep: EPHandle, weighted: bool, _: None, ct: Any) -> Any:
     dx, dw = ct[1]
-    return dx, None, dw, None
+    return dx, None, dw, None, None
 
 
-dispatch_async.defvjp(_dispatch_async_fwd, _dispatch_async_bwd)
+_dispatch_async.defvjp(_dispatch_async_fwd, _dispatch_async_bwd)
+
+
+def dispatch_wait(
+    ep: EPHandle, held: Any, ports: Any, given: Token | None = None
+) -> Dispatched:
+    """The second half of `_autodiff.dispatch`."""
+    after = _chain.before(ep, held[0][0], given)
+    d = _dispatch_wait(ep, held, ports, after)
+    _chain.passed(ep, (d.num_dropped,))
+    return d
 
 
 @own_rule(0)
-def dispatch_wait(ep: EPHandle, held: Any, ports: Any) -> Dispatched:
-    """The second half of `_autodiff.dispatch`."""
+def _dispatch_wait(ep: EPHandle, held: Any, ports: Any, after: Token) -> Dispatched:
     sent, input_scale = held
     body = partial(transport_of(ep).dispatch_place, ep)
     guarded = refusing_vmap("dispatch_wait", body)
-    return named_dispatch(guarded(ports[0], input_scale, sent))
+    return named_dispatch(guarded(ports[0], input_scale, sent, *after))
 
 
-def _dispatch_wait_fwd(ep: EPHandle, held: Any, ports: Any) -> Any:
+def _dispatch_wait_fwd(ep: EPHandle, held: Any, ports: Any, after: Token) -> Any:
     # Named again, as in `_autodiff`.
-    d = named_dispatch(dispatch_wait(ep, held, ports))
+    d = named_dispatch(dispatch_wait(ep, held, ports, after))
     # None or (): whether the weights take gradients.
     return d, (d.route, None if ports[1] is None else ())
 
 
 def _dispatch_wait_bwd(ep: EPHandle, kept: Any, ct: Dispatched) -> Any:
     route, weighted = kept
-    return None, dispatch_cotangents(ep, weighted is not None, route, ct)
+    return None, dispatch_cotangents(ep, weighted is not None, route, ct), None
 
 
-dispatch_wait.defvjp(_dispatch_wait_fwd, _dispatch_wait_bwd)
+_dispatch_wait.defvjp(_dispatch_wait_fwd, _dispatch_wait_bwd)
 
 
 def combine_async(
@@ -94,7 +124,22 @@ def combine_async(
     """The first half of `_autodiff_combine.combine`."""
     if ep.config.reduce == "none":
         route = _modes.by_entry(route)
-    return _combine_async(ep, route, expert_out, router_weights, residual)
+    return _chained_async(ep, route, expert_out, router_weights, residual)[:2]
+
+
+def _chained_async(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    router_weights: jax.Array | None,
+    residual: jax.Array | None,
+    given: Token | None = None,
+) -> tuple[Any, Any, Token]:
+    after = _chain.before(ep, expert_out, given)
+    args = route, expert_out, router_weights, residual
+    held, port, done = _combine_async(ep, *args, after)
+    _chain.passed(ep, done)
+    return held, port, done
 
 
 @own_rule(0)
@@ -104,17 +149,20 @@ def _combine_async(
     expert_out: jax.Array,
     router_weights: jax.Array | None,
     residual: jax.Array | None,
-) -> tuple[Any, Any]:
+    after: Token,
+) -> tuple[Any, Any, Token]:
     at_source = ep.config.reduce == "source"
 
-    def body(route: Route, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    def body(
+        route: Route, rows: jax.Array, weights: jax.Array | None, *after: jax.Array
+    ) -> tuple[jax.Array, ...]:
         wire = ep.config.combine_wire
         return transport_of(ep).combine_send(
-            ep, route, rows, weights, None, wire, at_source
+            ep, route, rows, weights, None, wire, at_source, *after
         )
 
-    recv = refusing_vmap("combine_async", body)(
-        route, expert_out, None if at_source else router_weights
+    recv, *done = refusing_vmap("combine_async", body)(
+        route, expert_out, None if at_source else router_weights, *after
     )
     shape = (route.slot_of.shape[0], expert_out.shape[1])
     held = (
@@ -124,15 +172,15 @@ def _combine_async(
         residual,
         expert_out if ep.config.fused_shared_expert else None,
     )
-    return held, jnp.zeros_like(expert_out, shape=shape)
+    return held, jnp.zeros_like(expert_out, shape=shape), tuple(done)
 
 
 def _combine_async_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return _combine_async(ep, route, *args), combine_kept(route, *args)
+    return _chained_async(ep, route, *args), combine_kept(route, *args[:3])
 
 
 def _combine_async_bwd(ep: EPHandle, kept: Any, ct: Any) -> Any:
-    return None, *combine_cotangents(ep, kept, ct[1])
+    return None, *combine_cotangents(ep, kept, ct[1]), None
 
 
 _combine_async.defvjp(_combine_async_fwd, _combine_async_bwd)
@@ -140,19 +188,30 @@ _combine_async.defvjp(_combine_async_fwd, _combine_async_bwd)
 
 def combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
     """The second half of `_autodiff_combine.combine`."""
-    y = _combine_wait(ep, held, port)
+    y, *_ = _chained_wait(ep, held, port)
     if ep.config.reduce != "none":
         return y
     top_k = ep.config.top_k
     return y.reshape(y.shape[0] // top_k, top_k, y.shape[1])
 
 
+def _chained_wait(
+    ep: EPHandle, held: Any, port: jax.Array, given: Token | None = None
+) -> tuple[jax.Array, ...]:
+    after = _chain.before(ep, held[0], given)
+    out = _combine_wait(ep, held, port, after)
+    _chain.passed(ep, out[1:])
+    return out
+
+
 @own_rule(0)
-def _combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
-    def body(held: Any, port: jax.Array) -> jax.Array:
+def _combine_wait(
+    ep: EPHandle, held: Any, port: jax.Array, after: Token
+) -> tuple[jax.Array, ...]:
+    def body(held: Any, port: jax.Array, *after: jax.Array) -> tuple[jax.Array, ...]:
         recv, slot_of, weights, residual, shared_rows = held
         rows = port if shared_rows is None else shared_rows
-        y, _ = transport_of(ep).combine_sum(
+        y, _, *done = transport_of(ep).combine_sum(
             ep,
             recv,
             slot_of,
@@ -161,18 +220,20 @@ def _combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
             residual,
             ep.config.combine_wire,
             ep.config.reduce == "source",
+            *after,
         )
-        return y
+        return y, *done
 
-    return checkpoint_name(refusing_vmap("combine_wait", body)(held, port), OUT_NAME)
-
-
-def _combine_wait_fwd(ep: EPHandle, held: Any, port: jax.Array) -> Any:
-    return checkpoint_name(_combine_wait(ep, held, port), OUT_NAME), None
+    guarded = refusing_vmap("combine_wait", body)
+    return checkpoint_name(guarded(held, port, *after), OUT_NAME)
 
 
-def _combine_wait_bwd(ep: EPHandle, _: None, ct: jax.Array) -> Any:
-    return None, ct
+def _combine_wait_fwd(ep: EPHandle, held: Any, port: jax.Array, after: Token) -> Any:
+    return checkpoint_name(_chained_wait(ep, held, port, after), OUT_NAME), None
+
+
+def _combine_wait_bwd(ep: EPHandle, _: None, ct: Any) -> Any:
+    return None, ct[0], None
 
 
 _combine_wait.defvjp(_combine_wait_fwd, _combine_wait_bwd)

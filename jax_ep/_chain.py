@@ -40,7 +40,7 @@ def before(ep: EPHandle, like: jax.Array, given: Token | None = None) -> Token:
     Returns:
         int32 `[1]`, zero where there is nothing; () for an unchained transport.
     """
-    if ep.transport not in _CHAINED:
+    if not _chained(ep):
         return ()
     trace = current_trace()
     for where, token in _links(ep):
@@ -59,7 +59,7 @@ def passed(ep: EPHandle, token: Token) -> None:
     trace = current_trace()
     # What is held would be reported as leaked.
     leaks = getattr(jax.config, _CHECKS_LEAKS, False)
-    if ep.transport not in _CHAINED or trace is None or leaks:
+    if not _chained(ep) or trace is None or leaks:
         return
     links = _links(ep)
     # Of other traces only those that this one lies in go on; the rest has ended, or is
@@ -67,6 +67,10 @@ def passed(ep: EPHandle, token: Token) -> None:
     around = _around(trace)
     links[:] = [link for link in links if any(link[0] is outer for outer in around)]
     links.append((trace, token[0]))
+
+
+def _chained(ep: EPHandle) -> bool:
+    return ep.transport in _CHAINED and not ep.config.skip_a2a
 
 
 def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:

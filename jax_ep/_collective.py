@@ -41,6 +41,11 @@ def dispatch(
     return dispatch_place(ep, tokens, input_scale, sent)
 
 
+def held_rows(ep: EPHandle) -> int:
+    """Dimension 0 of what the first half of a call leaves at a rank."""
+    return ep.route_ranks
+
+
 # What dispatch_send leaves: arrivals, slot_of, num_invalid.
 Sent = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -160,7 +165,7 @@ def combine(
     travel by itself, and `router_weights` are then `[n, K]` of the source.
     """
     row_weights = None if by_entry else router_weights
-    recv = combine_send(
+    (recv,) = combine_send(
         ep, route, expert_out, row_weights, weight_grads, wire, by_entry
     )
     return combine_sum(
@@ -184,7 +189,7 @@ def combine_send(
     weight_grads: jax.Array | None,
     wire: str,
     by_entry: bool,
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """The part of `combine` up to its exchange: what arrived."""
     if by_entry:
         route = _modes.by_entry(route)
@@ -214,7 +219,7 @@ def combine_send(
         with_weight_grads=weight_grads is not None,
         combine_dtype=wire,
     )
-    return _exchange(ep, send)
+    return (_exchange(ep, send),)
 
 
 def combine_sum(

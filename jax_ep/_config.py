@@ -15,6 +15,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 REDUCES = ("rank", "source", "none")
 SCALE_LAYOUTS = ("rows", "tiled_128x4")
 WIRE_FORMATS = ("fp8_block128",)
+MAX_PENDING_CALLS = 2
 _CAPACITY_MULTIPLE = 128
 
 
@@ -68,6 +69,8 @@ class EPConfig:
         fused_shared_expert: a shared expert's rows are group 0.
         skip_a2a: every rank holds the same tokens; nothing is exchanged.
         allreduce_world_size: ranks that split the shared expert; None is R.
+        pending_calls: dispatches, and combines, that may be pending at once: 0, 1 or 2.
+            Each takes room in the windows of a GPU transport.
         num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
         ranks_per_node: forces "nodes" for tests; None finds them.
         timeout_s: bound on every wait of p2p and shmem, in seconds.
@@ -94,6 +97,7 @@ class EPConfig:
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     allreduce_world_size: int | None = None
+    pending_calls: int = 2
     num_sms: int | None = None
     ranks_per_node: int | None = None
     timeout_s: float = 100.0
@@ -114,6 +118,7 @@ class EPConfig:
         limit = native.MAX_INDEX
         _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, limit)
         _require_int("expert_alignment", self.expert_alignment, 1, limit)
+        _require_int("pending_calls", self.pending_calls, 0, MAX_PENDING_CALLS)
         for name in ("allreduce_world_size", "num_sms", "ranks_per_node"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)

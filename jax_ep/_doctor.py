@@ -105,8 +105,6 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
     # Of this process's devices alone.
     with Meeting.of(mesh, config.timeout_s, "doctor") as meeting:
         obstacle = _transports.obstacle(mesh, ("ep",), meeting)
-    if obstacle is None:
-        obstacle = _transports._option_obstacle(config)
     found["p2p"] = {
         "works": obstacle is None,
         "why": "every device reaches every other",

@@ -77,7 +77,7 @@ def init(
     _check_served(config, ranks, transport)
     subject = repr((_content(mesh, names, config), transport))
     with Meeting.of(mesh, config.timeout_s, subject) as meeting:
-        chosen = _transports.choose(mesh, names, config, transport, meeting)
+        chosen = _transports.choose(mesh, names, transport, meeting)
         try:
             return _open(mesh, names, config, ranks, chosen, meeting)
         except _windows.NotMapped as error:
@@ -214,7 +214,7 @@ def _open(
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
     buffer_bytes = 0
-    if transport == "p2p":
+    if transport == "p2p" and not config.skip_a2a:
         buffer_bytes = _windows.open_windows(
             native,
             key,

@@ -3,7 +3,7 @@
 The steps know ranks, experts and rows alone. Here a shared expert becomes one expert
 more on each rank, chosen by one entry more of each token; a rank that exchanges nothing
 becomes a group of its own; and rows that cross one by one become tokens of one row.
-Used by `_collective` and `_autodiff`.
+Used by the transports and by `_autodiff*`.
 """
 
 from __future__ import annotations

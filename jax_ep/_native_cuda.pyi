@@ -13,9 +13,12 @@ class WindowConfig:
         element_bytes: int,
         wire_element_bytes: int,
         tokens: int,
+        dispatch_tokens: int,
+        combine_tokens: int,
         top_k: int,
         ranks: int,
         local_experts: int,
+        pending_calls: int,
     ) -> None: ...
 
 def targets() -> dict[str, Any]: ...

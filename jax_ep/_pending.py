@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jax_ep import _chain
 
-MOST_OPEN = 2  # of one kind and handle
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
 
 
 class Pending:
@@ -44,19 +45,20 @@ _open: weakref.WeakKeyDictionary[Pending, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def require_room(function: str, kind: str, key: int) -> None:
-    """Raises ValueError where this trace has two pendings of that kind and handle."""
+def require_room(function: str, kind: str, ep: EPHandle) -> None:
+    """Raises ValueError where this trace has as many pendings of `kind` as may be."""
     trace = _chain.current_trace()
+    most = ep.config.pending_calls
     with _lock:
         count = sum(
-            where is trace and (pending.kind, pending.key) == (kind, key)
+            where is trace and (pending.kind, pending.key) == (kind, ep.key)
             for pending, where in _open.items()
         )
-    if trace is not None and count >= MOST_OPEN:
+    if most == 0 or (trace is not None and count >= most):
         raise ValueError(
-            f"jax_ep.{function}: at most {MOST_OPEN} calls of a handle must be "
-            f"pending, got {count + 1}; call jax_ep.{kind}_wait on an "
-            "earlier one first, or use another handle"
+            f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
+            f"config's pending_calls, got {count + 1}; call jax_ep.{kind}_wait on an "
+            "earlier one first, or use a handle with room for it"
         )
 
 

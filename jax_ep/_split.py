@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_ep import _autodiff_split, _checks, _handle, _operands, _pending
+from jax_ep._autodiff import transport_of
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
@@ -26,11 +27,11 @@ def dispatch_async(
 ) -> Pending:
     """Begins a dispatch: `jax_ep.dispatch` up to the end of its exchange.
 
-    What does not need its result may run before `dispatch_wait`. At most two
-    dispatches of a handle may be pending.
+    What does not need its result may run before `dispatch_wait`. At most the config's
+    `pending_calls` dispatches of a handle may be pending.
 
     Args:
-        ep: handle of `jax_ep.init`, of transport "collective".
+        ep: handle of `jax_ep.init`.
         tokens: as in `jax_ep.dispatch`, like the others.
         topk_ids: int32 `[n, K]`.
         router_weights: float32 `[n, K]` or None.
@@ -41,7 +42,7 @@ def dispatch_async(
 
     Raises:
         ValueError, TypeError: as `jax_ep.dispatch`; a third pending dispatch where
-            this trace sees it; a transport that has no halves.
+            this trace sees it.
 
     Source: SPEC section 4; the system documents' dispatch_async.
     """
@@ -49,8 +50,7 @@ def dispatch_async(
     weighted, args = _operands.of_dispatch(
         function, ep, tokens, topk_ids, router_weights, input_scale
     )
-    _require_halves(function, ep)
-    _pending.require_room(function, "dispatch", ep.key)
+    _pending.require_room(function, "dispatch", ep)
     with jax.named_scope("jax_ep.dispatch_async"):
         halves = _autodiff_split.dispatch_async(ep, weighted, *args)
     return _pending.opened(Pending("dispatch", ep.key, *halves))
@@ -105,8 +105,7 @@ def combine_async(
     args = _operands.of_combine(
         function, ep, expert_out, route, router_weights, residual
     )
-    _require_halves(function, ep)
-    _pending.require_room(function, "combine", ep.key)
+    _pending.require_room(function, "combine", ep)
     with jax.named_scope("jax_ep.combine_async"):
         halves = _autodiff_split.combine_async(ep, *args)
     return _pending.opened(Pending("combine", ep.key, *halves))
@@ -161,19 +160,11 @@ def handle_of(function: str, kind: str, pending: Pending) -> EPHandle:
 def _waiting(function: str, kind: str, pending: Pending) -> EPHandle:
     ep = handle_of(function, kind, pending)
     _checks.require_scope(function, ep)
-    regions = jax.tree.leaves(pending.held)[0].shape[0]
-    if regions != ep.route_ranks:
+    wanted = transport_of(ep).held_rows(ep)
+    held = jax.tree.leaves(pending.held)[0].shape[0]
+    if held != wanted:
         raise ValueError(
-            f"jax_ep.{function}: pending must be one rank's, got {regions} regions for "
-            f"{ep.route_ranks}; use jax_ep.sharded.{function} on global arrays"
+            f"jax_ep.{function}: pending must be one rank's, which holds {wanted}, got "
+            f"{held}; use jax_ep.sharded.{function} on global arrays"
         )
     return ep
-
-
-def _require_halves(function: str, ep: EPHandle) -> None:
-    if ep.transport != "collective":
-        raise ValueError(
-            f'jax_ep.{function}: ep must be of transport "collective", which has calls '
-            f'in halves, got "{ep.transport}"; init with transport="collective" or '
-            f"call jax_ep.{function.removesuffix('_async')}"
-        )

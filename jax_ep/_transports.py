@@ -6,28 +6,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep import _ffi, _windows
-from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
 
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 
-# What the kernels of p2p serve.
-_P2P_OPTIONS = {
-    "reduce": "rank",
-    "fused_shared_expert": False,
-    "skip_a2a": False,
-}
-
-
-def choose(
-    mesh: Mesh,
-    names: tuple[str, ...],
-    config: EPConfig,
-    requested: str,
-    meeting: Meeting,
-) -> str:
+def choose(mesh: Mesh, names: tuple[str, ...], requested: str, meeting: Meeting) -> str:
     """The transport that `init` uses where `requested` was asked for.
 
     The same in all processes of the mesh, which call it together.
@@ -38,7 +23,7 @@ def choose(
     """
     if requested == "collective":
         return "collective"
-    found = _option_obstacle(config) or obstacle(mesh, names, meeting)
+    found = obstacle(mesh, names, meeting)
     return "p2p" if found is None else instead_of_p2p(requested, found)
 
 
@@ -63,15 +48,6 @@ def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
     others = [axis for axis in range(mesh.devices.ndim) if axis not in own]
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     return mesh.devices.transpose(others + own).reshape(-1, ranks)
-
-
-def _option_obstacle(config: EPConfig) -> Obstacle | None:
-    """As `obstacle`, of the config; the same in every process."""
-    for field, served in _P2P_OPTIONS.items():
-        value = getattr(config, field)
-        if value != served:
-            return f"{field} {served!r}", repr(value)
-    return None
 
 
 def obstacle(mesh: Mesh, names: tuple[str, ...], meeting: Meeting) -> Obstacle | None:

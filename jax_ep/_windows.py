@@ -156,15 +156,21 @@ def _reach(
 
 def window_config(native: ModuleType, config: EPConfig, ranks: int) -> Any:
     """What sizes the windows of a group of `ranks`."""
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    shared = config.fused_shared_expert
+    # Rows that cross one by one are tokens of their own; of "none" their gradients too.
     return native.WindowConfig(
         format=config.dispatch_format,
         hidden=config.hidden_size,
         element_bytes=config.element_bytes,
         wire_element_bytes=jnp.dtype(config.wire_dtype).itemsize,
-        tokens=config.max_tokens_per_rank,
-        top_k=config.top_k,
+        tokens=tokens,
+        dispatch_tokens=tokens * top_k if config.reduce == "none" else tokens,
+        combine_tokens=tokens if config.reduce == "rank" else tokens * top_k,
+        top_k=top_k + shared,
         ranks=ranks,
-        local_experts=config.num_experts // ranks,
+        local_experts=config.num_experts // ranks + shared,
+        pending_calls=config.pending_calls,
     )
 
 

@@ -1,7 +1,8 @@
 """Programs and designs of the protocol model: what every rank does, step by step.
 
 A program is written "D C D>a D D<a": D and C are kinds of calls (dispatch, combine),
-`D>a` only sends and leaves the call pending under the name a, `D<a` places it, and
+`D>a` only sends and leaves the call pending under the name a, `D<a` places it (which is
+refused where it is not pending), and
 `D=7` is a fused call whose flags carry the tag 7. In `C~` this rank needs nothing and
 looks at no flag, in `C~02` at none of ranks 0 and 2; `C.` is a call without items.
 `protocol_model.explore` runs it.
@@ -24,6 +25,10 @@ class Design:
     """The choices of the protocol. The defaults are what signals.h does."""
 
     depth: int = 1
+    turns: int | None = None  # regions that calls go round; all of them by default
+    # What becomes of the oldest pending call where a new one would leave no region:
+    # "" refuses, "return" gives its credits, "keep" forgets them.
+    surplus: str = ""
     workers: int = 1  # resident at a time, a rank
     chunks: int = 1
     route_items: int = 0  # the last to count posts counts, which every placer needs
@@ -199,6 +204,17 @@ def _ignored(name: str, ranks: int) -> frozenset[int]:
     return frozenset(map(int, name) if name else range(ranks))
 
 
+def _give_up(
+    design: Design, kind: str, pending: dict[tuple[str, str], _Exchange]
+) -> Queue:
+    """What ends the oldest pending call, where calls of a kind fill all regions."""
+    own = [name for name in pending if name[0] == kind]
+    if not design.surplus or len(own) < design.depth:
+        return ()
+    oldest = pending.pop(min(own, key=lambda name: pending[name].epoch))
+    return oldest.credit_items() if design.surplus == "return" else ()
+
+
 def compile_program(
     design: Design, ranks: int, rank: int, program: str, cells: Cells
 ) -> tuple[Call, ...]:
@@ -214,13 +230,16 @@ def compile_program(
         kind, form = match[1], match[2] or match[4] or match[6]
         name = match[3] or match[5]
         if form == "<":
+            if (kind, name) not in pending:
+                raise RefusedError
             sent = pending.pop((kind, name))
             calls.append(((), sent.place_items(), sent.credit_items()))
             continue
         epoch = next_epoch.get(kind, 1)
         next_epoch[kind] = epoch + 1
         held = {p.region for (k, _), p in pending.items() if k == kind}
-        tried = [(epoch + i) % design.depth for i in range(design.depth)]
+        first = epoch % (design.turns or design.depth)
+        tried = [(first + i) % design.depth for i in range(design.depth)]
         free = [r for r in tried if design.regions == "modulo" or r not in held]
         if not free:
             raise RefusedError
@@ -240,7 +259,7 @@ def compile_program(
         )
         if form == ">":
             pending[kind, name] = exchange
-            calls.append((exchange.send_items(), (), ()))
+            calls.append((exchange.send_items(), (), _give_up(design, kind, pending)))
         elif form == ".":
             calls.append((exchange.empty_items(), (), exchange.credit_items()))
         else:

@@ -22,8 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-# Which result a later call takes: num_dropped of a dispatch, done of the others.
-TOKEN_INDEX = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
+# Which result a later call takes: num_dropped or num_invalid of a dispatch, done of the
+# others.
+WHOLE = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
+HALVES = {
+    "ep_dispatch_send": 2,
+    "ep_dispatch_place": 9,
+    "ep_combine_send": 1,
+    "ep_combine_place": 1,
+}
+TOKEN_INDEX = WHOLE | HALVES
 
 
 @pytest.fixture
@@ -34,9 +42,10 @@ def mesh():
     return helpers.make_mesh(2)
 
 
-def p2p_handle(mesh: Any) -> Any:
+def p2p_handle(mesh: Any, **changes: Any) -> Any:
     """A handle that traces as one of p2p does, without windows."""
-    ep = jax_ep.init(mesh, "ep", helpers.make_config(), transport="collective")
+    config = helpers.make_config(**changes)
+    ep = jax_ep.init(mesh, "ep", config, transport="collective")
     ep.transport = "p2p"
     return ep
 
@@ -162,7 +171,7 @@ def test_derivatives(mesh, ep, order: int, check_vma: bool) -> None:
 
     text = lowered(mesh, body, check_vma=check_vma)
     found = calls(text)
-    assert {call.target for call in found} == set(TOKEN_INDEX)
+    assert {call.target for call in found} == set(WHOLE)
     assert len(found) >= 4 + 8 * order
     assert afters(text) == chain(len(found))
 

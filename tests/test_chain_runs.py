@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_chain import arguments, layer, mapped, p2p_handle, square
+from test_chain_options import split_layer
 
 import jax_ep
 from jax_ep import _autodiff, _collective
@@ -51,7 +52,7 @@ def runs(monkeypatch):
         def call(ep: Any, *operands: Any) -> Any:
             *first, after = operands
             given.append(f"{after.dtype}{list(after.shape)}")
-            first[operand] = tied(first[operand], after)
+            first[operand] = jax.tree.map(lambda x: tied(x, after), first[operand])
             out = ordinary(ep, *first)
             return (*out, done(out[0])) if yields else out
 
@@ -61,27 +62,35 @@ def runs(monkeypatch):
         dispatch=chained(_collective.dispatch, 0, False),
         dispatch_cached=chained(_collective.dispatch_cached, 1, True),
         combine=chained(_collective.combine, 1, True),
+        held_rows=_collective.held_rows,
+        dispatch_send=chained(_collective.dispatch_send, 0, False),
+        dispatch_place=chained(_collective.dispatch_place, 2, False),
+        combine_send=chained(_collective.combine_send, 1, True),
+        combine_sum=chained(_collective.combine_sum, 0, True),
     )
     monkeypatch.setitem(_autodiff._TRANSPORTS, "p2p", module)
     return given
 
 
-def stacked(ep: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gradient of rematerialised layers in a scan, and of one more."""
+def stacked(ep: Any, one: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    """Gradient of rematerialised layers `one` in a scan, and of one more."""
 
     def step(x: Any, _: Any) -> Any:
-        return layer(ep, x, ids) / 4, None
+        return one(ep, x, ids) / 4, None
 
     def loss(x: Any) -> Any:
         y, _ = jax.lax.scan(wrap(step), x, jnp.arange(3.0))
-        return square(layer(ep, y, ids))
+        return square(one(ep, y, ids))
 
     return jax.grad(loss)(x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("wrapped", ["bare", "remat", "save_route"])
-def test_results_and_exchanges_are_the_same(mesh, ep, runs, wrapped, check_vma) -> None:
+@pytest.mark.parametrize("one", [layer, split_layer])
+def test_results_and_exchanges_are_the_same(
+    mesh, ep, runs, one, wrapped, check_vma
+) -> None:
     wrap = {
         "bare": lambda step: step,
         "remat": jax.checkpoint,
@@ -90,7 +99,7 @@ def test_results_and_exchanges_are_the_same(mesh, ep, runs, wrapped, check_vma) 
     plain = jax_ep.init(mesh, "ep", ep.config, transport="collective")
     results, counts = [], []
     for handle in (ep, plain):
-        body = functools.partial(stacked, handle, wrap)
+        body = functools.partial(stacked, handle, one, wrap)
         run = jax.jit(mapped(mesh, body, check_vma=check_vma))
         text = run.lower(*arguments()).compile().as_text()
         counts.append(len(re.findall(r" all-to-all(?:-start)?\(", text)))

@@ -41,6 +41,7 @@ CONFIGS = {
     "recv_capacity_zero": ({"recv_capacity": 0}, "recv_capacity", "0"),
     "capacity_factor_zero": ({"capacity_factor": 0.0}, "capacity_factor", "0.0"),
     "timeout_zero": ({"timeout_s": 0.0}, "timeout_s", "0.0"),
+    "too_many_pending_calls": ({"pending_calls": 3}, "pending_calls", "3", "2"),
     # Options that exclude each other.
     "two_capacities": (
         {"recv_capacity": 9, "capacity_factor": 1.0},

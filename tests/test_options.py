@@ -20,10 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows serve no options"
-)
-
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "aligned": {"expert_alignment": 8},

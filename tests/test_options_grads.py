@@ -18,9 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="windows serve no options"
-)
 MODES = pytest.mark.parametrize("mode", options.MODES)
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -17,6 +17,7 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import options
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -80,15 +81,39 @@ def test_init_opens_windows(mesh, opened, monkeypatch) -> None:
         "element_bytes": 2,
         "wire_element_bytes": 2,
         "tokens": 8,
+        "dispatch_tokens": 8,
+        "combine_tokens": 8,
         "top_k": 3,
         "ranks": 4,
         "local_experts": 6,
+        "pending_calls": 2,
     }
     options = [options for _, _, options in opened.opened]
     assert options == [
         {"timeout_s": 2.5, "num_sms": 3, "first_epoch": 1},
         {"timeout_s": 100.0, "num_sms": 0, "first_epoch": 2**64 - 3},
     ]
+
+
+# T = 8 tokens, K = 3, L = 6 experts: what windows have room for.
+ROOM = {
+    "source": (8, 24, 3, 6),
+    "none": (24, 24, 3, 6),
+    "shared": (8, 8, 4, 7),
+    "shared_source": (8, 24, 4, 7),
+}
+
+
+@pytest.mark.parametrize("mode", options.MODES)
+def test_windows_of_options(mesh, opened, mode: str) -> None:
+    with helpers.init(mesh, **options.MODES[mode], pending_calls=1) as ep:
+        assert ep.transport == "p2p"
+        assert ep.buffer_bytes == (4096 if mode in ROOM else 0)
+    # With skip_a2a there are none.
+    fields = ("dispatch_tokens", "combine_tokens", "top_k", "local_experts")
+    room = [tuple(config[f] for f in fields) for _, config, _ in opened.opened]
+    assert room == ([ROOM[mode]] if mode in ROOM else [])
+    assert all(config["pending_calls"] == 1 for _, config, _ in opened.opened)
 
 
 def test_check_raises_while_poisoned(mesh, opened) -> None:

@@ -170,6 +170,41 @@ def test_too_many_pending_calls_are_refused(
     assert explore(program, 2, Design(depth=depth)).outcomes == outcomes
 
 
+# The first call is begun and dropped: it makes room for later ones.
+DROPPED = [
+    "D>a D>b D>c D D<b D<c",
+    "D>a D>b D D>c D<c D D<b",
+    "D>a D>b D>c D>d D<d D D<c",
+    "D>a C>b D>c C<b D>d C D<c D D<d",
+]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("program", [*PENDING, *DROPPED])
+def test_fewer_turns_than_regions(program: str, turns: int) -> None:
+    design = Design(depth=3, turns=turns, surplus="return")
+    assert explore(program, 2, design).outcomes == FINISHED
+
+
+@pytest.mark.parametrize("program", DROPPED)
+def test_dropped_calls(program: str) -> None:
+    design = Design(depth=3, turns=1, surplus="return", workers=2, roles="helping")
+    assert explore(program, 2, design).outcomes == FINISHED
+    # A region without its credit is lost to all later calls.
+    kept = dataclasses.replace(design, surplus="keep")
+    assert explore(program + " D D D", 2, kept).outcomes == DEADLOCK
+    assert explore(program + " D<a", 2, design).outcomes == REFUSED
+
+
+def test_dropped_calls_fill_the_regions() -> None:
+    assert explore(DROPPED[0], 2, Design(depth=3)).outcomes == REFUSED
+
+
+def test_dropped_calls_of_three_ranks() -> None:
+    design = Design(depth=2, turns=1, surplus="return")
+    assert explore("D>a D>b D D<b D", 3, design).outcomes == FINISHED
+
+
 def test_region_by_epoch_alone_deadlocks() -> None:
     design = Design(depth=2, regions="modulo")
     result = explore("D>a D D D<a", 2, design)

@@ -19,7 +19,7 @@ NAMES = ("jax_ep_route", "jax_ep_rows", "jax_ep_out")
 # What one exchange is in a compiled program.
 EXCHANGE = {
     "collective": r" all-to-all(?:-start)?\(",
-    "p2p": r'custom_call_target="ep_(?:dispatch|dispatch_cached|combine)"',
+    "p2p": r'custom_call_target="ep_(?:dispatch|combine)(?:_cached|_send)?"',
 }
 
 

@@ -19,9 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="calls of windows have no halves"
-)
 MODES = pytest.mark.parametrize("mode", ["plain", *options.MODES])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,7 @@ from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _autodiff
 
-pytestmark = pytest.mark.skipif(
-    helpers.TRANSPORT == "p2p", reason="calls of windows have no halves"
-)
 N = 4
 
 
@@ -221,10 +216,15 @@ def test_vmap(mesh, ep) -> None:
     check_form(caught, "dispatch_async", "vmap", "1")
 
 
-def test_transport_without_halves(mesh, monkeypatch) -> None:
-    ep = helpers.init(mesh)
-    monkeypatch.setattr(ep, "transport", "p2p")
-    monkeypatch.setitem(_autodiff._TRANSPORTS, "p2p", types.ModuleType("whole"))
-    with raises() as caught:
-        trace(ep, mesh, functools.partial(jax_ep.dispatch_async, ep))
-    check_form(caught, "dispatch_async", "collective", "p2p", "jax_ep.dispatch")
+@pytest.mark.parametrize("most", [0, 1])
+def test_fewer_pending_calls(mesh, most: int) -> None:
+    ep = helpers.make_ep(mesh, helpers.make_config(pending_calls=most))
+
+    def body(x, ids):
+        begun = [jax_ep.dispatch_async(ep, x, ids) for _ in range(most)]
+        with raises() as caught:
+            jax_ep.dispatch_async(ep, x, ids)
+        check_form(caught, "dispatch_async", "pending_calls", f"{most}", f"{most + 1}")
+        return [jax_ep.dispatch_wait(pending).tokens for pending in begun]
+
+    trace(ep, mesh, body)

@@ -70,12 +70,9 @@ def native(monkeypatch):
     return module
 
 
-def choose(
-    mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), **config: Any
-) -> str:
-    config = helpers.make_config(**config)
+def choose(mesh: Any, requested: str, names: tuple[str, ...] = ("ep",)) -> str:
     with Meeting.of(mesh, 1.0, "") as meeting:
-        return _transports.choose(mesh, names, config, requested, meeting)
+        return _transports.choose(mesh, names, requested, meeting)
 
 
 @pytest.mark.parametrize("requested", ["auto", "p2p"])
@@ -100,21 +97,6 @@ def assert_refused(mesh: Any, *words: str) -> None:
 def test_devices_lack_something(native) -> None:
     native.obstacle = LACKS
     assert_refused(make_mesh({"ep": 4}), *LACKS)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dispatch_format": "mxfp8", "scale_layout": "tiled_128x4"},
-        {"combine_format": "fp8_block128"},
-        {"grad_format": "fp8_block128"},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_formats_are_served(native, changes) -> None:
-    mesh, config = make_mesh({"ep": 4}), {"hidden_size": 128} | changes
-    for requested in ("auto", "p2p"):
-        assert choose(mesh, requested, **config) == "p2p"
 
 
 def test_cpu_devices(native) -> None:

@@ -51,6 +51,7 @@ struct Options {
   int64_t alignment = 1;
   bool tiled = false;
   bool quantized = false;
+  bool halves = false;
   bool no_check = false;
 };
 
@@ -71,6 +72,7 @@ Checks and times the fused window calls on all GPUs of this machine, one rank ea
   --format NAME       dispatch_format (bf16)
   --tiled             scales in scale_layout tiled_128x4
   --quantized         cached dispatch and combine send fp8_block128
+  --halves            dispatch and combine in two kernels, one after the other
   --alignment N       expert_alignment (1)
   --calls N           calls in the graph that is timed (20)
   --seed N            of ids and weights (random, and printed)
@@ -149,7 +151,8 @@ inline Options ParseOptions(int argc, char** argv) {
     }
     const std::pair<std::string_view, bool*> switches[] = {{"--no-check", &options.no_check},
                                                            {"--tiled", &options.tiled},
-                                                           {"--quantized", &options.quantized}};
+                                                           {"--quantized", &options.quantized},
+                                                           {"--halves", &options.halves}};
     const auto* known = std::find_if(std::begin(switches), std::end(switches),
                                      [&](const auto& each) { return each.first == name; });
     if (known != std::end(switches)) {

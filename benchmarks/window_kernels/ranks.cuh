@@ -45,6 +45,7 @@ struct Rank {
   std::vector<BFloat16> decoded;  // the tokens that a quantised cached dispatch gives
   bool quantized = false;
   std::string format;
+  PendingCall* pending = nullptr;  // where calls are in halves
 };
 
 struct World {
@@ -169,14 +170,18 @@ inline void GiveWindows(const EpShape& shape, const Options& options, std::vecto
                       .element_bytes = shape.element_bytes,
                       .wire_element_bytes = shape.element_bytes,
                       .tokens = shape.tokens,
+                      .dispatch_tokens = shape.tokens,
+                      .combine_tokens = shape.tokens,
                       .top_k = shape.top_k,
                       .ranks = shape.ranks,
-                      .local_experts = shape.local_experts},
+                      .local_experts = shape.local_experts,
+                      .pending_calls = 2},
                      sizes);
   WindowGroup group{};
   group.layout = WindowLayout::Of(sizes);
   group.timeout_ns = kTimeoutNs;
   group.ranks = static_cast<uint32_t>(shape.ranks);
+  group.turns = static_cast<uint32_t>(sizes.turns);
   group.depth = static_cast<uint32_t>(sizes.depth);
   for (int device = 0; device < shape.ranks; ++device) {
     CHECK_CUDA(cudaSetDevice(device));
@@ -219,6 +224,9 @@ inline World Open(const Options& options) {
     CHECK_CUDA(cuda::PreloadWindowDispatch());
     CHECK_CUDA(cuda::PreloadWindowCachedDispatch());
     CHECK_CUDA(cuda::PreloadWindowCombine());
+    CHECK_CUDA(cuda::PreloadWindowDispatchHalves());
+    CHECK_CUDA(cuda::PreloadWindowCombineSend());
+    CHECK_CUDA(cuda::PreloadWindowCombinePlace());
   }
   VisitFormat(options.format, [&]<typename Format>(Format) {
     const int64_t words = shape.hidden / Format::kBlock % kTileColumns;
@@ -242,6 +250,7 @@ inline World Open(const Options& options) {
     rank.host_weights = source.Weights(shape.tokens);
     rank.quantized = options.quantized;
     rank.format = options.format;
+    if (options.halves) rank.pending = Allocate<PendingCall>(1);
     rank.dispatch.scale_layout = options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
   }
   // The host takes a while to encode.
@@ -274,7 +283,12 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
     step.ids = rank.ids[request.routing];
     step.zero_tail = request.zero_tail;
     VisitFormat(rank.format, [&]<typename Format>(Format) {
-      CHECK_CUDA(cuda::WindowDispatch<Format>(step, rank.group, rank.stream));
+      if (rank.pending == nullptr) {
+        CHECK_CUDA(cuda::WindowDispatch<Format>(step, rank.group, rank.stream));
+      } else {
+        CHECK_CUDA(cuda::WindowDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
+        CHECK_CUDA(cuda::WindowDispatchPlace<Format>(step, rank.pending, rank.group, rank.stream));
+      }
     });
   } else if (request.call == Call::kCachedDispatch) {
     WindowCachedDispatchStep step = rank.cached_dispatch;
@@ -286,7 +300,12 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
     WindowCombineStep step = rank.combine;
     step.shape = shape;
     step.row_weights = request.weighted ? rank.dispatch.row_weights : nullptr;
-    CHECK_CUDA(cuda::WindowCombine(step, rank.group, rank.stream));
+    if (rank.pending == nullptr) {
+      CHECK_CUDA(cuda::WindowCombine(step, rank.group, rank.stream));
+    } else {
+      CHECK_CUDA(cuda::WindowCombineSend(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::WindowCombinePlace(step, rank.pending, rank.group, rank.stream));
+    }
   }
 }
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "check.h"
+#include "protocol/pending.h"
 #include "protocol/signals.h"
 #include "signals_world.h"
 
@@ -23,8 +24,10 @@ namespace jax_ep {
 
 struct Options {
   uint32_t ranks = 2;
+  uint32_t turns = 0;  // 0: all regions
   uint32_t depth = 1;
-  uint32_t blocks = 1;  // workers of a rank, each with threads of two roles
+  bool gives_up = false;  // the oldest pending call, where calls fill all regions
+  uint32_t blocks = 1;    // workers of a rank, each with threads of two roles
   uint32_t senders = 1;
   uint32_t placers = 1;
   uint64_t first_epoch = kFirstEpoch;
@@ -135,7 +138,10 @@ class Exchange {
 
   void Begin(Block& block, const Call& call, RegionLease& lease) {
     block.call = call;
-    if (call.sends) lease = LeaseRegion(block.rank.windows[call.kind].state, options_.depth);
+    if (call.sends) {
+      const uint32_t turns = options_.turns == 0 ? options_.depth : options_.turns;
+      lease = LeaseRegion(block.rank.windows[call.kind].state, turns, options_.depth);
+    }
     CHECK(lease.region != kNoRegion);
     block.lease = lease;
     block.plan = {call.sends ? kRouteItems : 0, call.sends ? kChunks : 0,
@@ -157,6 +163,7 @@ class Exchange {
     if (!kEarlyCredit) ReturnCredits(self);
     if (self.thread != 0) return;
     if (block.call.sends) CommitSend(state, block.lease);
+    if (!block.call.places && options_.gives_up) GiveUpSurplus(self);
     if (block.call.places) CommitPlace(state, block.lease);
     CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.place_items);
     ++self.rank().calls_done;
@@ -170,6 +177,18 @@ class Exchange {
       Window& window = ranks_[source]->windows[block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][block.lease.region], block.lease.epoch);
     }
+  }
+
+  // One thread.
+  void GiveUpSurplus(const Self& self) {
+    CallState& state = self.window().state;
+    const uint32_t region = SurplusRegion(state, options_.depth);
+    if (region == kNoRegion) return;
+    for (const auto& source : ranks_) {
+      Window& window = source->windows[self.block.call.kind];
+      ReturnCredit(memory_, &window.credits[self.rank().id][region], state.last_epoch[region]);
+    }
+    CommitPlace(state, {0, 0, region});
   }
 
   static void Skew(uint64_t& noise) {

@@ -69,6 +69,10 @@ inline constexpr bool kEarlyCredit = false;
 // Of waits that must end well. A mutant may lose what it waits for.
 inline constexpr std::chrono::milliseconds kLong{kWaitForCredit && !kEarlyCredit ? 60000 : 3000};
 
+// Calls start a few epochs before each of these wrap or change sign.
+inline constexpr uint64_t kFirstEpochs[] = {kFirstEpoch, (uint64_t{1} << 32) - 2,
+                                            (uint64_t{1} << 63) - 2, UINT64_MAX - 1};
+
 // ---- Windows and calls --------------------------------------------------------------------------
 
 inline uint64_t Mix(uint64_t value) {  // splitmix64

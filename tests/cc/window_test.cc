@@ -21,25 +21,28 @@ constexpr int64_t kLine = 128;
 
 // Of a config: tokens of `element_bytes`, sums of `wire_bytes`.
 WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_t top_k,
-                    int64_t hidden, int64_t element_bytes, int64_t wire_bytes, int64_t depth) {
+                    int64_t hidden, int64_t element_bytes, int64_t wire_bytes, int64_t depth,
+                    int64_t combine_tokens = 0) {
   return {ranks,
           local_experts,
           tokens,
+          combine_tokens == 0 ? tokens : combine_tokens,
           top_k,
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
+          1,
           depth};
 }
 
 std::string Text(const WindowSizes& sizes) {
   std::string text;
   for (const int64_t size :
-       {sizes.ranks, sizes.local_experts, sizes.tokens, sizes.top_k, sizes.hidden,
-        sizes.dispatch_message_bytes, sizes.combine_message_bytes, sizes.depth}) {
+       {sizes.ranks, sizes.local_experts, sizes.dispatch_tokens, sizes.combine_tokens, sizes.top_k,
+        sizes.hidden, sizes.dispatch_message_bytes, sizes.combine_message_bytes, sizes.depth}) {
     text += std::to_string(size) + " ";
   }
-  return "R L T K H dispatch combine depth: " + text;
+  return "R L T T K H dispatch combine depth: " + text;
 }
 
 struct Part {
@@ -101,19 +104,21 @@ void CheckLayout(const WindowSizes& sizes) {
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
   CHECK(combine.count_cells == 1);  // the tag of calls with few tokens
   // The messages of a whole call.
-  CHECK(dispatch.region_bytes >= sizes.tokens * sizes.dispatch_message_bytes);
-  CHECK(combine.region_bytes >= sizes.tokens * sizes.combine_message_bytes);
+  CHECK(dispatch.region_bytes >= sizes.dispatch_tokens * sizes.dispatch_message_bytes);
+  CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
   // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
-        std::min(sizes.tokens, kFewDispatchTokens) * dispatch.message_cells);
+        std::min(sizes.dispatch_tokens, kFewDispatchTokens) * dispatch.message_cells);
   CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.dispatch_message_bytes);
   CHECK(combine.cells_per_source ==
-        std::min(sizes.tokens, kFewCombineTokens) * combine.message_cells);
+        std::min(sizes.combine_tokens, kFewCombineTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
 void TestKnownLayout() {
   CheckLayout(SizesOf(4, 64, 4096, 8, 7168, 2, 2, 1));
+  CheckLayout(SizesOf(4, 64, 4096, 8, 7168, 2, 2, 3, 4096 * 8));
+  CheckLayout(SizesOf(2, 3, 2, 3, 16, 2, 4, 3, 2 * 3));
   const WindowLayout layout = WindowLayout::Of(SizesOf(4, 64, 128, 8, 7168, 2, 2, 2));
   // 256 experts and 4 ranks.
   CHECK(layout.poison == 0 && layout.route_totals == 128);
@@ -166,9 +171,12 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                             .element_bytes = element_bytes,
                             .wire_element_bytes = ElementBytes(wire),
                             .tokens = 8,
+                            .dispatch_tokens = 8,
+                            .combine_tokens = 8,
                             .top_k = top_k,
                             .ranks = 2,
-                            .local_experts = 4},
+                            .local_experts = 4,
+                            .pending_calls = 2},
                            sizes));
   CHECK(DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden),
                             top_k)
@@ -207,10 +215,36 @@ void TestMessagesOfConfigs() {
                              .element_bytes = 2,
                              .wire_element_bytes = 2,
                              .tokens = 8,
+                             .dispatch_tokens = 8,
+                             .combine_tokens = 8,
                              .top_k = 1,
                              .ranks = 2,
-                             .local_experts = 4},
+                             .local_experts = 4,
+                             .pending_calls = 0},
                             sizes));
+}
+
+// A region for whole calls, two where they are short, and one more beside each pending call.
+void TestDepthsOfConfigs() {
+  for (const int64_t tokens : {1, 512, 513, 4096}) {
+    for (const int64_t pending : {0, 1, 2}) {
+      WindowSizes sizes{};
+      CHECK(ffi_layer::SizesOf({.format = "bf16",
+                                .hidden = 128,
+                                .element_bytes = 2,
+                                .wire_element_bytes = 2,
+                                .tokens = tokens,
+                                .dispatch_tokens = tokens,
+                                .combine_tokens = tokens,
+                                .top_k = 1,
+                                .ranks = 2,
+                                .local_experts = 4,
+                                .pending_calls = pending},
+                               sizes));
+      CHECK(sizes.turns == (tokens <= 512 ? 2 : 1));
+      CHECK(sizes.depth == std::max(sizes.turns, pending + 1) && sizes.depth <= kMaxDepth);
+    }
+  }
 }
 
 // The 32-bit counters that blocks add to, and rows for every expert.
@@ -350,6 +384,7 @@ int main() {
   jax_ep::TestKnownLayout();
   jax_ep::TestLayouts();
   jax_ep::TestMessagesOfConfigs();
+  jax_ep::TestDepthsOfConfigs();
   jax_ep::TestRouteTotals();
   jax_ep::TestChunks();
   jax_ep::TestPieces();

@@ -81,7 +81,7 @@ void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& messag
       AddTo<Wire>(sum, terms.weights[i], begin, count, from + message.row, from + message.scales);
     }
     const int64_t offset = token * shape.hidden + begin;
-    if (const int64_t shared = step.SharedRowOf(token); shared >= 0) {
+    if (const int64_t shared = SharedRowOf(step, token); shared >= 0) {
       Accumulate(sum, static_cast<const Element*>(step.shared_rows) + shared * shape.hidden + begin,
                  1.0f, count);
     }

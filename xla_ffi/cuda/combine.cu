@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         floor = static_cast<int32_t>(next) + 1;
       }
     }
-    const int64_t shared_row = step.SharedRowOf(token);
+    const int64_t shared_row = SharedRowOf(step, token);
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
       AddTerms<WireVector<Wire, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t slot) {

@@ -39,6 +39,9 @@ cudaError_t PreloadWindowKernels() {
   cudaError_t error = PreloadWindowDispatch();
   if (error == cudaSuccess) error = PreloadWindowCachedDispatch();
   if (error == cudaSuccess) error = PreloadWindowCombine();
+  if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
+  if (error == cudaSuccess) error = PreloadWindowCombineSend();
+  if (error == cudaSuccess) error = PreloadWindowCombinePlace();
   return error;
 }
 

@@ -167,7 +167,11 @@ class CachedWorker {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
         slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
-        if (slot >= 0 && count++ == 0) first_slot = static_cast<uint32_t>(slot);
+        // Up to the last one: slots of entries that go elsewhere lie between.
+        if (slot >= 0) {
+          if (count == 0) first_slot = static_cast<uint32_t>(slot);
+          count = static_cast<uint32_t>(slot) + 1 - first_slot;
+        }
         own_row = Annotate(base, target, side);
       } else if constexpr (kEncodes) {
         FenceProxyAsyncShared();

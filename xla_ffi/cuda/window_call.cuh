@@ -31,14 +31,14 @@ class WindowCall {
       : group_(group),
         plan_(plan),
         block_(block),
-        layout_(group.layout.groups[static_cast<int>(kind)]),
-        state_(group.control->calls[static_cast<int>(kind)]) {}
+        state_(group.control->calls[static_cast<int>(kind)]),
+        layout_(group.layout.groups[static_cast<int>(kind)]) {}
 
   // Whole block, before a barrier and Join.
   __device__ void Begin() {
     if (threadIdx.x == 0) Lease();
     // Beside it, in another warp.
-    if (threadIdx.x == kWarpSize) DrawFirst();
+    if (threadIdx.x == kWarpSize) DrawFirst(plan_.roles);
   }
   // Likewise where blocks take items in order; `first` is in shared memory.
   __device__ void BeginInOrder(WorkItem& first) {
@@ -261,49 +261,29 @@ class WindowCall {
     }
   }
 
- private:
+ protected:
   // Threads below the number of ranks, in the last block.
-  __device__ void EndCall(uint32_t thread) {
+  __device__ void ReturnCredits(uint32_t thread, uint32_t region, uint64_t epoch) const {
     if (thread < group_.ranks) {
-      ReturnCredit(memory_, Credit(thread, group_.rank), lease_.epoch);
-    }
-    if (thread == 0) {
-      CommitSend(state_, lease_);
-      CommitPlace(state_, lease_);
+      ReturnCredit(memory_, Credit(thread, region, group_.rank), epoch);
     }
   }
-
-  // A rank that comes when the others have given up sends nothing.
-  __device__ bool AwaitCredit(uint32_t destination) const {
-    const uint64_t* credit = Credit(group_.rank, destination);
-    // Both loads are under way before either is looked at.
-    const WaitReport report = memory_.Peek(Poison(group_.rank));
-    const Observation first = ObserveCredit(memory_, credit, lease_);
-    if (report.status != WaitStatus::kArrived) {
-      GiveUp(Phase::kSend, destination, WaitStatus::kPoisoned);
-      return false;
-    }
-    if (first == Observation::kArrived) return true;
-    return Await(Phase::kSend, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
-  }
-
-  // One thread.
-  __device__ void Lease() const {
-    // All words at once: the region depends on the epoch, and a load takes most of a microsecond.
+  // All words at once: the region depends on the epoch, and a load takes most of a microsecond.
+  __device__ CallState LoadState() const {
     static_assert(sizeof(CallState) % sizeof(uint64_t) == 0);
     struct Words {
       uint64_t word[sizeof(CallState) / sizeof(uint64_t)];
     } words;
     const auto* from = reinterpret_cast<const volatile uint64_t*>(&state_);
-    const Gate gate = *static_cast<const volatile Gate*>(&group_.control->gate);
 #pragma unroll
     for (size_t i = 0; i < sizeof(CallState) / sizeof(uint64_t); ++i) words.word[i] = from[i];
-    block_.lease = LeaseRegion(__builtin_bit_cast(CallState, words), group_.depth);
-    block_.gate = gate;
+    return __builtin_bit_cast(CallState, words);
+  }
+  __device__ Gate LoadGate() const {
+    return *static_cast<const volatile Gate*>(&group_.control->gate);
   }
   // One thread.
-  __device__ void DrawFirst() const {
-    const BlockRoles& roles = plan_.roles;
+  __device__ void DrawFirst(const BlockRoles& roles) const {
     const uint32_t senders = roles.Senders(roles.ByBlock() ? EnterCall(memory_, state_) : 0);
     const uint32_t placers = roles.Placers(senders);
     const uint32_t send = senders == 0 ? 0 : DrawTickets(memory_, state_, Queue::kSend, senders);
@@ -312,30 +292,6 @@ class WindowCall {
     block_.first_tickets[static_cast<uint32_t>(Queue::kSend)] = send;
     block_.first_tickets[static_cast<uint32_t>(Queue::kPlace)] = place;
   }
-
-  __device__ int64_t Part(uint32_t peer) const {
-    return static_cast<int64_t>(lease_.region) * group_.ranks + peer;
-  }
-  __device__ FlagCell* Flag(uint32_t owner, uint32_t source, int64_t index) const {
-    return reinterpret_cast<FlagCell*>(group_.windows[owner] + layout_.flags) +
-           Part(source) * layout_.flags_per_source + index;
-  }
-  __device__ uint64_t* Credit(uint32_t owner, uint32_t destination) const {
-    return reinterpret_cast<uint64_t*>(group_.windows[owner] + layout_.credits) + Part(destination);
-  }
-  __device__ WaitReport* Poison(uint32_t owner) const {
-    return reinterpret_cast<WaitReport*>(group_.windows[owner] + group_.layout.poison);
-  }
-
-  template <typename Observe>
-  __device__ bool Await(Phase phase, uint32_t awaited, Observe observe) const {
-    const WaitBound bound{group_.timeout_ns, Poison(group_.rank)};
-    const WaitStatus status = WaitUntil(memory_, bound, observe);
-    if (status == WaitStatus::kArrived) return true;
-    GiveUp(phase, awaited, status);
-    return false;
-  }
-
   // Out of line: it is cold. Tells every rank and this one's host; a later failure of the rank
   // overwrites the report, and each of them is true.
   __device__ __noinline__ void GiveUp(Phase phase, uint32_t awaited, WaitStatus status) const {
@@ -356,10 +312,67 @@ class WindowCall {
   const WindowGroup& group_;
   const CallPlan& plan_;
   CallBlock& block_;
-  const BufferGroupLayout& layout_;
   CallState& state_;
   RegionLease lease_{};
   DeviceSignalMemory memory_;
+
+ private:
+  // A rank that comes when the others have given up sends nothing.
+  __device__ bool AwaitCredit(uint32_t destination) const {
+    const uint64_t* credit = Credit(group_.rank, lease_.region, destination);
+    // Both loads are under way before either is looked at.
+    const WaitReport report = memory_.Peek(Poison(group_.rank));
+    const Observation first = ObserveCredit(memory_, credit, lease_);
+    if (report.status != WaitStatus::kArrived) {
+      GiveUp(Phase::kSend, destination, WaitStatus::kPoisoned);
+      return false;
+    }
+    if (first == Observation::kArrived) return true;
+    return Await(Phase::kSend, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
+  }
+
+  // As ReturnCredits; the first one also ends the call.
+  __device__ void EndCall(uint32_t thread) {
+    ReturnCredits(thread, lease_.region, lease_.epoch);
+    if (thread == 0) {
+      CommitSend(state_, lease_);
+      CommitPlace(state_, lease_);
+    }
+  }
+
+  // One thread.
+  __device__ void Lease() const {
+    const Gate gate = LoadGate();
+    block_.lease = LeaseRegion(LoadState(), group_.turns, group_.depth);
+    block_.gate = gate;
+  }
+
+  __device__ int64_t Part(uint32_t peer) const { return Part(lease_.region, peer); }
+  __device__ int64_t Part(uint32_t region, uint32_t peer) const {
+    return static_cast<int64_t>(region) * group_.ranks + peer;
+  }
+  __device__ FlagCell* Flag(uint32_t owner, uint32_t source, int64_t index) const {
+    return reinterpret_cast<FlagCell*>(group_.windows[owner] + layout_.flags) +
+           Part(source) * layout_.flags_per_source + index;
+  }
+  __device__ uint64_t* Credit(uint32_t owner, uint32_t region, uint32_t destination) const {
+    return reinterpret_cast<uint64_t*>(group_.windows[owner] + layout_.credits) +
+           Part(region, destination);
+  }
+  __device__ WaitReport* Poison(uint32_t owner) const {
+    return reinterpret_cast<WaitReport*>(group_.windows[owner] + group_.layout.poison);
+  }
+
+  template <typename Observe>
+  __device__ bool Await(Phase phase, uint32_t awaited, Observe observe) const {
+    const WaitBound bound{group_.timeout_ns, Poison(group_.rank)};
+    const WaitStatus status = WaitUntil(memory_, bound, observe);
+    if (status == WaitStatus::kArrived) return true;
+    GiveUp(phase, awaited, status);
+    return false;
+  }
+
+  const BufferGroupLayout& layout_;
 };
 
 // Whole block: what a failed call returns. All ones is NaN in every float type and -1 in every id.

@@ -8,6 +8,7 @@
 
 #include "formats/combine_wire.h"
 #include "formats/token_format.h"
+#include "protocol/pending.h"
 #include "protocol/window.h"
 #include "protocol/window_steps.h"
 
@@ -28,9 +29,26 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream);
 
+// In two halves, with the results of the whole calls. A first half takes what senders of the step
+// read and writes what they write, and what the second is to be given; that takes and writes what
+// placers do, and of unquantised tokens the tokens again.
+template <typename Format>
+cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream);
+template <typename Format>
+cudaError_t WindowDispatchPlace(const WindowDispatchStep& step, const PendingCall* pending,
+                                const WindowGroup& group, cudaStream_t stream);
+cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
+                              const WindowGroup& group, cudaStream_t stream);
+cudaError_t WindowCombinePlace(const WindowCombineStep& step, const PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream);
+
 // As PreloadKernels of steps.h.
 cudaError_t PreloadWindowDispatch();
 cudaError_t PreloadWindowCachedDispatch();
 cudaError_t PreloadWindowCombine();
+cudaError_t PreloadWindowDispatchHalves();
+cudaError_t PreloadWindowCombineSend();
+cudaError_t PreloadWindowCombinePlace();
 
 }  // namespace jax_ep::cuda

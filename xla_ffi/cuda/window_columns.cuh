@@ -113,8 +113,20 @@ struct Columns {
     }
   }
 
-  // As Store, after the addition of a row that may be nullptr; two vectors at a time, because rows
-  // in flight have the other registers.
+  // Two vectors at a time, because rows in flight have the other registers; so below.
+  __device__ __forceinline__ static void AddRow(ColumnSums<kCount, kColumns>& sums,
+                                                const uint8_t* row) {
+    constexpr int kTogether = kColumns < 2 ? 1 : 2;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += kTogether) {
+      Columns<T, kCount, kTogether> some;
+      some.Load(row + i * kColumnBytes);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) AddVector<false>(sums[i + j], some.vectors[j], 1.0f);
+    }
+  }
+
+  // As Store, after the addition of a row that may be nullptr.
   __device__ __forceinline__ static void AddAndStore(ColumnSums<kCount, kColumns>& sums,
                                                      const uint8_t* row, uint8_t* to) {
     constexpr int kTogether = kColumns < 2 ? 1 : 2;
@@ -181,14 +193,15 @@ struct Columns<Format, kCount, kColumns> {
   }
 
   template <bool kWeighted>
-  __device__ __forceinline__ void AddTo(ColumnSums<kCount, kColumns>& sums, float) const {
-    static_assert(!kWeighted);
+  __device__ __forceinline__ void AddTo(ColumnSums<kCount, kColumns>& sums, float weight) const {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float scale = Format::ScaleValue(scales[i]);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        sums[i][j] = Add(sums[i][j], Format::Restored(codes[i].Get(j), scale, kNoInputScale));
+        const float value = Format::Restored(codes[i].Get(j), scale, kNoInputScale);
+        sums[i][j] =
+            kWeighted ? MultiplyThenAdd(sums[i][j], weight, value) : Add(sums[i][j], value);
       }
     }
   }

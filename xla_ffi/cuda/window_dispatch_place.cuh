@@ -193,7 +193,7 @@ __device__ inline void FillBytes(uint8_t* to, int64_t count) {
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = 0xFF;
 }
 
-// Whole block: what a call returns that did not end.
+// Whole block: what a call, or its second half, returns that did not end.
 template <typename Format>
 __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePlan& scales) {
   const EpShape& shape = step.shape;
@@ -210,13 +210,15 @@ __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePla
   FillWords(step.row_slot, shape.recv_rows, kNoValue);
   FillWords(step.src_info, shape.recv_rows * 3, kNoValue);
   FillWords(step.expert_ids, experts, kNoValue);
-  FillWords(step.slot_of, entries, kNoValue);
   FillWords(step.row_of, shape.ranks * entries, kNoValue);
   FillWords(step.row_offsets, experts + 1, 0);
   FillWords(step.group_sizes, experts, 0);
   FillWords(step.expert_counts, experts, 0);
   FillWords(step.slot_counts, shape.ranks, 0);
   FillWords(step.num_dropped, 1, 0);
+  // The first half's.
+  if (step.slot_of == nullptr) return;
+  FillWords(step.slot_of, entries, kNoValue);
   FillWords(step.num_invalid, 1, 0);
 }
 

@@ -61,4 +61,38 @@ JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const EpShape& shape) {
                              Format::ScaleBytes(shape.hidden), shape.top_k);
 }
 
+// All but the roles of the call, where `spare` bytes of shared memory are left for others. False
+// where it does not fit.
+template <typename Format>
+bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare = 0) {
+  const EpShape& shape = step.shape;
+  const auto message = MessageOf<Format>(shape);
+  const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
+  const int64_t chunks = kDispatchChunks.Count(shape.tokens);
+  plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
+  plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
+  plan.count_cells = Divisor::Of(CountCells(shape.local_experts));
+  plan.top_k = Divisor::Of(shape.top_k);
+  plan.rank_of = RankOfExpert(static_cast<int32_t>(shape.local_experts));
+  WorkPlan& work = plan.call.work;
+  work.route_items =
+      static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
+  work.send_items = static_cast<uint32_t>(chunks);
+  int64_t clear_bytes = shape.recv_rows * (kTableBytes + (step.zero_tail ? payload_bytes : 0));
+  if constexpr (QuantizedFormat<Format>) {
+    plan.scales = ScalePlan::Of<Format>(step);
+    clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
+  }
+  work.place_items = PlaceItems(plan.chunk_items, clear_bytes);
+  plan.call.ranks = Divisor::Of(shape.ranks);
+  plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
+  const int64_t budget = kMaxSharedBytes - DispatchShared<Format>::FixedBytes(shape) - spare;
+  if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows)) return false;
+  if constexpr (QuantizedFormat<Format>) {
+    return PlanEncoding<Format>(shape.hidden, step.element, message.scales, message.source_token,
+                                message.bytes, budget, plan.encode, plan.rows.stages);
+  }
+  return true;
+}
+
 }  // namespace jax_ep::cuda

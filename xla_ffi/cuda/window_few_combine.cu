@@ -230,8 +230,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 }  // namespace
 
 bool TakesFewTokens(const WindowCombineStep& step) {
-  return step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens && step.num_weights == 0 &&
-         !step.quantized && ElementBytes(step.element) == ElementBytes(step.wire);
+  return !step.has_options() && step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens &&
+         step.num_weights == 0 && !step.quantized &&
+         ElementBytes(step.element) == ElementBytes(step.wire);
 }
 
 cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,

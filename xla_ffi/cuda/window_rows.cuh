@@ -210,8 +210,8 @@ __device__ inline void PublishChunk(const WindowCall& call, uint32_t chunk, uint
 // Whole block: leaves a call that stores rows, of which this thread's part was `ok`. `fail` writes
 // what the call returns where any part was not, after all that it had stored; `finish` is for one
 // thread of the call.
-template <typename Finish, typename FailCall>
-__device__ void EndRows(WindowCall& call, bool ok, Finish finish, FailCall fail) {
+template <typename Call, typename Finish, typename FailCall>
+__device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail) {
   if (!ok) BulkWait<0>();
   bool failed;
   if (call.Leave(ok, failed)) {

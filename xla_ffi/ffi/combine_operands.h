@@ -37,11 +37,16 @@ struct RowOperands {
 
   template <typename Step>
   void Decode(Checker& check, Step& step) const {
+    Decode(check, step, step.shape.tokens, step.shape.top_k);
+  }
+  // With slots of other tokens than the step's.
+  template <typename Step>
+  void Decode(Checker& check, Step& step, int64_t tokens, int64_t top_k) const {
     const EpShape& shape = step.shape;
     check.Dims("expert_out", expert_out, {shape.recv_rows, shape.hidden});
     check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
     check.Dims("weight_grads", weight_grads, {with_weight_grads ? shape.recv_rows : 0});
-    check.Dims("row_of", row_of, {shape.ranks, shape.tokens, shape.top_k});
+    check.Dims("row_of", row_of, {shape.ranks, tokens, top_k});
     check.Dims("slot_counts", slot_counts, {shape.ranks});
     step.expert_out = expert_out.untyped_data();
     step.row_weights = weighted ? row_weights.typed_data() : nullptr;

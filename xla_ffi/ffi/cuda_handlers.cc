@@ -12,6 +12,7 @@
 #include "cuda/steps.h"
 #include "cuda/window_calls.h"
 #include "ffi/window_group.h"
+#include "ffi/window_half_operands.h"
 #include "ffi/window_operands.h"
 
 namespace jax_ep::ffi_layer {
@@ -89,6 +90,28 @@ cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group
 cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   return cuda::WindowCombine(call.step, *group.OfDevice(ordinal), stream);
+}
+
+cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  call.step.report = group.ReportOf(ordinal);
+  return OfFormat(call.format, [&]<typename F>(F) {
+    return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  });
+}
+cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  return OfFormat(call.format, [&]<typename F>(F) {
+    return cuda::WindowDispatchPlace<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  });
+}
+cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
+}
+cudaError_t Launch(DecodedWindowCombinePlace& call, const WindowedGroup& group, int32_t ordinal,
+                   cudaStream_t stream) {
+  return cuda::WindowCombinePlace(call.step, call.pending, *group.OfDevice(ordinal), stream);
 }
 
 // close() may come at any time after the look at the registry: the kernel then finds its gate
@@ -192,6 +215,7 @@ std::vector<Target> CudaTargets() {
   };
   std::vector<Target> targets = Targets(kInit, handler_of);
   AddTargets(targets, WindowCalls{}, handler_of);
+  AddTargets(targets, WindowHalves{}, handler_of);
   return targets;
 }
 

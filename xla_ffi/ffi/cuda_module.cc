@@ -107,14 +107,17 @@ NB_MODULE(_native_cuda, m) {
       .def(
           "__init__",
           [](WindowConfig* self, const std::string& format, int64_t hidden, int64_t element_bytes,
-             int64_t wire_element_bytes, int64_t tokens, int64_t top_k, int64_t ranks,
-             int64_t local_experts) {
-            new (self) WindowConfig{format, hidden, element_bytes, wire_element_bytes,
-                                    tokens, top_k,  ranks,         local_experts};
+             int64_t wire_element_bytes, int64_t tokens, int64_t dispatch_tokens,
+             int64_t combine_tokens, int64_t top_k, int64_t ranks, int64_t local_experts,
+             int64_t pending_calls) {
+            new (self) WindowConfig{format, hidden,          element_bytes,  wire_element_bytes,
+                                    tokens, dispatch_tokens, combine_tokens, top_k,
+                                    ranks,  local_experts,   pending_calls};
           },
           nb::kw_only(), nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
-          nb::arg("wire_element_bytes"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("ranks"),
-          nb::arg("local_experts"));
+          nb::arg("wire_element_bytes"), nb::arg("tokens"), nb::arg("dispatch_tokens"),
+          nb::arg("combine_tokens"), nb::arg("top_k"), nb::arg("ranks"), nb::arg("local_experts"),
+          nb::arg("pending_calls"));
   m.def("p2p_obstacle", &P2pObstacle, nb::arg("ep_groups"),
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),

@@ -84,6 +84,15 @@ const char* CallName(uint16_t tag) {
 }
 
 std::string FailureText(const WaitReport& report, double timeout_s) {
+  const std::string call =
+      std::string(CallName(report.tag)) + " call epoch " + std::to_string(report.epoch);
+  const std::string remedy = "; close it and call jax_ep.init again";
+  if (report.status == WaitStatus::kNotPending) {
+    return "ep is poisoned: rank " + std::to_string(report.waiting_rank) + " was to end " + call +
+           ", which was not pending: it had been waited for, or given up for later ones of more "
+           "than config.pending_calls" +
+           remedy;
+  }
   char timeout[32];
   std::snprintf(timeout, sizeof(timeout), "%g", timeout_s);
   const std::string why =
@@ -93,8 +102,7 @@ std::string FailureText(const WaitReport& report, double timeout_s) {
             "programs";
   return "ep is poisoned: rank " + std::to_string(report.waiting_rank) + " waited for rank " +
          std::to_string(report.awaited_rank) + " in phase " + PhaseName(report.phase) + " of " +
-         CallName(report.tag) + " call epoch " + std::to_string(report.epoch) + ", " + why +
-         "; close it and call jax_ep.init again";
+         call + ", " + why + remedy;
 }
 
 }  // namespace
@@ -134,6 +142,7 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     group.layout = layout;
     group.timeout_ns = Nanoseconds(options.timeout_s);
     group.ranks = static_cast<uint32_t>(sizes.ranks);
+    group.turns = static_cast<uint32_t>(sizes.turns);
     group.depth = static_cast<uint32_t>(sizes.depth);
     group.num_sms = static_cast<uint32_t>(options.num_sms);
     for (const auto& [rank, window] : ep_group.windows) {

@@ -10,25 +10,33 @@
 
 namespace jax_ep::ffi_layer {
 
-// What all calls must hold. A call of the group's K and H and of at most its tokens has a flag for
-// each of its chunks.
-inline void CheckFits(Checker& check, const EpShape& shape, int64_t message_bytes, CallKind kind,
-                      const WindowSizes& sizes, const WindowLayout& layout) {
-  const auto of_group = [&](const char* name, int64_t value, int64_t wanted) {
-    check.Require(value == wanted, std::string(name) + " must be the group's " +
-                                       std::to_string(wanted) + ", got " + std::to_string(value));
-  };
-  of_group("the number of ranks", shape.ranks, sizes.ranks);
-  of_group("top_k", shape.top_k, sizes.top_k);
-  of_group("hidden_size", shape.hidden, sizes.hidden);
+// What all calls must hold. A call of at most the group's K, H and tokens has a flag for each of
+// its chunks, of which `tokens` is the number.
+inline void CheckFits(Checker& check, const EpShape& shape, int64_t tokens, int64_t message_bytes,
+                      CallKind kind, const WindowSizes& sizes, const WindowLayout& layout) {
+  check.Require(shape.ranks == sizes.ranks, "the number of ranks must be the group's " +
+                                                std::to_string(sizes.ranks) + ", got " +
+                                                std::to_string(shape.ranks));
   const auto at_most = [&](const char* name, int64_t value, int64_t limit) {
     check.Require(value <= limit, std::string(name) + " must be at most " + std::to_string(limit) +
                                       ", got " + std::to_string(value));
   };
-  at_most("the number of tokens", shape.tokens, sizes.tokens);
+  at_most("top_k", shape.top_k, sizes.top_k);
+  at_most("hidden_size", shape.hidden, sizes.hidden);
+  at_most("the number of tokens", tokens,
+          kind == CallKind::kCombine ? sizes.combine_tokens : sizes.dispatch_tokens);
   // Both factors are below 2^31.
-  at_most("the bytes for a rank", shape.tokens * message_bytes,
+  at_most("the bytes for a rank", tokens * message_bytes,
           layout.groups[static_cast<int>(kind)].region_bytes);
+}
+
+// Of a first dispatch, whose counts are of the group's experts.
+inline void CheckDispatchFits(Checker& check, const EpShape& shape, int64_t message_bytes,
+                              const WindowSizes& sizes, const WindowLayout& layout) {
+  CheckFits(check, shape, shape.tokens, message_bytes, CallKind::kDispatch, sizes, layout);
+  check.Require(shape.local_experts == sizes.local_experts,
+                "the experts of a rank must be the group's " + std::to_string(sizes.local_experts) +
+                    ", got " + std::to_string(shape.local_experts));
 }
 
 // `after` is a result of the group's call before, or anything in a first call. It only orders the
@@ -113,11 +121,7 @@ struct DecodedWindowDispatch {
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
-    CheckFits(check, step.shape, message_bytes, CallKind::kDispatch, sizes, layout);
-    check.Require(step.shape.local_experts == sizes.local_experts,
-                  "the experts of a rank must be the group's " +
-                      std::to_string(sizes.local_experts) + ", got " +
-                      std::to_string(step.shape.local_experts));
+    CheckDispatchFits(check, step.shape, message_bytes, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 };
@@ -192,8 +196,38 @@ struct DecodedWindowCachedDispatch {
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
-    CheckFits(check, step.shape, message_bytes, CallKind::kDispatch, sizes, layout);
+    CheckFits(check, step.shape, step.shape.tokens, message_bytes, CallKind::kDispatch, sizes,
+              layout);
     return check.ok() ? ffi::Error::Success() : check.error();
+  }
+};
+
+// Of a combine, at the source: rows that come one by one, and a shared expert's.
+struct CombineOptions {
+  const F32& entry_weights;
+  const AnyBuffer& shared_rows;
+  const I32& shared_part;
+  bool by_entry;
+  bool with_entry_weights;
+  bool with_shared;
+
+  // After the step's tokens, K, H and element. `rows` are those of shared_rows, if there are any.
+  void Decode(Checker& check, int64_t rows, WindowCombineStep& step) const {
+    const EpShape& shape = step.shape;
+    step.by_entry = by_entry;
+    check.Require(by_entry || !with_entry_weights,
+                  "weights at the source must be of rows, not of sums");
+    check.Require(!by_entry || step.num_weights == 0, "rows must travel without weight_grads");
+    check.Dims("entry_weights", entry_weights,
+               {with_entry_weights ? shape.tokens : 0, shape.top_k});
+    ElementType element{};
+    check.Require(DecodeElement(shared_rows.element_type(), element) && element == step.element,
+                  "shared_rows must have the dtype of the output");
+    check.Dims("shared_rows", shared_rows, {with_shared ? rows : 0, shape.hidden});
+    check.Dims("shared_part", shared_part, {with_shared ? 2 : 0});
+    step.entry_weights = with_entry_weights ? entry_weights.typed_data() : nullptr;
+    step.shared_rows = with_shared ? shared_rows.untyped_data() : nullptr;
+    step.shared_part = shared_part.typed_data();
   }
 };
 
@@ -208,10 +242,13 @@ struct DecodedWindowCombine {
         .template Arg<AnyBuffer>()  // expert_out [N, H]
         .template Arg<F32>()        // router_weights [N] or [0]
         .template Arg<F32>()        // weight_grads [N] or [0]
-        .template Arg<I32>()        // row_of [R, n, K]
+        .template Arg<I32>()        // row_of [R, n, K], by_entry [R, n * K, 1]
         .template Arg<I32>()        // slot_counts [R]
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
+        .template Arg<F32>()        // entry_weights [n, K] or [0, K], of by_entry
+        .template Arg<AnyBuffer>()  // shared_rows [N, H] or [0, H]
+        .template Arg<I32>()        // shared_part [2] or [0]
         .template Arg<I32>()        // after [1]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
@@ -221,13 +258,18 @@ struct DecodedWindowCombine {
         .template Attr<bool>("weighted")
         .template Attr<bool>("with_weight_grads")
         .template Attr<bool>("with_residual")
+        .template Attr<bool>("by_entry")
+        .template Attr<bool>("with_entry_weights")
+        .template Attr<bool>("with_shared")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const F32& weight_grads,
                     const I32& row_of, const I32& slot_counts, const I32& slot_of,
-                    const AnyBuffer& residual, const I32& after, Out<AnyBuffer> output,
-                    Out<F32> output_weight_grads, Out<I32> done, int64_t group_key, int64_t site,
-                    bool weighted, bool with_weight_grads, bool with_residual,
+                    const AnyBuffer& residual, const F32& entry_weights,
+                    const AnyBuffer& shared_rows, const I32& shared_part, const I32& after,
+                    Out<AnyBuffer> output, Out<F32> output_weight_grads, Out<I32> done,
+                    int64_t group_key, int64_t site, bool weighted, bool with_weight_grads,
+                    bool with_residual, bool by_entry, bool with_entry_weights, bool with_shared,
                     std::string_view combine_dtype) {
     key = group_key;
     Checker check(kTarget);
@@ -239,16 +281,21 @@ struct DecodedWindowCombine {
     CheckWireType(check, combine_dtype, step);
     check.Rank("row_of", row_of, 3);
     if (!check.ok()) return check.error();
+    check.Rank("slot_of", slot_of, 2);
+    if (!check.ok()) return check.error();
     shape.recv_rows = row_shape.tokens;
     shape.ranks = Dim(row_of, 0);
-    shape.top_k = Dim(row_of, 2);
+    shape.top_k = Dim(slot_of, 1);
     step.num_weights = with_weight_grads ? shape.top_k : 0;
     check.Shape(shape);
     check.Require(step.element == output_element, "output must have the dtype of expert_out");
     if (!check.ok()) return check.error();
+    const CombineOptions options{entry_weights, shared_rows,        shared_part,
+                                 by_entry,      with_entry_weights, with_shared};
+    options.Decode(check, shape.recv_rows, step);
     const RowOperands row_operands{expert_out,  row_weights, weight_grads,     row_of,
                                    slot_counts, weighted,    with_weight_grads};
-    row_operands.Decode(check, step);
+    row_operands.Decode(check, step, step.messages(), by_entry ? 1 : shape.top_k);
     const TokenOperands token_operands{slot_of, residual, *output, with_residual};
     token_operands.Decode(check, step);
     check.Dims("the tokens' weight_grads", *output_weight_grads, {shape.tokens, step.num_weights});
@@ -263,7 +310,7 @@ struct DecodedWindowCombine {
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
-    CheckFits(check, step.shape, message_bytes, CallKind::kCombine, sizes, layout);
+    CheckFits(check, step.shape, step.messages(), message_bytes, CallKind::kCombine, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 };

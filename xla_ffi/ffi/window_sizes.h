@@ -18,9 +18,12 @@ struct WindowConfig {
   int64_t element_bytes;       // of dtype
   int64_t wire_element_bytes;  // of combine_dtype
   int64_t tokens;              // T
-  int64_t top_k;
+  int64_t dispatch_tokens;     // the most that one dispatch, or
+  int64_t combine_tokens;      // combine, has: entries where rows travel one by one
+  int64_t top_k;               // with that of a shared expert, like local_experts
   int64_t ranks;
   int64_t local_experts;
+  int64_t pending_calls;  // the most of a kind
 };
 
 // Regions for calls in flight are cheap where calls are short.
@@ -38,16 +41,19 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
                          .bytes;
   });
   const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
+  const int64_t turns = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1;
   const int64_t widest = std::max(config.element_bytes, config.wire_element_bytes);
   sizes = {
       .ranks = config.ranks,
       .local_experts = config.local_experts,
-      .tokens = config.tokens,
+      .dispatch_tokens = config.dispatch_tokens,
+      .combine_tokens = config.combine_tokens,
       .top_k = config.top_k,
       .hidden = config.hidden,
       .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
       .combine_message_bytes = CombineMessage::Of(config.hidden * widest, 0, config.top_k).bytes,
-      .depth = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1,
+      .turns = turns,
+      .depth = std::max(turns, config.pending_calls + 1),
   };
   return dispatch_bytes >= 0;
 }

@@ -34,7 +34,8 @@ static_assert(offsetof(FlagCell, tag) == 14 && std::is_trivially_copyable_v<Flag
 
 enum class Observation : uint8_t { kPending, kArrived, kProtocolError };
 
-enum class WaitStatus : uint8_t { kArrived = 0, kTimedOut, kPoisoned, kProtocolError };
+// kNotPending: of a call's second half, whose first half nobody is waiting for.
+enum class WaitStatus : uint8_t { kArrived = 0, kTimedOut, kPoisoned, kProtocolError, kNotPending };
 
 // What a worker is doing; kNone is what a ticket past the end of a queue gets.
 enum class Phase : uint8_t { kRoute, kSend, kPlace, kNone };
@@ -129,13 +130,15 @@ JAX_EP_HOST_DEVICE constexpr uint32_t RegionOf(uint64_t epoch, uint32_t depth) {
   return low & (depth - 1);
 }
 
-// Where the next call goes: region epoch % depth, or the next one that holds no pending call, for
-// depth in [1, kMaxDepth].
-// Without the second half a split call that stays pending over `depth` other calls deadlocks: the
+// Where the next call goes: region epoch % turns, or the next one of all `depth` that holds no
+// pending call, for 1 <= turns <= depth <= kMaxDepth. Regions from `turns` on are touched only
+// beside pending calls.
+// Without the second half a split call that stays pending over `turns` other calls deadlocks: the
 // last of them waits for a credit that this rank gives only later in its own stream.
-JAX_EP_HOST_DEVICE constexpr RegionLease LeaseRegion(const CallState& state, uint32_t depth) {
+JAX_EP_HOST_DEVICE constexpr RegionLease LeaseRegion(const CallState& state, uint32_t turns,
+                                                     uint32_t depth) {
   const uint64_t epoch = state.next_epoch;
-  uint32_t region = RegionOf(epoch, depth);
+  uint32_t region = RegionOf(epoch, turns);
   JAX_EP_NO_UNROLL
   for (uint32_t step = 0; step < depth; ++step) {
     if (((state.pending >> region) & 1) == 0) return {epoch, state.last_epoch[region], region};

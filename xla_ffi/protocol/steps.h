@@ -125,13 +125,15 @@ struct CombineUnpackStep {
   JAX_EP_HOST_DEVICE int64_t messages() const {
     return shape.slots() * (by_entry ? shape.top_k : 1);
   }
-  // The shared row of a token, or -1.
-  JAX_EP_HOST_DEVICE int64_t SharedRowOf(int64_t token) const {
-    if (shared_rows == nullptr) return -1;
-    const int64_t row = token - shared_part[0];
-    return row >= 0 && row < Min<int64_t>(shared_part[1], shape.recv_rows) ? row : -1;
-  }
 };
+
+// The shared row of a token of a combine, or -1.
+template <typename Step>
+JAX_EP_HOST_DEVICE int64_t SharedRowOf(const Step& step, int64_t token) {
+  if (step.shared_rows == nullptr) return -1;
+  const int64_t row = token - step.shared_part[0];
+  return row >= 0 && row < Min<int64_t>(step.shared_part[1], step.shape.recv_rows) ? row : -1;
+}
 
 // [rows, H] to codes and scales, and back.
 struct QuantizeStep {

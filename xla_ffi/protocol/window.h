@@ -107,12 +107,14 @@ JAX_EP_HOST_DEVICE constexpr int64_t CountCells(int64_t local_experts) {
 struct WindowSizes {
   int64_t ranks;
   int64_t local_experts;
-  int64_t tokens;  // T
-  int64_t top_k;
+  int64_t dispatch_tokens;  // the most of a dispatch: T, or T * K where rows travel one by one
+  int64_t combine_tokens;   // and of a combine
+  int64_t top_k;            // the most entries of a token
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
-  int64_t depth;
+  int64_t turns;  // regions that calls go round
+  int64_t depth;  // all of them, with those for calls beside pending ones
 };
 
 // One buffer group; offsets from the start of the window.
@@ -146,18 +148,17 @@ struct WindowLayout {
     for (int i = 0; i < kBufferGroups; ++i) {
       const bool combine = i == static_cast<int>(CallKind::kCombine);
       const int64_t regions = sizes.depth * sizes.ranks;
+      const int64_t tokens = combine ? sizes.combine_tokens : sizes.dispatch_tokens;
       BufferGroupLayout& group = layout.groups[i];
       group.count_cells = combine ? 1 : CountCells(sizes.local_experts);
-      group.flags_per_source = combine
-                                   ? kCombineChunks.MaxCount(sizes.tokens) * Pieces(sizes.hidden)
-                                   : kDispatchChunks.MaxCount(sizes.tokens);
+      group.flags_per_source = combine ? kCombineChunks.MaxCount(tokens) * Pieces(sizes.hidden)
+                                       : kDispatchChunks.MaxCount(tokens);
       group.region_bytes = RoundUp(
-          sizes.tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes),
-          kAlign);
+          tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes), kAlign);
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
                                     : DispatchCells(sizes.dispatch_message_bytes, sizes.top_k);
       group.cells_per_source =
-          Min(sizes.tokens, combine ? kFewCombineTokens : kFewDispatchTokens) * group.message_cells;
+          Min(tokens, combine ? kFewCombineTokens : kFewDispatchTokens) * group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
           regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
@@ -192,6 +193,7 @@ struct WindowGroup {
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t ranks;
+  uint32_t turns;
   uint32_t depth;
   uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
 };

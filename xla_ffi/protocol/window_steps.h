@@ -56,7 +56,8 @@ struct WindowCachedDispatchStep {
   int32_t* done;            // [1] zero: what a later call of the group takes to come after
 };
 
-// reduce + exchange + reduce.
+// reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens of one entry, and
+// are weighted at the source; the options are those of CombineUnpackStep.
 struct WindowCombineStep {
   EpShape shape;
   CallSite site;
@@ -67,13 +68,21 @@ struct WindowCombineStep {
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
   const float* weight_grads;   // [N] or unused
-  const int32_t* row_of;       // [R, n, K]
-  const int32_t* slot_counts;  // [R]
-  const int32_t* slot_of;      // [n, K]
+  const int32_t* row_of;       // [R, n, K], by_entry [R, n * K, 1]
+  const int32_t* slot_counts;  // [R], of such slots
+  const int32_t* slot_of;      // [n, K], likewise
   const void* residual;        // [n, H] or nullptr
   void* output;                // [n, H]
   float* output_weight_grads;  // [n, num_weights]
   int32_t* done;               // [1], as above
+  bool by_entry = false;
+  const float* entry_weights = nullptr;
+  const void* shared_rows = nullptr;
+  const int32_t* shared_part = nullptr;
+
+  bool has_options() const { return by_entry || shared_rows != nullptr; }
+  // The most that one rank sends another.
+  int64_t messages() const { return shape.tokens * (by_entry ? shape.top_k : 1); }
 };
 
 }  // namespace jax_ep

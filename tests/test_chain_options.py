@@ -1,0 +1,79 @@
+"""The calls of a p2p handle follow each other: halves and options. As test_chain.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import helpers
+import jax
+import options
+import pytest
+from test_chain import (
+    TOKEN_INDEX,
+    afters,
+    calls,
+    chain,
+    layer,
+    lowered,
+    p2p_handle,
+    square,
+)
+
+import jax_ep
+
+
+@pytest.fixture
+def mesh():
+    if jax.default_backend() != "cpu":
+        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
+        pytest.skip("imagines p2p on CPU devices")
+    return helpers.make_mesh(2)
+
+
+def split_layer(ep: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, ids))
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, d.tokens, d.route))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_halves(mesh, check_vma: bool) -> None:
+    """Two calls in flight around whole ones, and their gradients."""
+    ep = p2p_handle(mesh)
+
+    def run(x: Any, ids: Any) -> Any:
+        first, second = (jax_ep.dispatch_async(ep, x, i) for i in (ids, ids + 1))
+        y = layer(ep, x, ids)
+        d, e = map(jax_ep.dispatch_wait, (second, first))
+        back = [jax_ep.combine_async(ep, each.tokens, each.route) for each in (d, e)]
+        return square(y) + sum(square(jax_ep.combine_wait(b)) for b in back)
+
+    def body(x: Any, ids: Any) -> Any:
+        return jax.grad(run)(x, ids) + split_layer(ep, x, ids)
+
+    text = lowered(mesh, body, check_vma=check_vma)
+    found = [call.target for call in calls(text)]
+    assert set(found) == set(TOKEN_INDEX)
+    forward = ["ep_dispatch_send"] * 2 + ["ep_dispatch", "ep_combine"]
+    forward += ["ep_dispatch_place"] * 2 + ["ep_combine_send"] * 2
+    assert found[:8] == forward
+    assert afters(text) == chain(len(found))
+
+
+@pytest.mark.parametrize("one", [layer, split_layer])
+@pytest.mark.parametrize("mode", options.MODES)
+def test_options(mesh, mode: str, one: Any) -> None:
+    """Every mode and its gradients are one chain, but where nothing is exchanged."""
+    ep = p2p_handle(mesh, **options.MODES[mode])
+
+    def body(x: Any, ids: Any) -> Any:
+        gradient = jax.grad(lambda x: square(one(ep, x, ids)) + square(one(ep, x, ids)))
+        return gradient(x)
+
+    text = lowered(mesh, body)
+    if ep.config.skip_a2a:
+        assert "ep_pack" in text
+        assert not set(TOKEN_INDEX) & set(re.findall(r"@(ep_\w+)\(", text))
+        return
+    assert len(calls(text)) == (8 if one is layer else 12)
+    assert afters(text) == chain(len(calls(text)))

@@ -1,0 +1,131 @@
+"""Transport p2p: every option at real sizes, whole and in halves, against collective.
+
+The semantics tests of options (test_options*.py) run with JAX_EP_TEST_TRANSPORT=p2p.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import options
+import pytest
+import twins
+
+import jax_ep
+
+pytestmark = pytest.mark.gpu
+
+WHOLE = (jax_ep.dispatch, jax_ep.combine)
+
+
+def split_dispatch(ep: Any, *args: Any) -> Any:
+    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
+
+
+def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
+
+
+def results(ep: Any, calls: Any, o: twins.Operands) -> dict[str, Any]:
+    """Both calls and both backward passes, with NaN in all that may not be read."""
+    dispatch, combine = calls
+    config = ep.config
+
+    def forward(tokens: Any, weights: Any) -> Any:
+        d = dispatch(ep, tokens, o.ids, weights)
+        return (jax_ep.dequantize(d), d.router_weights), d
+
+    _, pull_dispatch, d = jax.vjp(forward, o.dy, o.weights, has_aux=True)
+    absent = d.src_info[:, 0] < 0
+    rows = jnp.where(absent[:, None], jnp.nan, o.rows).astype(o.rows.dtype)
+    row_weights = jnp.where(absent, jnp.nan, o.row_weights)
+    weights = {"rank": row_weights, "source": o.weights, "none": None}[config.reduce]
+    residual = o.residual if options.takes_residual(config) else None
+
+    def back(rows: Any, weights: Any, residual: Any) -> Any:
+        return combine(ep, rows, d.route, weights, residual=residual)
+
+    y, pull_combine = jax.vjp(back, rows, weights, residual)
+    dy = o.dy
+    if config.reduce == "none":
+        scale = jnp.arange(1, config.top_k + 1, dtype=dy.dtype)
+        dy = dy[:, None] * scale[None, :, None]
+    d_rows, d_weights, d_residual = pull_combine(dy)
+    dx, dw = pull_dispatch((rows, d_rows[:, 0].astype(jnp.float32)))
+    # Products with E are XLA's, whose order of sums may differ between programs.
+    return {"exact": (d, y, d_rows, d_residual, dx, dw), "near": d_weights}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide": {"hidden_size": 2048, "num_experts": 64, "top_k": 8},
+    "odd": {"hidden_size": 1032, "top_k": 5, "expert_alignment": 16},
+    "one": {"top_k": 1},
+    "cut": {"recv_capacity": 900},
+    "float32": {"dtype": "float32", "combine_dtype": "bfloat16"},
+    "coded": {
+        "hidden_size": 1024,
+        "dispatch_format": "mxfp8",
+        "combine_format": "fp8_block128",
+        "grad_format": "fp8_block128",
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mode", options.MODES)
+def test_same_as_collective(mode: str, shape: str) -> None:
+    changes = {"max_tokens_per_rank": 600, "hidden_size": 64} | SHAPES[shape]
+    if options.MODES[mode].get("skip_a2a"):
+        changes = {k: v for k, v in changes.items() if not k.endswith("_format")}
+    config = helpers.make_config(**(changes | options.MODES[mode]))
+    with twins.Twins(twins.p2p_mesh(), config) as pair:
+        assert pair.p2p.transport == "p2p"
+        plain, whole, split = (
+            twins.mapped(pair.mesh, functools.partial(results, ep, calls))
+            for ep, calls in (
+                (pair.collective, WHOLE),
+                (pair.p2p, WHOLE),
+                (pair.p2p, (split_dispatch, split_combine)),
+            )
+        )
+        for n in (0, 1, 2, 7, 128, 600):
+            for routing in ("random", ("none", "full", "duplicates", "one:3")):
+                o = pair.operands(n, n, routing)
+                wanted = plain(o)
+                for run, what in ((whole, "whole"), (split, "split")):
+                    actual = run(o)
+                    where = f"{what} {n} {routing}"
+                    twins.assert_same(actual["exact"], wanted["exact"], where)
+                    if wanted["near"] is not None:
+                        twins.assert_near(actual["near"], wanted["near"])
+
+
+@pytest.mark.parametrize("mode", ["source", "none", "shared_source"])
+def test_rows_without_a_place(mode: str) -> None:
+    """A dropped row counts as zero: times a weight that is not finite as NaN."""
+    changes = {"max_tokens_per_rank": 64, "hidden_size": 64, "recv_capacity": 70}
+    config = helpers.make_config(**(changes | options.MODES[mode]))
+    with twins.Twins(twins.p2p_mesh(), config) as pair:
+
+        def run(ep: Any, o: Any) -> Any:
+            d = jax_ep.dispatch(ep, o.dy, o.ids)
+            weights = None
+            if ep.config.reduce == "source":
+                weights = jnp.where(o.weights > 1, jnp.inf, o.weights)
+            return d, jax_ep.combine(ep, o.rows, d.route, weights)
+
+        fast, plain = (
+            twins.mapped(pair.mesh, functools.partial(run, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        o = pair.operands(1, 64, "full")
+        wanted = plain(o)
+        assert bool(jnp.any(wanted[0].num_dropped > 0))
+        # What windows held before is not taken for a row.
+        for seed in (2, 3):
+            fast(pair.operands(seed, 64, "full"))
+        twins.assert_same(fast(o), wanted)

@@ -1,0 +1,208 @@
+"""Transport p2p: calls in halves at real sizes, and those not ended, or ended twice.
+
+The semantics tests of halves (test_split*.py) run with JAX_EP_TEST_TRANSPORT=p2p.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+import twins
+
+import jax_ep
+from jax_ep import _init
+
+pytestmark = pytest.mark.gpu
+
+# One region that calls go round (T > 512) and two.
+TURNS = pytest.mark.parametrize("tokens", [600, 64], ids=["one", "two"])
+
+
+def config(tokens: int, **changes: Any) -> Any:
+    fields = {"max_tokens_per_rank": tokens, "hidden_size": 64, "top_k": 4}
+    return helpers.make_config(**(fields | changes))
+
+
+def halves(ep: Any, o: twins.Operands) -> Any:
+    """All results of a dispatch and a combine, each in halves."""
+    scale = jnp.float32(0.37) if ep.config.dispatch_format == "nvfp4" else None
+    pending = jax_ep.dispatch_async(ep, o.dy, o.ids, o.weights, input_scale=scale)
+    d = jax_ep.dispatch_wait(pending)
+    pending = jax_ep.combine_async(
+        ep, o.rows, d.route, o.row_weights, residual=o.residual
+    )
+    return d, jax_ep.combine_wait(pending)
+
+
+def whole(ep: Any, o: twins.Operands) -> Any:
+    scale = jnp.float32(0.37) if ep.config.dispatch_format == "nvfp4" else None
+    d = jax_ep.dispatch(ep, o.dy, o.ids, o.weights, input_scale=scale)
+    return d, jax_ep.combine(ep, o.rows, d.route, o.row_weights, residual=o.residual)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few_blocks": {"num_sms": 3},
+    "wide": {"hidden_size": 7168, "num_experts": 64, "top_k": 8},
+    "long_rows": {"hidden_size": 70_000, "max_tokens_per_rank": 32},
+    "float32": {"dtype": "float32", "combine_dtype": "bfloat16"},
+    "aligned": {"expert_alignment": 32, "recv_capacity": 700},
+    "fp8": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "combine_format": "fp8_block128",
+    },
+    "mxfp8_tiled": {
+        "hidden_size": 1024,
+        "dispatch_format": "mxfp8",
+        "scale_layout": "tiled_128x4",
+    },
+    "mxfp4": {"hidden_size": 1024, "dispatch_format": "mxfp4"},
+    "nvfp4": {"hidden_size": 1024, "dispatch_format": "nvfp4"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_bits(shape: str) -> None:
+    """As whole calls over windows and as XLA's exchange, of any number of tokens."""
+    made = config(1000, **SHAPES[shape])
+    with twins.Twins(twins.p2p_mesh(), made) as pair:
+        runs = [
+            twins.mapped(pair.mesh, functools.partial(body, ep))
+            for body, ep in (
+                (halves, pair.p2p),
+                (whole, pair.p2p),
+                (whole, pair.collective),
+            )
+        ]
+        for n in (0, 1, 7, 9, 128, 513, 1000):
+            if n > made.max_tokens_per_rank:
+                continue
+            for routing in ("random", "duplicates", ("none", "full", "one:3", "full")):
+                o = pair.operands(n, n, routing)
+                results = [run(o) for run in runs]
+                for other in results[1:]:
+                    twins.assert_same(results[0], other, f"{n} {routing}")
+
+
+def pipelined(ep: Any, o: twins.Operands) -> Any:
+    """Two dispatches and two combines in flight, with whole calls between."""
+    scaled = [o.dy * jnp.asarray(i, o.dy.dtype) for i in (1, 2, 3)]
+    begin = functools.partial(jax_ep.dispatch_async, ep)
+    first = begin(scaled[0], o.ids, o.weights)
+    second = begin(scaled[1], o.ids[::-1], o.weights)
+    between = jax_ep.dispatch(ep, scaled[2], o.ids, o.weights)
+    y_between = jax_ep.combine(ep, between.tokens, between.route)
+    d = jax_ep.dispatch_wait(first)
+    third = begin(scaled[2], o.ids, o.weights)
+    back = jax_ep.combine_async(ep, d.tokens * 2, d.route, residual=o.dy)
+    e = jax_ep.dispatch_wait(second)
+    also = jax_ep.combine_async(ep, e.tokens, e.route, e.router_weights)
+    again = jax_ep.combine(ep, between.tokens * 2, between.route)
+    f = jax_ep.dispatch_wait(third)
+    # In another order than they were begun.
+    y_also = jax_ep.combine_wait(also)
+    return d, e, f, y_between, jax_ep.combine_wait(back), y_also, again
+
+
+@TURNS
+@pytest.mark.parametrize("first_epoch", [None, 2**64 - 3])
+def test_in_flight(tokens: int, first_epoch: Any, monkeypatch) -> None:
+    monkeypatch.setattr(_init, "_FIRST_EPOCH", first_epoch)
+    with twins.Twins(twins.p2p_mesh(), config(tokens)) as pair:
+        fast, plain = (
+            twins.mapped(pair.mesh, functools.partial(pipelined, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        sets = [pair.operands(seed, tokens) for seed in range(4)]
+        wanted = [plain(o) for o in sets]
+        results = [fast(sets[i % 4]) for i in range(100)]
+        for i, result in enumerate(results):
+            twins.assert_same(result, wanted[i % 4], f"program {i}")
+
+
+@TURNS
+def test_across_programs(tokens: int) -> None:
+    """Pendings leave their program; each is ended after the next one has begun."""
+    with twins.Twins(twins.p2p_mesh(), config(tokens)) as pair:
+        ep, mesh = pair.p2p, pair.mesh
+
+        def begin(o: Any) -> Any:
+            return jax_ep.dispatch_async(ep, o.dy, o.ids, o.weights)
+
+        start = twins.mapped(mesh, begin)
+        end = twins.mapped(mesh, jax_ep.dispatch_wait)
+        plain = twins.mapped(
+            mesh, lambda o: jax_ep.dispatch(pair.collective, o.dy, o.ids, o.weights)
+        )
+        sets = [pair.operands(seed, tokens) for seed in range(6)]
+        before = start(sets[0])
+        for now, after in zip(sets, [*sets[1:], sets[0]], strict=True):
+            following = start(after)
+            twins.assert_same(end(before), plain(now))
+            before = following
+
+
+@TURNS
+def test_dropped_calls_hold_up_nothing(tokens: int) -> None:
+    with twins.Twins(twins.p2p_mesh(), config(tokens)) as pair:
+
+        def drop(o: Any) -> Any:
+            pendings = [
+                jax_ep.dispatch_async(pair.p2p, o.dy, o.ids, o.weights)
+                for _ in range(2)
+            ]
+            d = jax_ep.dispatch(pair.p2p, o.dy, o.ids, o.weights)
+            # Keeps the first halves; nobody ends them.
+            return d.tokens, [pending.held for pending in pendings]
+
+        start = twins.mapped(pair.mesh, drop)
+        run, plain = (
+            twins.mapped(pair.mesh, functools.partial(halves, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        o = pair.operands(1, tokens)
+        wanted = plain(o)
+        for _ in range(5):
+            start(o)
+            twins.assert_same(run(o), wanted)
+
+
+@pytest.mark.parametrize("how", ["twice", "given up"])
+def test_ended_when_not_pending(how: str) -> None:
+    """A named error, after which other handles go on."""
+    mesh = twins.p2p_mesh()
+    with twins.Twins(mesh, config(64)) as pair:
+        start = twins.mapped(
+            mesh, lambda o: jax_ep.dispatch_async(pair.p2p, o.dy, o.ids, o.weights)
+        )
+        end = twins.mapped(mesh, jax_ep.dispatch_wait)
+        o = pair.operands(2, 64)
+        pending = start(o)
+        if how == "twice":
+            jax.block_until_ready(end(pending))
+        else:
+            jax.block_until_ready([start(o), start(o)])
+        d = jax.block_until_ready(end(pending))
+        assert bool(jnp.all(jnp.isnan(d.tokens.astype(jnp.float32))))
+        assert bool(jnp.all(d.src_info == -1))
+        assert not bool(jnp.any(d.expert_counts))
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"rank \d was to end dispatch call epoch \d+, which was not pending",
+        ):
+            pair.p2p.check()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="was not pending"):
+            jax.block_until_ready(start(o))
+    with twins.Twins(mesh, config(64)) as pair:
+        run, plain = (
+            twins.mapped(mesh, functools.partial(halves, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        o = pair.operands(3, 64)
+        twins.assert_same(run(o), plain(o))
