@@ -59,4 +59,6 @@ def call(
     function = jax.ffi.ffi_call(
         target, tuple(results), has_side_effect=has_side_effect, vmap_method=vmap_method
     )
-    return list(function(*operands, **attrs))
+    # XLA:GPU fuses what goes into a slice of a larger array (a scan's residuals) with
+    # the slice, a call with other users as well: it then runs twice. Not through this.
+    return list(jax.lax.optimization_barrier(tuple(function(*operands, **attrs))))

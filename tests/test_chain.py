@@ -104,6 +104,8 @@ def calls(text: str) -> list[Call]:
         name, operation = result.groups()
         call = re.match(r"stablehlo\.custom_call @(ep_\w+)\((.*?)\)", operation)
         defined[name] = len(found) if call else None
+        if barrier := re.match(r"stablehlo\.optimization_barrier (%\w+)", operation):
+            defined[name] = defined.get(barrier[1])  # the same results again
         if not call:
             continue
         value, _, index = call[2].split(", ")[-1].partition("#")
