@@ -3,6 +3,7 @@ from typing import Any
 MAX_TOP_K: int
 MAX_EXPERTS: int
 MAX_INDEX: int
+MAX_HIDDEN: int
 ROW_ALIGN_BYTES: int
 
 def targets() -> dict[str, Any]: ...

@@ -86,6 +86,7 @@ NB_MODULE(_native_cpu, m) {
   m.attr("MAX_TOP_K") = kMaxTopK;
   m.attr("MAX_EXPERTS") = kMaxExperts;
   m.attr("MAX_INDEX") = kMaxIndex;
+  m.attr("MAX_HIDDEN") = kMaxHidden;
   m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
   m.def("formats", &Formats, "The registry of token formats.");
   m.def(
