@@ -91,6 +91,7 @@ def main():
         "sanitizers": "address,undefined",
         "executions": sum(target.get("executions", 0) for target in found),
         "seconds": round(sum(target.get("seconds", 0) for target in found), 1),
+        "cpu_seconds": round(sum(target.get("cpu_seconds", 0) for target in found), 1),
         "targets": found,
     }
     recording.write("fuzz", record, args.folder)

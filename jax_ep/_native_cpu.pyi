@@ -1,5 +1,6 @@
 from typing import Any
 
+FFI_VERSION: tuple[int, int]
 MAX_TOP_K: int
 MAX_EXPERTS: int
 MAX_INDEX: int

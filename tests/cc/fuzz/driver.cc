@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -274,10 +275,12 @@ int main(int argc, char** argv) {
   }
   const uint64_t made = executions;
   const double took = seconds();
+  const double busy = static_cast<double>(std::clock()) / CLOCKS_PER_SEC;  // of the processor
   const size_t kept = merge_to.empty() ? 0 : Merge(corpus, merge_to, kMerged);
   alarm(0);
-  std::printf("{\"seed\": %" PRIu64 ", \"seconds\": %.1f, \"executions\": %" PRIu64
+  std::printf("{\"seed\": %" PRIu64
+              ", \"seconds\": %.1f, \"cpu_seconds\": %.1f, \"executions\": %" PRIu64
               ", \"edges\": %zu, \"inputs_given\": %zu, \"inputs_found\": %zu, \"merged\": %zu}\n",
-              seed, took, made, coverage.edges(), given, corpus.size(), kept);
+              seed, took, busy, made, coverage.edges(), given, corpus.size(), kept);
   return 0;
 }
