@@ -20,10 +20,15 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import recording
 
-BUILD = recording.ROOT / "build" / "bench"
+# In the repository, or where jax_ep is installed.
+HERE = pathlib.Path(__file__).resolve().parent
+INCLUDE = next(
+    (f for f in (HERE / "xla_ffi", HERE.parent / "xla_ffi") if f.exists()), HERE
+)
 
 
 def find_nvcc():
@@ -37,14 +42,11 @@ def find_nvcc():
 
 
 def build(nvcc):
-    BUILD.mkdir(parents=True, exist_ok=True)
-    program = BUILD / "gpu_limits"
+    program = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / "gpu_limits"
     warnings = ["-Xcompiler=-Wall,-Wextra", "--Werror=all-warnings"]
-    source = recording.ROOT / "benchmarks" / "gpu_limits.cu"
-    include = recording.ROOT / "xla_ffi"
-    flags = ["-O3", "-std=c++20", "-arch=sm_90", *warnings, "-I", str(include)]
+    flags = ["-O3", "-std=c++20", "-arch=sm_90", *warnings, "-I", str(INCLUDE)]
     done = subprocess.run(
-        [nvcc, *flags, "-o", str(program), str(source)],
+        [nvcc, *flags, "-o", str(program), str(HERE / "gpu_limits.cu")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

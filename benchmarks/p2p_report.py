@@ -135,7 +135,7 @@ def print_table(record):
             f"{s['routing']:>8}{s['op']:>10}{s['tokens']:>6}"
             f"{number(s['floor_us'], 1):>9}{number(p2p and p2p['us'], 1):>9}"
             f"{number(p2p and p2p['gb_s'], 0):>7}"
-            f"{number(p2p and 100 * p2p.get('of_peak', 0), 0):>5}"
+            f"{number(p2p and 100 * (p2p.get('of_peak') or 0), 0):>5}"
             f"{number(s['collective_us'], 1):>12}"
             f"{number(s['ragged_default_us'], 0):>10}"
             f"{number(s['ragged_flags_us'], 0):>10}{number(best, 0):>10}"

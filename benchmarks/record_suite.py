@@ -1,19 +1,20 @@
 """Runs the test suite on the devices present and records it in benchmarks/results.
 
     python benchmarks/record_suite.py [pytest arguments]
-    python benchmarks/record_suite.py --gpus 4 2 1 --soak 20000 [pytest arguments]
+    python benchmarks/record_suite.py --gpus 4 2 1 --jobs 6 [pytest arguments]
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-side by side where they suffice (or, with --shared, all at once on the same GPUs), then
-benchmarks/soak.py on the most; it leaves out what no device runs. Each run leaves a
-file suite-<transport>-<device>x<n>-<date>.json, which says which devices, JAX and
-commit, and how many tests passed, failed and were skipped for which reason: the record
-behind every claim that something runs on a GPU.
+a file of tests a process, --jobs of them side by side; it leaves out what no device
+runs. Each suite leaves a file suite-<transport>-<device>x<n>-<date>.json, which says
+which devices, JAX and commit, how many tests passed, failed and were skipped for which
+reason, and which files were not run if --limit-s was over: the record behind every
+claim that something runs on a GPU.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
 
@@ -41,6 +43,18 @@ HOST_ONLY = (
 )
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
+# Less time than it takes to start one.
+FEW_S = 10
+NOTHING_SELECTED = 5  # pytest's exit status
+LONG = (
+    "test_p2p.py",
+    "test_p2p_formats.py",
+    "test_p2p_wires.py",
+    "test_p2p_order.py",
+    "test_dispatch.py",
+    "test_combine.py",
+    "test_multiprocess.py",
+)
 
 
 def devices():
@@ -56,136 +70,169 @@ def devices():
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def run_suite(arguments):
-    """One suite over one transport; pytest's exit status."""
-    transport = os.environ.get("JAX_EP_TEST_TRANSPORT", "collective")
-    with tempfile.TemporaryDirectory() as folder:
-        report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
-        command += ["-o", f"faulthandler_timeout={STUCK_S}"]
-        command += [str(recording.ROOT / "tests"), *arguments]
-        status = subprocess.run(command, check=False, cwd=folder).returncode
-        if not report.exists():
-            print(f"no report: pytest ended with {status}")
-            return status or 1
+class Suite:
+    """What pytest says of the files of one suite."""
+
+    def __init__(self, transport, arguments):
+        self.transport, self.arguments = transport, arguments
+        self.total, self.seconds = 0, 0.0
+        self.skipped, self.failed, self.not_run = collections.Counter(), [], []
+        self.lock = threading.Lock()
+
+    def add(self, report):
+        """Takes a report of pytest's in."""
         suite = ET.parse(report).getroot().find("testsuite")
-        skipped = collections.Counter(
+        with self.lock:
+            self._add(suite)
+
+    def _add(self, suite):
+        self.total += int(suite.get("tests"))
+        self.seconds += float(suite.get("time"))
+        self.skipped += collections.Counter(
             item.get("message", "") for item in suite.iter("skipped")
         )
-        failed = [
+        self.failed += [
             f"{case.get('classname')}::{case.get('name')}"
             for case in suite.iter("testcase")
             if case.find("failure") is not None or case.find("error") is not None
         ]
-    found = devices()
-    total = int(suite.get("tests"))
-    record = {
-        "kind": "test suite",
-        "transport": transport,
-        "devices": found,
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "python": sys.version.split()[0],
-        "arguments": arguments,
-        "passed": total - len(failed) - sum(skipped.values()),
-        "failed": failed,
-        "skipped": dict(skipped),
-        "seconds": round(float(suite.get("time")), 1),
-    }
-    name = recording.short_device(found["kind"])
-    recording.write(f"suite-{transport}-{name}x{found['count']}", record)
-    print(json.dumps(record, indent=1))
+
+    def write(self, found):
+        """Writes and prints the record, of a suite on the devices `found`."""
+        record = {
+            "kind": "test suite",
+            "transport": self.transport,
+            "devices": found,
+            "commit": recording.commit(),
+            "date": recording.date(),
+            "python": sys.version.split()[0],
+            "arguments": self.arguments,
+            "passed": self.total - len(self.failed) - sum(self.skipped.values()),
+            "failed": self.failed,
+            "not_run": self.not_run,
+            "skipped": dict(self.skipped),
+            "seconds": round(self.seconds, 1),
+        }
+        name = recording.short_device(found["kind"])
+        recording.write(f"suite-{self.transport}-{name}x{found['count']}", record)
+        print(json.dumps(record, indent=1))
+
+
+def pytest_command(report, arguments):
+    """A command that leaves its report in the file `report`."""
+    command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
+    return [*command, "-o", f"faulthandler_timeout={STUCK_S}", *arguments]
+
+
+def run_suite(arguments):
+    """One suite over one transport; pytest's exit status."""
+    suite = Suite(os.environ.get("JAX_EP_TEST_TRANSPORT", "collective"), arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = pytest_command(report, [str(recording.ROOT / "tests"), *arguments])
+        status = subprocess.run(command, check=False, cwd=folder).returncode
+        if not report.exists():
+            print(f"no report: pytest ended with {status}")
+            return status or 1
+        suite.add(report)
+    suite.write(devices())
     return status
 
 
 @dataclasses.dataclass
 class Job:
-    """A command on some GPUs, its output in a file of its own."""
+    """A file of tests, for one suite on some GPUs."""
 
-    name: str
-    command: list
+    suite: Suite
     gpus: list
-    log: pathlib.Path
-    environment: dict = dataclasses.field(default_factory=dict)
+    file: pathlib.Path
+    folder: pathlib.Path
 
-    def start(self):
-        """Starts it; `process` is its handle."""
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env={**os.environ, **self.environment, **visible},
-                stdout=log,
+    def run(self, deadline):
+        """Runs it until `deadline`; whether no test of it failed."""
+        name = f"{self.suite.transport} on {len(self.gpus)}: {self.file.name}"
+        left = deadline - time.monotonic()
+        if left < FEW_S:
+            self.suite.not_run.append(self.file.name)
+            return False
+        self.folder.mkdir()
+        report, log = self.folder / "report.xml", self.folder / "log"
+        environment = {
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+            "JAX_EP_TEST_TRANSPORT": self.suite.transport,
+        }
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                pytest_command(report, [str(self.file), *self.suite.arguments]),
+                cwd=self.folder,
+                env={**os.environ, **environment},
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started = time.monotonic()
-        return self
-
-    def report(self):
-        """Prints the end of its output; whether it went well."""
-        seconds = time.monotonic() - self.started
-        status = self.process.returncode
-        print(f"== {self.name}: exit status {status}, {seconds:.0f} s", flush=True)
-        text = self.log.read_text(errors="replace")
-        print(text[-1500 if status == 0 else -6000 :], flush=True)
-        return status == 0
+            try:
+                status = process.wait(timeout=left)
+            except subprocess.TimeoutExpired:
+                # What the tests have started as well.
+                os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+        seconds = time.monotonic() - started
+        print(f"-- {name}: exit status {status}, {seconds:.0f} s", flush=True)
+        if report.exists():
+            self.suite.add(report)
+        else:
+            self.suite.not_run.append(self.file.name)
+        good = status in (0, NOTHING_SELECTED)
+        if not good:
+            print(log.read_text(errors="replace")[-4000:], flush=True)
+        return good
 
 
 def run_all(args, arguments, folder):
-    """Every transport on every number of GPUs, the largest first, then the soak."""
+    """Every transport on every number of GPUs, the largest first."""
+    here = devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    free = visible.split(",") if visible else list(map(str, range(devices()["count"])))
-    most = max(args.gpus)
-    if most > len(free):
-        raise SystemExit(f"{most} GPUs were asked for, {len(free)} are here")
-    waiting = []
-    ignored = [f"--ignore-glob=*/test_{name}.py" for name in HOST_ONLY]
+    gpus = visible.split(",") if visible else list(map(str, range(here["count"])))
+    if max(args.gpus) > len(gpus):
+        raise SystemExit(f"{max(args.gpus)} GPUs were asked for, {len(gpus)} are here")
+    host_only = {f"test_{name}.py" for name in HOST_ONLY}
+    files = [
+        file
+        for file in (recording.ROOT / "tests").glob("test_*.py")
+        if file.name not in host_only
+    ]
+    # The long ones first, so that none is left to the end alone.
+    files.sort(key=lambda file: (file.name not in LONG, -file.stat().st_size))
+    suites, jobs = [], []
     for count in sorted(args.gpus, reverse=True):
         for transport in args.transports:
-            # What tests p2p by name needs no second run beside the other transport.
-            other = ["--ignore-glob=*/test_p2p*"] if transport != "p2p" else []
-            words = [*ignored, *other, *arguments]
-            waiting.append((count, transport, [sys.executable, str(HERE), *words]))
-    if args.soak:
-        soak = str(HERE.with_name("soak.py"))
-        waiting.append(
-            (most, "soak", [sys.executable, soak, "--calls", str(args.soak)])
-        )
-    running, good = [], True
-    everything = list(free)
-    while waiting or running:
-        while waiting and (args.shared or waiting[0][0] <= len(free)):
-            count, transport, command = waiting.pop(0)
-            gpus = everything[-count:] if args.shared else free[:count]
-            free = [gpu for gpu in free if gpu not in gpus]
-            name = f"{transport} on {count}"
-            environment = {"JAX_EP_TEST_TRANSPORT": transport}
-            job = Job(name, command, gpus, folder / f"{name}.log", environment)
-            print(f"-- {name}: GPUs {gpus}", flush=True)
-            running.append(job.start())
-        time.sleep(0.5)
-        for job in list(running):
-            if args.limit_s and time.monotonic() - job.started > args.limit_s:
-                # Its pytest as well, and what that has started.
-                os.killpg(job.process.pid, signal.SIGKILL)
-                job.process.wait()
-            if job.process.poll() is not None:
-                running.remove(job)
-                free += [] if args.shared else job.gpus
-                good &= job.report()
-    return 0 if good else 1
+            suite = Suite(transport, arguments)
+            suites.append((count, suite))
+            for file in files:
+                # What tests p2p by name needs no second run beside the other transport.
+                if transport != "p2p" and file.name.startswith("test_p2p"):
+                    continue
+                # Small suites leave no GPU to the large ones alone.
+                first = len(jobs) * count % (len(gpus) // count * count)
+                chosen = gpus[first : first + count]
+                jobs.append(Job(suite, chosen, file, folder / str(len(jobs))))
+    deadline = time.monotonic() + args.limit_s
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        good = list(pool.map(lambda job: job.run(deadline), jobs))
+    for count, suite in suites:
+        suite.write({**here, "count": count})
+    return 0 if all(good) else 1
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="other arguments go to pytest"
     )
-    parser.add_argument("--gpus", type=int, nargs="+", help="how many, for each run")
+    parser.add_argument("--gpus", type=int, nargs="+", help="how many, for each suite")
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
-    parser.add_argument("--soak", type=int, default=0, help="calls of soak.py")
-    parser.add_argument("--shared", action="store_true", help="all runs at once")
-    parser.add_argument("--limit-s", type=float, help="kill a run that takes longer")
+    parser.add_argument("--jobs", type=int, default=4, help="files at a time")
+    parser.add_argument("--limit-s", type=float, default=3600, help="for all of it")
     args, arguments = parser.parse_known_args()
     if not args.gpus:
         return run_suite(arguments)

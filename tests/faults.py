@@ -19,14 +19,15 @@ import numpy as np
 import twins
 
 import jax_ep
-from jax_ep import _autodiff, _autodiff_combine
+from jax_ep import _autodiff, _autodiff_combine, formats
 
 TIMEOUT_S = 2.0
 FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
 
 
 def dispatch(ep, x, ids, w):
-    return _autodiff.dispatch(ep, True, x, ids, w)
+    scale = formats.global_scale("dispatch", "bf16", x, None)
+    return _autodiff.dispatch(ep, True, x, ids, w, scale)
 
 
 def combine(ep, route, rows, w):

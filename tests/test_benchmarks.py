@@ -177,7 +177,8 @@ def test_measured_transport_is_right_and_says_so(case, other):
         assert row["calls"] % SPEC["unrolled"] == 0
         assert 0 < row["us_least"] <= row["us"] <= row["us_most"]
         assert row["gb_s"] == row["bytes"] / row["us"] / 1e3
-        assert row["of_peak"] == row["floor_us"] / row["us"]
+        # One rank has nothing to send.
+        assert row["of_peak"] == (row["floor_us"] / row["us"] or None)
 
 
 def altered(array, entry):

@@ -6,10 +6,8 @@ are the shapes at which kernels change their ways.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-import zlib
 
 import helpers
 import jax
@@ -18,38 +16,14 @@ import moe
 import numpy as np
 import oracle
 import pytest
-import quantizer
+import shapes
 import twins
 from jax.sharding import AxisType, Mesh
+from shapes import CUT, LONG, ROUTINGS, Case
 
 import jax_ep
 
 pytestmark = pytest.mark.gpu
-
-ROUTINGS = (
-    "random",
-    "full",
-    "duplicates",
-    "none",
-    "invalid",
-    "one:0",
-    "one:23",
-    ("full", "none", "one:5", "duplicates"),
-    ("none", "none", "none", "full"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One configuration (changes of helpers.make_config) and what is run with it."""
-
-    name: str
-    config: dict = dataclasses.field(default_factory=dict)
-    ns: tuple[int | None, ...] = (None,)
-    routings: tuple[str | tuple[str, ...], ...] = ("random",)
-    weighted: bool = True
-    residual: bool = True
-    drops: bool = False
 
 
 def _dtype_cases() -> list[Case]:
@@ -74,60 +48,6 @@ def _hidden_cases() -> list[Case]:
     return cases
 
 
-def _format_cases() -> list[Case]:
-    cases = []
-    for name in quantizer.BLOCKS:
-        base = {"dispatch_format": name, "hidden_size": 256}
-        cases += [
-            Case(name, base, (None, 3), ROUTINGS),
-            Case(f"{name}_long", LONG | base, (1024, 7)),
-            Case(f"{name}_cut", LONG | base | CUT, (1024, 513), drops=True),
-            Case(f"{name}_free_tail", base | {"zero_tail": False}, (None, 1), ROUTINGS),
-        ]
-        # Scales of no whole vectors; rows past a stage, as tokens and as codes.
-        cases += [
-            Case(f"{name}_{dtype}_hidden{hidden}", base | {"dtype": dtype} | wide, (5,))
-            for dtype in oracle.DTYPES
-            for hidden in (384, 40064)
-            for wide in [{"hidden_size": hidden, "max_tokens_per_rank": 24}]
-        ]
-    for name in quantizer.ONE_BYTE_SCALES:
-        base = {"dispatch_format": name, "scale_layout": "tiled_128x4"}
-        base |= {"hidden_size": 256}
-        cases += [
-            Case(f"{name}_tiled", base, (None, 3), ROUTINGS),
-            Case(f"{name}_tiled_long", LONG | base, (1024, 7), ("full", "one:5")),
-            Case(f"{name}_tiled_cut", LONG | base | CUT, (1024, 513), drops=True),
-            Case(f"{name}_tiled_hidden", base | {"hidden_size": 40064}, (5,)),
-        ]
-    return cases
-
-
-def _wire_format_cases() -> list[Case]:
-    # Pieces of a combine, whole and in part; rows past a stage.
-    wires = {"combine_format": "fp8_block128", "grad_format": "fp8_block128"}
-    cases = [
-        Case(
-            f"wires_{dtype}_hidden{hidden}",
-            wires | {"dtype": dtype, "hidden_size": hidden, "max_tokens_per_rank": 24},
-            (None, 5),
-        )
-        for dtype in oracle.DTYPES
-        for hidden in (128, 1152, 40064)
-    ]
-    for field in wires:
-        config = {field: "fp8_block128", "hidden_size": 256}
-        cases += [
-            Case(field, config, (None, 3), ROUTINGS),
-            Case(f"{field}_long", LONG | config, (1024, 7)),
-            Case(f"{field}_no_weights", LONG | config, (1024, 7), weighted=False),
-            Case(f"{field}_cut", LONG | config | CUT, (1024, 513), drops=True),
-        ]
-    return cases
-
-
-CUT = {"recv_capacity": 777, "expert_alignment": 8}
-LONG = {"max_tokens_per_rank": 1024, "hidden_size": 256, "top_k": 8, "num_experts": 64}
 CASES = [
     Case("routings", routings=ROUTINGS),
     Case("routings_aligned", {"expert_alignment": 8}, (None, 3), ROUTINGS),
@@ -184,47 +104,12 @@ CASES = [
     Case("no_weights", LONG, (1024, 7), weighted=False),
     Case("no_residual", LONG, (1024, 7), residual=False),
     Case("nothing_but_rows", weighted=False, residual=False, routings=ROUTINGS),
-    *_format_cases(),
-    *_wire_format_cases(),
-    Case(
-        "model_mxfp8",
-        {
-            "max_tokens_per_rank": 4096,
-            "hidden_size": 7168,
-            "top_k": 8,
-            "num_experts": 256,
-            "capacity_factor": 1.25,
-            "dispatch_format": "mxfp8",
-            "scale_layout": "tiled_128x4",
-            "combine_format": "fp8_block128",
-            "grad_format": "fp8_block128",
-        },
-        (4096, 128),
-        ("full",),
-    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bits_of_collective(case: Case) -> None:
-    mesh = twins.p2p_mesh()
-    config = helpers.make_config(**case.config)
-    seed = zlib.crc32(case.name.encode())
-    dropped = 0
-    with twins.Twins(mesh, config) as pair:
-        for n in case.ns:
-            for routing in case.routings:
-                seed += 1
-                operands = pair.operands(
-                    seed % 2**31,
-                    config.max_tokens_per_rank if n is None else n,
-                    routing,
-                    case.weighted,
-                    case.residual,
-                )
-                d = pair.compare(operands, f"n {n}, routing {routing}")
-                dropped += int(np.asarray(d.num_dropped).sum())
-    assert not case.drops or dropped
+    shapes.compare(case)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 32, 132])

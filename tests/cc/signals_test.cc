@@ -127,6 +127,15 @@ void TestQueues() {
              {{Phase::kPlace, 0}, {Phase::kPlace, 1}, {Phase::kPlace, 2}, {Phase::kPlace, 3}});
   CheckQueue({0, 1, 0}, Queue::kSend, {{Phase::kSend, 0}});
   for (const Queue queue : {Queue::kSend, Queue::kPlace}) CheckQueue({0, 0, 0}, queue, {});
+  // As one queue: nothing is placed by whoever could still send.
+  for (uint32_t ticket = 0; ticket < 12; ++ticket) {
+    const WorkItem item = ItemInOrder(plan, ticket);
+    const WorkItem sent = ItemOf(plan, Queue::kSend, ticket);
+    const WorkItem expected = ticket < 5   ? sent
+                              : ticket < 9 ? WorkItem{Phase::kPlace, ticket - 5}
+                                           : WorkItem{Phase::kNone, 0};
+    CHECK(item.phase == expected.phase && item.index == expected.index);
+  }
 }
 
 // Arrivals are numbered. The last to leave, and nobody else, finds the counters as the next call

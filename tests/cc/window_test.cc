@@ -99,15 +99,16 @@ void CheckLayout(const WindowSizes& sizes) {
   // The number of slots in a cell of its own, then all experts, three in a cell.
   CHECK((dispatch.count_cells - 1) * kCountsPerCell >= sizes.local_experts);
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
-  CHECK(combine.count_cells == 0);
+  CHECK(combine.count_cells == 1);  // the tag of calls with few tokens
   // The messages of a whole call.
   CHECK(dispatch.region_bytes >= sizes.tokens * sizes.dispatch_message_bytes);
   CHECK(combine.region_bytes >= sizes.tokens * sizes.combine_message_bytes);
   // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
-  const int64_t few = std::min(sizes.tokens, kFewTokens);
-  CHECK(dispatch.cells_per_source == few * dispatch.message_cells);
+  CHECK(dispatch.cells_per_source ==
+        std::min(sizes.tokens, kFewDispatchTokens) * dispatch.message_cells);
   CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.dispatch_message_bytes);
-  CHECK(combine.cells_per_source == few * combine.message_cells);
+  CHECK(combine.cells_per_source ==
+        std::min(sizes.tokens, kFewCombineTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
@@ -124,7 +125,8 @@ void TestKnownLayout() {
   CHECK(dispatch.counts == dispatch.flags + 8 * dispatch.flags_per_source * 16);
   CHECK(dispatch.cells == dispatch.counts + RoundUp(8 * 23 * 16, 128));
   CHECK(dispatch.message_cells == 1 + 8 + DivideUp(14464, 12));
-  CHECK(dispatch.regions == dispatch.cells + RoundUp(8 * 8 * dispatch.message_cells * 16, 128));
+  CHECK(dispatch.regions ==
+        dispatch.cells + RoundUp(8 * kFewDispatchTokens * dispatch.message_cells * 16, 128));
   const BufferGroupLayout& combine = layout.groups[1];
   CHECK(combine.credits == dispatch.regions + 8 * dispatch.region_bytes);
   CHECK(combine.flags_per_source == kCombineChunks.MaxCount(128) * 7);

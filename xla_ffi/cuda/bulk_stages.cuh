@@ -66,9 +66,14 @@ class BulkStages {
 
   // Passes `units` through the stages: `load(unit)` calls Load once, `use(unit, stage)` issues bulk
   // stores from the stage, any lane any number. Prime starts the first loads and Pass does the
-  // rest; it returns while the last stores may be under way.
+  // rest; it returns while the last stores may be under way, so that a warp whose run was its last
+  // need not wait for them.
   template <typename LoadUnit>
   __device__ uint32_t Prime(uint32_t units, LoadUnit load) {
+    // All that the last run stored and read comes before the loads that overwrite it.
+    BulkWaitRead<0>();
+    FenceProxyAsyncShared();
+    __syncwarp();
     const uint32_t primed = Min(count_, units);
     JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < primed; ++unit) load(unit);
@@ -99,13 +104,6 @@ class BulkStages {
   __device__ void Abandon(uint32_t primed) {
     JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < primed; ++unit) Await();
-  }
-
-  // Whole warp: after it stages may be loaded again.
-  __device__ void Drain() {
-    BulkWaitRead<0>();
-    FenceProxyAsyncShared();
-    __syncwarp();
   }
 
  private:

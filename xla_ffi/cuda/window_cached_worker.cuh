@@ -184,7 +184,6 @@ class CachedWorker {
       }
     });
     PublishChunk(call_, chunk, first_slot, count);
-    stages_.Drain();
     return true;
   }
 
@@ -267,7 +266,6 @@ class CachedWorker {
         StoreRow(row, piece, stage);
       }
     });
-    stages_.Drain();
     return true;
   }
 

@@ -40,6 +40,12 @@ class WindowCall {
     // Beside it, in another warp.
     if (threadIdx.x == kWarpSize) DrawFirst();
   }
+  // Likewise where blocks take items in order; `first` is in shared memory.
+  __device__ void BeginInOrder(WorkItem& first) {
+    if (threadIdx.x == 0) Lease();
+    if (threadIdx.x != kWarpSize) return;
+    first = ItemInOrder(plan_.work, DrawTickets(memory_, state_, Queue::kSend, 1));
+  }
 
   // False where the group is closed or poisoned, for all of a block: then no window may be touched.
   __device__ bool Join() {
@@ -56,20 +62,6 @@ class WindowCall {
     return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + place);
   }
 
-  // Whole block, of roles whose "warps" are 1: what was drawn for it; then the next item.
-  __device__ WorkItem FirstOfBlock(Queue queue) {
-    const bool drawn = queue == Queue::kSend ? block_.senders != 0 : block_.senders == 0;
-    if (!drawn) return TakeForBlock(queue);
-    return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)]);
-  }
-  __device__ WorkItem TakeForBlock(Queue queue) {
-    uint32_t& ticket = block_.first_tickets[static_cast<uint32_t>(queue)];
-    __syncthreads();
-    if (threadIdx.x == 0) ticket = DrawTickets(memory_, state_, queue, 1);
-    __syncthreads();
-    return ItemOf(plan_.work, queue, ticket);
-  }
-
   // Whole warp: the next item, in one step or in two.
   __device__ WorkItem Take(Queue queue) { return Resolve(queue, Draw(queue)); }
   __device__ uint32_t Draw(Queue queue) {
@@ -77,6 +69,9 @@ class WindowCall {
   }
   __device__ WorkItem Resolve(Queue queue, uint32_t ticket) const {
     return ItemOf(plan_.work, queue, __shfl_sync(kFullWarp, ticket, 0));
+  }
+  __device__ WorkItem ResolveInOrder(uint32_t ticket) const {
+    return ItemInOrder(plan_.work, __shfl_sync(kFullWarp, ticket, 0));
   }
   __device__ bool DrawsAhead(Queue queue) const {
     return plan_.roles.DrawnAtOnce(plan_.work, queue);
@@ -145,10 +140,11 @@ class WindowCall {
   }
 
   // Any lanes, each for its own cells, all at once; nullptr for none. `sources` are the ranks that
-  // they come from.
-  template <int kCells>
+  // they come from. Waits for cells [0, needed(cells)) as soon as cell 0 is there.
+  template <int kCells, typename Needed>
   __device__ bool AwaitCells(const CountCell* const (&from)[kCells],
-                             const uint32_t (&sources)[kCells], CountCell (&cells)[kCells]) const {
+                             const uint32_t (&sources)[kCells], CountCell (&cells)[kCells],
+                             Needed needed) const {
     unsigned missing = 0;
 #pragma unroll
     for (int i = 0; i < kCells; ++i) missing |= from[i] == nullptr ? 0 : 1u << i;
@@ -163,6 +159,7 @@ class WindowCall {
             ObserveCounts(memory_, from[i], lease_.epoch, cells[i]) == Observation::kArrived;
         missing &= there ? ~(1u << i) : ~0u;
       }
+      if ((missing & 1) == 0) missing &= (1u << needed(cells)) - 1;
       return missing == 0 ? Observation::kArrived : Observation::kPending;
     });
     if (status == WaitStatus::kArrived) return true;
@@ -173,6 +170,12 @@ class WindowCall {
     }
     GiveUp(Phase::kPlace, awaited, status);
     return false;
+  }
+
+  template <int kCells>
+  __device__ bool AwaitCells(const CountCell* const (&from)[kCells],
+                             const uint32_t (&sources)[kCells], CountCell (&cells)[kCells]) const {
+    return AwaitCells(from, sources, cells, [](const CountCell(&)[kCells]) { return kCells; });
   }
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.
@@ -191,6 +194,11 @@ class WindowCall {
       return differs ? Observation::kProtocolError : seen;
     });
   }
+  // Whether a cell holds this call's counts. Where it holds another call's, AwaitCounts says so.
+  __device__ bool HasCounts(int64_t cell, const CountCell& counts) const {
+    return counts.stamp == CellStamp(lease_.epoch) &&
+           (cell != 0 || counts.counts[1] == static_cast<int32_t>(plan_.tag));
+  }
   __device__ uint16_t tag() const { return plan_.tag; }
 
   // Whole block, each warp once, where its own work has come to the first store: every
@@ -201,6 +209,11 @@ class WindowCall {
     const uint32_t rank = threadIdx.x - (blockDim.x - kWarpSize);
     const bool free = rank >= group_.ranks || AwaitCredit(rank);
     return __syncthreads_and(free) != 0;
+  }
+  // Whole warp, for its block.
+  __device__ bool WarpAwaitsCredits() const {
+    const uint32_t rank = static_cast<uint32_t>(Lane());
+    return __all_sync(kFullWarp, rank >= group_.ranks || AwaitCredit(rank)) != 0;
   }
 
   // ---- The end ----
@@ -216,28 +229,50 @@ class WindowCall {
     return block_.end.last;
   }
 
+  // Whole warp, for its block: Leave, when the other warps read nothing of the window any more, and
+  // what Commit does where no wait has failed.
+  __device__ void WarpLeaves(bool failed) {
+    if (Lane() == 0) block_.end = LeaveCall(memory_, state_, gridDim.x, failed);
+    __syncwarp();
+    if (block_.end.last && !block_.end.failed) EndCall(static_cast<uint32_t>(Lane()));
+  }
+
   // The last block, after Leave: gives the regions back and makes the next call possible, or ends
   // the group.
   __device__ void Commit(bool failed) {
     if (failed) {
-      // Bulk stores of blocks that had no part in the failure may still be on their way.
-      constexpr uint64_t kStoresTakeNs = 1'000'000;
-      const uint64_t start = memory_.NowNs();
-      while (memory_.NowNs() - start < kStoresTakeNs) {
-      }
-      if (threadIdx.x == 0 && block_.gate == Gate::kOpen) group_.control->gate = Gate::kPoisoned;
-      return;
+      EndGroup();
+    } else {
+      EndCall(threadIdx.x);
     }
-    if (threadIdx.x < group_.ranks) {
-      ReturnCredit(memory_, Credit(threadIdx.x, group_.rank), lease_.epoch);
+  }
+
+  // The last block, of a call that failed: what it fills its results with comes after what others
+  // have stored there.
+  __device__ void EndGroup() {
+    volatile Gate& gate = group_.control->gate;  // the window may be gone
+    if (threadIdx.x == 0 && block_.gate == Gate::kOpen) gate = Gate::kPoisoned;
+    __syncthreads();
+    // Blocks that had no part in the failure may still store. A look takes half a microsecond, and
+    // they run whenever this one does, so no clock has to tell when they are done.
+    constexpr int kLooks = 2'000;
+    JAX_EP_NO_UNROLL
+    for (int look = 0; look < kLooks && gate != Gate::kOpen; ++look) {
     }
-    if (threadIdx.x == 0) {
+  }
+
+ private:
+  // Threads below the number of ranks, in the last block.
+  __device__ void EndCall(uint32_t thread) {
+    if (thread < group_.ranks) {
+      ReturnCredit(memory_, Credit(thread, group_.rank), lease_.epoch);
+    }
+    if (thread == 0) {
       CommitSend(state_, lease_);
       CommitPlace(state_, lease_);
     }
   }
 
- private:
   // A rank that comes when the others have given up sends nothing.
   __device__ bool AwaitCredit(uint32_t destination) const {
     const uint64_t* credit = Credit(group_.rank, destination);

@@ -24,26 +24,34 @@ __device__ inline void ReportInvalid(const WindowDispatchStep& step, const Inval
       make_int4(entry / top_k, entry % top_k, step.ids[entry], InvalidIdReport::kSet);
 }
 
+// Any thread, after AwaitCredits: a cell of a destination's counts, of its slots and `rows` [E].
+__device__ inline void PostCountCell(const WindowDispatchStep& step, const WindowCall& call,
+                                     uint32_t destination, uint32_t cell, int32_t slots,
+                                     const int32_t* rows) {
+  constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
+  const int32_t local_experts = static_cast<int32_t>(step.shape.local_experts);
+  int32_t counts[3] = {slots, call.tag(), 0};
+  if (cell > 0) {
+#pragma unroll
+    for (int32_t j = 0; j < kPerCell; ++j) {
+      const int32_t expert = (static_cast<int32_t>(cell) - 1) * kPerCell + j;
+      const int32_t first = static_cast<int32_t>(destination) * local_experts;
+      counts[j] = expert < local_experts ? rows[first + expert] : 0;
+    }
+  }
+  call.PostCounts(destination, cell, counts);
+}
+
 // Whole warp, after AwaitCredits: every destination's counts, from the router.
 __device__ inline void PostRouted(const WindowDispatchStep& step, const WindowCall& call,
                                   const WarpRouter& router, const InvalidIds& invalid) {
-  const int32_t local_experts = static_cast<int32_t>(step.shape.local_experts);
-  const int32_t cells = static_cast<int32_t>(CountCells(local_experts));
-  constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
+  const uint32_t cells = static_cast<uint32_t>(CountCells(step.shape.local_experts));
   JAX_EP_NO_UNROLL
-  for (int32_t rank = 0; rank < step.shape.ranks; ++rank) {
-    const int32_t slots = __shfl_sync(kFullWarp, router.slots(), rank);
+  for (uint32_t rank = 0; rank < call.ranks(); ++rank) {
+    const int32_t slots = __shfl_sync(kFullWarp, router.slots(), static_cast<int>(rank));
     JAX_EP_NO_UNROLL
-    for (int32_t cell = Lane(); cell < cells; cell += kWarpSize) {
-      int32_t counts[3] = {slots, call.tag(), 0};
-      if (cell > 0) {
-#pragma unroll
-        for (int32_t j = 0; j < kPerCell; ++j) {
-          const int32_t expert = (cell - 1) * kPerCell + j;
-          counts[j] = expert < local_experts ? router.rows(rank * local_experts + expert) : 0;
-        }
-      }
-      call.PostCounts(static_cast<uint32_t>(rank), cell, counts);
+    for (uint32_t cell = Lane(); cell < cells; cell += kWarpSize) {
+      PostCountCell(step, call, rank, cell, slots, router.rows());
     }
   }
   if (Lane() == 0) ReportInvalid(step, invalid);

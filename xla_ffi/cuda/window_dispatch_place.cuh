@@ -148,7 +148,6 @@ class Placer {
                     static_cast<int64_t>(piece) * rows.piece_bytes,
                 stage, rows.PieceBytes(piece));
     });
-    stages_.Drain();
     return true;
   }
 

@@ -191,7 +191,6 @@ class Sender {
     const int32_t first = __shfl_sync(kFullWarp, first_slot, at);
     const int32_t count = __shfl_sync(kFullWarp, router_.slots() - first_slot, at);
     PublishChunk(call_, item, static_cast<uint32_t>(first), static_cast<uint32_t>(count));
-    stages_.Drain();
     return true;
   }
 

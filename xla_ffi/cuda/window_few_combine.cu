@@ -1,5 +1,6 @@
 // The combine of calls with few tokens: as window_combine.cu, but sums travel in cells that need no
-// flag. A block has a piece of a sum, and a thread the elements of one cell.
+// flag. A block has a piece of a sum, and a worker the elements of one cell.
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/elements.cuh"
@@ -7,6 +8,7 @@
 #include "cuda/primitives.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
+#include "cuda/window_few.cuh"
 #include "cuda/window_few.h"
 #include "cuda/window_grid.h"
 #include "formats/element_type.h"
@@ -15,8 +17,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr uint32_t kFewThreads = 512;
-// Rows, and ranks, whose loads a thread has under way at once.
+// Rows, and ranks, whose loads a worker has under way at once.
 constexpr int kRowsAtOnce = 8;
 constexpr int kRanksAtOnce = 4;
 
@@ -49,53 +50,56 @@ __device__ CellElements<T> LoadWords(const uint8_t* row, uint32_t first, uint32_
 template <typename Element, typename Wire>
 class FewCombine {
  public:
-  __device__ FewCombine(const WindowCombineStep& step, const FewCombinePlan& plan, WindowCall& call)
-      : step_(step), plan_(plan), call_(call) {}
+  __device__ FewCombine(const WindowCombineStep& step, const FewCombinePlan& plan, WindowCall& call,
+                        const FewCrew& crew, FewBlock& block)
+      : step_(step), plan_(plan), call_(call), crew_(crew), block_(block) {}
 
-  // Whole block. False where a wait failed; the block's wait for credits is part of it.
-  __device__ bool Send(WorkItem item) {
-    bool waited = false;
-    for (; item.phase != Phase::kNone; item = call_.TakeForBlock(Queue::kSend)) {
-      if (!SendPiece(item.index, waited)) return false;
-      waited = true;
+  __device__ void Send(uint32_t item) {
+    uint32_t piece, turn;
+    const uint32_t part = plan_.pieces.Divide(item, piece);
+    const uint32_t slot = call_.by_ranks().Divide(part, turn);
+    const uint32_t source = call_.by_ranks().Rest(call_.rank() + 1 + turn);
+    const uint32_t cell = piece * kFewWorkers + threadIdx.x;
+    // Beside the count, though they hold nothing where there is no such slot.
+    const int32_t row = LaneRow(source, slot);
+    const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
+    float sums[kCount] = {};
+    if (there) SumRows(row, cell, sums);
+    if (crew_.AwaitCredits()) {
+      if (slot == 0 && piece == 0 && threadIdx.x == 0) {
+        call_.PostCounts(source, 0, {0, call_.tag(), 0});
+      }
+      if (there && cell < plan_.cells) {
+        const auto rounded = CellElements<Wire>::Round(sums);
+        call_.PostCell(call_.Cells(source, call_.rank(), slot) + cell, rounded.words);
+      }
     }
-    return waited || call_.AwaitCredits();
+    crew_.ReadsOver();
   }
 
-  __device__ bool Place(WorkItem item) {
-    bool ok = true;
-    for (; item.phase != Phase::kNone; item = call_.TakeForBlock(Queue::kPlace)) {
-      ok = __syncthreads_and(PlacePiece(item.index)) != 0;
-      if (!ok) break;
-    }
-    return ok;
+  __device__ void Place(uint32_t item) {
+    uint32_t piece;
+    const uint32_t token = plan_.pieces.Divide(item, piece);
+    const uint32_t cell = piece * kFewWorkers + threadIdx.x;
+    float sums[kCount] = {};
+    const bool ok = Gather(item, token, cell, sums);
+    if (!ok) block_.failed = true;
+    crew_.ReadsOver();
+    if (ok && cell < plan_.cells) StoreSums(token, cell, sums);
   }
 
  private:
   static constexpr int kCount = 12 / static_cast<int>(sizeof(Element));
 
-  __device__ bool SendPiece(uint32_t item, bool waited) {
-    uint32_t piece, turn;
-    const uint32_t part = plan_.pieces.Divide(item, piece);
-    const uint32_t slot = call_.by_ranks().Divide(part, turn);
-    const uint32_t after = call_.rank() + 1 + turn, ranks = call_.ranks();
-    const uint32_t source = after < ranks ? after : after - ranks;
-    const uint32_t cell = piece * kFewThreads + threadIdx.x;
-    const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
-    float sums[kCount] = {};
-    if (there) SumRows(source, slot, cell, sums);
-    if (!waited && !call_.AwaitCredits()) return false;
-    if (!there || cell >= plan_.cells) return true;
-    const auto rounded = CellElements<Wire>::Round(sums);
-    call_.PostCell(call_.Cells(source, call_.rank(), slot) + cell, rounded.words);
-    return true;
+  // The row of this lane's k, or -1.
+  __device__ int32_t LaneRow(uint32_t source, uint32_t slot) const {
+    const EpShape& shape = step_.shape;
+    if (Lane() >= shape.top_k) return -1;
+    const int64_t entry = (int64_t{source} * shape.tokens + slot) * shape.top_k + Lane();
+    return RowOrDropped(step_.row_of[entry], shape.recv_rows);
   }
 
-  __device__ void SumRows(uint32_t source, uint32_t slot, uint32_t cell, float (&sums)[kCount]) {
-    const EpShape& shape = step_.shape;
-    const int64_t entry = (int64_t{source} * shape.tokens + slot) * shape.top_k + Lane();
-    const int32_t row =
-        Lane() < shape.top_k ? RowOrDropped(step_.row_of[entry], shape.recv_rows) : -1;
+  __device__ void SumRows(int32_t row, uint32_t cell, float (&sums)[kCount]) const {
     const float weight =
         row >= 0 && step_.row_weights != nullptr ? LoadAroundL1(step_.row_weights + row) : 1.0f;
     const auto* rows = static_cast<const uint8_t*>(step_.expert_out);
@@ -126,37 +130,41 @@ class FewCombine {
     }
   }
 
-  __device__ bool PlacePiece(uint32_t item) {
-    const EpShape& shape = step_.shape;
-    uint32_t piece;
-    const uint32_t token = plan_.pieces.Divide(item, piece);
-    const uint32_t cell = piece * kFewThreads + threadIdx.x;
-    const bool in_row = cell < plan_.cells;
+  // Adds what came for a token, rank after rank. False where a wait failed. In the call's first
+  // item also for the tags: sums that are not this call's end it.
+  __device__ bool Gather(uint32_t item, uint32_t token, uint32_t cell, float (&sums)[kCount]) {
     // rank * n + slot of this lane's entry.
     uint32_t flat = UINT32_MAX;
-    if (Lane() < shape.top_k) {
-      flat = static_cast<uint32_t>(step_.slot_of[int64_t{token} * shape.top_k + Lane()]);
+    if (Lane() < step_.shape.top_k) {
+      flat = static_cast<uint32_t>(step_.slot_of[int64_t{token} * step_.shape.top_k + Lane()]);
     }
     const bool valid = flat < call_.ranks() * plan_.tokens.value;
     uint32_t slot;
     const uint32_t source = plan_.tokens.Divide(valid ? flat : 0, slot);
-    float sums[kCount] = {};
     bool ok = true;
     JAX_EP_NO_UNROLL
     for (uint32_t first = 0; first < call_.ranks(); first += kRanksAtOnce) {
-      const CountCell* from[kRanksAtOnce];
-      uint32_t sources[kRanksAtOnce];
+      const CountCell* from[kRanksAtOnce + 1];
+      uint32_t sources[kRanksAtOnce + 1];
 #pragma unroll
       for (uint32_t i = 0; i < kRanksAtOnce; ++i) {
         const unsigned lanes = __ballot_sync(kFullWarp, valid && source == first + i);
         const int lane = lanes == 0 ? 0 : __ffs(static_cast<int>(lanes)) - 1;
         const int64_t message = __shfl_sync(kFullWarp, slot, lane);
         sources[i] = first + i;
-        from[i] =
-            lanes == 0 || !in_row ? nullptr : call_.Cells(call_.rank(), first + i, message) + cell;
+        from[i] = lanes == 0 || cell >= plan_.cells
+                      ? nullptr
+                      : call_.Cells(call_.rank(), first + i, message) + cell;
       }
-      CountCell cells[kRanksAtOnce];
+      const bool looks_at_tag = item == 0 && first == 0 && threadIdx.x < call_.ranks();
+      sources[kRanksAtOnce] = threadIdx.x;
+      from[kRanksAtOnce] = looks_at_tag ? call_.Counts(call_.rank(), threadIdx.x) : nullptr;
+      CountCell cells[kRanksAtOnce + 1];
       ok = ok && call_.AwaitCells(from, sources, cells);
+      // Another call's: this says so.
+      if (ok && looks_at_tag && !call_.HasCounts(0, cells[kRanksAtOnce])) {
+        ok = call_.AwaitCounts(threadIdx.x, 0, cells[kRanksAtOnce]);
+      }
       if (!ok) continue;
 #pragma unroll
       for (int i = 0; i < kRanksAtOnce; ++i) {
@@ -168,9 +176,7 @@ class FewCombine {
         for (int j = 0; j < kCount; ++j) sums[j] = Add(sums[j], elements.Get(j));
       }
     }
-    if (!ok) return false;
-    if (in_row) StoreSums(token, cell, sums);
-    return true;
+    return ok;
   }
 
   __device__ void StoreSums(uint32_t token, uint32_t cell, float (&sums)[kCount]) {
@@ -192,6 +198,8 @@ class FewCombine {
   const WindowCombineStep& step_;
   const FewCombinePlan& plan_;
   WindowCall& call_;
+  const FewCrew& crew_;
+  FewBlock& block_;
 };
 
 #endif  // sm_90
@@ -202,22 +210,18 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                            const __grid_constant__ WindowGroup group,
                            const __grid_constant__ FewCombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ CallBlock block;
-  WindowCall call(group, CallKind::kCombine, plan.call, block);
-  call.Begin();
+  __shared__ FewBlock block;
+  WindowCall call(group, CallKind::kCombine, plan.call, block.call);
+  call.BeginInOrder(block.item);
+  if (threadIdx.x == 0) block.failed = false;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *step.done = 0;
   __syncthreads();
-  bool ok = call.Join();
-  if (ok) {
-    FewCombine<Element, Wire> combine(step, plan, call);
-    const bool sends = call.senders() != 0;
-    ok = sends ? combine.Send(call.FirstOfBlock(Queue::kSend)) : call.AwaitCredits();
-    if (ok) ok = combine.Place(call.FirstOfBlock(Queue::kPlace));
-  }
-  bool failed;
-  if (!call.Leave(ok, failed)) return;
-  call.Commit(failed);
-  if (threadIdx.x == 0) *step.done = 0;
-  if (!failed) return;
+  FewCrew crew(call, block);
+  FewCombine<Element, Wire> combine(step, plan, call, crew, block);
+  const bool fills = crew.Run([&](uint32_t item) { combine.Send(item); },
+                              [&](uint32_t item) { combine.Place(item); });
+  if (!fills) return;
+  call.EndGroup();
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
             kNoValue);
 #endif
@@ -226,7 +230,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 }  // namespace
 
 bool TakesFewTokens(const WindowCombineStep& step) {
-  return step.shape.tokens > 0 && step.shape.tokens <= kFewTokens && step.num_weights == 0 &&
+  return step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens && step.num_weights == 0 &&
          !step.quantized && ElementBytes(step.element) == ElementBytes(step.wire);
 }
 
@@ -237,15 +241,15 @@ cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& g
   plan.row_bytes = shape.row_bytes();
   plan.row_words = static_cast<uint32_t>(plan.row_bytes / 4);
   plan.cells = static_cast<uint32_t>(CellsOf(plan.row_bytes));
-  const int64_t pieces = CeilDiv(plan.cells, kFewThreads);
+  const int64_t pieces = CeilDiv(plan.cells, kFewWorkers);
   plan.tokens = Divisor::Of(shape.tokens);
   plan.pieces = Divisor::Of(pieces);
   plan.call.work = {0, static_cast<uint32_t>(shape.ranks * shape.tokens * pieces),
                     static_cast<uint32_t>(shape.tokens * pieces)};
-  plan.call.roles = BlockRoles::OneItem(BlockLimit(group, UINT32_MAX), plan.call.work);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(2, shape.tokens, plan.row_bytes, step.num_weights, step.site);
-  const dim3 grid(plan.call.roles.blocks);
+  const uint32_t items = plan.call.work.send_items + plan.call.work.place_items;
+  const dim3 grid(std::min(BlockLimit(group, UINT32_MAX), items));
   return VisitElements(step.element, step.wire,
                        [&]<typename Element, typename Wire>(Element, Wire) {
                          if constexpr (sizeof(Element) == sizeof(Wire)) {

@@ -41,16 +41,17 @@ class GroupTable {
         slots_(end_ + 1) {}
 
   // Whole team: waits for the counts of all sources. `arrived` is shared by the team, true before.
+  // `first` is what the thread has seen in its first cell if it looked there before, or nullptr.
   __device__ void Build(const WindowCall& call, const Divisor& cells, const Team& team,
-                        bool& arrived) {
+                        bool& arrived, const CountCell* first = nullptr) {
     const int64_t entries = shape_.tokens * shape_.top_k;
     const uint32_t local_experts = static_cast<uint32_t>(shape_.local_experts);
     JAX_EP_NO_UNROLL
     for (uint32_t i = team.thread; i < cells.value * call.ranks(); i += team.threads) {
       uint32_t cell;
       const uint32_t source = cells.Divide(i, cell);
-      CountCell seen{};
-      if (!call.AwaitCounts(source, cell, seen)) {
+      CountCell seen = first != nullptr && i == team.thread ? *first : CountCell{};
+      if (!call.HasCounts(cell, seen) && !call.AwaitCounts(source, cell, seen)) {
         arrived = false;
         break;
       }

@@ -31,13 +31,6 @@ struct BlockRoles {
     roles.blocks = static_cast<uint32_t>(std::clamp<int64_t>(wanted, 1, limit));
     return roles;
   }
-  // Blocks of one item each, whose "warps" are 1; those that come first send.
-  static BlockRoles OneItem(uint32_t limit, const WorkPlan& work) {
-    const uint32_t items = work.route_items + work.send_items;
-    const uint32_t blocks = std::clamp(items + work.place_items, 1u, limit);
-    // Where not all have a block those that place last have none, but at least one sends.
-    return ByArrival(blocks, 1, std::min(items, blocks));
-  }
   static BlockRoles ByArrival(uint32_t blocks, uint32_t warps, uint32_t sender_blocks) {
     return {blocks, warps, 0, std::clamp(sender_blocks, 1u, blocks)};
   }

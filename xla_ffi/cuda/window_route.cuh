@@ -43,6 +43,7 @@ class WarpRouter {
   // Slots counted so far to the rank of this lane's number.
   __device__ int32_t slots() const { return slots_; }
   __device__ int32_t rows(int32_t expert) const { return rows_[expert]; }
+  __device__ const int32_t* rows() const { return rows_; }
   __device__ void Set(int32_t expert, int32_t rows) { rows_[expert] = rows; }
   __device__ void SetSlots(int32_t slots) { slots_ = slots; }
 

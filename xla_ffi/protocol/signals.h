@@ -195,6 +195,14 @@ JAX_EP_HOST_DEVICE constexpr WorkItem ItemOf(const WorkPlan& plan, Queue queue, 
   return ticket < plan.send_items ? WorkItem{Phase::kSend, ticket} : WorkItem{Phase::kNone, 0};
 }
 
+// Of calls whose tickets all come from the send queue: what there is to send, then what there is to
+// place. All senders run by the time that somebody places.
+JAX_EP_HOST_DEVICE constexpr WorkItem ItemInOrder(const WorkPlan& plan, uint32_t ticket) {
+  const WorkItem item = ItemOf(plan, Queue::kSend, ticket);
+  if (item.phase != Phase::kNone) return item;
+  return ItemOf(plan, Queue::kPlace, ticket - plan.route_items - plan.send_items);
+}
+
 // ---- Memory -------------------------------------------------------------------------------------
 
 // ReleaseFence + Post is a release at system scope: everything this thread has written, and all

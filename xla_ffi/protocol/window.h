@@ -64,7 +64,8 @@ JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
 // Calls of so few tokens send their messages in cells that carry the epoch, as counts do: one
 // flight to the reader, where a message, its completion and a flag behind a fence take three. The
 // epochs are a quarter of what the link carries, which only the smallest calls can afford.
-inline constexpr int64_t kFewTokens = 8;
+inline constexpr int64_t kFewDispatchTokens = 24;
+inline constexpr int64_t kFewCombineTokens = 64;
 
 // Cells of so many bytes.
 JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
@@ -118,7 +119,7 @@ struct WindowSizes {
 struct BufferGroupLayout {
   int64_t regions;  // [depth, R sources, region_bytes]
   int64_t region_bytes;
-  int64_t counts;  // CountCell [depth, R sources, count_cells]; none in combine's
+  int64_t counts;  // CountCell [depth, R sources, count_cells]; in combine's only the tag's
   int64_t count_cells;
   int64_t cells;  // CountCell [depth, R sources, few tokens or slots, message_cells]
   int64_t message_cells;
@@ -146,7 +147,7 @@ struct WindowLayout {
       const bool combine = i == static_cast<int>(CallKind::kCombine);
       const int64_t regions = sizes.depth * sizes.ranks;
       BufferGroupLayout& group = layout.groups[i];
-      group.count_cells = combine ? 0 : CountCells(sizes.local_experts);
+      group.count_cells = combine ? 1 : CountCells(sizes.local_experts);
       group.flags_per_source = combine
                                    ? kCombineChunks.MaxCount(sizes.tokens) * Pieces(sizes.hidden)
                                    : kDispatchChunks.MaxCount(sizes.tokens);
@@ -155,7 +156,8 @@ struct WindowLayout {
           kAlign);
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
                                     : DispatchCells(sizes.dispatch_message_bytes, sizes.top_k);
-      group.cells_per_source = Min(sizes.tokens, kFewTokens) * group.message_cells;
+      group.cells_per_source =
+          Min(sizes.tokens, combine ? kFewCombineTokens : kFewDispatchTokens) * group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
           regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
