@@ -20,11 +20,13 @@ import draw
 import format_errors
 import p2p_report
 import performance_tables
+import reliability_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+RELIABILITY = ROOT / "docs" / "reliability.md"
 
 
 def table(header, rows):
@@ -254,6 +256,8 @@ def soak_part(data):
     if data["free_memory_start"] is None:
         return text
     lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    if data["device"] == "cpu":
+        return f"{text} Memory of the process: {lost:.1f} MiB more at the end."
     return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."
 
 
@@ -295,6 +299,7 @@ def main():
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (ROOT / "README.md", "benchmarks", benchmarks()),
+        (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
     ):
