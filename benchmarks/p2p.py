@@ -140,18 +140,18 @@ def workers(args):
             )
 
 
-def run_worker(flags, spec):
-    """Runs p2p_worker.py; returns the lines that it wrote."""
+def run_worker(flags, spec, script="p2p_worker.py"):
+    """Runs a worker; returns the lines that it wrote, and what went wrong or ""."""
     environment = dict(os.environ)
     # Multicast over NVLink can take the GPUs of a shared host out of service.
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    script = pathlib.Path(__file__).with_name("p2p_worker.py")
+    path = pathlib.Path(__file__).with_name(script)
     # A case that began in time may end after the deadline.
     limit = max(0, spec["deadline"] - time.time()) + 60
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "rows.jsonl"
-        command = [sys.executable, str(script), json.dumps(spec), str(output)]
+        command = [sys.executable, str(path), json.dumps(spec), str(output)]
         try:
             done = subprocess.run(command, env=environment, timeout=limit, check=False)
             problem = f"worker ended with {done.returncode}" if done.returncode else ""
@@ -177,7 +177,7 @@ def main(arguments=None):
         "commit": recording.commit(),
         "date": recording.date(),
         "seed": args.seed,
-        "command": command(arguments or sys.argv[1:]),
+        "command": command("p2p.py", arguments or sys.argv[1:]),
         "hidden": args.hidden,
         "dtype": args.dtype,
         "format": args.format,
@@ -210,22 +210,22 @@ def main(arguments=None):
     return 1 if p2p_report.failures(record) else 0
 
 
-def command(arguments):
+def command(script, arguments):
     """As it can be run elsewhere: without the folder for its results."""
     if "--results" in arguments:
         at = arguments.index("--results")
         arguments = [*arguments[:at], *arguments[at + 2 :]]
-    return shlex.join(["benchmarks/p2p.py", *arguments])
+    return shlex.join([f"benchmarks/{script}", *arguments])
 
 
 def save(args, record):
-    name = recording.short_device(record["device"])
+    device = recording.short_device(record["device"])
     kind = "quick-p2p" if args.quick else "p2p"
     # The README's table is of tokens as they are.
     for name in (args.combine_format, args.format):
         if name not in (None, "bf16"):
             kind = f"{name}-{kind}"
-    return recording.write(f"{kind}-{name}x{record['count']}", record, args.results)
+    return recording.write(f"{kind}-{device}x{record['count']}", record, args.results)
 
 
 if __name__ == "__main__":

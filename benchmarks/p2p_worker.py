@@ -19,6 +19,8 @@ import p2p_report
 import p2p_transports
 from jax.sharding import AxisType, Mesh
 
+from jax_ep._demo.progress import Progress
+
 
 def _cases(spec):
     for tokens in spec["tokens"]:
@@ -33,14 +35,16 @@ def main():
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
     start = time.perf_counter()
-    with open(sys.argv[2], "a") as output:
+    cases = list(_cases(spec))
+    title = "ragged_all_to_all, case" if spec["ragged"] else "jax_ep, case"
+    with open(sys.argv[2], "a") as output, Progress(title, len(cases)) as progress:
 
         def emit(row):
             output.write(json.dumps(row) + "\n")
             output.flush()
             if "device" not in row:
-                print(f"  {time.perf_counter() - start:5.1f} s  {p2p_report.line(row)}")
-                sys.stdout.flush()
+                seconds = time.perf_counter() - start
+                progress.say(f"  {seconds:5.1f} s  {p2p_report.line(row)}")
 
         emit(
             {
@@ -49,7 +53,7 @@ def main():
                 "jax": jax.__version__,
             }
         )
-        for tokens, routing, defaults in _cases(spec):
+        for tokens, routing, defaults in cases:
             if time.time() > spec["deadline"]:
                 facts = {"tokens": tokens, "routing": routing, "zero_tail": defaults}
                 name = "ragged" if spec["ragged"] else "jax_ep"
@@ -57,6 +61,7 @@ def main():
                 continue
             module = p2p_ragged if spec["ragged"] else p2p_transports
             module.measure_case(spec, mesh, emit, tokens, routing, defaults)
+            progress.update(f"T {tokens}")
             gc.collect()
 
 

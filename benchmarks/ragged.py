@@ -9,6 +9,10 @@ as a row of its own, and weights are applied at the source, so they do not trave
 
 Either way dispatch returns jax_ep's order of rows. Ids must be in [0, E), and all rows
 must fit; rows past the last group are unspecified.
+
+Derivatives are written out: what was gathered forward is gathered backward, and an
+exchange goes back by the sizes that are known from the way there. JAX's own rules
+would scatter, and exchange the sizes anew.
 """
 
 import dataclasses
@@ -23,7 +27,7 @@ UPDATES = ("rank", "expert")
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("place_of", "there", "back", "grouped", "arrived"),
+    data_fields=("order", "place_of", "there", "back", "grouped", "arrived"),
     meta_fields=(),
 )
 @dataclasses.dataclass
@@ -31,6 +35,8 @@ class Way:
     """What combine needs of a dispatch.
 
     Attributes:
+        order: int32 [n * K], which (token, k) each sorted row is; the inverse of
+            place_of.
         place_of: int32 [n * K], where each (token, k) is among the sorted rows.
         there, back: input_offsets, send_sizes, output_offsets and recv_sizes of the two
             exchanges.
@@ -38,11 +44,61 @@ class Way:
         arrived: int32 [N], the inverse of grouped.
     """
 
+    order: jax.Array
     place_of: jax.Array
     there: tuple[jax.Array, ...]
     back: tuple[jax.Array, ...]
     grouped: jax.Array | None
     arrived: jax.Array | None
+
+
+@jax.custom_vjp
+def gather(x, at, back, kept=None):
+    """`x[at]`; row i of x is at `back[i]` of the result, int32 [X, copies].
+
+    Where `kept`, bool [X, copies], is given and False, it is not there.
+    """
+    del back, kept
+    return x[at]
+
+
+def _gather_forward(x, at, back, kept=None):
+    return x[at], (back, kept)
+
+
+def _gather_backward(saved, cotangent):
+    back, kept = saved
+    copies = cotangent[back].astype(jnp.float32)
+    if kept is not None:
+        copies = jnp.where(kept[:, :, None], copies, 0)
+    return copies.sum(1).astype(cotangent.dtype), None, None, None
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _exchanged(exchange, axis, rows, operand, there, back):
+    """`rows` rows of what was sent here; `back` is the exchange the other way."""
+    del back
+    room = jnp.zeros((rows, operand.shape[1]), operand.dtype)
+    return exchange(operand, room, *there, axis_name=axis)
+
+
+def _exchanged_forward(exchange, axis, rows, operand, there, back):
+    received = _exchanged(exchange, axis, rows, operand, there, back)
+    # For its shape alone.
+    return received, (jnp.zeros((operand.shape[0], 0)), there, back)
+
+
+def _exchanged_backward(exchange, axis, rows, kept, cotangent):
+    del rows
+    empty, there, back = kept
+    sent = _exchanged(exchange, axis, empty.shape[0], cotangent, back, there)
+    return sent, None, None
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 def _starts(sizes, axis=-1):
@@ -102,15 +158,16 @@ def dispatch(
         .at[order]
         .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
-    room = jnp.zeros((rows, tokens.shape[1]), tokens.dtype)
-    received = exchange(tokens[order // top_k], room, *there, axis_name=axis)
+    spread = gather(tokens, order // top_k, place_of.reshape(-1, top_k))
+    received = _exchanged(exchange, axis, rows, spread, there, back)
     local = experts // all_counts.shape[0]
     mine = lax.dynamic_slice_in_dim(all_counts, me * local, local, axis=1)
     grouped = arrived = None
     if updates == "rank":
         grouped, arrived = _regroup(mine, rows), _regroup(mine.T, rows)
-        received = received[grouped]
-    return received, mine.sum(0), Way(place_of, there, back, grouped, arrived)
+        received = gather(received, grouped, arrived[:, None])
+    way = Way(order, place_of, there, back, grouped, arrived)
+    return received, mine.sum(0), way
 
 
 def combine(expert_out, way, weights, *, axis, exchange=lax.ragged_all_to_all):
@@ -118,10 +175,10 @@ def combine(expert_out, way, weights, *, axis, exchange=lax.ragged_all_to_all):
     n, top_k = weights.shape
     hidden = expert_out.shape[1]
     if way.arrived is not None:
-        expert_out = expert_out[way.arrived]
-    room = jnp.zeros((n * top_k, hidden), expert_out.dtype)
-    returned = exchange(expert_out, room, *way.back, axis_name=axis)
-    rows = returned[way.place_of].reshape(n, top_k, hidden).astype(jnp.float32)
+        expert_out = gather(expert_out, way.arrived, way.grouped[:, None])
+    returned = _exchanged(exchange, axis, n * top_k, expert_out, way.back, way.there)
+    rows = gather(returned, way.place_of, way.order[:, None])
+    rows = rows.reshape(n, top_k, hidden).astype(jnp.float32)
     return jnp.sum(rows * weights[:, :, None], axis=1).astype(expert_out.dtype)
 
 

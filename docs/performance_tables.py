@@ -1,5 +1,6 @@
-"""Tables from records of p2p.py and window_kernels.py, for README.md and docs."""
+"""Tables of records of p2p.py, window_kernels.py, layer.py for README.md and docs."""
 
+import layer_report
 import p2p_report
 
 # (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden
@@ -80,4 +81,45 @@ def p2p_row(row):
         p2p_report.number(row["ragged_flags_us"], 0),
         p2p_report.number(row["ragged_best_us"], 0),
         _speed_up(row),
+    )
+
+
+def layers(data, table):
+    """Whole layers over jax_ep and over what JAX has."""
+    failures = layer_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest layer file is unfit: {failures}")
+
+    def seen(key, *names):
+        rows = [row for row in data["results"] if row["layer"] in names]
+        return ", ".join(sorted({row[key] for row in rows}))
+
+    head = (
+        f"**Whole layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
+        f"{data['date']}, commit {data['commit'][:12]}, seed {data['seed']}; "
+        f"`{data['command']}`): {data['tokens']} tokens a rank, top-{data['top_k']}, "
+        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, with "
+        "every gradient in the second row of each size, and in brackets the share of "
+        "them that the same router and experts do not take on rows that are there "
+        "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
+        f"(`benchmarks/ragged.py`) with default flags, and the fastest of "
+        f"{seen('flags', 'ragged')}; "
+        "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
+        "dropped, and batched matmuls; `speed-up` is p2p's over the fastest ragged. "
+        "The others multiply by the fastest of several ways in each size (here "
+        f"{seen('matmul', *layer_report.OURS)}; "
+        "`benchmarks/layer_experts.py`). All results and gradients were compared in "
+        "this run, within rounding."
+    )
+    alone = [
+        (case, each, f"`{way}`", ms)
+        for case, each, way, ms in layer_report.matmuls(data)
+    ]
+    return "\n\n".join(
+        [
+            head,
+            table(layer_report.COLUMNS, list(layer_report.cells(data))),
+            "The experts alone, by way of multiplying:",
+            table(("size", "pass", "way", "ms"), alone),
+        ]
     )

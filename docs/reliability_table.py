@@ -1,4 +1,7 @@
-"""Promises, what tests them and the newest recorded run of each: reliability.md."""
+"""Promises, what tests them and the newest recorded run of each: reliability.md.
+
+Also what README.md says of a soak.
+"""
 
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record, or
 # "gpu": the newest suite on GPUs in which the command's files passed.
@@ -38,6 +41,8 @@ PROMISES = (
     ("p2p: a rank that is missing, late, or in another call: an error on every rank "
      "within `timeout_s` + 5 s that names both; the process and other handles go on",
      "pytest tests/test_p2p_faults.py", ("gpu",)),
+    ("p2p: a process that dies, before or after `init`: the others get the error, and "
+     "go on over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
     ("p2p: calls keep their order, also from threads, graphs and beside XLA's "
      "collectives", "pytest tests/test_p2p_order.py", ("gpu",)),
     ("p2p: the kernels touch no memory but their own, without races",
@@ -136,3 +141,22 @@ def promises(records, table):
         for promise, command, places in PROMISES
     ]
     return table(("promise", "tested by", "last recorded run"), rows)
+
+
+def soak_part(data):
+    text = (
+        f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
+        f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
+        f"{data['seed']}; `benchmarks/soak.py`): {data['calls']} calls in "
+        f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
+        f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
+        f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."
+    )
+    if data["error"]:
+        text += f" It ended with an error: {data['error']}."
+    if data["free_memory_start"] is None:
+        return text
+    lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    if data["device"] == "cpu":
+        return f"{text} Memory of the process: {lost:.1f} MiB more at the end."
+    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _transports, formats
+from jax_ep import _ffi, _transports, _windows, formats
+from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -82,7 +83,7 @@ def peer_access(devices: list[Any]) -> list[list[bool]] | None:
     """Which device can serve p2p with which, or None where nothing can be asked."""
     if devices[0].platform == "cpu" or _ffi.native_cuda is None:
         return None
-    ordinals = [_transports.ordinal(device) for device in devices]
+    ordinals = [_windows.ordinal(device) for device in devices]
 
     def served(a: int, b: int) -> bool:
         group = [a] if a == b else [a, b]
@@ -101,7 +102,9 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
         why = str(error).removeprefix("jax_ep.init: ")
         return {name: {"works": False, "why": why} for name in _names()}
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
-    obstacle = _transports._obstacle(mesh, ("ep",))
+    # Of this process's devices alone.
+    with Meeting.of(mesh, config.timeout_s, "doctor") as meeting:
+        obstacle = _transports.obstacle(mesh, ("ep",), meeting)
     if obstacle is None:
         obstacle = _transports._option_obstacle(config)
     found["p2p"] = {

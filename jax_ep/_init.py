@@ -15,9 +15,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep import _ffi, _runtime, _transports
+from jax_ep import _ffi, _runtime, _transports, _windows
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
+from jax_ep._meeting import Meeting
 from jax_ep._transports import TRANSPORTS
 
 _LARGE_BYTES = 10**9
@@ -38,16 +39,16 @@ def init(
 
     Runs the `ep_init` primitive once on every device of the mesh. Axes that are not
     named hold independent EP groups, one per position. In a job of several processes
-    every process calls it, in the same order.
+    each process of the mesh calls it, with the same arguments and in the same order.
 
     Args:
         mesh: a `jax.sharding.Mesh`, or None for the one of `jax.set_mesh`.
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
             count in the order given, the last axis fastest.
         config: sizes and options.
-        transport: "p2p" (GPUs of one process that reach each other's memory),
-            "collective" (XLA's all-to-all, on CPU and GPU), or "auto" for the
-            fastest one that this build and these devices have.
+        transport: "p2p" (GPUs of one host, in one process or several, that reach each
+            other's memory), "collective" (XLA's all-to-all, on CPU and GPU), or "auto"
+            for the fastest one that this build and these devices have.
 
     Returns:
         An `EPHandle`.
@@ -55,7 +56,8 @@ def init(
     Raises:
         ValueError, TypeError: an argument does not hold what is said above; a config
             that this mesh or transport cannot serve.
-        RuntimeError: a device has no room for the windows of "p2p".
+        RuntimeError: a device has no room for the windows of "p2p"; a process of the
+            mesh did not come within `timeout_s`, or failed.
 
     Source: SPEC section 2; the system documents' ep_init.
     """
@@ -73,8 +75,14 @@ def init(
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks, transport)
-    chosen = _transports.choose(mesh, names, config, transport)
-    return _open(mesh, names, config, ranks, chosen)
+    subject = repr((_content(mesh, names, config), transport))
+    with Meeting.of(mesh, config.timeout_s, subject) as meeting:
+        chosen = _transports.choose(mesh, names, config, transport, meeting)
+        try:
+            return _open(mesh, names, config, ranks, chosen, meeting)
+        except _windows.NotMapped as error:
+            chosen = _transports.instead_of_p2p(transport, error.obstacle)
+        return _open(mesh, names, config, ranks, chosen, meeting)
 
 
 def _mesh(mesh: Mesh | None) -> Mesh:
@@ -173,20 +181,16 @@ def _local_ranks(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[Any, int]]:
     ]
 
 
+def _content(mesh: Mesh, names: tuple[str, ...], config: EPConfig) -> tuple[Any, ...]:
+    ids = [device.id for device in mesh.devices.flat]
+    return ids, mesh.axis_names, mesh.devices.shape, names, config
+
+
 def _new_key(
     mesh: Mesh, names: tuple[str, ...], config: EPConfig, transport: str
 ) -> int:
     """A positive int64 from content and instance: the same in every process."""
-    content = repr(
-        (
-            [device.id for device in mesh.devices.flat],
-            mesh.axis_names,
-            mesh.devices.shape,
-            names,
-            transport,
-            config,
-        )
-    )
+    content = repr((_content(mesh, names, config), transport))
     with _lock:
         instance = _instances[content]
         _instances[content] += 1
@@ -195,10 +199,15 @@ def _new_key(
 
 
 def _open(
-    mesh: Mesh, names: tuple[str, ...], config: EPConfig, ep_size: int, transport: str
+    mesh: Mesh,
+    names: tuple[str, ...],
+    config: EPConfig,
+    ep_size: int,
+    transport: str,
+    meeting: Meeting,
 ) -> EPHandle:
     """Registers the group and initialises every device of the mesh."""
-    platform = mesh.devices.flat[0].platform
+    platform = _transports.platform_of(mesh)
     native = _ffi.native_for(platform)
     key = _new_key(mesh, names, config, transport)
     local = _local_ranks(mesh, names)
@@ -206,16 +215,16 @@ def _open(
     ranks = [rank for _, rank in local]
     buffer_bytes = 0
     if transport == "p2p":
-        buffer_bytes = native.open_windows(
+        buffer_bytes = _windows.open_windows(
+            native,
             key,
-            _transports.local_ordinals(_transports.ep_groups(mesh, names)),
-            _transports.window_config(config, ep_size),
-            timeout_s=config.timeout_s,
-            num_sms=config.num_sms or 0,
-            first_epoch=native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
+            _transports.ep_groups(mesh, names),
+            config,
+            native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
+            meeting,
         )
     else:
-        ordinals = [_transports.ordinal(device) for device in devices]
+        ordinals = [_windows.ordinal(device) for device in devices]
         native.open_group(key, ordinals, ranks)
     try:
         dev_ptrs, my_rank = _run_init(mesh, key, devices)

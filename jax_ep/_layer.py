@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Layer:
         tp_axis_name: the axis that F and S are split over, or None.
         spec: how `[..., hidden]` lies on the mesh, or None.
         transport: as in `jax_ep.init`.
+        experts: as in `jax_ep.moe_ffn`.
     """
 
     function: str
@@ -56,6 +57,7 @@ class Layer:
     tp_axis_name: str | None
     spec: PartitionSpec | None
     transport: str
+    experts: Callable[..., jax.Array] | None
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
@@ -181,6 +183,7 @@ class Layer:
             router=self.router,
             mask=None if mask is None else mask.reshape(-1),
             tp_axis=self.tp_axis_name,
+            experts=self.experts,
         )
         return y.reshape(x.shape), aux
 
@@ -264,6 +267,7 @@ def make(
     tp_axis_name: str | None,
     spec: PartitionSpec | None,
     transport: str,
+    experts: Callable[..., jax.Array] | None,
 ) -> Layer:
     """The `Layer` of a constructor's arguments."""
     config = EPConfig(
@@ -288,4 +292,5 @@ def make(
         tp_axis_name=tp_axis_name,
         spec=spec,
         transport=transport,
+        experts=experts,
     )

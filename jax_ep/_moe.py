@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def moe_ffn(
     input_scale: ArrayLike | None = None,
     batch_axes: Sequence[str] | None = None,
     tp_axis: str | None = None,
+    experts: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
 
@@ -91,7 +92,9 @@ def moe_ffn(
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first;
             "down" `[L, F, H]`;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
-            that every token goes to with weight 1. Its matmuls wait for no exchange.
+            that every token goes to with weight 1. Its matmuls wait for no exchange;
+            with `fused_shared_expert=True` in the config they are those of group 0 of
+            the routed experts' (S = F).
         router: the kind of router; None is `jax_ep.router.Router()`.
         routing: what a router of your own decided, in place of "router".
         mask: bool `[n]`, False for padding: it goes to no expert (the shared one
@@ -102,6 +105,10 @@ def moe_ffn(
             axes of the mesh, which is right also where tokens are equal along some.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
+        experts: what the experts do to rows, in place of SwiGLU by
+            `jax.lax.ragged_dot`: a function of (rows `[N, H]`, "gate_up", "down",
+            group_sizes) that returns `[N, H]` in the dtype of the rows; what it makes
+            of rows past the last group is not read. For grouped matmuls of your own.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -135,14 +142,18 @@ def moe_ffn(
     losses = _losses(ep, routing, axes)
     d = _api.dispatch(ep, tokens, routing.ids, routing.weights, input_scale=input_scale)
     beside = None if tp_axis else residual
-    if "shared_down" in params:
+    fused = config.fused_shared_expert
+    if "shared_down" in params and not fused:
         with jax.named_scope("jax_ep.shared_expert"):
             shared = _shared_expert(tokens, params)
         beside = shared if beside is None else shared + beside
     with jax.named_scope("jax_ep.experts"):
-        rows = experts(
-            _api.dequantize(d), params["gate_up"], params["down"], d.group_sizes
-        )
+        run = swiglu if experts is None else experts
+        gate_up, down = params["gate_up"], params["down"]
+        if fused:
+            gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
+            down = _in_front(params["shared_down"], down, tokens.dtype)
+        rows = run(_api.dequantize(d), gate_up, down, d.group_sizes)
     y = _api.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
         # Of partial sums: n rows cross, not the N of the experts.
@@ -152,14 +163,14 @@ def moe_ffn(
         losses.balance_loss,
         losses.z_loss,
         losses.load,
-        d.expert_counts,
+        d.expert_counts[1:] if fused else d.expert_counts,
         d.num_dropped,
         d.num_invalid,
     )
     return y, aux
 
 
-def experts(
+def swiglu(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """SwiGLU experts on rows `[N, H]` that are grouped by expert."""
@@ -169,6 +180,11 @@ def experts(
     gate, up = jnp.split(both, 2, axis=-1)
     down = down.astype(rows.dtype)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
+
+
+def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
+    """The shared expert's matrix as that of group 0."""
+    return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
 
 
 def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:
@@ -226,6 +242,12 @@ def _check(
         repr(ep.config.reduce),
         "call dispatch and combine yourself for the others",
     )
+    require(
+        not ep.config.skip_a2a,
+        "the config must not have skip_a2a",
+        "True",
+        "call dispatch and combine yourself and sum over the ranks",
+    )
     hidden, local = ep.config.hidden_size, ep.local_experts
     inner = jnp.shape(params["down"])[1:2]
     require(
@@ -236,6 +258,16 @@ def _check(
         f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
         "shard dimension 0 over the EP axes",
     )
+    if ep.config.fused_shared_expert:
+        both = [params.get("shared_gate_up"), params.get("shared_down")]
+        found = [None if each is None else jnp.shape(each) for each in both]
+        require(
+            found == [(hidden, 2, *inner), (*inner, hidden)],
+            "with fused_shared_expert shared_gate_up and shared_down must be [H, 2, F] "
+            "and [F, H], as a routed expert's",
+            found,
+            "give them, or leave fused_shared_expert out",
+        )
     if routing is None:
         require(
             jnp.shape(params["router"]) == (hidden, ep.config.num_experts),

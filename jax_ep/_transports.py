@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jax_ep import _ffi
+from jax_ep import _ffi, _windows
 from jax_ep._config import EPConfig
+from jax_ep._meeting import Meeting
+from jax_ep._windows import Obstacle
 
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
@@ -23,24 +21,40 @@ _P2P_OPTIONS = {
 }
 
 
-def choose(mesh: Mesh, names: tuple[str, ...], config: EPConfig, requested: str) -> str:
+def choose(
+    mesh: Mesh,
+    names: tuple[str, ...],
+    config: EPConfig,
+    requested: str,
+    meeting: Meeting,
+) -> str:
     """The transport that `init` uses where `requested` was asked for.
+
+    The same in all processes of the mesh, which call it together.
 
     Raises:
         ValueError: "p2p" was asked for and cannot be; says what is missing.
+        RuntimeError: a process did not come.
     """
     if requested == "collective":
         return "collective"
-    obstacle = _option_obstacle(config) or _obstacle(mesh, names)
-    if obstacle is None:
-        return "p2p"
-    if requested == "p2p":
-        must, got = obstacle
-        raise ValueError(
-            f'jax_ep.init: transport="p2p" must have {must}, got {got}; use '
-            'transport="collective" or "auto"'
-        )
-    return "collective"
+    found = _option_obstacle(config) or obstacle(mesh, names, meeting)
+    return "p2p" if found is None else instead_of_p2p(requested, found)
+
+
+def instead_of_p2p(requested: str, found: Obstacle) -> str:
+    """What `init` uses then.
+
+    Raises:
+        ValueError: nothing else was asked for.
+    """
+    if requested != "p2p":
+        return "collective"
+    must, got = found
+    raise ValueError(
+        f'jax_ep.init: transport="p2p" must have {must}, got {got}; use '
+        'transport="collective" or "auto"'
+    )
 
 
 def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
@@ -51,39 +65,8 @@ def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
     return mesh.devices.transpose(others + own).reshape(-1, ranks)
 
 
-def ordinal(device: Any) -> int:
-    """What XLA tells a handler as the ordinal of its device."""
-    # A CPU client counts over all processes, a GPU client the devices it sees.
-    return device.id if device.platform == "cpu" else device.local_hardware_id
-
-
-def local_ordinals(groups: np.ndarray) -> list[list[int]]:
-    """Ordinals by rank of the EP groups of this process."""
-    process = jax.process_index(groups.flat[0].client)
-    return [
-        [ordinal(device) for device in group]
-        for group in groups
-        if group[0].process_index == process
-    ]
-
-
-def window_config(config: EPConfig, ranks: int) -> Any:
-    """What sizes the windows of a group of `ranks`, for the CUDA module."""
-    assert _ffi.native_cuda is not None
-    return _ffi.native_cuda.WindowConfig(
-        format=config.dispatch_format,
-        hidden=config.hidden_size,
-        element_bytes=config.element_bytes,
-        wire_element_bytes=jnp.dtype(config.wire_dtype).itemsize,
-        tokens=config.max_tokens_per_rank,
-        top_k=config.top_k,
-        ranks=ranks,
-        local_experts=config.num_experts // ranks,
-    )
-
-
-def _option_obstacle(config: EPConfig) -> tuple[str, str] | None:
-    """As `_obstacle`, of the config; the same in every process."""
+def _option_obstacle(config: EPConfig) -> Obstacle | None:
+    """As `obstacle`, of the config; the same in every process."""
     for field, served in _P2P_OPTIONS.items():
         value = getattr(config, field)
         if value != served:
@@ -91,41 +74,19 @@ def _option_obstacle(config: EPConfig) -> tuple[str, str] | None:
     return None
 
 
-def _obstacle(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, str] | None:
-    """(what p2p must have, what was found), or None."""
-    platform = mesh.devices.flat[0].platform
+def obstacle(mesh: Mesh, names: tuple[str, ...], meeting: Meeting) -> Obstacle | None:
+    """(what p2p must have, what was found), or None; the same in all processes."""
+    platform = platform_of(mesh)
     if platform == "cpu":
         return "GPUs", "CPU devices"
     native = _ffi.native_for(platform)
     groups = ep_groups(mesh, names)
     ranks = groups.shape[1]
-    for group in groups:
-        processes = sorted({device.process_index for device in group})
-        if len(processes) > 1:
-            return (
-                "each EP group's devices in one process",
-                f"a group over processes {processes}",
-            )
     if ranks > native.MAX_WINDOW_RANKS:
         return f"at most {native.MAX_WINDOW_RANKS} ranks in a group", str(ranks)
-    found = native.p2p_obstacle(local_ordinals(groups))
-    if not _agreed(mesh, found is None) and found is None:
-        return "every process of the mesh serve it", "a refusal of another process"
-    return found
+    return _windows.find_obstacle(native, groups, meeting)
 
 
-def _agreed(mesh: Mesh, served: bool) -> bool:
-    """Whether every process of the mesh says `served`; each of them calls this.
-
-    Their programs must be the same, so they cannot differ in transport.
-    """
-    if len({device.process_index for device in mesh.devices.flat}) == 1:
-        return served
-    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
-    spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    votes = jax.make_array_from_callback(
-        (mesh.size,), spread, lambda _: np.array([served])
-    )
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return bool(jax.jit(jnp.all, out_shardings=everywhere)(votes))
+def platform_of(mesh: Mesh) -> str:
+    """Of its devices."""
+    return mesh.devices.flat[0].platform

@@ -54,6 +54,15 @@ def some_ranks(limit: int) -> int:
     return max(r for r in (1, 2, 4, 8) if r <= min(limit, jax.device_count()))
 
 
+def fit(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of a mesh by axis name, the largest halved until there are devices."""
+    fitted = dict(sizes)
+    while np.prod(list(fitted.values())) > jax.device_count():
+        largest = max(fitted, key=lambda name: fitted[name])
+        fitted[largest] //= 2
+    return fitted
+
+
 def make_config(**changes: Any) -> jax_ep.EPConfig:
     """A small valid configuration with some fields changed."""
     fields: dict[str, Any] = {

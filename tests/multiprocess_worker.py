@@ -1,13 +1,14 @@
-"""One of the jax.distributed processes of test_multiprocess.py.
+"""A jax.distributed process of test_multiprocess.py or test_processes_gpu.py.
 
-Arguments: port of the coordinator, number of processes, this process, devices of each;
-0 devices stand for one GPU a process.
+Arguments: port of the coordinator, number of processes, this process, devices of each:
+"2" of the CPU, "gpu2" GPUs. The transport is JAX_EP_TEST_TRANSPORT.
 Every process checks its own ranks; all must come to the end.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 
 import jax_ep
@@ -20,20 +21,30 @@ import moe
 import numpy as np
 import oracle
 from jax.sharding import PartitionSpec as P
+from launch import bound_life
 
 
-def start(port: str, processes: int, process: int, devices: int) -> None:
+def start(port: str, processes: int, process: int, devices: str) -> None:
     """Joins the cluster; must come before the backend starts."""
+    bound_life()
     jax.config.update("jax_default_matmul_precision", "highest")
-    local = [process] if devices == 0 else None
-    if devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+    count, local = int(devices.removeprefix("gpu")), None
+    if devices.startswith("gpu"):
+        # Where CUDA_VISIBLE_DEVICES is set the process sees no others.
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:
+            local = list(range(process * count, (process + 1) * count))
+    else:
+        jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", processes, process, local_device_ids=local
+        f"127.0.0.1:{port}",
+        processes,
+        process,
+        local_device_ids=local,
+        cluster_detection_method="deactivate",
     )
     assert jax.process_count() == processes
-    assert jax.device_count() == processes * max(devices, 1)
+    assert jax.device_count() == processes * count
 
 
 def semantics(mesh, axis, spec, groups, **changes) -> None:
@@ -44,7 +55,7 @@ def semantics(mesh, axis, spec, groups, **changes) -> None:
     inputs = helpers.make_inputs(
         rng, config, mesh.size, n=n, routing=routing, fill=helpers.normal
     )
-    with jax_ep.init(mesh, axis, config, transport="collective") as ep:
+    with jax_ep.init(mesh, axis, config, transport=helpers.TRANSPORT) as ep:
         local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         assert ep.my_rank.shape == (len(local),)
         assert ep.dev_ptrs.shape == (len(local), 2, 3)
@@ -88,7 +99,7 @@ def gradients(mesh, wrap) -> None:
 def invalid_ids(mesh) -> None:
     """Only the process of the bad rank sees the error, and nobody hangs or aborts."""
     config = helpers.make_config(top_k=2)
-    with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
+    with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as ep:
         inputs = helpers.make_inputs(np.random.default_rng(7), config, mesh.size)
         rank = mesh.size - 1
         inputs.ids[rank][3, 1] = 99
@@ -109,7 +120,7 @@ def invalid_ids(mesh) -> None:
 
 
 def main(port: str, processes: str, process: str, devices: str) -> None:
-    start(port, int(processes), int(process), int(devices))
+    start(port, int(processes), int(process), devices)
     size = jax.device_count()
     mesh = helpers.make_mesh(size)
     ranks = [range(size)]

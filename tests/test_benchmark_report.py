@@ -131,3 +131,23 @@ def test_record_of_window_kernels():
         "gb_s": 287.3,
         "floor_us": 113.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "p2p-h200x4-2026-01-31.json"),
+        (["--quick"], "quick-p2p-h200x4-2026-01-31.json"),
+        (["--format", "mxfp8"], "mxfp8-p2p-h200x4-2026-01-31.json"),
+        (
+            ["--format", "nvfp4", "--combine-format", "fp8_block128"],
+            "nvfp4-fp8_block128-p2p-h200x4-2026-01-31.json",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_name_of_a_record(tmp_path, options: list[str], name: str) -> None:
+    args = p2p.parse(["--results", str(tmp_path), *options])
+    facts = {"device": "NVIDIA H200", "count": 4, "date": "2026-01-31"}
+    p2p.save(args, facts)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -266,3 +266,42 @@ def test_bytes_are_those_of_the_formats(mesh):
     assert [row["bytes"] for row in rows] == [w["bytes"] for w in case.wires.values()]
     assert not any(row["wrong"] for row in rows)
     other.ep.close()
+
+
+@pytest.mark.parametrize("updates", ragged.UPDATES)
+def test_ragged_path_has_the_dense_gradients(mesh, updates):
+    rng = np.random.default_rng(6)
+    n = 5 * mesh.size
+    ids = np.argsort(rng.random((n, EXPERTS)))[:, :TOP_K].astype(np.int32)
+    tokens = rng.standard_normal((n, HIDDEN)).astype(np.float32)
+    weights = rng.standard_normal((n, TOP_K)).astype(np.float32)
+    scale = rng.standard_normal(EXPERTS).astype(np.float32)
+    options = {"axis": "ep", "exchange": ragged.reference_exchange}
+    rows = n * TOP_K + 3
+
+    def layer(tokens, ids, weights, scale):
+        sparse, sizes, way = ragged.dispatch(
+            tokens, ids, experts=EXPERTS, rows=rows, updates=updates, **options
+        )
+        expert = jnp.repeat(scale, sizes, total_repeat_length=rows)
+        return ragged.combine(
+            jnp.sin(sparse) * expert[:, None], way, weights, **options
+        )
+
+    run = jax.shard_map(
+        layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+    )
+
+    def dense(tokens, ids, weights, scale):
+        return jnp.einsum("nk,nk,nh->nh", weights, scale[ids], jnp.sin(tokens))
+
+    def loss(function, *operands):
+        return jnp.sum(function(*operands) ** 2)
+
+    operands = (tokens, ids, weights, scale)
+    for argument in (0, 2, 3):
+        got, want = (
+            jax.jit(jax.grad(functools.partial(loss, f), argnums=argument))(*operands)
+            for f in (run, dense)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _doctor, _transports
+from jax_ep import _cli, _doctor, _windows
 
 
 def command(*arguments):
@@ -101,7 +101,7 @@ def test_p2p_matrix_asks_each_pair(monkeypatch):
             return ("peer access", "none") if groups in ([[0, 2]], [[2, 0]]) else None
 
     monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
-    monkeypatch.setattr(_transports, "ordinal", lambda device: device.local_hardware_id)
+    monkeypatch.setattr(_windows, "ordinal", lambda device: device.local_hardware_id)
     matrix = _doctor.peer_access([Device(i) for i in range(3)])
     assert matrix == [[True, True, False], [True] * 3, [False, True, True]]
 

@@ -20,6 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def run(name, *arguments):
     environment = dict(os.environ)
     package = pathlib.Path(jax_ep.__file__).parent.parent
+    # This process may hold most of the GPUs' memory.
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     environment["PYTHONPATH"] = os.pathsep.join([str(package), *sys.path])
     return subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],

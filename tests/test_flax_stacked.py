@@ -26,7 +26,7 @@ STACKED = {nnx.PARTITION_NAME: None}
 
 
 def test_nnx_vmap_makes_and_scan_runs_a_stack():
-    mesh = helpers.make_mesh({"dp": 2, "ep": 4})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 4}))
     make = functools.partial(jax_ep.flax.MoE, **fields(mesh))
 
     @nnx.split_rngs(splits=LAYERS)
@@ -61,7 +61,7 @@ def test_nnx_vmap_makes_and_scan_runs_a_stack():
 
 
 def test_linen_scan_runs_a_stack():
-    mesh = helpers.make_mesh({"dp": 2, "ep": 4})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 4}))
 
     class Block(nn.Module):
         @nn.compact

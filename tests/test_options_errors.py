@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _transports
+from jax_ep._meeting import Meeting
 
 
 def trace(ep: Any, mesh: Any, **given: Any) -> None:
@@ -68,7 +69,9 @@ def test_p2p_names_what_has_it(mode: str) -> None:
     field = next(iter(options.MODES[mode]))
     assert any(name in str(caught.value) for name in options.MODES[mode]), field
     check_form(caught, "init", "p2p", "collective")
-    assert _transports.choose(mesh, ("ep",), config, "auto") == "collective"
+    with Meeting.of(mesh, 1.0, "") as meeting:
+        chosen = _transports.choose(mesh, ("ep",), config, "auto", meeting)
+    assert chosen == "collective"
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

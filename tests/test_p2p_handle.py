@@ -42,6 +42,7 @@ def opened(monkeypatch):
     names = ("open_group", "take_invalid_ids", "pool_threads")
     module = types.SimpleNamespace(
         FIRST_EPOCH=1,
+        ELSEWHERE=-1,
         WindowConfig=dict,
         open_windows=open_windows,
         close_group=close_group,

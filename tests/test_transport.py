@@ -1,9 +1,11 @@
-"""Which transport init chooses and why; needs no GPU."""
+"""Which transport init chooses and why, in one process; needs no GPU.
+
+test_windows.py has meshes of several.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from errors import check_form, raises
 
 from jax_ep import _ffi, _init, _transports
+from jax_ep._meeting import Meeting
 
 LACKS = ("peer access between all devices of an EP group", "none from device 0 to 1")
 
@@ -36,6 +39,7 @@ class Native:
     """A CUDA module whose devices lack `obstacle`; notes what it is asked."""
 
     MAX_WINDOW_RANKS = 32
+    ELSEWHERE = -1
 
     def __init__(self, obstacle: tuple[str, str] | None = None) -> None:
         self.obstacle = obstacle
@@ -70,7 +74,8 @@ def choose(
     mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), **config: Any
 ) -> str:
     config = helpers.make_config(**config)
-    return _transports.choose(mesh, names, config, requested)
+    with Meeting.of(mesh, 1.0, "") as meeting:
+        return _transports.choose(mesh, names, config, requested, meeting)
 
 
 @pytest.mark.parametrize("requested", ["auto", "p2p"])
@@ -117,35 +122,22 @@ def test_cpu_devices(native) -> None:
     assert not native.asked
 
 
-def test_group_over_processes(native) -> None:
-    assert_refused(make_mesh({"ep": 4}, processes=2), "process", "[0, 1]")
+def test_several_processes_without_jax_distributed(native) -> None:
+    """Nothing to agree by: every process finds that by itself."""
+    assert_refused(make_mesh({"ep": 4}, processes=2), "jax.distributed.initialize")
     assert not native.asked
+
+
+def test_mesh_of_other_processes(native, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda client=None: 2)
+    with raises() as caught:
+        choose(make_mesh({"ep": 4}, processes=2), "auto")
+    check_form(caught, "init", "mesh", "[0, 1]", "process 2")
 
 
 def test_too_many_ranks(native) -> None:
     assert_refused(make_mesh({"ep": 64}), "32", "64")
     assert choose(make_mesh({"ep": 32}), "p2p") == "p2p"
-
-
-def test_processes_agree(native, monkeypatch) -> None:
-    """A process asks for its own groups, and takes p2p only where all do."""
-    mesh = make_mesh({"dp": 2, "ep": 4}, processes=2)
-    votes = []
-
-    def agreed(mesh: Any, served: bool, others: bool) -> bool:
-        votes.append(served)
-        return served and others
-
-    for others, expected in ((True, "p2p"), (False, "collective")):
-        monkeypatch.setattr(
-            _transports, "_agreed", functools.partial(agreed, others=others)
-        )
-        assert choose(mesh, "auto") == expected
-    assert_refused(mesh, "every process")
-    native.obstacle = LACKS
-    assert_refused(mesh, *LACKS)
-    assert votes == [True] * 4 + [False] * 2
-    assert {str(groups) for groups in native.asked} == {"[[0, 1, 2, 3]]"}
 
 
 @pytest.mark.parametrize("axis", [("dp",), ("ep",), ("dp", "ep"), ("ep", "dp")])

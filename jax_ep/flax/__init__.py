@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +65,7 @@ class MoE(nnx.Module):
         tp_axis_name: str | None = None,
         spec: PartitionSpec | None = None,
         transport: str = "auto",
+        experts: Callable[..., jax.Array] | None = None,
         ep: EPHandle | None = None,
     ) -> None:
         """Makes the parameters and, unless given, the handle.
@@ -90,6 +91,7 @@ class MoE(nnx.Module):
             spec: how `[..., hidden]` lies on the mesh, for instance `P("dp", "ep")`;
                 default: dimension 0 over all axes but tp_axis_name.
             transport: as in `jax_ep.init`.
+            experts: grouped matmuls of your own, as in `jax_ep.moe_ffn`.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -114,6 +116,7 @@ class MoE(nnx.Module):
             tp_axis_name=tp_axis_name,
             spec=spec,
             transport=transport,
+            experts=experts,
         )
         self.ep = self._layer.handle(ep)
         params = self._layer.params()

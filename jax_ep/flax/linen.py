@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ class MoE(nn.Module):
     tp_axis_name: str | None = None
     spec: PartitionSpec | None = None
     transport: str = "auto"
+    experts: Callable[..., jax.Array] | None = None
     ep: EPHandle | None = None
 
     @nn.compact
@@ -76,6 +77,7 @@ class MoE(nn.Module):
             tp_axis_name=self.tp_axis_name,
             spec=self.spec,
             transport=self.transport,
+            experts=self.experts,
         )
         dtype = jnp.dtype(self.param_dtype)
         params = {}

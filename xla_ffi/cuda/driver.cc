@@ -42,9 +42,11 @@ const Driver& Driver::Get() {
   static const Driver driver = [] {
     constexpr unsigned kFirst = 7000;
     constexpr unsigned kVirtualMemory = 10020;
+    constexpr unsigned kUuidOfInstances = 11040;  // its second form, which knows MIG
     Driver d{};
     Find("cuGetErrorName", kFirst, d.get_error_name);
     Find("cuDeviceGetAttribute", kFirst, d.device_get_attribute);
+    Find("cuDeviceGetUuid", kUuidOfInstances, d.device_get_uuid);
     Find("cuDevicePrimaryCtxGetState", kFirst, d.primary_context_get_state);
     Find("cuMemGetAllocationGranularity", kVirtualMemory, d.get_granularity);
     Find("cuMemCreate", kVirtualMemory, d.create);
@@ -54,6 +56,8 @@ const Driver& Driver::Get() {
     Find("cuMemMap", kVirtualMemory, d.map);
     Find("cuMemUnmap", kVirtualMemory, d.unmap);
     Find("cuMemSetAccess", kVirtualMemory, d.set_access);
+    Find("cuMemExportToShareableHandle", kVirtualMemory, d.export_handle);
+    Find("cuMemImportFromShareableHandle", kVirtualMemory, d.import_handle);
     return d;
   }();
   return driver;
@@ -62,6 +66,10 @@ const Driver& Driver::Get() {
 bool Driver::manages_virtual_memory() const {
   return device_get_attribute && get_granularity && create && release && reserve && free_address &&
          map && unmap && set_access;
+}
+
+bool Driver::shares_memory() const {
+  return manages_virtual_memory() && device_get_uuid && export_handle && import_handle;
 }
 
 void OnDevice(int device, const std::function<void()>& work) {

@@ -18,6 +18,7 @@ void Check(CUresult result, const char* what);
 struct Driver {
   decltype(&cuGetErrorName) get_error_name;
   decltype(&cuDeviceGetAttribute) device_get_attribute;
+  decltype(&cuDeviceGetUuid) device_get_uuid;
   decltype(&cuDevicePrimaryCtxGetState) primary_context_get_state;
   decltype(&cuMemGetAllocationGranularity) get_granularity;
   decltype(&cuMemCreate) create;
@@ -27,9 +28,12 @@ struct Driver {
   decltype(&cuMemMap) map;
   decltype(&cuMemUnmap) unmap;
   decltype(&cuMemSetAccess) set_access;
+  decltype(&cuMemExportToShareableHandle) export_handle;
+  decltype(&cuMemImportFromShareableHandle) import_handle;
 
   static const Driver& Get();
   bool manages_virtual_memory() const;
+  bool shares_memory() const;  // between processes
 };
 
 // Runs `work` on a new thread where `device` is current, and waits for it. Exceptions pass.

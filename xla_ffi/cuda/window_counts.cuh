@@ -1,5 +1,5 @@
 // What a sending warp tells once it has counted all ids of a call. Used by
-// window_dispatch_send.cuh and window_few_dispatch.cu.
+// window_dispatch_send.cuh and window_few_send.cuh.
 #pragma once
 
 #include <cstdint>

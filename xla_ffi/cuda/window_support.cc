@@ -20,17 +20,33 @@ int Attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-bool ManagesVirtualMemory(int device) {
-  const Driver& driver = Driver::Get();
-  if (!driver.manages_virtual_memory()) return false;
+bool Supports(CUdevice_attribute attribute, int device) {
   int supported = 0;
   // CUDA's runtime counts devices as the driver does.
-  const CUresult result = driver.device_get_attribute(
-      &supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device);
+  const CUresult result = Driver::Get().device_get_attribute(&supported, attribute, device);
   return result == CUDA_SUCCESS && supported != 0;
 }
 
-std::optional<Obstacle> FindObstacle(int device) {
+bool ManagesVirtualMemory(int device) {
+  return Driver::Get().manages_virtual_memory() &&
+         Supports(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device);
+}
+
+bool SharesMemory(int device) {
+  return Driver::Get().shares_memory() &&
+         Supports(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device);
+}
+
+// Of `device` and a device of this process, named `peer_name`.
+std::optional<Obstacle> FindPairObstacle(int device, int peer, const std::string& peer_name) {
+  int reaches = 1;
+  if (device != peer) Check(cudaDeviceCanAccessPeer(&reaches, device, peer), "peer access");
+  if (reaches != 0) return std::nullopt;
+  return Obstacle{"peer access between all devices of an EP group",
+                  "none from device " + std::to_string(device) + " to device " + peer_name};
+}
+
+std::optional<Obstacle> FindObstacle(int device, bool shared) {
   const std::string on_device = " on device " + std::to_string(device);
   const int major = Attribute(cudaDevAttrComputeCapabilityMajor, device);
   if (major < kMinMajor) {
@@ -40,6 +56,9 @@ std::optional<Obstacle> FindObstacle(int device) {
   }
   if (!ManagesVirtualMemory(device)) {
     return Obstacle{"CUDA virtual memory management", "none" + on_device};
+  }
+  if (shared && !SharesMemory(device)) {
+    return Obstacle{"CUDA memory that processes share by file descriptors", "none" + on_device};
   }
   const int shared_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (shared_bytes < kMinSharedKiB << 10) {
@@ -52,21 +71,43 @@ std::optional<Obstacle> FindObstacle(int device) {
 
 }  // namespace
 
-std::optional<Obstacle> FindObstacle(const std::vector<int32_t>& ordinals) {
+std::optional<Obstacle> FindObstacle(const std::vector<int32_t>& ordinals, bool shared) {
   for (const int32_t device : ordinals) {
-    if (auto obstacle = FindObstacle(device)) return obstacle;
+    if (auto obstacle = FindObstacle(device, shared)) return obstacle;
   }
   for (const int32_t device : ordinals) {
     for (const int32_t peer : ordinals) {
-      int reaches = 1;
-      if (device != peer) Check(cudaDeviceCanAccessPeer(&reaches, device, peer), "peer access");
-      if (reaches != 0) continue;
-      return Obstacle{
-          "peer access between all devices of an EP group",
-          "none from device " + std::to_string(device) + " to device " + std::to_string(peer)};
+      if (auto obstacle = FindPairObstacle(device, peer, std::to_string(peer))) return obstacle;
     }
   }
   return std::nullopt;
+}
+
+std::optional<Obstacle> FindPeerObstacle(const std::vector<int32_t>& ordinals,
+                                         const std::vector<std::string>& peer_uuids) {
+  int visible = 0;
+  Check(cudaGetDeviceCount(&visible), "counting devices");
+  for (int peer = 0; peer < visible; ++peer) {
+    const std::string uuid = DeviceUuid(peer);
+    if (std::find(peer_uuids.begin(), peer_uuids.end(), uuid) == peer_uuids.end()) continue;
+    for (const int32_t device : ordinals) {
+      if (auto obstacle = FindPairObstacle(device, peer, uuid)) return obstacle;
+    }
+  }
+  return std::nullopt;
+}
+
+std::string DeviceUuid(int32_t ordinal) {
+  CUuuid uuid{};
+  const auto get_uuid = Driver::Get().device_get_uuid;
+  if (get_uuid == nullptr || get_uuid(&uuid, ordinal) != CUDA_SUCCESS) return "";
+  std::string text;
+  for (const char byte : uuid.bytes) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    const auto value = static_cast<unsigned char>(byte);
+    text += {kDigits[value >> 4], kDigits[value & 15]};
+  }
+  return text;
 }
 
 int64_t Multiprocessors(const std::vector<int32_t>& ordinals) {

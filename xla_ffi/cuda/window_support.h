@@ -14,8 +14,17 @@ struct Obstacle {
   std::string found;
 };
 
-// For a group whose ranks are devices `ordinals` of this process, whatever its config.
-std::optional<Obstacle> FindObstacle(const std::vector<int32_t>& ordinals);
+// For a group that these devices of this process belong to, whatever its config; `shared`: with
+// devices of other processes.
+std::optional<Obstacle> FindObstacle(const std::vector<int32_t>& ordinals, bool shared);
+
+// For the same devices and the group's others, as far as this process sees those: CUDA knows of no
+// device that CUDA_VISIBLE_DEVICES leaves out, and then only mapping a window can tell.
+std::optional<Obstacle> FindPeerObstacle(const std::vector<int32_t>& ordinals,
+                                         const std::vector<std::string>& peer_uuids);
+
+// The same in every process; "" where the driver tells none.
+std::string DeviceUuid(int32_t ordinal);
 
 // The multiprocessors that every one of these devices has.
 int64_t Multiprocessors(const std::vector<int32_t>& ordinals);

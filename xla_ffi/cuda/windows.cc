@@ -2,6 +2,7 @@
 #include "cuda/windows.h"
 
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -12,6 +13,8 @@ namespace {
 
 static_assert(sizeof(CUmemGenericAllocationHandle) == sizeof(uint64_t) &&
               sizeof(CUdeviceptr) == sizeof(uint64_t));
+
+constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 CUmemLocation On(int device) {
   CUmemLocation location{};
@@ -51,11 +54,12 @@ cudaError_t SynchronizeDevice() {
 
 }  // namespace
 
-Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch) {
+Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch, Sharing sharing) {
   const Driver& driver = Driver::Get();
   CUmemAllocationProp kind{};
   kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   kind.location = On(device);
+  if (sharing == Sharing::kProcesses) kind.requestedHandleTypes = kDescriptor;
   size_t granularity = 1;
   Check(driver.get_granularity(&granularity, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "the granularity of a window");
@@ -72,6 +76,31 @@ Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch)
   handle_ = handle;
   has_handle_ = true;
 
+  Map(may_touch);
+}
+
+Window::Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch)
+    : bytes_(static_cast<size_t>(bytes)) {
+  CUmemGenericAllocationHandle handle = 0;
+  // The driver takes the descriptor itself for the address of a handle.
+  void* os_handle = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
+  Check(Driver::Get().import_handle(&handle, os_handle, kDescriptor),
+        "the window of another process");
+  handle_ = handle;
+  has_handle_ = true;
+  Map(may_touch);
+}
+
+int Window::Export() const {
+  int descriptor = -1;
+  Check(Driver::Get().export_handle(&descriptor, handle_, kDescriptor, 0),
+        "sharing a window with other processes");
+  return descriptor;
+}
+
+// Frees all where it fails.
+void Window::Map(const std::vector<int32_t>& may_touch) {
+  const Driver& driver = Driver::Get();
   try {
     CUdeviceptr address = 0;
     Check(driver.reserve(&address, bytes_, 0, 0, 0), "addresses for a window");
@@ -116,16 +145,28 @@ void Window::Abandon() {
 }
 
 std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const WindowLayout& layout,
-                                const WindowSizes& sizes, uint64_t first_epoch) {
+                                const WindowSizes& sizes, uint64_t first_epoch, Sharing sharing) {
   std::vector<Window> windows;
   windows.reserve(ordinals.size());
   for (const int32_t ordinal : ordinals) {
     OnDevice(ordinal, [&] {
-      windows.emplace_back(ordinal, layout.bytes, ordinals);
+      windows.emplace_back(ordinal, layout.bytes, ordinals, sharing);
       WriteStart(windows.back().data(), layout, sizes, first_epoch);
     });
   }
   return windows;
+}
+
+int ExportWindow(const Window& window, int32_t ordinal) {
+  int descriptor = -1;
+  OnDevice(ordinal, [&] { descriptor = window.Export(); });
+  return descriptor;
+}
+
+Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& ordinals) {
+  std::optional<Window> window;
+  OnDevice(ordinals.front(), [&] { window.emplace(descriptor, bytes, ordinals); });
+  return std::move(*window);
 }
 
 bool Quiesce(const std::vector<DeviceControl>& controls) {

@@ -1,5 +1,5 @@
-// The windows of an EP group whose ranks are all devices of this process: CUDA virtual memory that
-// exactly these devices may touch. Opened by jax_ep.init, freed by close().
+// The windows of an EP group: CUDA virtual memory that exactly the group's devices may touch, those
+// of other processes by way of file descriptors. Opened by jax_ep.init, freed by close().
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,20 @@ class OutOfDeviceMemory : public std::exception {
   const int64_t free_bytes;
 };
 
-// Memory of one device, at one address on all that may touch it.
+enum class Sharing { kThisProcess, kProcesses };
+
+// Memory of one device, at one address on all devices of this process that may touch it.
+//
+// Other processes have it at addresses of their own, and each mapping holds the memory itself: CUDA
+// frees it when the last one is gone, whether by close() or by the end of a process, killed or not.
+// So whoever still writes into the window of a rank that has closed or died writes into memory that
+// nobody else has been given. It takes no agreement between processes to close.
 class Window {
  public:
-  // `device` must be current. Of at least `bytes`, with any contents.
-  Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch);
+  // A device of `may_touch` must be current in both. Of at least `bytes`, with any contents.
+  Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch, Sharing sharing);
+  // Another process's, of as many bytes as it has there. The descriptor stays the caller's.
+  Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch);
   ~Window();
   Window(Window&& other) noexcept;
   Window(const Window&) = delete;
@@ -34,10 +43,13 @@ class Window {
 
   uint8_t* data() const { return reinterpret_cast<uint8_t*>(address_); }
   int64_t bytes() const { return static_cast<int64_t>(bytes_); }
+  // A new descriptor of its memory, the caller's to close; until then it holds the memory.
+  int Export() const;
   // Never frees it, because a kernel may still write there.
   void Abandon();
 
  private:
+  void Map(const std::vector<int32_t>& may_touch);
   void Free();
 
   uint64_t handle_ = 0;   // CUmemGenericAllocationHandle
@@ -47,10 +59,18 @@ class Window {
   bool mapped_ = false;
 };
 
-// One a rank, as calls from `first_epoch` on expect them; rank r is device `ordinals[r]`. Throws
-// OutOfDeviceMemory or std::runtime_error, and then holds nothing.
+// One for each of these devices, the members of an EP group in this process, as calls from
+// `first_epoch` on expect them. Throws OutOfDeviceMemory or std::runtime_error, and then holds
+// nothing.
 std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const WindowLayout& layout,
-                                const WindowSizes& sizes, uint64_t first_epoch);
+                                const WindowSizes& sizes, uint64_t first_epoch, Sharing sharing);
+
+// As Window::Export, of a window on that device.
+int ExportWindow(const Window& window, int32_t ordinal);
+
+// The window of another process, for these devices of an EP group. Throws std::runtime_error, also
+// where they cannot reach it.
+Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& ordinals);
 
 struct DeviceControl {
   int device;

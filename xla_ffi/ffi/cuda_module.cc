@@ -22,7 +22,8 @@ namespace nb = nanobind;
 namespace jax_ep::ffi_layer {
 namespace {
 
-// Device ordinals of each EP group, by rank.
+// By rank the device ordinals of each EP group that has ranks in this process; of others' devices
+// kElsewhere.
 using EpGroups = std::vector<std::vector<int32_t>>;
 
 int DeviceCount() {
@@ -36,13 +37,44 @@ WindowSizes CheckedSizes(const WindowConfig& config) {
   return sizes;
 }
 
-std::optional<std::pair<std::string, std::string>> P2pObstacle(const EpGroups& ep_groups) {
+using MustAndGot = std::optional<std::pair<std::string, std::string>>;
+
+MustAndGot ToPython(const std::optional<cuda::Obstacle>& obstacle) {
+  if (!obstacle) return std::nullopt;
+  return std::pair(obstacle->lacks, obstacle->found);
+}
+
+MustAndGot P2pObstacle(const EpGroups& ep_groups) {
   nb::gil_scoped_release release;
   for (const std::vector<int32_t>& ordinals : ep_groups) {
-    const auto obstacle = cuda::FindObstacle(ordinals);
-    if (obstacle) return std::pair(obstacle->lacks, obstacle->found);
+    const std::vector<int32_t> local = LocalOrdinals(ordinals);
+    const auto obstacle = cuda::FindObstacle(local, local.size() != ordinals.size());
+    if (obstacle) return ToPython(obstacle);
   }
   return std::nullopt;
+}
+
+MustAndGot PeerObstacle(const std::vector<int32_t>& ordinals,
+                        const std::vector<std::string>& uuids) {
+  nb::gil_scoped_release release;
+  return ToPython(cuda::FindPeerObstacle(LocalOrdinals(ordinals), uuids));
+}
+
+std::shared_ptr<WindowedGroup> FindWindowed(int64_t key) {
+  auto group = std::dynamic_pointer_cast<WindowedGroup>(GroupRegistry::Get().Find(key));
+  if (!group) throw std::invalid_argument("jax_ep: the key must be of an open group with windows");
+  return group;
+}
+
+std::pair<int, int64_t> ExportWindow(int64_t key, int32_t ordinal) {
+  nb::gil_scoped_release release;
+  const SharedWindow shared = FindWindowed(key)->Export(ordinal);
+  return {shared.descriptor, shared.bytes};
+}
+
+void ImportWindow(int64_t key, size_t ep_group, int32_t rank, int descriptor, int64_t bytes) {
+  nb::gil_scoped_release release;
+  FindWindowed(key)->Import(ep_group, rank, {descriptor, bytes});
 }
 
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
@@ -50,7 +82,7 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
   nb::gil_scoped_release release;
   const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
-    const int64_t processors = cuda::Multiprocessors(ordinals);
+    const int64_t processors = cuda::Multiprocessors(LocalOrdinals(ordinals));
     if (num_sms <= processors) continue;
     throw std::invalid_argument("jax_ep.init: num_sms must be at most the " +
                                 std::to_string(processors) + " SMs of a device, got " +
@@ -69,6 +101,7 @@ NB_MODULE(_native_cuda, m) {
   DefineCommon(m, CudaTargets());
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.attr("FIRST_EPOCH") = kFirstEpoch;
+  m.attr("ELSEWHERE") = kElsewhere;
   m.def("device_count", &DeviceCount, "GPUs that this process can use; 0 without a driver.");
   nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
       .def(
@@ -86,7 +119,19 @@ NB_MODULE(_native_cuda, m) {
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
-        "As open_group, with a window a rank; returns the bytes of a window.");
+        "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
+        "ranks elsewhere must follow by import_window.");
+  m.def("peer_obstacle", &PeerObstacle, nb::arg("ordinals"), nb::arg("uuids"),
+        "As p2p_obstacle, between an EP group's devices here and those of other processes, as far "
+        "as this process sees them.");
+  m.def(
+      "device_uuid", [](int32_t ordinal) { return cuda::DeviceUuid(ordinal); }, nb::arg("ordinal"),
+      "The same in every process; empty where the driver tells none.");
+  m.def("export_window", &ExportWindow, nb::arg("key"), nb::arg("ordinal"),
+        "(a new file descriptor of a local window's memory, its bytes), for import_window.");
+  m.def("import_window", &ImportWindow, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
+        nb::arg("descriptor"), nb::arg("bytes"),
+        "Maps the window of a rank of another process, of the group at that index.");
   m.def(
       "wait_failures",
       [](int64_t key) {

@@ -14,14 +14,19 @@ namespace {
 
 std::vector<int32_t> Ordinals(const std::vector<std::vector<int32_t>>& ep_groups) {
   std::vector<int32_t> ordinals;
-  for (const auto& group : ep_groups) ordinals.insert(ordinals.end(), group.begin(), group.end());
+  for (const auto& group : ep_groups) {
+    const std::vector<int32_t> local = LocalOrdinals(group);
+    ordinals.insert(ordinals.end(), local.begin(), local.end());
+  }
   return ordinals;
 }
 
 std::vector<int32_t> Ranks(const std::vector<std::vector<int32_t>>& ep_groups) {
   std::vector<int32_t> ranks;
   for (const auto& group : ep_groups) {
-    for (size_t rank = 0; rank < group.size(); ++rank) ranks.push_back(static_cast<int32_t>(rank));
+    for (size_t rank = 0; rank < group.size(); ++rank) {
+      if (group[rank] != kElsewhere) ranks.push_back(static_cast<int32_t>(rank));
+    }
   }
   return ranks;
 }
@@ -94,36 +99,76 @@ std::string FailureText(const WaitReport& report, double timeout_s) {
 
 }  // namespace
 
+std::vector<int32_t> LocalOrdinals(const std::vector<int32_t>& ordinals) {
+  std::vector<int32_t> local = ordinals;
+  std::erase(local, kElsewhere);
+  return local;
+}
+
 WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
                              const WindowSizes& sizes, const WindowOptions& options)
     : Group(Ordinals(ep_groups), Ranks(ep_groups)), sizes_(sizes), timeout_s_(options.timeout_s) {
   const WindowLayout layout = WindowLayout::Of(sizes);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
     if (static_cast<int64_t>(ordinals.size()) != sizes.ranks || sizes.ranks > kMaxWindowRanks) {
-      throw std::invalid_argument("jax_ep: an EP group must have all of its at most 32 ranks here");
+      throw std::invalid_argument("jax_ep: an EP group must have its ranks, at most 32");
     }
+    const std::vector<int32_t> local = LocalOrdinals(ordinals);
+    const bool alone = local.size() == ordinals.size();
+    std::vector<cuda::Window> windows;
     try {
-      windows_.push_back(cuda::OpenWindows(ordinals, layout, sizes, options.first_epoch));
+      windows = cuda::OpenWindows(local, layout, sizes, options.first_epoch,
+                                  alone ? cuda::Sharing::kThisProcess : cuda::Sharing::kProcesses);
     } catch (const cuda::OutOfDeviceMemory& error) {
       ThrowShort(error);
     }
+    EpGroup& ep_group = ep_groups_.emplace_back(EpGroup{ordinals, {}});
     WindowGroup group{};
-    for (size_t rank = 0; rank < ordinals.size(); ++rank) {
-      group.windows[rank] = windows_.back()[rank].data();
+    for (size_t rank = 0, next = 0; rank < ordinals.size(); ++rank) {
+      if (ordinals[rank] == kElsewhere) continue;
+      cuda::Window& window = windows[next++];
+      group.windows[rank] = window.data();
+      window_bytes_ = window.bytes();
+      ep_group.windows.emplace(static_cast<int32_t>(rank), std::move(window));
     }
     group.layout = layout;
     group.timeout_ns = Nanoseconds(options.timeout_s);
     group.ranks = static_cast<uint32_t>(sizes.ranks);
     group.depth = static_cast<uint32_t>(sizes.depth);
     group.num_sms = static_cast<uint32_t>(options.num_sms);
-    for (size_t rank = 0; rank < ordinals.size(); ++rank) {
+    for (const auto& [rank, window] : ep_group.windows) {
+      const int32_t ordinal = ordinals[static_cast<size_t>(rank)];
       group.rank = static_cast<uint32_t>(rank);
-      group.control = cuda::LastingControl(ordinals[rank], options.first_epoch);
+      group.control = cuda::LastingControl(ordinal, options.first_epoch);
       group.host_report = static_cast<WaitReport*>(cuda::LastingPinned(sizeof(WaitReport)));
-      of_device_[ordinals[rank]] = group;
+      of_device_[ordinal] = group;
     }
-    window_bytes_ = windows_.back().front().bytes();
   }
+}
+
+SharedWindow WindowedGroup::Export(int32_t ordinal) const {
+  for (const EpGroup& group : ep_groups_) {
+    for (const auto& [rank, window] : group.windows) {
+      if (group.ordinals[static_cast<size_t>(rank)] != ordinal) continue;
+      return {cuda::ExportWindow(window, ordinal), window.bytes()};
+    }
+  }
+  throw std::invalid_argument("jax_ep: device ordinal " + std::to_string(ordinal) +
+                              " must have a window to share");
+}
+
+void WindowedGroup::Import(size_t ep_group, int32_t rank, const SharedWindow& shared) {
+  EpGroup& group = ep_groups_.at(ep_group);
+  const auto place = static_cast<size_t>(rank);
+  if (group.ordinals.at(place) != kElsewhere || group.windows.contains(rank) ||
+      shared.bytes < WindowLayout::Of(sizes_).bytes) {
+    throw std::invalid_argument(
+        "jax_ep: a window of another process must be as large as those here");
+  }
+  const std::vector<int32_t> local = LocalOrdinals(group.ordinals);
+  cuda::Window window = cuda::ImportWindow(shared.descriptor, shared.bytes, local);
+  for (const int32_t ordinal : local) of_device_.at(ordinal).windows[place] = window.data();
+  group.windows.emplace(rank, std::move(window));
 }
 
 const WindowGroup* WindowedGroup::OfDevice(int32_t ordinal) const {
@@ -144,15 +189,15 @@ std::vector<std::pair<int32_t, std::string>> WindowedGroup::Failures() const {
 
 void WindowedGroup::Close() {
   std::lock_guard<std::mutex> lock(closing_);
-  if (windows_.empty()) return;
+  if (ep_groups_.empty()) return;
   std::vector<cuda::DeviceControl> controls;
   for (const auto& [ordinal, group] : of_device_) controls.push_back({ordinal, group.control});
   if (!cuda::Quiesce(controls)) {
-    for (auto& windows : windows_) {
-      for (cuda::Window& window : windows) window.Abandon();
+    for (EpGroup& group : ep_groups_) {
+      for (auto& [rank, window] : group.windows) window.Abandon();
     }
   }
-  windows_.clear();
+  ep_groups_.clear();
 }
 
 }  // namespace jax_ep::ffi_layer

@@ -1,6 +1,7 @@
 // A group of transport p2p: its windows, and what the calls of each local device run with. Between
 // close() and the end of the process its calls may still be launched or replayed: they find their
-// gates closed, in memory that outlives the group.
+// gates closed, in memory that outlives the group. Each process closes the gates of its own ranks,
+// and no rank runs calls of another one, so processes may close in any order.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +23,32 @@ struct WindowOptions {
   uint64_t first_epoch;
 };
 
+// In place of an ordinal: the rank is a device of another process.
+inline constexpr int32_t kElsewhere = -1;
+
+// Those of this process.
+std::vector<int32_t> LocalOrdinals(const std::vector<int32_t>& ordinals);
+
+// A descriptor of a window's memory and its bytes.
+struct SharedWindow {
+  int descriptor;
+  int64_t bytes;
+};
+
 class WindowedGroup : public Group {
  public:
-  // `ep_groups`: the device ordinals of each EP group, by rank. Throws std::runtime_error.
+  // `ep_groups`: by rank the device ordinals of each EP group that has ranks in this process. Where
+  // some are elsewhere, their windows must be imported before the first call. Throws
+  // std::runtime_error.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
   ~WindowedGroup() override { Close(); }
+
+  // What other processes import of a local device. The descriptor is the caller's to close.
+  SharedWindow Export(int32_t ordinal) const;
+  // The window of a rank elsewhere, of the group at this index. The descriptor stays the caller's.
+  // Throws std::runtime_error where the devices cannot map it.
+  void Import(size_t ep_group, int32_t rank, const SharedWindow& shared);
 
   // nullptr: not of this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
@@ -44,12 +65,17 @@ class WindowedGroup : public Group {
   void Close() override;
 
  private:
+  struct EpGroup {
+    std::vector<int32_t> ordinals;            // by rank
+    std::map<int32_t, cuda::Window> windows;  // by rank, as far as they are there; until Close
+  };
+
   const WindowSizes sizes_;
   const double timeout_s_;
   int64_t window_bytes_ = 0;
   std::map<int32_t, WindowGroup> of_device_;
   std::mutex closing_;
-  std::vector<std::vector<cuda::Window>> windows_;  // [EP group][rank], until Close
+  std::vector<EpGroup> ep_groups_;
 };
 
 }  // namespace jax_ep::ffi_layer

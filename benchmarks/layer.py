@@ -1,0 +1,154 @@
+"""Times whole expert layers: jax_ep's, over ragged_all_to_all, over all_to_all.
+
+    python benchmarks/layer.py [--budget 540]
+    python benchmarks/layer.py --cases mid --layers p2p ragged --matmul padded
+
+On all GPUs of this process, in one run, for T tokens a rank: router, exchange, SwiGLU
+experts, exchange; forward, and forward with every gradient. The layers:
+
+* "p2p", "collective": `jax_ep.moe_ffn` over that transport, tokens as they are and as
+  fp8_block128;
+* "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all` (ragged.py), with XLA's
+  default flags and with its better ones, each in a process of its own;
+* "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), what is over
+  dropped, and batched matmuls.
+
+The router is the same function in all of them, and so is what the experts do, but for
+"dense": of several ways of multiplying (layer_experts.py) each case takes the one that
+is fastest here. `recv_capacity` is 1.25 * T * K rounded up to 128.
+
+A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
+host's clock, over the calls; median of the repeats; two token arrays in turn. The share
+that is not experts is the time of the layer less the time of the same router and
+experts on rows that are there already, over the time of the layer. Results and all
+gradients are compared with those of transport collective, within rounding; wrong ones
+are marked, and the command then exits 1.
+
+Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last.
+"""
+
+import argparse
+import pathlib
+import secrets
+import sys
+import time
+
+import gpu_limits
+import layer_report
+import p2p
+import recording
+
+# The order in which they are measured. Mixture of the models that people train.
+CASES = {
+    "large-256": {"hidden": 7168, "inner": 2048, "experts": 256},
+    "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
+    "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
+}
+TINY = {"tiny": {"hidden": 128, "inner": 128, "experts": 16}}
+LAYERS = ("p2p", "collective", "dense", "ragged")
+FORMATS = ("bf16", "fp8_block128")
+# Surest first; a way that is slow comes last. layer_experts.py checks that it has them.
+MATMULS = ("padded", "mosaic", "ragged_dot")
+WORKER = "layer_worker.py"
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = [*CASES, *TINY]
+    parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--matmul", nargs="+", choices=MATMULS, default=MATMULS)
+    parser.add_argument("--tokens", type=int, default=4096, help="a rank")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--milliseconds", type=float, default=200, help="of a repeat")
+    parser.add_argument("--seed", type=int, help="of tokens and parameters")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    args = parser.parse_args(arguments)
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    return args
+
+
+def workers(args, cases):
+    """(what it measures, XLA flags, its share of the time, its specification)."""
+    common = {
+        "cases": cases,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "milliseconds": args.milliseconds,
+        "ours": [],
+        "dense": False,
+        "ragged": (),
+    }
+    transports = [name for name in args.layers if name in layer_report.OURS]
+    ours = [(name, each) for name in transports for each in args.formats]
+    with_dense = "dense" in args.layers
+    if ours or with_dense:
+        share = 0.5 if "ragged" in args.layers else 1.0
+        yield "jax_ep", "", share, {**common, "ours": ours, "dense": with_dense}
+    if "ragged" in args.layers:
+        for index, (flags, measured) in enumerate(p2p.RAGGED):
+            name = f"ragged_all_to_all with {flags or 'the default flags'}"
+            yield name, flags, 0.8 + 0.2 * index, {**common, "ragged": measured}
+
+
+def chosen_matmuls(results, offered):
+    """By case, what the first worker found fastest; later ones take the same."""
+    found = {
+        row["case"]: [row["matmul"]]
+        for row in results
+        if "ms" in row and row["layer"] in layer_report.OURS
+    }
+    return {case: found.get(case, matmuls) for case, matmuls in offered.items()}
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    start = time.time()
+    print(f"seed {args.seed}")
+    cases = {
+        name: {**(CASES | TINY)[name], "tokens": args.tokens, "top_k": args.top_k}
+        for name in args.cases
+    }
+    record = {
+        "kind": "layer",
+        "device": "unknown",
+        "count": 0,
+        "driver": gpu_limits.driver(),
+        "commit": recording.commit(),
+        "date": recording.date(),
+        "seed": args.seed,
+        "command": p2p.command("layer.py", arguments or sys.argv[1:]),
+        "cases": cases,
+        "tokens": args.tokens,
+        "top_k": args.top_k,
+        "flags": {},
+        "results": [],
+        "problems": [],
+    }
+    offered = {case: list(args.matmul) for case in cases}
+    for name, flags, share, spec in workers(args, cases):
+        print(f"{name}, {time.time() - start:.0f} s", flush=True)
+        spec["matmul"] = chosen_matmuls(record["results"], offered)
+        spec["deadline"] = start + share * args.budget
+        record["flags"][name] = flags
+        rows, problem = p2p.run_worker(flags, spec, WORKER)
+        for row in rows:
+            if "device" in row:
+                record |= row
+            else:
+                record["results"].append(row)
+        if problem:
+            record["problems"].append(f"{name}: {problem}")
+    record["seconds"] = round(time.time() - start, 1)
+    name = recording.short_device(record["device"])
+    recording.write(f"layer-{name}x{record['count']}", record, args.results)
+    layer_report.print_table(record)
+    return 1 if layer_report.failures(record) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

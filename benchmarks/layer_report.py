@@ -1,0 +1,150 @@
+"""What layer.py prints, and the rows of the tables of README.md and docs/layers.md."""
+
+PASSES = {"forward": "forward", "both": "forward + backward"}
+OURS = ("p2p", "collective")
+
+
+def number(value, digits=2):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def name(row):
+    """Which layer a row is of."""
+    parts = [row["layer"], row.get("format"), row.get("flags"), row.get("matmul")]
+    return ", ".join(part for part in parts if part and part != "bf16")
+
+
+def line(row):
+    """A row in one line, as progress."""
+    head = f"{row['case']:<10} {name(row):<44}"
+    if "error" in row:
+        return f"{head} {row['error'].splitlines()[0][:150]}"
+    worst = max(row["errors"].values())
+    tail = f"largest error {worst:.4f}"
+    if row["wrong"]:
+        tail += f"  WRONG: {row['errors']}"
+    if row.get("tokens_with_drops"):
+        tail += f"  {row['tokens_with_drops']} tokens lost rows"
+    if "exchange_share" in row:
+        tail = f"exchange {100 * row['exchange_share']:3.0f}%  {tail}"
+    return (
+        f"{head} {PASSES[row['pass']]:<18} {row['ms']:9.3f} ms "
+        f"({row['ms_least']:.3f} to {row['ms_most']:.3f})  {tail}"
+    )
+
+
+def failures(record):
+    """What makes a record unfit: wrong results, or jax_ep's own that are missing.
+
+    What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out.
+    """
+    rows = [
+        line(row)
+        for row in record["results"]
+        if (row.get("wrong") and row["layer"] != "experts")
+        or ("error" in row and row["layer"] in (*OURS, "all"))
+    ]
+    return [*rows, *record["problems"]]
+
+
+def _right(rows, **wanted):
+    return [
+        row
+        for row in rows
+        if "ms" in row
+        and not row["wrong"]
+        and all(row.get(key) == value for key, value in wanted.items())
+    ]
+
+
+def best(rows, **wanted):
+    """The fastest right row whose entries are `wanted`, or None."""
+    return min(_right(rows, **wanted), key=lambda row: row["ms"], default=None)
+
+
+def summary(record):
+    """A dict for every (case, pass): the table's rows."""
+    rows, found = record["results"], []
+    for case in record["cases"]:
+        for each in PASSES:
+            at = {"case": case, "pass": each}
+            ours = best(rows, layer="p2p", format="bf16", **at)
+            ragged = best(rows, layer="ragged", **at)
+            found.append(
+                {
+                    **at,
+                    "p2p": ours,
+                    "p2p_fp8": best(rows, layer="p2p", format="fp8_block128", **at),
+                    "collective": best(rows, layer="collective", format="bf16", **at),
+                    "dense": best(rows, layer="dense", **at),
+                    "ragged_default": best(rows, layer="ragged", flags="default", **at),
+                    "ragged": ragged,
+                    "speed_up": ragged["ms"] / ours["ms"] if ours and ragged else None,
+                }
+            )
+    return [each for each in found if any(each[key] for key in _LAYERS)]
+
+
+_LAYERS = ("p2p", "p2p_fp8", "collective", "dense", "ragged_default", "ragged")
+COLUMNS = (
+    "layer",
+    "",
+    "experts ms",
+    "p2p",
+    "p2p, fp8",
+    "collective",
+    "dense",
+    "ragged",
+    "ragged, best",
+    "speed-up",
+)
+
+
+def _time(row):
+    if row is None:
+        return ""
+    return f"{row['ms']:.2f} ({100 * row['exchange_share']:.0f}%)"
+
+
+def cells(record):
+    """The table's cells, as text."""
+    for each in summary(record):
+        sizes = record["cases"][each["case"]]
+        sparse = [each[key] for key in _LAYERS if each[key] and key != "dense"]
+        yield (
+            f"{sizes['hidden']} x {sizes['inner']}, {sizes['experts']} experts",
+            PASSES[each["pass"]],
+            number(sparse[0]["experts_ms"] if sparse else None),
+            *(_time(each[key]) for key in _LAYERS),
+            number(each["speed_up"]),
+        )
+
+
+def matmuls(record):
+    """Milliseconds of the experts alone, by case, pass and way of multiplying."""
+    shown = set()  # later workers time the chosen way again, with their flags
+    for row in record["results"]:
+        key = (row["case"], row.get("pass"), row.get("matmul"))
+        if row["layer"] == "experts" and key not in shown:
+            shown.add(key)
+            ms = number(row.get("ms")) if not row.get("wrong") else "wrong"
+            yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
+
+
+def print_table(record):
+    print(
+        f"\n{record['count']} x {record['device']}, {record['tokens']} tokens a rank, "
+        f"top-{record['top_k']}, bfloat16; ms a step (share of it that is not experts)"
+    )
+    lines = [COLUMNS, *cells(record)]
+    widths = [max(len(str(row[i])) for row in lines) for i in range(len(COLUMNS))]
+    for row in lines:
+        print("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)))
+    print("\nexperts alone")
+    for case, each, matmul, ms in matmuls(record):
+        print(f"{case:>10} {each:<8} {matmul:<11} {ms:>9} ms")
+    for row in record["results"]:
+        if "error" in row or row.get("wrong"):
+            print(line(row))
+    for problem in record["problems"]:
+        print(problem)

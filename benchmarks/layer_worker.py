@@ -1,0 +1,295 @@
+"""Measures whole layers in a process of its own for layer.py.
+
+    python benchmarks/layer_worker.py SPECIFICATION OUTPUT
+
+As p2p_worker.py: XLA reads its flags once. A line of JSON goes to OUTPUT for the
+devices and for each row once it is measured.
+"""
+
+import concurrent.futures
+import functools
+import gc
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import layer_cases
+import layer_experts
+import layer_kinds
+import layer_report
+import numpy as np
+import p2p_check
+from jax.sharding import AxisType, Mesh
+from p2p_programs import COMPILER_THREADS
+
+import jax_ep
+
+# Of the fastest forward pass; slower ways of multiplying are tried no further.
+_HOPELESS = 3
+_REFERENCE = ("collective", "bf16")
+
+
+def _error(error):
+    return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def compile_all(finishers):
+    """By key, what was compiled, all at the same time, or the exception."""
+
+    def finish(function):
+        try:
+            return function()
+        except Exception as error:  # of one layer of many
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS) as pool:
+        return dict(zip(finishers, pool.map(finish, finishers.values()), strict=True))
+
+
+def raised(program):
+    """`program`, unless it is an exception."""
+    if isinstance(program, Exception):
+        raise program
+    return program
+
+
+class Worker:
+    """One case of one specification."""
+
+    def __init__(self, spec, case, name, emit):
+        self.spec, self.case, self.name, self.emit = spec, case, name, emit
+        self.experts_ms = {}
+
+    def row(self, **entries):
+        facts = {"case": self.name, "recv_capacity": self.case.capacity}
+        self.emit({**facts, **entries})
+
+    def late(self):
+        return time.time() > self.spec["deadline"]
+
+    def time(self, program):
+        how = (self.spec["milliseconds"], self.spec["repeats"])
+        return layer_cases.measure(self.case, raised(program), *how)
+
+    def choose_matmul(self):
+        """Times every way of multiplying; the name of the fastest right one, or None.
+
+        Forward first; only what is not hopeless then with its gradients.
+        """
+        case = self.case
+        shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
+        counts = layer_cases.group_sizes(case)
+        keep_real = p2p_check.mapped(case.mesh, _zeros_past_the_end)
+        rows = layer_cases.sharded_normal(case.mesh, jax.random.key(3), shape)
+        rows = keep_real(rows, counts)
+        finishers, forward = {}, {}
+        for matmul in self.spec["matmul"][self.name]:
+            if layer_experts.available(matmul, case.sizes):
+                layer = layer_kinds.alone(
+                    case.sizes, layer_experts.make(matmul, case.largest)
+                )
+                try:
+                    found = layer_cases.compiling(case, layer, rows, counts)
+                except Exception as error:  # a kernel that this JAX refuses
+                    self.row(layer="experts", matmul=matmul, **_error(error))
+                    continue
+                finishers[matmul] = found
+        finished = compile_all({m: f["forward"] for m, f in finishers.items()})
+        for matmul, program in finished.items():
+            try:
+                forward[matmul] = self.time(program)
+            except Exception as error:  # out of memory, or refused
+                self.row(layer="experts", matmul=matmul, **_error(error))
+        least = min((each["ms"] for each in forward.values()), default=0)
+        good = [m for m in forward if forward[m]["ms"] < _HOPELESS * least]
+        programs = compile_all({m: finishers[m]["both"] for m in good})
+        best, reference = None, None
+        # What has gradients comes first: the rest is compared with it.
+        for matmul in [*good, *(m for m in forward if m not in good)]:
+            facts = {"layer": "experts", "matmul": matmul}
+            times = {"forward": forward[matmul]}
+            try:
+                if matmul in good:
+                    (out, _), grads = raised(programs[matmul])(case.tokens[0])
+                    rest = keep_real(grads[2], counts), grads[1]
+                    times["both"] = self.time(programs[matmul])
+                else:
+                    (out, _), rest = finished[matmul](case.tokens[0]), reference[1]
+                none = jnp.zeros(out.shape[0], bool)
+                kept = (keep_real(out, counts), none), rest
+                reference = reference or kept
+                errors = layer_cases.errors(kept, reference)
+            except Exception as error:  # out of memory, or refused
+                self.row(**facts, **_error(error))
+                continue
+            finally:
+                out = grads = rest = kept = None
+            wrong = max(errors.values()) > layer_cases.TOLERANCES["bf16"]
+            for name, each in times.items():
+                extra = {"pass": name, "errors": errors, "wrong": wrong}
+                self.row(**facts, **extra, **each)
+            total = sum(each["ms"] for each in times.values())
+            if matmul in good and not wrong and (best is None or total < best[0]):
+                best = (total, matmul, times)
+        if best is None:
+            return None
+        self.experts_ms = {name: each["ms"] for name, each in best[2].items()}
+        return best[1]
+
+    def layers(self, experts):
+        """(facts, how to make the layer and its handle) of the specification."""
+        case = self.case
+        for transport, name in self.spec["ours"]:
+            facts = {"layer": transport, "format": name, "flags": ""}
+            yield facts, functools.partial(self.ours, transport, name, experts)
+        if self.spec["dense"]:
+            facts = {"layer": "dense", "format": "bf16", "flags": ""}
+            yield facts, lambda: (layer_kinds.over_dense(case.sizes), None)
+        for updates, label in self.spec["ragged"]:
+            facts = {"layer": "ragged", "format": "bf16", "flags": label}
+            layer = layer_kinds.over_ragged(case.sizes, experts, case.capacity, updates)
+            yield facts, functools.partial(lambda layer: (layer, None), layer)
+
+    def ours(self, transport, name, experts):
+        sizes = self.case.sizes
+        config = jax_ep.EPConfig(
+            num_experts=sizes["experts"],
+            top_k=sizes["top_k"],
+            hidden_size=sizes["hidden"],
+            max_tokens_per_rank=sizes["tokens"],
+            dispatch_format=name,
+            recv_capacity=self.case.capacity,
+            timeout_s=20.0,
+        )
+        ep = jax_ep.init(self.case.mesh, "ep", config, transport=transport)
+        return layer_kinds.ours(ep, experts), ep
+
+    def time_dense_experts(self):
+        """By pass, milliseconds of the dense all-to-all's experts on their slots."""
+        case, sizes = self.case, self.case.sizes
+        slots = case.mesh.size * layer_kinds.slots(sizes)
+        shape = (sizes["experts"], slots, sizes["hidden"])
+        rows = layer_cases.sharded_normal(case.mesh, jax.random.key(3), shape)
+        layer = layer_kinds.alone_batched(sizes)
+        programs = compile_all(layer_cases.compiling(case, layer, rows))
+        return {name: self.time(each)["ms"] for name, each in programs.items()}
+
+    def measure(self, facts, programs, reference, matmul):
+        """The rows of one layer; what its "both" returned."""
+        if self.late():
+            raise RuntimeError("no time left")
+        result = raised(programs["both"])(self.case.tokens[0])
+        if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
+            raise RuntimeError("there is nothing to compare it with")
+        found = layer_cases.errors(result, reference or result)
+        times = {name: self.time(program) for name, program in programs.items()}
+        dense = facts["layer"] == "dense"
+        experts_ms = self.time_dense_experts() if dense else self.experts_ms
+        for name, timing in times.items():
+            self.row(
+                **facts,
+                matmul="batched" if dense else matmul,
+                **{"pass": name},
+                **timing,
+                experts_ms=experts_ms[name],
+                exchange_share=1 - experts_ms[name] / timing["ms"],
+                errors=found,
+                wrong=max(found.values()) > layer_cases.TOLERANCES[facts["format"]],
+                tokens_with_drops=int(np.asarray(result[0][1]).sum()),
+            )
+        return result
+
+    def run(self):
+        matmul = self.choose_matmul()
+        if matmul is None:
+            self.row(layer="all", error="no way of multiplying works")
+            return
+        gc.collect()
+        experts = layer_experts.make(matmul, self.case.largest)
+        layers, finishers, handles = [], {}, []
+        for facts, make in self.layers(experts):
+            if self.late():
+                self.row(**facts, matmul=matmul, error="no time left")
+                continue
+            try:
+                layer, ep = make()
+                handles.append(ep)
+                found = layer_cases.compiling(self.case, layer)
+            except (RuntimeError, ValueError) as error:
+                self.row(**facts, matmul=matmul, **_error(error))
+                continue
+            index = len(layers)
+            layers.append((facts, ep))
+            finishers |= {(index, name): finish for name, finish in found.items()}
+        measured = any((f["layer"], f["format"]) == _REFERENCE for f, _ in layers)
+        if layers and not measured:
+            layer, ep = self.ours(*_REFERENCE, experts)
+            handles.append(ep)
+            finishers["reference"] = layer_cases.compiling(self.case, layer)["both"]
+        programs = compile_all(finishers)
+        reference = None
+        if "reference" in programs:
+            reference = raised(programs["reference"])(self.case.tokens[0])
+        # First what the others are compared with.
+        order = sorted(
+            range(len(layers)),
+            key=lambda i: (layers[i][0]["layer"], layers[i][0]["format"]) != _REFERENCE,
+        )
+        for index in order:
+            facts, ep = layers[index]
+            by_pass = {name: programs[index, name] for name in layer_cases.PASSES}
+            try:
+                result = self.measure(facts, by_pass, reference, matmul)
+                reference = reference or result
+                if ep is not None:
+                    ep.check()
+            except Exception as error:  # of one layer of many
+                self.row(**facts, matmul=matmul, **_error(error))
+            result = None
+            gc.collect()
+        for ep in handles:
+            if ep is not None:
+                ep.close()
+
+
+def _zeros_past_the_end(rows, sizes):
+    """A rank's rows as dispatch leaves them: what is past the last group is cleared."""
+    real = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(real[:, None], rows, 0)
+
+
+def main():
+    spec = json.loads(sys.argv[1])
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+    start = time.perf_counter()
+    with open(sys.argv[2], "a") as output:
+
+        def emit(row):
+            output.write(json.dumps(row) + "\n")
+            output.flush()
+            if "device" not in row:
+                seconds = time.perf_counter() - start
+                print(f"  {seconds:5.1f} s  {layer_report.line(row)}", flush=True)
+
+        emit(
+            {
+                "device": devices[0].device_kind,
+                "count": len(devices),
+                "jax": jax.__version__,
+            }
+        )
+        for name, sizes in spec["cases"].items():
+            if time.time() > spec["deadline"]:
+                emit({"case": name, "layer": "all", "error": "no time left"})
+                continue
+            case = layer_cases.make_case(mesh, sizes, spec["seed"])
+            Worker(spec, case, name, emit).run()
+            del case
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Passing file descriptors between the processes of a host. Used by init.
+
+By sockets, which also work between containers with process ids of their own. Names are
+abstract: nothing is left behind on disk, and processes see each other's iff they share
+a network namespace.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+
+# Both ways: who speaks, the giver's secret, a number. The descriptor of that number
+# comes with the answer.
+_MESSAGE = struct.Struct("<8s16sq")
+_MAGIC = b"jax_ep/1"
+_PREFIX = b"\0jax_ep-"
+
+
+class Giver:
+    """Hands out descriptors by number, from a thread, to whoever knows its address.
+
+    The address holds a secret: other users of the host can see the socket.
+    """
+
+    def __init__(self) -> None:
+        """Listens; nothing is there to take yet."""
+        self._name, self._secret = secrets.token_bytes(8), secrets.token_bytes(16)
+        self._descriptors: dict[int, int] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(_PREFIX + self._name.hex().encode())
+        self._listener.listen(256)
+        self._wake, woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, args=(woken,), daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """For `Taker`."""
+        return (self._name + self._secret).hex()
+
+    def give(self, number: int, descriptor: int) -> None:
+        """Lets others take it; it is this object's to close from here on."""
+        self._descriptors[number] = descriptor
+
+    def close(self) -> None:
+        """Stops, and closes what it had to give. Those who took have their own."""
+        self._wake.close()
+        self._thread.join()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _serve(self, woken: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+            for source in (self._listener, woken):
+                selector.register(opened.enter_context(source), selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    source = key.fileobj
+                    assert isinstance(source, socket.socket)
+                    if source is woken:
+                        return
+                    if source is self._listener:
+                        with contextlib.suppress(OSError):
+                            taker = opened.enter_context(source.accept()[0])
+                            taker.setblocking(False)
+                            selector.register(taker, selectors.EVENT_READ)
+                    elif not self._answer(source):
+                        selector.unregister(source)
+                        source.close()
+
+    def _answer(self, taker: socket.socket) -> bool:
+        """Whether more may follow. Never blocks; whoever asks amiss is left."""
+        try:
+            message = taker.recv(_MESSAGE.size + 1)
+            magic, secret, number = _MESSAGE.unpack(message)
+            if magic != _MAGIC or not secrets.compare_digest(secret, self._secret):
+                return False
+            found = self._descriptors.get(number)
+            socket.send_fds(taker, [message], [] if found is None else [found])
+        except (OSError, struct.error):
+            return False
+        return True
+
+
+class Taker:
+    """A connection to a `Giver`.
+
+    Every wait is bounded by `timeout_s`; what goes wrong is an OSError that says what.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """Connects.
+
+        Raises:
+            OSError: there is no such giver, or not in this network namespace.
+        """
+        raw = bytes.fromhex(address)
+        name, self._secret = raw[:8], raw[8:]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(_PREFIX + name.hex().encode())
+        except OSError:
+            self._socket.close()
+            raise
+
+    def take(self, number: int) -> int:
+        """A descriptor of one's own of what was given under that number.
+
+        Raises:
+            OSError: it is not there; no answer, or one that is none; the giver is gone.
+        """
+        message = _MESSAGE.pack(_MAGIC, self._secret, number)
+        try:
+            self._socket.send(message)
+            answer, taken, flags = _receive(self._socket, len(message) + 1)
+        except TimeoutError:
+            raise TimeoutError(
+                f"no answer within {self._socket.gettimeout():g} s"
+            ) from None
+        if answer == message and len(taken) == 1 and not flags & socket.MSG_CTRUNC:
+            return taken[0]
+        for descriptor in taken:
+            os.close(descriptor)
+        if not answer:
+            raise ConnectionResetError("the process closed its socket")
+        if flags & socket.MSG_CTRUNC:
+            raise OSError("this process cannot open one more file")
+        if answer == message:
+            raise OSError(f"nothing is there under number {number}")
+        raise OSError(f"an answer that is none, {answer[:16]!r}")
+
+    def close(self) -> None:
+        """Leaves; what was taken stays."""
+        self._socket.close()
+
+
+def _receive(source: socket.socket, size: int) -> tuple[bytes, list[int], int]:
+    # socket.recv_fds takes no heed of its flags: children would inherit descriptors.
+    descriptors = array.array("i")
+    space = socket.CMSG_SPACE(4 * descriptors.itemsize)
+    data, extra, flags, _ = source.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in extra:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) - len(content) % descriptors.itemsize
+            descriptors.frombytes(content[:whole])
+    return data, list(descriptors), flags

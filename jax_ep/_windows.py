@@ -1,0 +1,246 @@
+"""Which GPUs can have windows for each other, and opening them. Used by init.
+
+In one process and in several: then the processes of a mesh agree on each step, because
+their programs must be the same.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._config import EPConfig
+from jax_ep._meeting import Meeting
+
+# "must have <this>, got <that>"
+Obstacle = tuple[str, str]
+
+
+class NotMapped(Exception):
+    """Windows that were opened are out of reach of another process's GPUs.
+
+    Raised in every process of the mesh, with nothing left open.
+    """
+
+    def __init__(self, obstacle: Obstacle) -> None:
+        """Of what stands in the way."""
+        super().__init__(*obstacle)
+        self.obstacle = obstacle
+
+
+def ordinal(device: Any) -> int:
+    """What XLA tells a handler as the ordinal of its device."""
+    # A CPU client counts over all processes, a GPU client the devices it sees.
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def local_groups(groups: np.ndarray, process: int) -> list[np.ndarray]:
+    """The EP groups that have ranks in that process."""
+    return [g for g in groups if any(d.process_index == process for d in g)]
+
+
+def ordinals(group: Iterable[Any], process: int, elsewhere: int) -> list[int]:
+    """Ordinals by rank, `elsewhere` for devices of other processes."""
+    return [ordinal(d) if d.process_index == process else elsewhere for d in group]
+
+
+def find_obstacle(
+    native: ModuleType, groups: np.ndarray, meeting: Meeting
+) -> Obstacle | None:
+    """(what p2p must have, what was found) in whatever process; the same in all.
+
+    `groups` are the mesh's devices as `[EP groups, ranks]`.
+    """
+    own = local_groups(groups, meeting.own)
+    here = [ordinals(group, meeting.own, native.ELSEWHERE) for group in own]
+    if meeting.alone:
+        return native.p2p_obstacle(here)
+    if not meeting.possible:
+        return "jax.distributed.initialize() in a mesh of several processes", "none"
+    crosses = any(len(_processes(group)) > 1 for group in groups)
+    uuids = {
+        device.id: native.device_uuid(ordinal(device))
+        for group in own
+        for device in group
+        if device.process_index == meeting.own
+    }
+    cards = meeting.gather(
+        "devices",
+        {
+            "obstacle": native.p2p_obstacle(here),
+            "host": _host(),
+            "uuids": uuids,
+            "address": meeting.listen() if crosses else None,
+        },
+    )
+    found = _first({p: card["obstacle"] for p, card in cards.items()})
+    if found is None:
+        found = _misplaced(groups, cards)
+    if found is not None or not crosses:
+        return found
+    reached = _reach(native, own, meeting, cards)
+    return _first(meeting.gather("reach", reached))
+
+
+def _processes(group: Iterable[Any]) -> list[int]:
+    return sorted({device.process_index for device in group})
+
+
+def _host() -> list[str]:
+    """What processes of one host, and of no other, have in common; and its name."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname()
+    try:
+        return [boot.read_text().strip(), name]
+    except OSError:
+        return [name, name]
+
+
+def _first(obstacles: dict[int, Any]) -> Obstacle | None:
+    """The lowest process's."""
+    for process, found in sorted(obstacles.items()):
+        if found is not None:
+            must, got = found
+            return must, f"{got} (process {process})"
+    return None
+
+
+def _misplaced(groups: np.ndarray, cards: dict[int, Any]) -> Obstacle | None:
+    for group in groups:
+        hosts = [cards[process]["host"] for process in _processes(group)]
+        if len({boot for boot, _ in hosts}) > 1:
+            names = sorted({name for _, name in hosts})
+            processes = _processes(group)
+            return (
+                "the GPUs of each EP group on one host",
+                f"a group on hosts {names} (processes {processes})",
+            )
+        uuids = [cards[d.process_index]["uuids"][str(d.id)] for d in group]
+        for uuid in uuids:
+            if uuid and uuids.count(uuid) > 1:
+                return "a GPU of its own for each rank", f"GPU {uuid} more than once"
+    return None
+
+
+def _reach(
+    native: ModuleType, own: list[np.ndarray], meeting: Meeting, cards: dict[int, Any]
+) -> Obstacle | None:
+    """What keeps this process's devices from those of others; connects to them."""
+    for group in own:
+        others = [device for device in group if device.process_index != meeting.own]
+        found = native.peer_obstacle(
+            ordinals(group, meeting.own, native.ELSEWHERE),
+            [cards[d.process_index]["uuids"][str(d.id)] for d in others],
+        )
+        if found is not None:
+            return found
+    peers = {process for group in own for process in _processes(group)}
+    for process in sorted(peers - {meeting.own}):
+        try:
+            meeting.connect(process, cards[process]["address"])
+        except OSError as error:
+            return (
+                "processes that reach each other's abstract Unix sockets, so one "
+                "network namespace on a host",
+                f"{error.strerror or error} from process {meeting.own} to {process}",
+            )
+    return None
+
+
+def window_config(native: ModuleType, config: EPConfig, ranks: int) -> Any:
+    """What sizes the windows of a group of `ranks`."""
+    return native.WindowConfig(
+        format=config.dispatch_format,
+        hidden=config.hidden_size,
+        element_bytes=config.element_bytes,
+        wire_element_bytes=jnp.dtype(config.wire_dtype).itemsize,
+        tokens=config.max_tokens_per_rank,
+        top_k=config.top_k,
+        ranks=ranks,
+        local_experts=config.num_experts // ranks,
+    )
+
+
+def open_windows(
+    native: ModuleType,
+    key: int,
+    groups: np.ndarray,
+    config: EPConfig,
+    first_epoch: int,
+    meeting: Meeting,
+) -> int:
+    """Opens the group `key` with the windows of all ranks; returns a window's bytes.
+
+    Raises:
+        NotMapped: GPUs of different processes do not reach each other after all.
+        RuntimeError: no room, here or in another process, or one that did not come.
+    """
+    own = local_groups(groups, meeting.own)
+    size = native.open_windows(
+        key,
+        [ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
+        window_config(native, config, groups.shape[1]),
+        timeout_s=config.timeout_s,
+        num_sms=config.num_sms or 0,
+        first_epoch=first_epoch,
+    )
+    if meeting.alone:
+        return size
+    try:
+        _share(native, key, own, meeting)
+    except BaseException:
+        native.close_group(key)
+        raise
+    return size
+
+
+def _share(
+    native: ModuleType, key: int, own: list[np.ndarray], meeting: Meeting
+) -> None:
+    """Gives the windows of this process to the EP groups' others and maps theirs."""
+    given, obstacle = {}, None
+    for group in own:
+        if _processes(group) == [meeting.own]:
+            continue
+        for device in group:
+            if device.process_index != meeting.own:
+                continue
+            try:
+                found = native.export_window(key, ordinal(device))
+            except RuntimeError as error:
+                obstacle = "GPUs whose memory processes can share", str(error)
+                continue
+            descriptor, given[device.id] = found
+            meeting.give(device.id, descriptor)
+    # They have their first contents, so whoever maps one may store into it at once.
+    answers = meeting.gather("windows", {"sizes": given, "obstacle": obstacle})
+    _raise_first({p: answer["obstacle"] for p, answer in answers.items()})
+    obstacle = None
+    for index, group in enumerate(own):
+        for rank, device in enumerate(group):
+            process = device.process_index
+            if process == meeting.own:
+                continue
+            descriptor = meeting.take(process, device.id)
+            size = answers[process]["sizes"][str(device.id)]
+            try:
+                native.import_window(key, index, rank, descriptor, size)
+            except RuntimeError as error:
+                place = f"rank {rank} in process {process}"
+                obstacle = "GPUs that map each other's memory", f"{error} ({place})"
+            finally:
+                os.close(descriptor)
+    _raise_first(meeting.gather("mapped", obstacle))
+
+
+def _raise_first(obstacles: dict[int, Any]) -> None:
+    found = _first(obstacles)
+    if found is not None:
+        raise NotMapped(found)

@@ -1,0 +1,150 @@
+"""Windows without a GPU: a store for meetings of threads, and a native module of files.
+
+Each window is a memfd. A process that maps one of another's leaves its mark there, at
+its own rank, so that tests see whose memory was mapped where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+import types
+from typing import Any
+
+import jax
+
+from jax_ep import _ffi
+
+BYTES = 4096
+
+
+class Store:
+    """The key-value store of jax.distributed, for threads that stand for processes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        with self._changed:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def key_value_dir_get_bytes(self, folder):
+        with self._changed:
+            return [(k, v) for k, v in self.values.items() if k.startswith(folder)]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            self.values.pop(key, None)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        with self._changed:
+            if self._changed.wait_for(lambda: key in self.values, milliseconds / 1000):
+                return self.values[key]
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+
+
+class Native(types.SimpleNamespace):
+    """The CUDA module in one process. Fields say what fails; methods are its own."""
+
+    MAX_WINDOW_RANKS = 32
+    FIRST_EPOCH = 1
+    ELSEWHERE = -1
+    WindowConfig = dict
+
+    def __init__(self, process: int, **fields: Any) -> None:
+        super().__init__(
+            process=process,
+            obstacle=None,
+            peer=None,
+            no_room=None,
+            no_export=None,
+            no_map=None,
+            uuids=lambda process, ordinal: f"gpu-{process}-{ordinal}",
+            asked=[],
+            peers=[],
+            groups=None,
+            own={},
+            mapped={},
+            closed=[],
+        )
+        self.__dict__.update(fields)
+
+    def p2p_obstacle(self, groups):
+        self.asked.append(groups)
+        return self.obstacle
+
+    def peer_obstacle(self, ordinals, uuids):
+        self.peers.append((ordinals, uuids))
+        return self.peer
+
+    def device_uuid(self, ordinal):
+        return self.uuids(self.process, ordinal)
+
+    def open_windows(self, key, groups, config, **options):
+        if self.no_room:
+            raise RuntimeError(self.no_room)
+        self.groups = groups
+        for group in groups:
+            for rank, ordinal in enumerate(group):
+                if ordinal != self.ELSEWHERE:
+                    descriptor = os.memfd_create("window")
+                    os.ftruncate(descriptor, BYTES)
+                    self.own[ordinal] = descriptor, mmap.mmap(descriptor, BYTES)
+                    self.mark(self.own[ordinal][1], rank)
+        local = [(o, r) for g in groups for r, o in enumerate(g) if o != self.ELSEWHERE]
+        _ffi.native.open_group(key, [o for o, _ in local], [r for _, r in local])
+        return BYTES
+
+    def mark(self, memory, rank):
+        """By the first local rank of the group, at its own place."""
+        memory[rank] = self.process + 1
+
+    def export_window(self, key, ordinal):
+        if self.no_export:
+            raise RuntimeError(self.no_export)
+        return os.dup(self.own[ordinal][0]), BYTES
+
+    def import_window(self, key, ep_group, rank, descriptor, size):
+        if self.no_map:
+            raise RuntimeError(self.no_map)
+        group = self.groups[ep_group]
+        assert group[rank] == self.ELSEWHERE
+        memory = self.mapped[ep_group, rank] = mmap.mmap(descriptor, size)
+        for own, ordinal in enumerate(group):
+            if ordinal != self.ELSEWHERE:
+                self.mark(memory, own)
+
+    def close_group(self, key):
+        self.closed.append(key)
+        for descriptor, memory in self.own.values():
+            memory.close()
+            os.close(descriptor)
+        for memory in self.mapped.values():
+            memory.close()
+        self.own, self.mapped = {}, {}
+        _ffi.native.close_group(key)
+
+    def marks(self, ordinal):
+        """Who has mapped a window of this process, by rank: process + 1, or 0."""
+        return list(self.own[ordinal][1][: self.MAX_WINDOW_RANKS])
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads_of_meetings() -> int:
+    """Threads that hand out descriptors and have not ended."""
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        names = [t.name for t in threading.enumerate() if "_serve" in t.name]
+        if not names:
+            break
+        time.sleep(0.01)
+    return len(names)

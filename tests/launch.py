@@ -1,0 +1,101 @@
+"""Starts the processes of a jax.distributed job on this host; collects their ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+TESTS = pathlib.Path(__file__).parent
+LIMIT = "JAX_EP_TEST_LIMIT_S"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def bound_life() -> None:
+    """For a worker: the kernel ends it, whatever it hangs in, a little after `launch`.
+
+    jax.distributed ignores SIGTERM.
+    """
+    signal.alarm(5 + int(float(os.environ.get(LIMIT, "300"))))
+
+
+@dataclasses.dataclass
+class Ended:
+    """A process: its exit code (None: it was still running) and what it printed."""
+
+    code: int | None
+    log: str
+
+    @property
+    def last(self) -> str:
+        """The last line that a worker marked as its result with "result: "."""
+        found = [line for line in self.log.splitlines() if line.startswith("result: ")]
+        return found[-1].removeprefix("result: ") if found else ""
+
+
+def launch(
+    script: str,
+    processes: int,
+    args: Sequence[str],
+    folder: pathlib.Path,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    per_process: Sequence[Mapping[str, str]] | None = None,
+    dying: Collection[int] = (),
+) -> list[Ended]:
+    """Runs `script port processes process *args` in each; all have ended afterwards.
+
+    Waits until all have, one has failed that is not in `dying`, or time is up. Workers
+    call `bound_life`, so that they end even where the tests were ended.
+    """
+    port, started, shared = str(free_port()), [], environment or {}
+    for process in range(processes):
+        own = per_process[process] if per_process else {}
+        with (folder / f"{process}.log").open("wb") as log:
+            started.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        str(TESTS / script),
+                        *(port, str(processes), str(process)),
+                        *args,
+                    ],
+                    env={**os.environ, LIMIT: str(timeout_s), **shared, **own},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    end = time.monotonic() + timeout_s
+    try:
+        while True:
+            codes = [process.poll() for process in started]
+            failed = any(c for i, c in enumerate(codes) if i not in dying)
+            # The others would wait for a failed one until XLA gives up on it.
+            if None not in codes or failed or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(processes)]
+    return [Ended(code, log) for code, log in zip(codes, logs, strict=True)]
+
+
+def tails(ended: Sequence[Ended]) -> str:
+    """For messages of failed asserts."""
+    return "\n".join(
+        f"--- process {i}, exit code {one.code}:\n{one.log[-3000:]}"
+        for i, one in enumerate(ended)
+    )

@@ -1,0 +1,317 @@
+"""What benchmarks/layer.py rests on: layers that agree, errors that are seen."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pathlib
+import sys
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+
+# It finds benchmarks/ itself.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+
+import generate
+import layer
+import layer_cases
+import layer_experts
+import layer_kinds
+import layer_report
+import layer_worker
+import performance_tables
+
+SIZES = {"hidden": 32, "inner": 16, "experts": 16, "top_k": 3, "tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def case():
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    return layer_cases.make_case(mesh, SIZES, seed=5)
+
+
+def results(case, layer):
+    """What the layer returns with every gradient."""
+    run = layer_cases.compiling(case, layer)["both"]()
+    return run(case.tokens[0])
+
+
+@functools.cache
+def sparse(name="ragged_dot"):
+    return layer_experts.make(name, 128)
+
+
+@pytest.fixture(scope="module")
+def ours(case):
+    config = jax_ep.EPConfig(
+        num_experts=SIZES["experts"],
+        top_k=SIZES["top_k"],
+        hidden_size=SIZES["hidden"],
+        max_tokens_per_rank=SIZES["tokens"],
+        recv_capacity=case.capacity,
+    )
+    mesh, transport = case.mesh, helpers.TRANSPORT
+    with jax_ep.init(mesh, "ep", config, transport=transport) as ep:
+        yield results(case, layer_kinds.ours(ep, sparse()))
+
+
+def dense_formula(case):
+    """y and gradients in float32, every expert on every token."""
+
+    def formula(tokens, params):
+        routing = layer_kinds.route(tokens, params["router"], SIZES["top_k"])
+        chosen = jax.nn.one_hot(routing.ids, SIZES["experts"])
+        weights = jnp.einsum("nke,nk->ne", chosen, routing.weights)
+        both = jnp.einsum("nh,ehcf->necf", tokens, params["gate_up"])
+        rows = jax.nn.silu(both[:, :, 0]) * both[:, :, 1] * weights[..., None]
+        return jnp.einsum("nef,efh->nh", rows, params["down"])
+
+    operands = jax.tree.map(
+        lambda x: x.astype(jnp.float32), (case.tokens[0], case.params)
+    )
+    y, back = jax.vjp(formula, *operands)
+    none = jnp.zeros(len(y), bool)
+    return (y, none), back(case.cotangent.astype(jnp.float32))
+
+
+def test_ours_is_the_dense_formula(case, ours):
+    assert max(layer_cases.errors(ours, dense_formula(case)).values()) < 0.03
+
+
+@pytest.mark.parametrize("updates", ["rank", "expert"])
+def test_ragged_layer_equals_ours(case, ours, updates):
+    found = results(
+        case, layer_kinds.over_ragged(SIZES, sparse(), case.capacity, updates)
+    )
+    assert max(layer_cases.errors(found, ours).values()) < 0.03
+    assert not np.asarray(found[0][1]).any()
+
+
+@pytest.mark.parametrize("factor", [8, 0.5])
+def test_dense_layer_equals_ours_but_for_what_it_drops(case, ours, factor, monkeypatch):
+    monkeypatch.setattr(layer_kinds, "CAPACITY_FACTOR", factor)
+    assert layer_kinds.slots(SIZES) == (16 if factor == 8 else 8)
+    if factor < 1:
+        monkeypatch.setattr(layer_kinds, "slots", lambda sizes: 1)
+    found = results(case, layer_kinds.over_dense(SIZES))
+    errors = layer_cases.errors(found, ours)
+    dropped = np.asarray(found[0][1])
+    # What is by token is compared for tokens that lost nothing.
+    assert max(errors["y"], errors["d tokens"]) < 0.03
+    if factor == 8:
+        assert not dropped.any()
+        assert max(errors.values()) < 0.03
+    else:
+        assert 0 < dropped.sum() < dropped.size
+        assert errors["d down"] > 0.03
+
+
+def test_padded_experts_equal_ragged_dot(case, ours):
+    rows = layer_cases.sharded_normal(
+        case.mesh,
+        jax.random.key(0),
+        (case.mesh.size * case.capacity, SIZES["hidden"]),
+    )
+    counts = layer_cases.group_sizes(case)
+    assert int(counts.sum()) == case.mesh.size * SIZES["tokens"] * SIZES["top_k"]
+    local = SIZES["experts"] // case.mesh.size
+    end = np.asarray(counts).reshape(-1, local).sum(1)
+    real = np.arange(case.capacity) < end[:, None]
+    rows = rows * real.reshape(-1, 1).astype(rows.dtype)
+    found = []
+    for name in ("padded", "ragged_dot"):
+        single = layer_kinds.alone(SIZES, sparse(name))
+        program = layer_cases.compiling(case, single, rows, counts)["both"]()
+        (out, weights), grads = program(case.tokens[0])
+        out, rows_grad = (
+            np.asarray(x, np.float32) * real.reshape(-1, 1) for x in (out, grads[2])
+        )
+        found.append((out, weights, rows_grad, grads[1]))
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        want = np.asarray(want, np.float32)
+        error = np.abs(np.asarray(got, np.float32) - want).max()
+        assert error < 0.03 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("slow", "passes"), [(2, 2), (10, 1)])
+def test_the_fastest_way_of_multiplying_is_taken(case, slow, passes, monkeypatch):
+    """And a hopeless one is timed forward alone."""
+    rows, ms = [], {"padded": slow, "ragged_dot": 1.0}
+    spec = {"matmul": {"mid": ["padded", "ragged_dot"]}, "deadline": 0}
+    worker = layer_worker.Worker(
+        spec | {"milliseconds": 0, "repeats": 1}, case, "mid", rows.append
+    )
+    order = iter([*ms, *(["padded"] if passes == 2 else []), "ragged_dot"])
+    monkeypatch.setattr(
+        layer_cases, "measure", lambda *_: timing(ms[next(order)] * 1.0)
+    )
+    assert worker.choose_matmul() == "ragged_dot"
+    assert worker.experts_ms == {"forward": 1.0, "both": 1.0}
+    assert sum(r["matmul"] == "padded" for r in rows) == passes
+    assert all(0 <= max(r["errors"].values()) < 0.03 for r in rows)
+    assert not any(r["wrong"] for r in rows)
+    assert all("experts" in layer_report.line(r) for r in rows)
+
+
+def test_errors_are_seen(ours):
+    (y, dropped), (tokens, params) = ours
+    wrong = np.array(params["down"])
+    wrong[-1, 0, 0] += np.abs(wrong).max()
+    found = layer_cases.errors(((y, dropped), (tokens, params | {"down": wrong})), ours)
+    assert found.pop("d down") > 0.5
+    assert max(found.values()) == 0
+    broken = ((y.at[0, 0].set(jnp.nan), dropped), (tokens, params))
+    assert layer_cases.errors(broken, ours)["y"] == np.inf
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_sizes", [[100, 0, 130, 282], [0, 5, 0, 500]])
+def test_mosaic_equals_ragged_dot(group_sizes):
+    sizes = {"hidden": 256, "inner": 128}
+    assert layer_experts.available("padded", sizes)
+    if not layer_experts.available("mosaic", sizes):
+        pytest.skip("needs compute capability 9.0")
+    keys = jax.random.split(jax.random.key(0), 4)
+    real = jnp.arange(512)[:, None] < sum(group_sizes)
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, jnp.bfloat16) / shape[1] ** 0.5
+
+    rows = jnp.where(real, 16 * normal(keys[0], 512, 256), 0)
+    gate_up, down = normal(keys[1], 4, 256, 2, 128), normal(keys[2], 4, 128, 256)
+    cotangent = jnp.where(real, normal(keys[3], 512, 256), 0)
+    counts = jnp.array(group_sizes, jnp.int32)
+    found = []
+    for name in ("mosaic", "ragged_dot"):
+
+        def run(rows, gate_up, down, name=name):
+            return layer_experts.make(name, 512)(rows, gate_up, down, counts)
+
+        out, back = jax.jit(lambda *args, run=run: jax.vjp(run, *args))(
+            rows, gate_up, down
+        )
+        to_rows, *to_weights = jax.jit(lambda f, ct: f(ct))(back, cotangent)
+        masked = [jnp.where(real, each, 0) for each in (out, to_rows)]
+        found.append([*masked, *to_weights])
+    for got, want in zip(*found, strict=True):
+        want = np.asarray(want, np.float32)
+        error = np.abs(np.asarray(got, np.float32) - want).max()
+        assert error < 0.03 * np.abs(want).max()
+
+
+def timing(ms):
+    return {"ms": ms, "ms_least": ms, "ms_most": ms}
+
+
+def row(name, ms, each="both", **changes):
+    return {
+        "case": "mid",
+        "layer": name,
+        "format": "bf16",
+        "flags": "",
+        "matmul": "padded",
+        "pass": each,
+        "experts_ms": 2.0,
+        "exchange_share": 1 - 2.0 / ms,
+        "errors": {"y": 0.01},
+        "wrong": False,
+    } | (timing(ms) | changes)
+
+
+def record():
+    rows = [
+        row("p2p", 4.0),
+        row("p2p", 3.5, format="fp8_block128"),
+        row("collective", 5.0),
+        row("ragged", 40.0, flags="default"),
+        row("ragged", 8.0, flags="update an expert"),
+        row("ragged", 1.0, flags="decomposer", wrong=True),
+        row("dense", 6.0),
+        {"case": "mid", "layer": "experts", "matmul": "mosaic", "error": "no"},
+    ]
+    return {
+        "cases": {"mid": layer.CASES["mid"] | {"tokens": 4096, "top_k": 8}},
+        "device": "NVIDIA X",
+        "count": 4,
+        "jax": "1",
+        "date": "2026-01-01",
+        "commit": "abc",
+        "seed": 1,
+        "command": "benchmarks/layer.py",
+        "tokens": 4096,
+        "top_k": 8,
+        "results": rows,
+        "problems": [],
+    }
+
+
+def test_summary_takes_the_fastest_right_rows():
+    (found,) = layer_report.summary(record())
+    assert found["pass"] == "both"
+    assert found["ragged"]["flags"] == "update an expert"
+    assert found["speed_up"] == 2.0
+    (cells,) = layer_report.cells(record())
+    assert cells[3] == "4.00 (50%)"
+    assert cells[-1] == "2.00"
+    assert len(cells) == len(layer_report.COLUMNS)
+
+
+def test_table_of_the_docs():
+    found = record()
+    with pytest.raises(SystemExit, match="unfit"):
+        performance_tables.layers(found, generate.table)
+    del found["results"][5]
+    text = performance_tables.layers(found, generate.table)
+    row = next(line for line in text.splitlines() if "forward + backward |" in line)
+    assert row.split(" | ")[0] == "| 2048 x 1024, 64 experts"
+    assert "| 8.00 (75%) | 2.00 |" in row
+    assert "(here padded;" in text
+    assert "fastest of default, update an expert;" in text
+
+
+def test_failures_are_wrong_results_and_what_jax_ep_lacks():
+    found = record()
+    assert len(layer_report.failures(found)) == 1  # the wrong ragged row
+    found["results"][5]["wrong"] = False
+    assert layer_report.failures(found) == []
+    missing = copy.deepcopy(found)
+    missing["results"].append({"case": "mid", "layer": "p2p", "error": "timed out"})
+    assert len(layer_report.failures(missing)) == 1
+    assert layer_report.failures(found | {"problems": ["killed"]}) == ["killed"]
+
+
+def test_later_workers_multiply_as_the_first():
+    offered = {"mid": ["padded", "mosaic"], "large-64": ["padded", "mosaic"]}
+    rows = [row("p2p", 4.0, matmul="mosaic")]
+    assert layer.chosen_matmuls(rows, offered) == offered | {"mid": ["mosaic"]}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    package = pathlib.Path(jax_ep.__file__).parent.parent
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    words = "--cases tiny --tokens 16 --top-k 2 --layers collective"
+    words += " --formats fp8_block128 --milliseconds 1 --repeats 1"
+    words += f" --matmul padded --seed 3 --results {tmp_path}"
+    assert layer.main(words.split()) == 0
+    (path,) = tmp_path.glob("layer-cpux2-*.json")
+    found = json.loads(path.read_text())
+    assert found["problems"] == []
+    kinds = [(r["layer"], r["pass"]) for r in found["results"]]
+    assert kinds == [
+        (name, each)
+        for name in ("experts", "collective")
+        for each in layer_cases.PASSES
+    ]
+    assert 0 < max(found["results"][2]["errors"].values()) < 0.15
+    assert "collective, fp8_block128, padded" in capfd.readouterr().out

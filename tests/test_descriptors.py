@@ -1,0 +1,224 @@
+"""Descriptors that pass between processes by sockets, and everything that may not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import imagined
+import pytest
+
+from jax_ep import _descriptors
+from jax_ep._descriptors import Giver, Taker
+
+# Gives a memfd under number 7, then waits to be killed or told to end.
+GIVING = """
+import mmap, os, sys
+from jax_ep._descriptors import Giver
+giver = Giver()
+descriptor = os.memfd_create("window")
+os.ftruncate(descriptor, 4096)
+memory = mmap.mmap(descriptor, 4096)
+memory[:5] = b"first"
+giver.give(7, descriptor)
+print(giver.address, flush=True)
+for line in sys.stdin:
+    print(memory[:5].decode(), flush=True)
+giver.close()
+"""
+
+
+@pytest.fixture
+def giving():
+    """A process that gives, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GIVING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    address = process.stdout.readline().strip()
+    yield process, address
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def giver():
+    """A giver of this process; leaves neither threads nor descriptors."""
+    before = imagined.descriptors()
+    one = Giver()
+    yield one
+    one.close()
+    assert imagined.threads_of_meetings() == 0
+    assert imagined.descriptors() == before
+
+
+def make_file(content: bytes = b"here") -> int:
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, content, 0)
+    return descriptor
+
+
+def take_content(taker: Taker, number: int) -> bytes:
+    descriptor = taker.take(number)
+    try:
+        assert not os.get_inheritable(descriptor)
+        return os.pread(descriptor, 100, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_of_another_process(giving) -> None:
+    """What one stores the other sees; the memory outlives whoever gave it."""
+    process, address = giving
+    taker = Taker(address, 20.0)
+    descriptor = taker.take(7)
+    assert os.pread(descriptor, 5, 0) == b"first"
+    os.pwrite(descriptor, b"other", 0)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "other\n"
+    process.kill()
+    process.wait()
+    assert os.pread(descriptor, 5, 0) == b"other"
+    os.close(descriptor)
+    taker.close()
+
+
+def test_giver_that_dies(giving) -> None:
+    """At once, in the middle of a connection and before one."""
+    process, address = giving
+    taker = Taker(address, 20.0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+        taker.take(7)
+    taker.close()
+    with pytest.raises(ConnectionRefusedError):
+        Taker(address, 20.0)
+    assert time.monotonic() - start < 5
+
+
+def test_giver_that_is_silent(giving) -> None:
+    """A stopped process has a socket, but no answer."""
+    process, address = giving
+    process.send_signal(signal.SIGSTOP)
+    taker = Taker(address, 0.3)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
+        taker.take(7)
+    assert 0.2 < time.monotonic() - start < 5
+    taker.close()
+
+
+def test_many_takers(giver) -> None:
+    for number in range(3):
+        giver.give(number, make_file(b"%d" % number))
+    found = []
+
+    def take_all() -> None:
+        taker = Taker(giver.address, 20.0)
+        found.append([take_content(taker, number) for number in (2, 0, 1, 2)])
+        taker.close()
+
+    started = [threading.Thread(target=take_all) for _ in range(40)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    assert found == [[b"2", b"0", b"1", b"2"]] * 40
+
+
+def test_unknown_number(giver) -> None:
+    giver.give(1, make_file())
+    taker = Taker(giver.address, 20.0)
+    with pytest.raises(OSError, match="nothing is there under number 2"):
+        taker.take(2)
+    assert take_content(taker, 1) == b"here"
+    taker.close()
+
+
+def test_whoever_asks_amiss_gets_nothing(giver) -> None:
+    """Others are served meanwhile, also by silent ones that never ask."""
+    giver.give(1, make_file())
+    good = Taker(giver.address, 20.0)
+    secret = bytes.fromhex(giver.address)[8:]
+    pack = _descriptors._MESSAGE.pack
+    magic = _descriptors._MAGIC
+    wrong = (
+        b"x",
+        b"GET / HTTP/1.1\r\n\r\n",
+        pack(magic, bytes(16), 1),
+        pack(b"jax_ep/0", secret, 1),
+        pack(magic, secret, 1) + b"x",
+        os.urandom(100_000),
+    )
+    silent = Taker(giver.address, 20.0)
+    for message in wrong:
+        taker = Taker(giver.address, 20.0)
+        taker._socket.send(message)
+        data, descriptors, _, _ = socket.recv_fds(taker._socket, 100, 4)
+        assert (data, descriptors) == (b"", [])
+        taker.close()
+        assert take_content(good, 1) == b"here"
+    good.close()
+    silent.close()
+
+
+def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread]:
+    """The address of somebody who gives that answer, whatever is asked."""
+    name = os.urandom(8)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(_descriptors._PREFIX + name.hex().encode())
+    listener.listen()
+
+    def answer() -> None:
+        taker, _ = listener.accept()
+        asked = taker.recv(100)
+        socket.send_fds(taker, [reply or asked], descriptors)
+        taker.close()
+        listener.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return (name + bytes(16)).hex(), thread
+
+
+@pytest.mark.parametrize(
+    ("reply", "count"), [(b"what?", 0), (b"what?", 1), (b"x" * 100, 1), (b"", 2)]
+)
+def test_answer_that_is_none(reply: bytes, count: int) -> None:
+    """It is an error, and what came with it is closed."""
+    before = imagined.descriptors()
+    files = [make_file() for _ in range(count)]
+    address, thread = answers(reply, files)
+    taker = Taker(address, 20.0)
+    with pytest.raises(OSError, match=r"an answer that is none|nothing is there"):
+        taker.take(1)
+    taker.close()
+    thread.join()
+    for descriptor in files:
+        os.close(descriptor)
+    assert imagined.descriptors() == before
+
+
+def test_end_of_a_giver_is_the_end_of_its_takers() -> None:
+    giver = Giver()
+    giver.give(1, make_file())
+    taker = Taker(giver.address, 20.0)
+    kept = taker.take(1)
+    giver.close()
+    with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+        taker.take(1)
+    assert os.pread(kept, 4, 0) == b"here"
+    os.close(kept)
+    taker.close()
+    with pytest.raises(ConnectionRefusedError):
+        Taker(giver.address, 20.0)

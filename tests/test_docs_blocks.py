@@ -1,0 +1,143 @@
+"""Every code block of README.md and docs/ is one that a test or CI runs; some here."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shutil
+import subprocess
+import tomllib
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_readme import ROOT, python_blocks
+
+import jax_ep
+
+HIDDEN, TOP_K, N = 128, 2, 8
+# Blocks by page and language, and what runs them.
+RUN = {
+    ("README.md", "bash"): 2,  # .ci/run, step readme
+    ("README.md", "python"): 1,  # test_readme.py
+    ("docs/extending.md", "cpp"): 2,  # here, as all below
+    ("docs/formats.md", "python"): 1,
+    ("docs/layers.md", "bash"): 1,
+    ("docs/layers.md", "python"): 5,  # test_docs_layers.py
+    ("docs/migrate.md", "python"): 4,  # test_docs_layers.py
+    ("docs/options.md", "python"): 1,
+}
+# Pictures and directives: step docs of .ci/run builds them.
+DRAWN = ("mermaid", "{toctree}", "{eval-rst}")
+
+
+def blocks(name, language):
+    text = (ROOT / name).read_text()
+    return re.findall(rf"```{re.escape(language)}\n(.*?)```", text, re.DOTALL)
+
+
+def test_every_block_is_run():
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+    ]
+    found: dict = {}
+    for page in pages:
+        name = str(page.relative_to(ROOT))
+        for language in re.findall(r"^```(\S+)$", page.read_text(), re.MULTILINE):
+            if language not in DRAWN:
+                found[name, language] = found.get((name, language), 0) + 1
+    assert found == RUN
+
+
+def run_block(name, transport, extra):
+    """The names that a page's block leaves, run inside shard_map; N rows each."""
+    (code,) = python_blocks(name)
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    experts = 4 * mesh.size
+    config = jax_ep.EPConfig(
+        num_experts=experts, top_k=TOP_K, hidden_size=HIDDEN, max_tokens_per_rank=N
+    )
+    if name.endswith("formats.md"):
+        config = jax_ep.EPConfig(**vars(config) | {"dispatch_format": "mxfp8"})
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((N * mesh.size, HIDDEN)).astype(jnp.bfloat16)
+    ids = np.argsort(rng.random((len(tokens), experts)))[:, :TOP_K].astype(np.int32)
+    weights = np.full(ids.shape, 0.5, np.float32)
+    with jax_ep.init(mesh, "ep", config, transport=transport) as ep:
+
+        def body(tokens, topk_ids, router_weights):
+            names = {"jax": jax, "jax_ep": jax_ep, "ep": ep, "tokens": tokens}
+            names |= {"topk_ids": topk_ids, "router_weights": router_weights}
+            exec(code, names | extra, names)
+            d = names["d"]
+            return d.src_info, d.group_sizes, [names[key] for key in shown]
+
+        shown = ["shared"] if "shared" in code else ["rows", "hidden"]
+        run = jax.shard_map(
+            body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+        )
+        return tokens, jax.jit(run)(tokens, ids, weights)
+
+
+def test_formats_page():
+    w = jnp.stack([jnp.eye(HIDDEN, dtype=jnp.bfloat16)] * 4)
+    tokens, (src_info, group_sizes, (rows, hidden)) = run_block(
+        "docs/formats.md", helpers.TRANSPORT, {"w": w}
+    )
+    assert int(group_sizes.sum()) == len(tokens) * TOP_K
+    rank, token, _ = np.asarray(src_info).T
+    at = np.flatnonzero(rank >= 0)
+    sent = tokens[rank[at] * N + token[at]].astype(np.float32)
+    got = np.asarray(rows, np.float32)[at]
+    np.testing.assert_allclose(got, sent, rtol=0.07, atol=0.01)
+    np.testing.assert_allclose(np.asarray(hidden, np.float32)[at], got, rtol=0.01)
+
+
+def test_options_page():
+    tokens, (_, group_sizes, (shared,)) = run_block(
+        "docs/options.md", "collective", {"shared_expert": lambda x: 2 * x}
+    )
+    assert int(group_sizes.sum()) == len(tokens) * TOP_K
+    np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)
+
+
+def test_extending_page(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    one, two = blocks("docs/extending.md", "cpp")
+    source = tmp_path / "format.cc"
+    source.write_text(
+        '#include "formats/registry.h"\n#undef JAX_EP_QUANTIZED_FORMATS\n'
+        f"namespace jax_ep {{\n{one}\n{two}\n"
+        "#define NAME(FORMAT) FORMAT::kName,\n"
+        "constexpr const char* kNames[] = {JAX_EP_QUANTIZED_FORMATS(NAME)};\n"
+        "static_assert(kNames[1][0] == 'm' && kNames[1][9] == 0);\n}\n"
+    )
+    words = [compiler, "-std=c++20", "-fsyntax-only", "-I", str(ROOT / "xla_ffi")]
+    done = subprocess.run(
+        [*words, str(source)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_extras_that_pages_install_are_there():
+    text = pathlib.Path(ROOT / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    commands = blocks("docs/layers.md", "bash") + blocks("README.md", "bash")
+    named = [re.findall(r"\[(\w+)\]", command) for command in commands]
+    assert [len(each) for each in named] == [1, 1, 1]
+    assert {each for (each,) in named} <= set(extras)
+
+
+def test_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^\.\. auto\w+:: (?:jax_ep\.)?([\w.]+)$", text, re.M))
+    assert listed - {"flax.MoE", "flax.RouterBias", "flax.linen.MoE"} == set(
+        jax_ep.__all__
+    )

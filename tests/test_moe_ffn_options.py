@@ -1,0 +1,86 @@
+"""jax_ep.moe_ffn: experts of one's own and the options of a config."""
+
+from __future__ import annotations
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_dense
+import numpy as np
+import pytest
+from test_moe_ffn import N, config, expert_parallel
+
+import jax_ep
+from jax_ep.router import Router
+
+
+def test_experts_of_ones_own():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, config())
+    params = moe_dense.params(shared=False)
+    x = np.random.default_rng(4).standard_normal((N * mesh.size, moe_dense.HIDDEN))
+    operands = (params, x.astype(np.float32), np.ones(len(x), bool))
+    names = []
+
+    def experts(rows, gate_up, down, group_sizes):
+        local = moe_dense.EXPERTS // mesh.size
+        assert gate_up.shape == (local, moe_dense.HIDDEN, 2, moe_dense.INNER)
+        assert down.shape == (local, moe_dense.INNER, moe_dense.HIDDEN)
+        assert group_sizes.shape == (local,)
+        names.append("called")
+        return 3 * rows
+
+    y, _ = jax.jit(expert_parallel(mesh, ep, params, Router(), experts=experts))(
+        *operands
+    )
+    assert names
+    # Weights sum to 1.
+    np.testing.assert_allclose(y, 3 * operands[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_shared_expert_equals_one_beside():
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    params = moe_dense.params(shared=False)
+    shared = np.random.default_rng(6).standard_normal((2, *params["down"].shape[1:]))
+    params["shared_down"] = shared[0].astype(np.float32)
+    params["shared_gate_up"] = np.moveaxis(shared, 2, 0).astype(np.float32) / 4
+    x = np.random.default_rng(5).standard_normal((N * mesh.size, moe_dense.HIDDEN))
+    mask = np.ones(len(x), bool)
+
+    def run(transport, **changes):
+        options = config(**changes)
+        with jax_ep.init(mesh, "ep", options, transport=transport) as ep:
+            layer = expert_parallel(mesh, ep, params, Router())
+
+            def loss(params, x):
+                y, aux = layer(params, x, mask)
+                return jnp.sum(jnp.sin(y) * (1 + jnp.arange(y.shape[1]))), aux
+
+            grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+            return jax.jit(grad)(params, x.astype(np.float32))
+
+    # Of options so far only this transport has this one.
+    (fused, aux), fused_grads = run("collective", fused_shared_expert=True)
+    (beside, other), grads = run(helpers.TRANSPORT)
+    np.testing.assert_allclose(fused, beside, rtol=1e-5)
+    np.testing.assert_array_equal(aux.expert_counts, other.expert_counts)
+    for got, want in zip(*map(jax.tree.leaves, (fused_grads, grads)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("options", "shared", "message"),
+    [
+        ({"skip_a2a": True}, True, "must not have skip_a2a, got True"),
+        ({"fused_shared_expert": True}, False, r"must be \[H, 2, F\]"),
+        ({"fused_shared_expert": True}, True, r"must be \[H, 2, F\]"),  # S is not F
+    ],
+)
+def test_options_that_need_more(options, shared, message):
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    params = moe_dense.params(shared=shared)
+    x = np.ones((N * mesh.size, moe_dense.HIDDEN), np.float32)
+    with jax_ep.init(mesh, "ep", config(**options), transport="collective") as ep:
+        layer = expert_parallel(mesh, ep, params, Router())
+        with pytest.raises(ValueError, match=f"^jax_ep.moe_ffn: .*{message}"):
+            layer(params, x, np.ones(len(x), bool))

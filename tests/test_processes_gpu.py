@@ -1,0 +1,137 @@
+"""Transport p2p over the processes of a host: answers, bits, closing, deaths.
+
+Each test starts processes that end by themselves or are killed after TIMEOUT_S.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import helpers
+import pytest
+import twins
+from launch import Ended, launch, tails
+from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
+from processes_worker import named
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
+
+TIMEOUT_S = 100
+SLACK_S = 5.0
+MB = 2**20
+# The test's own process holds a part of the same GPUs.
+ENVIRONMENT = {
+    "JAX_EP_TEST_TRANSPORT": "p2p",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
+}
+
+
+def start(
+    script: str,
+    processes: int,
+    devices: int,
+    folder: pathlib.Path,
+    *args: str,
+    own: bool = False,
+    dying: tuple[int, ...] = (),
+) -> list[Ended]:
+    """`own`: each process sees its GPUs alone, as under many schedulers."""
+    visible = None
+    if own:
+        visible = [
+            {
+                "CUDA_VISIBLE_DEVICES": ",".join(
+                    str(gpu) for gpu in range(i * devices, (i + 1) * devices)
+                )
+            }
+            for i in range(processes)
+        ]
+    return launch(
+        script,
+        processes,
+        [f"gpu{devices}", *args],
+        folder,
+        TIMEOUT_S,
+        ENVIRONMENT,
+        visible,
+        dying,
+    )
+
+
+def gpu_count() -> int:
+    count = helpers.some_ranks(4)
+    if count < 2:
+        pytest.skip("needs 2 GPUs")
+    twins.p2p_mesh(count)
+    return count
+
+
+@pytest.mark.parametrize("how", ["own", "all", "pairs"])
+def test_semantics(how: str, tmp_path: pathlib.Path) -> None:
+    """The oracle's results: a GPU a process, alone or among others; two a process."""
+    devices = 2 if how == "pairs" else 1
+    processes = gpu_count() // devices
+    if processes < 2:
+        pytest.skip("needs 4 GPUs")
+    ended = start(
+        "multiprocess_worker.py", processes, devices, tmp_path, own=how == "own"
+    )
+    assert [one.code for one in ended] == [0] * processes, tails(ended)
+    assert all("right" in one.log.splitlines() for one in ended), tails(ended)
+
+
+def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
+    """Results do not depend on how the GPUs are shared out among processes."""
+    count, found = gpu_count(), {}
+    for devices in sorted({1, count // 2, count}):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        ended = start("processes_worker.py", count // devices, devices, folder, "bits")
+        assert not any(one.code for one in ended), tails(ended)
+        digests: dict[str, str] = {}
+        for one in ended:
+            digests |= json.loads(one.last)
+        assert sorted(digests) == [str(position) for position in range(count)]
+        found[devices] = digests
+    assert all(digests == found[count] for digests in found.values())
+
+
+def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
+    """Who is still open gets an error in time; nobody faults, no memory is lost."""
+    count = gpu_count()
+    ended = start("processes_worker.py", count, 1, tmp_path, "close", own=True)
+    assert [one.code for one in ended] == [0] * count, tails(ended)
+    failures = 0
+    for process, one in enumerate(ended):
+        found = json.loads(one.last)
+        for failure in found["failures"]:
+            assert "timed out" in failure["error"], failure
+            waiting, awaited = named(failure["error"])
+            assert waiting != awaited
+            assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
+        failures += len(found["failures"])
+        # The first and the last process are each the first to close once.
+        assert len(found["closed"]) == (process in (0, count - 1)), found
+        assert all("must be open" in closed["error"] for closed in found["closed"])
+        # Of windows; programs and lasting cells are small.
+        assert all(lost < 64 * MB for lost in found["lost"]), found["lost"]
+    assert failures == 2 * (count - 1)
+
+
+def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
+    """The others' calls end with an error in time, and they can go on without it."""
+    count = gpu_count()
+    dead = count - 1
+    ended = start("processes_worker.py", count, 1, tmp_path, "kill", dying=(dead,))
+    assert [one.code for one in ended] == [0] * dead + [-9], tails(ended)
+    errors = []
+    for one in ended[:dead]:
+        found = json.loads(one.last)
+        for failure in (found, found["idle"]):
+            assert "timed out" in failure["error"], failure
+            assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
+            errors.append(named(failure["error"]))
+    # Others may have waited for ranks that waited for the dead one.
+    assert any(awaited == dead for _, awaited in errors), errors

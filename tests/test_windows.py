@@ -1,0 +1,268 @@
+"""Meshes of several processes: who can have windows, and opening them; needs no GPU.
+
+Threads stand for processes, files for windows. test_multiprocess_windows.py has
+processes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import helpers
+import imagined
+import numpy as np
+import pytest
+from imagined import Native
+from test_meeting import act_all
+from test_transport import Device
+
+from jax_ep import _windows
+from jax_ep._meeting import Meeting
+
+CONFIG = helpers.make_config(timeout_s=20.0)
+SOON_S = 3.0
+
+
+def make_groups(layout: list[list[tuple[int, int]]]) -> np.ndarray:
+    """EP groups of (process, ordinal), as devices."""
+    groups = np.empty((len(layout), len(layout[0])), object)
+    for i, group in enumerate(layout):
+        for rank, (process, ordinal) in enumerate(group):
+            groups[i, rank] = Device(8 * process + ordinal, process)
+    return groups
+
+
+ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
+# Two groups over pairs of processes, each of two devices, ranks of a process apart.
+PAIRS = make_groups(
+    [
+        [(0, 1), (1, 0), (0, 0), (1, 1)],
+        [(2, 0), (2, 1), (3, 1), (3, 0)],
+    ]
+)
+# Every group in one process.
+APART = make_groups([[(0, 0), (0, 1)], [(1, 0), (1, 1)]])
+
+
+class Job:
+    """One init's way to windows in all processes of some groups."""
+
+    def __init__(self, groups: np.ndarray, **fields: dict[int, Any]) -> None:
+        """Fields of `Native` by process."""
+        self.groups = groups
+        self.processes = sorted({device.process_index for device in groups.flat})
+        self.natives = {p: Native(p) for p in self.processes}
+        for name, values in fields.items():
+            for process, value in values.items():
+                setattr(self.natives[process], name, value)
+
+    def act(self, meeting: Meeting) -> Any:
+        """As init: an obstacle, or windows, whose marks are the result."""
+        native = self.natives[meeting.own]
+        found = _windows.find_obstacle(native, self.groups, meeting)
+        if found is not None:
+            return found
+        size = _windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
+        assert size == imagined.BYTES
+        # As calls would be, which wait for all.
+        meeting.gather("used", None)
+        return {ordinal: native.marks(ordinal) for ordinal in native.own}
+
+    def run(self, **options: Any) -> dict[int, Any]:
+        actors = act_all(dict.fromkeys(self.processes, self.act), **options)
+        assert imagined.threads_of_meetings() == 0
+        return actors
+
+    def results(self) -> list[Any]:
+        actors = self.run()
+        assert [actor.error for actor in actors.values()] == [None] * len(actors)
+        return [actor.result for actor in actors.values()]
+
+    def close(self) -> None:
+        for native in self.natives.values():
+            native.close_group(1)
+
+
+@pytest.fixture
+def all_closed():
+    """No descriptor is left of what a test opened and closed."""
+    before = imagined.descriptors()
+    yield
+    assert imagined.descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "groups", [ONE_EACH, PAIRS, APART], ids=["one", "two", "apart"]
+)
+def test_every_rank_maps_every_other(groups, all_closed) -> None:
+    job = Job(groups)
+    results = dict(zip(job.processes, job.results(), strict=True))
+    for group in groups:
+        for device in group:
+            marks = results[device.process_index][device.id % 8]
+            for rank, other in enumerate(group):
+                # A window is marked by its own rank, and by those that map it.
+                local = other.process_index == device.process_index
+                expected = (
+                    0 if local and other is not device else other.process_index + 1
+                )
+                assert marks[rank] == expected, (device, rank)
+    for process, native in job.natives.items():
+        # Nothing but the groups that have ranks here.
+        here = [group for group in groups if process in _by_process(group)]
+        expected = [_windows.ordinals(group, process, -1) for group in here]
+        assert native.groups == expected
+    job.close()
+
+
+def _by_process(group: Any) -> dict[int, list[Device]]:
+    found: dict[int, list[Device]] = {}
+    for device in group:
+        found.setdefault(device.process_index, []).append(device)
+    return found
+
+
+def test_groups_apart_need_no_sockets(all_closed, monkeypatch) -> None:
+    monkeypatch.setattr(Meeting, "listen", None)
+    job = Job(APART)
+    job.results()
+    assert not any(native.peers for native in job.natives.values())
+    job.close()
+
+
+def test_peers_are_asked_for_by_uuid(all_closed) -> None:
+    job = Job(PAIRS)
+    job.results()
+    assert job.natives[0].peers == [([1, -1, 0, -1], ["gpu-1-0", "gpu-1-1"])]
+    assert job.natives[3].peers == [([-1, -1, 1, 0], ["gpu-2-0", "gpu-2-1"])]
+    job.close()
+
+
+OBSTACLE = ("GPUs of compute capability 9.0 or newer", "8.0 on device 0")
+MISPLACED = [
+    (ONE_EACH, {"obstacle": {2: OBSTACLE}}, "9.0", r"8\.0 on device 0 \(process 2\)"),
+    (APART, {"obstacle": {1: OBSTACLE}}, "9.0", r"8\.0 on device 0 \(process 1\)"),
+    (
+        ONE_EACH,
+        {"uuids": dict.fromkeys(range(3), lambda process, ordinal: "gpu-x")},
+        "a GPU of its own",
+        "gpu-x more than once",
+    ),
+    (
+        ONE_EACH,
+        {"peer": {1: ("peer access", "none from device 0 to device gpu-2-0")}},
+        "peer access",
+        r"gpu-2-0 \(process 1\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("groups", "fields", "must", "got"), MISPLACED)
+def test_obstacle_in_one_process(groups, fields, must, got, all_closed) -> None:
+    """All processes find the same, and nothing is opened."""
+    job = Job(groups, **fields)
+    results = job.results()
+    assert len(set(results)) == 1
+    assert must in results[0][0]
+    assert re.search(got, results[0][1])
+    assert not any(native.own for native in job.natives.values())
+
+
+def test_unknown_uuids_are_no_obstacle(all_closed) -> None:
+    job = Job(ONE_EACH, uuids=dict.fromkeys(range(3), lambda process, ordinal: ""))
+    job.results()
+    job.close()
+
+
+def test_other_hosts(all_closed, monkeypatch) -> None:
+    """Groups apart may be on several hosts, one group may not."""
+    hosts = iter([f"boot{i}", f"node{i}"] for i in range(100))
+    monkeypatch.setattr(_windows, "_host", lambda: next(hosts))
+    (found,) = set(Job(ONE_EACH).results())
+    assert "on one host" in found[0]
+    assert re.search(r"'node0', 'node1', 'node2'.*processes \[0, 1, 2\]", found[1])
+    job = Job(APART)
+    job.results()
+    job.close()
+
+
+def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
+    """Sockets of one boot that do not reach each other: no p2p, in any process."""
+    monkeypatch.setattr(Meeting, "listen", lambda self: "00" * 24)
+    (found,) = set(Job(ONE_EACH).results())
+    assert "network namespace" in found[0]
+    assert "refused from process 0 to 1" in found[1]
+
+
+@pytest.mark.parametrize("field", ["no_map", "no_export"])
+def test_windows_that_cannot_be_shared(field: str, all_closed) -> None:
+    """All hear of it, and all is closed, so that init can go on without p2p."""
+    job = Job(PAIRS, **{field: {2: "CUDA_ERROR_INVALID_DEVICE"}})
+    actors = job.run()
+    errors = [actor.error for actor in actors.values()]
+    assert {type(error) for error in errors} == {_windows.NotMapped}
+    assert len({error.obstacle for error in errors}) == 1
+    assert "INVALID_DEVICE" in errors[0].obstacle[1]
+    assert "(process 2)" in errors[0].obstacle[1]
+    assert all(native.closed == [1] for native in job.natives.values())
+
+
+def test_no_room_in_one_process(all_closed) -> None:
+    """It says so itself; the others do not wait for it, and close."""
+    job = Job(ONE_EACH, no_room={1: "jax_ep.init: 5 bytes on device 0"})
+    actors = job.run()
+    for process, actor in actors.items():
+        assert isinstance(actor.error, RuntimeError)
+        assert "5 bytes on device 0" in str(actor.error)
+        assert actor.seconds < SOON_S
+        if process != 1:
+            assert "process 1" in str(actor.error)
+            assert job.natives[process].closed == [1]
+    assert not job.natives[1].own
+
+
+class Killed(BaseException):
+    """Ends a thread as a kill ends a process: nobody is told."""
+
+
+@pytest.mark.parametrize("step", ["devices", "reach", "windows", "take", "mapped"])
+def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
+    """At each step: the others' init ends in time, names it, and closes all."""
+    job = Job(ONE_EACH)
+    true_gather, true_take = Meeting.gather, Meeting.take
+
+    def die(meeting: Meeting) -> None:
+        monkeypatch.setattr(meeting, "_give_up", lambda why: None)
+        raise Killed
+
+    def gather(self: Meeting, name: str, value: Any) -> Any:
+        if self.own == 1 and name == step:
+            die(self)
+        return true_gather(self, name, value)
+
+    def take(self: Meeting, process: int, number: int) -> int:
+        if self.own == 1 and step == "take":
+            die(self)
+        return true_take(self, process, number)
+
+    def act(meeting: Meeting) -> Any:
+        try:
+            return job.act(meeting)
+        except Killed:
+            return None
+
+    monkeypatch.setattr(Meeting, "gather", gather)
+    monkeypatch.setattr(Meeting, "take", take)
+    acts = dict.fromkeys(job.processes, act)
+    timeout_s = 0.7
+    actors = act_all(acts, timeout_s=timeout_s)
+    for process in (0, 2):
+        text = str(actors[process].error)
+        assert isinstance(actors[process].error, RuntimeError)
+        assert re.search(r"process 1\b|nothing from \[1\]", text), text
+        # From the last sign of life on.
+        assert actors[process].seconds < timeout_s + SOON_S
+        if step in ("windows", "take", "mapped"):
+            assert job.natives[process].closed == [1]
+    job.natives[1].close_group(1)

@@ -1,0 +1,180 @@
+"""A process of test_multiprocess_windows.py: imagined windows on CPU devices.
+
+Arguments: port of the coordinator, number of processes, this process, scenario, and
+when to die. The last process is the one that dies or refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import jax_ep
+
+# isort: split
+import helpers
+import imagined
+import jax
+import numpy as np
+from launch import bound_life
+
+from jax_ep import _ffi, _transports
+from jax_ep._meeting import Meeting
+
+DEVICES = 2
+TIMEOUT_S = 4.0
+
+
+def start(port: str, processes: int, process: int) -> imagined.Native:
+    bound_life()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    native = imagined.Native(
+        process,
+        take_invalid_ids=_ffi.native.take_invalid_ids,
+        pool_threads=_ffi.native.pool_threads,
+        open_group=_ffi.native.open_group,
+        wait_failures=lambda key: [],
+    )
+    _ffi.native_for = lambda platform: native
+    _transports.platform_of = lambda mesh: "gpu"
+    return native
+
+
+def client() -> Any:
+    from jax._src import distributed  # no public barrier that has an end
+
+    return distributed.global_state.client
+
+
+def barrier(name: str, processes: list[int] | None = None) -> None:
+    """Of all processes, or of those."""
+    client().wait_at_barrier(name, 60_000, processes)
+
+
+def leave(process: int, living: int) -> NoReturn:
+    """Process 0 last: its end is that of all.
+
+    The shutdown of jax.distributed would wait for the dead.
+    """
+    client().key_value_set(f"leaves/{process}", "")
+    if process == 0:
+        for other in range(living):
+            client().blocking_key_value_get(f"leaves/{other}", 60_000)
+        time.sleep(1)
+    os._exit(0)
+
+
+def choices(native: imagined.Native) -> dict:
+    """Inits with what each process has, in all of them; closing in turn."""
+    size, last = jax.device_count(), jax.process_count() - 1
+    whole = helpers.make_mesh(size)
+    crossed = helpers.make_mesh(size, order=[*range(0, size, 2), *range(1, size, 2)])
+    config = helpers.make_config(timeout_s=30.0)
+    found: dict = {"transports": [], "marks": [], "refused": []}
+    for mesh in (whole, crossed, whole):
+        ep = jax_ep.init(mesh, "ep", config)
+        found["transports"].append(ep.transport)
+        barrier(f"mapped{len(found['marks'])}")
+        marks = [native.marks(ordinal) for ordinal in sorted(native.own)]
+        found["marks"].append([[rank > 0 for rank in m[:size]] for m in marks])
+        found.setdefault("ranks", []).append(ep.my_rank.tolist())
+        # One after the other: who is still open goes on storing into what he mapped.
+        order = list(range(last + 1))
+        for process in order if len(found["marks"]) % 2 else reversed(order):
+            if process == jax.process_index():
+                ep.close()
+                assert not native.own
+            for memory in native.mapped.values():
+                memory[-1] = 1
+            barrier(f"closed{len(found['marks'])} {process}")
+    if native.process == last:
+        native.obstacle = ("GPUs of compute capability 9.0 or newer", "8.0")
+    with jax_ep.init(whole, "ep", config) as ep:
+        found["transports"].append(ep.transport)
+        inputs = helpers.make_inputs(np.random.default_rng(1), config, size)
+        helpers.assert_dispatched(
+            config, helpers.run_dispatch(ep, whole, inputs), inputs
+        )
+    found["refused"].append(refusal(whole, config))
+    native.obstacle = None
+    if native.process == last:
+        native.no_map = "CUDA_ERROR_INVALID_DEVICE"
+    found["transports"].append(jax_ep.init(whole, "ep", config).transport)
+    found["refused"].append(refusal(whole, config))
+    # A mesh of a part of the processes, which alone take part.
+    native.no_map = None
+    first = [d for d in jax.devices() if d.process_index != last]
+    if native.process != last:
+        mesh = jax.sharding.Mesh(np.array(first), ("ep",))
+        fewer = helpers.make_config(num_experts=4 * len(first), timeout_s=30.0)
+        found["part"] = jax_ep.init(mesh, "ep", fewer).transport
+    if native.process == last:
+        config = helpers.make_config(top_k=1, timeout_s=30.0)
+    try:
+        jax_ep.init(whole, "ep", config)
+    except ValueError as error:
+        found["differ"] = str(error)
+    return found
+
+
+def refusal(mesh, config) -> str:
+    try:
+        jax_ep.init(mesh, "ep", config, transport="p2p")
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def dies(native: imagined.Native, when: str) -> dict:
+    """The last process is killed before, at a step of, or after its init."""
+    dying = native.process == jax.process_count() - 1
+    mesh = helpers.make_mesh(jax.device_count())
+    config = helpers.make_config(timeout_s=TIMEOUT_S)
+    barrier("begin")
+    true_gather = Meeting.gather
+
+    def gather(self, step, value):
+        if dying and step == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return true_gather(self, step, value)
+
+    Meeting.gather = gather
+    if dying and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        ep = jax_ep.init(mesh, "ep", config, transport="p2p")
+        found = {"error": None}
+    except RuntimeError as error:
+        found = {"error": str(error), "open": len(native.own)}
+    found["seconds"] = time.monotonic() - begin
+    if when == "after":
+        if dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        # What the dead one had is still there for those who map it.
+        for memory in native.mapped.values():
+            memory[-1] = 1
+        ep.close()
+        found["open"] = len(native.own)
+    return found
+
+
+if __name__ == "__main__":
+    port, processes, process, scenario, *args = sys.argv[1:]
+    native = start(port, int(processes), int(process))
+    run = {"choices": choices, "dies": dies}[scenario]
+    try:
+        print("result: " + json.dumps(run(native, *args)), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    leave(int(process), int(processes) - (scenario == "dies"))
