@@ -34,18 +34,22 @@ HERE = pathlib.Path(__file__).resolve()
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
     "benchmark_report",
+    "compatibility",
     "demo",
     "formats_errors",
     "generate",
     "import",
     "protocol_model",
     "readme",
+    "supply",
 )
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
 NOTHING_SELECTED = 5  # pytest's exit status
+# How a test may end without having passed.
+ENDS = ("failure", "error", "skipped")
 LONG = (
     "test_p2p.py",
     "test_p2p_formats.py",
@@ -77,6 +81,7 @@ class Suite:
         self.transport, self.arguments = transport, arguments
         self.total, self.seconds = 0, 0.0
         self.skipped, self.failed, self.not_run = collections.Counter(), [], []
+        self.files = collections.Counter()  # tests that passed
         self.lock = threading.Lock()
 
     def add(self, report):
@@ -90,6 +95,11 @@ class Suite:
         self.seconds += float(suite.get("time"))
         self.skipped += collections.Counter(
             item.get("message", "") for item in suite.iter("skipped")
+        )
+        self.files += collections.Counter(
+            case.get("classname").split(".")[-1] + ".py"
+            for case in suite.iter("testcase")
+            if not any(case.find(end) is not None for end in ENDS)
         )
         self.failed += [
             f"{case.get('classname')}::{case.get('name')}"
@@ -111,6 +121,7 @@ class Suite:
             "failed": self.failed,
             "not_run": self.not_run,
             "skipped": dict(self.skipped),
+            "files": dict(sorted(self.files.items())),
             "seconds": round(self.seconds, 1),
         }
         name = recording.short_device(found["kind"])

@@ -5,7 +5,8 @@
 #   benchmarks/sanitize.sh [python]
 #
 # racecheck and synccheck run launches one after the other, so they get a group of one rank, which
-# waits for no other's kernel. The last lines are the summary; exit status 0 if all are clean.
+# waits for no other's kernel. The last lines are the summary, which benchmarks/results gets as well;
+# exit status 0 if all are clean.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -73,4 +74,25 @@ check synccheck $((share * 2)) "$one" synccheck "${files[@]}" -k "$small"
 
 echo "== summary (logs in $logs)"
 printf '%s\n' "${summary[@]}"
+PYTHONPATH=benchmarks "$python" - "$two" "${summary[@]}" <<'END'
+import subprocess
+import sys
+
+import recording
+
+gpus, *summary = sys.argv[1:]
+query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+device, count = names[0] if names else "unknown", len(gpus.split(","))
+record = {
+    "kind": "sanitize",
+    "device": device,
+    "count": count,
+    "commit": recording.commit(),
+    "date": recording.date(),
+    "command": "benchmarks/sanitize.sh",
+    "summary": summary,
+}
+recording.write(f"sanitize-{recording.short_device(device)}x{count}", record)
+END
 exit "$worst"

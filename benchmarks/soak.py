@@ -4,14 +4,18 @@
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
 programs of several sizes in random order and many in flight (soak_program.py). A call
-is one exchange. Writes benchmarks/results/soak-<gpu>x<n>-<date>.json; exits with 1 on
-any mismatch. A failure is run again with the same seed.
+is one exchange. On transport collective programs with formats, the kinds of reduce, a
+shared expert, skip_a2a and calls in halves come between (`OPTIONS`). Writes
+benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
+failure is run again with the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import os
 import pathlib
 import random
 import sys
@@ -33,7 +37,40 @@ IN_FLIGHT = 4
 # Sizes of a call; the second's program has XLA's collectives between the calls.
 SIZES = (1, 40, 300, 768)
 REDUCE_AT = 40
+OPTION_SIZES = (37,)
+SETTLE = 200  # launches
 DELAYS = 120  # the longest delay, in small matrix products
+
+
+# Changes of B, and whether its calls are made in halves. Formats whose scales are
+# powers of two keep what soak_program draws exactly.
+OPTIONS = {
+    "mxfp8": ({"dispatch_format": "mxfp8", "hidden_size": 256}, False),
+    "tiled": (
+        {
+            "dispatch_format": "mxfp4",
+            "hidden_size": 256,
+            "scale_layout": "tiled_128x4",
+            "reduce": "none",
+        },
+        True,
+    ),
+    "source": ({"reduce": "source", "combine_dtype": None}, True),
+    "shared": ({"fused_shared_expert": True, "expert_alignment": 4}, True),
+    "shared_source": (
+        {
+            "fused_shared_expert": True,
+            "reduce": "source",
+            "dispatch_format": "mxfp8",
+            "hidden_size": 256,
+            "combine_dtype": None,
+        },
+        False,
+    ),
+    "local": ({"skip_a2a": True, "combine_dtype": None}, False),
+    "local_none": ({"skip_a2a": True, "reduce": "none"}, True),
+    "halves": ({}, True),
+}
 
 
 def configs(ranks):
@@ -59,10 +96,27 @@ def configs(ranks):
     return a, b
 
 
+def option_handles(mesh, config, names):
+    """Handles by name, with whether their calls are made in halves."""
+    return {
+        name: (
+            jax_ep.init(
+                mesh,
+                "ep",
+                dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0]),
+                transport="collective",
+            ),
+            OPTIONS[name][1],
+        )
+        for name in names
+    }
+
+
 def free_memory(devices):
-    """The least of all GPUs; None on CPUs."""
+    """The least of all GPUs; of CPUs the process's own, below zero."""
     if devices[0].platform == "cpu":
-        return None
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return -pages * os.sysconf("SC_PAGE_SIZE")
     import gpus
 
     return min(gpus.free_bytes(device.local_hardware_id) for device in devices)
@@ -103,7 +157,7 @@ class Tally:
         self.calls += STEPS * len(results) * soak_program.CALLS_A_LAYER
 
 
-def soak(eps, mesh, args):
+def soak(eps, options, mesh, args):
     """Runs launches until there were enough calls or time is over."""
     layers = (eps[0], eps[1], eps[0])
     delays = DELAYS if mesh.devices.flat[0].platform != "cpu" else 3
@@ -111,11 +165,18 @@ def soak(eps, mesh, args):
         n: soak_program.program(layers, mesh, n, STEPS, delays, n == REDUCE_AT)
         for n in SIZES
     }
+    for name, (ep, split) in options.items():
+        for n in OPTION_SIZES:
+            programs[f"{name} {n}"] = soak_program.program(
+                (ep,), mesh, n, STEPS, delays, split=split
+            )
     choose, key = random.Random(args.seed), jax.random.key(args.seed)
     for n, run in programs.items():
         jax.block_until_ready(run(key))
         print(f"compiled n {n}", flush=True)
     devices = list(mesh.devices.flat)
+    # The host's allocators settle during the first launches.
+    settle = SETTLE if devices[0].platform == "cpu" else 0
     memory_start = free_memory(devices)
     tally, waiting = Tally(), collections.deque()
     start = shown = time.monotonic()
@@ -127,16 +188,19 @@ def soak(eps, mesh, args):
             if late and not waiting:
                 break
             if enqueued < args.calls and not late:
-                n = choose.choice(SIZES)
+                n = choose.choice(list(programs))
                 result = programs[n](jax.random.fold_in(key, launch))
                 waiting.append((launch, n, result))
                 launch += 1
-                enqueued += STEPS * len(layers) * soak_program.CALLS_A_LAYER
+                size = len(layers) if n in SIZES else 1
+                enqueued += STEPS * size * soak_program.CALLS_A_LAYER
                 if choose.random() < 0.1:
                     time.sleep(choose.random() / 100)
                 if len(waiting) < IN_FLIGHT:
                     continue
             tally.add(*jax.device_get(waiting.popleft()))
+            if launch == settle:
+                memory_start = free_memory(devices)
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 rate = tally.calls / (shown - start)
@@ -165,10 +229,21 @@ def main():
     parser.add_argument("--minutes", type=float, help="stop after that long")
     parser.add_argument("--devices", type=int, default=0, help="default: all")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument(
+        "--options", nargs="*", choices=OPTIONS, help="default: all on collective"
+    )
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices or 4)
     return run(args)
+
+
+def command(args):
+    """What runs the same again."""
+    words = [f"--calls {args.calls}", f"--seed {args.seed}"]
+    words += [f"--minutes {args.minutes:g}"] if args.minutes else []
+    words += [f"--devices {args.devices}"] if args.devices else []
+    return " ".join(["python benchmarks/soak.py", *words])
 
 
 def run(args):
@@ -179,7 +254,12 @@ def run(args):
         jax_ep.init(mesh, "ep", config, transport=args.transport)
         for config in configs(mesh.size)
     ]
-    found = soak(eps, mesh, args)
+    names = args.options
+    if names is None:
+        names = OPTIONS if eps[0].transport == "collective" else ()
+    options = option_handles(mesh, eps[1].config, names)
+    eps += [ep for ep, _ in options.values()]
+    found = soak(eps[:2], options, mesh, args)
     for ep in eps:
         try:
             ep.check()
@@ -196,7 +276,9 @@ def run(args):
         "commit": recording.commit(),
         "date": recording.date(),
         "seed": args.seed,
+        "command": command(args),
         "asked_calls": args.calls,
+        "options": list(options),
         **found,
     }
     for ep in eps:

@@ -69,9 +69,11 @@ def draw(config: Any, ranks: int, n: int, key: Any) -> Operands:
     power = jax.random.randint(keys[5], (2, *shape), 0, 3)
     weights = (jnp.exp2(power[0] - 1.0) * (1 - 2 * (power[1] % 2))).astype(jnp.float32)
     tensors = (integers(k) for k in keys[6:])
-    return Operands(
-        jnp.where(few, wrong, ids).astype(jnp.int32), weights, *tensors
-    )  # fmt: skip
+    made = Operands(jnp.where(few, wrong, ids).astype(jnp.int32), weights, *tensors)
+    if not config.skip_a2a:
+        return made
+    # All ranks hold the same.
+    return jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), made)
 
 
 @dataclasses.dataclass
@@ -80,8 +82,9 @@ class Expected:
 
     kept: Any  # bool [n, K]: this rank's entries that have a row somewhere
     entry: Any  # int32 [N]: (source * n + token) * K + k of each row here, or -1
-    offsets: Any  # int32 [L + 1]
-    counts: Any  # int32 [L]
+    shared: Any  # bool [N]: rows of a fused shared expert, the rank's tokens in order
+    offsets: Any  # int32 [G + 1]
+    counts: Any  # int32 [G]
     dropped: Any
     invalid: Any
 
@@ -89,8 +92,13 @@ class Expected:
 def place(config: Any, ranks: int, capacity: int, ids: Any, me: Any) -> Expected:
     """Rows by expert, source, token and k: one stable sort of all entries."""
     experts, align = config.num_experts, config.expert_alignment
-    local = experts // ranks
+    local, n = experts // ranks, ids.shape[1]
+    own = ids[me]
     valid = (ids >= 0) & (ids < experts)
+    if config.skip_a2a:
+        # Each rank routes its own experts' entries, to itself.
+        rank = jnp.arange(ranks)[:, None, None]
+        valid &= (rank == me) & (ids // local == me)
     expert = jnp.where(valid, ids, experts).reshape(-1)
     order = jnp.argsort(expert, stable=True)
     counts = jnp.bincount(expert, length=experts + 1)
@@ -98,21 +106,24 @@ def place(config: Any, ranks: int, capacity: int, ids: Any, me: Any) -> Expected
     position = jnp.arange(expert.size) - first[expert[order]]
     position = jnp.zeros_like(expert).at[order].set(position.astype(expert.dtype))
     real = counts[:experts].reshape(ranks, local)
+    if config.fused_shared_expert:
+        real = jnp.pad(real, ((0, 0), (1, 0)), constant_values=n)
     ends = jnp.cumsum(-(-real // align) * align, axis=1)
-    starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1].reshape(-1)
+    starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, -1 - local : -1].reshape(-1)
     row = starts[jnp.minimum(expert, experts - 1)] + position
     valid = valid.reshape(-1)
     kept, here = valid & (row < capacity), valid & (expert // local == me)
     at = jnp.where(kept & here, row, capacity)
     entry = jnp.full(capacity, ABSENT).at[at].set(jnp.arange(row.size), mode="drop")
+    shared_rows = n if config.fused_shared_expert else 0
     offsets = jnp.minimum(jnp.pad(ends[me], (1, 0)), capacity)
-    own = ids[me]
     return Expected(
         kept=kept.reshape(ids.shape)[me],
         entry=entry,
+        shared=jnp.arange(capacity) < shared_rows,
         offsets=offsets,
         counts=real[me],
-        dropped=jnp.sum(here & ~kept),
+        dropped=jnp.sum(here & ~kept) + max(0, shared_rows - capacity),
         invalid=jnp.sum((own < ABSENT) | (own >= experts)),
     )
 
@@ -126,37 +137,72 @@ def delay(key: Any, me: Any, longest: int) -> Any:
     return jnp.isnan(a[0, 0])
 
 
-def layer(ep: Any, o: Operands, key: Any, longest: int, reduce: bool) -> Any:
+def calls(ep: Any, split: bool) -> tuple[Any, Any]:
+    """Dispatch and combine of `ep`, whole or in halves."""
+
+    def dispatch(*operands: Any) -> Any:
+        if split:
+            return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *operands))
+        return jax_ep.dispatch(ep, *operands)
+
+    def combine(rows: Any, route: Any, weights: Any, residual: Any) -> Any:
+        options = {"residual": residual}
+        if split:
+            pending = jax_ep.combine_async(ep, rows, route, weights, **options)
+            return jax_ep.combine_wait(pending)
+        return jax_ep.combine(ep, rows, route, weights, **options)
+
+    return dispatch, combine
+
+
+def layer(
+    ep: Any, o: Operands, key: Any, longest: int, reduce: bool, split: bool = False
+) -> Any:
     """One layer and both derivatives: mismatches by name, and statistics."""
     config, ranks, n = ep.config, ep.ep_size, o.ids.shape[1]
+    apart, at_source = config.reduce == "none", config.reduce == "source"
+    dispatch, combine = calls(ep, split)
     me = jax.lax.axis_index(ep.axis_names)
     early, between = jax.random.split(key)
     own = jax.tree.map(lambda a: a[me], o)
     x = jnp.where(delay(early, me, longest), 0, own.tokens).astype(own.tokens.dtype)
 
     def forward(x: Any, w: Any) -> Any:
-        d = jax_ep.dispatch(ep, x, own.ids, w)
-        return (d.tokens, d.router_weights), d
+        d = dispatch(x, own.ids, w)
+        rows = d.tokens if d.scales is None else jax_ep.dequantize(d)
+        return (rows, d.router_weights), d
 
-    _, pull_dispatch, d = jax.vjp(forward, x, own.weights, has_aux=True)
+    (tokens, _), pull_dispatch, d = jax.vjp(forward, x, own.weights, has_aux=True)
     want = place(config, ranks, ep.recv_capacity, o.ids, me)
-    real = want.entry >= 0
+    routed, real = want.entry >= 0, (want.entry >= 0) | want.shared
     token, k = want.entry // config.top_k, want.entry % config.top_k
-    sign = jnp.where(k % 2 == 0, 1, -1).astype(x.dtype)
+    token = jnp.where(want.shared, me * n + jnp.arange(want.entry.size), token)
+    k = jnp.where(want.shared, ABSENT, k)
+    sign = jnp.where(k % 2 == 0, 1, -1).astype(x.dtype)  # of a shared row -1
     late = jnp.where(delay(between, me, longest), 0, sign)
     # What nothing may read is NaN, on the way there and on the way back.
-    rows = jnp.where(real[:, None], d.tokens * late[:, None], jnp.nan).astype(x.dtype)
-    weights = jnp.where(real, d.router_weights, jnp.nan)
+    rows = jnp.where(real[:, None], tokens * late[:, None], jnp.nan).astype(x.dtype)
+    weights = jnp.where(routed, d.router_weights, jnp.nan)
+    if at_source:
+        weights = own.weights
+    elif apart:
+        weights = None
+    with_residual = not apart and not config.skip_a2a
+    dy = jnp.broadcast_to(own.dy[:, None], (n, config.top_k, own.dy.shape[1]))
+    dy = dy if apart else own.dy
 
     def back(rows: Any, weights: Any, residual: Any) -> Any:
-        return jax_ep.combine(ep, rows, d.route, weights, residual=residual)
+        return combine(rows, d.route, weights, residual if with_residual else None)
 
     y, pull_combine = jax.vjp(back, rows, weights, own.residual)
-    d_rows, d_row_weights, d_residual = pull_combine(own.dy)
+    d_rows, d_weights_back, d_residual = pull_combine(dy)
+    no_weights = jnp.where(real, 0.0, jnp.nan)
+    by_row = not apart and not at_source
+    d_row_weights = d_weights_back if by_row else no_weights
     dx, dw = pull_dispatch(
         (
             jnp.where(real[:, None], d_rows, jnp.nan).astype(x.dtype),
-            jnp.where(real, d_row_weights, jnp.nan),
+            jnp.where(routed, d_row_weights, jnp.nan),
         )
     )
 
@@ -164,34 +210,51 @@ def layer(ep: Any, o: Operands, key: Any, longest: int, reduce: bool) -> Any:
         flat = values.reshape(ranks * n, -1).astype(jnp.float32)
         return jnp.where(real[:, None], flat[token], 0)
 
-    row_weight = jnp.where(real, o.weights.reshape(-1)[want.entry], 0)
+    row_weight = jnp.where(routed, o.weights.reshape(-1)[want.entry], 0)
+    # What combine multiplies a row with.
+    factor = jnp.where(routed, 1.0, 0.0) if apart else row_weight
+    factor = jnp.where(want.shared, 1.0, factor)
     there, dy_there = of_rows(o.tokens), of_rows(o.dy)
     dot = jnp.sum(there * sign[:, None].astype(jnp.float32) * dy_there, axis=1)
     signs = jnp.where(jnp.arange(config.top_k) % 2 == 0, 1.0, -1.0)
+    shared = jnp.float32(config.fused_shared_expert)
     kept_weight = jnp.where(want.kept, own.weights, 0)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), own)
     own_dot = jnp.sum(wide.tokens * wide.dy, axis=1)
+    d_weights = jnp.where(want.kept, own_dot[:, None] * signs, 0)
+    sums = (jnp.sum(kept_weight * signs, axis=1) - shared)[:, None] * wide.tokens
+    there_again = jnp.sum(kept_weight, axis=1) + shared
+    if apart:
+        sums = (want.kept * signs)[:, :, None] * wide.tokens[:, None]
+        there_again = jnp.sum(want.kept, axis=1)
+    elif with_residual:
+        sums += wide.residual
     info = jnp.stack([token // n, token % n, k], axis=1)
+    ids = jnp.arange(want.counts.size) - config.fused_shared_expert
     pairs = {
-        "tokens": (d.tokens, there),
+        "tokens": (tokens, there),
         "src_info": (d.src_info, jnp.where(real[:, None], info, ABSENT)),
-        "router_weights": (d.router_weights, row_weight),
+        "router_weights": (
+            d.router_weights,
+            jnp.where(want.shared, 1.0, row_weight),
+        ),
         "row_offsets": (d.row_offsets, want.offsets),
         "group_sizes": (d.group_sizes, jnp.diff(want.offsets)),
         "expert_counts": (d.expert_counts, want.counts),
-        "expert_ids": (d.expert_ids, jnp.arange(want.counts.size)),
+        "expert_ids": (d.expert_ids, ids),
         "num_dropped": (d.num_dropped, want.dropped[None]),
         "num_invalid": (d.num_invalid, want.invalid[None]),
-        "combine": (
-            y,
-            jnp.sum(kept_weight * signs, axis=1)[:, None] * wide.tokens + wide.residual,
-        ),
-        "d_rows": (d_rows, row_weight[:, None] * dy_there),
-        "d_row_weights": (d_row_weights, dot),
-        "d_residual": (d_residual, wide.dy),
-        "d_tokens": (dx, jnp.sum(kept_weight, axis=1)[:, None] * wide.dy),
-        "d_weights": (dw, jnp.where(want.kept, own_dot[:, None] * signs, 0)),
+        "combine": (y, sums),
+        "d_rows": (d_rows, factor[:, None] * dy_there),
+        "d_tokens": (dx, there_again[:, None] * wide.dy),
+        "d_weights": (dw, d_weights if by_row else jnp.zeros_like(dw)),
     }
+    if by_row:
+        pairs["d_row_weights"] = d_row_weights, jnp.where(routed, dot, 0)
+    elif at_source:
+        pairs["d_weights_at_source"] = d_weights_back, d_weights
+    if with_residual:
+        pairs["d_residual"] = d_residual, wide.dy
     if reduce:
         # One of XLA's own collectives between the calls.
         seen = jax.lax.psum(jnp.sum(d.expert_counts), ep.axis_names)
@@ -207,14 +270,23 @@ def layer(ep: Any, o: Operands, key: Any, longest: int, reduce: bool) -> Any:
         if name in free:
             bad &= ~tail.reshape(-1, *[1] * (bad.ndim - 1))
         counts[name] = jnp.sum(bad, dtype=jnp.int32)
-    statistics = jnp.sum(real), want.dropped, want.invalid
+    statistics = jnp.sum(routed), want.dropped, want.invalid
     return counts, dict(zip(STATISTICS, statistics, strict=True))
 
 
 def program(
-    eps: Any, mesh: Any, n: int, steps: int, longest: int, reduce: bool = False
+    eps: Any,
+    mesh: Any,
+    n: int,
+    steps: int,
+    longest: int,
+    reduce: bool = False,
+    split: bool = False,
 ) -> Any:
-    """Compiled: key -> for each rank, step and layer the mismatches by name."""
+    """Compiled: key -> for each rank, step and layer the mismatches by name.
+
+    `reduce` adds collectives of XLA's, `split` makes each call in two halves.
+    """
     ranks = eps[0].ep_size
 
     def step(carry: Any, key: Any) -> Any:
@@ -223,7 +295,7 @@ def program(
             one, other = jax.random.split(jax.random.fold_in(key, index))
             few = min(n, ep.config.max_tokens_per_rank)
             made = draw(ep.config, ranks, few, one)
-            results.append(layer(ep, made, other, longest, reduce))
+            results.append(layer(ep, made, other, longest, reduce, split))
         return carry, results
 
     def body(key: Any) -> Any:

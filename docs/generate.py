@@ -20,12 +20,14 @@ import draw
 import format_errors
 import p2p_report
 import performance_tables
+import reliability_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+RELIABILITY = ROOT / "docs" / "reliability.md"
 LAYERS = ROOT / "docs" / "layers.md"
 
 
@@ -242,28 +244,11 @@ def suite_part(suites):
     return head + "\n\n" + table(names, rows)
 
 
-def soak_part(data):
-    text = (
-        f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
-        f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
-        f"{data['seed']}; `benchmarks/soak.py`): {data['calls']} calls in "
-        f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
-        f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
-        f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."
-    )
-    if data["error"]:
-        text += f" It ended with an error: {data['error']}."
-    if data["free_memory_start"] is None:
-        return text
-    lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
-    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."
-
-
 PARTS = (
     ("p2p", p2p_part),
     ("cpu", cpu_part),
     ("collective", collective_part),
-    ("soak", soak_part),
+    ("soak", reliability_table.soak_part),
 )
 
 
@@ -298,6 +283,7 @@ def main():
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (README, "benchmarks", benchmarks()),
+        (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),

@@ -62,6 +62,11 @@ def require_open(function: str, ep: EPHandle) -> None:
             f"jax_ep.{function}: ep must be open, got a closed handle; call "
             "jax_ep.init again"
         )
+    if ep.forked:
+        raise ValueError(
+            f"jax_ep.{function}: ep must be of this process, got the copy of a forked "
+            "child; start processes with spawn and call jax_ep.init in each"
+        )
 
 
 def require_route(function: str, ep: EPHandle, route: Any) -> Route:

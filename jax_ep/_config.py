@@ -114,7 +114,7 @@ class EPConfig:
     def _check_sizes(self) -> None:
         _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
         _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
-        _require_int("hidden_size", self.hidden_size, 1, native.MAX_INDEX)
+        _require_int("hidden_size", self.hidden_size, 1, native.MAX_HIDDEN)
         limit = native.MAX_INDEX
         _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, limit)
         _require_int("expert_alignment", self.expert_alignment, 1, limit)

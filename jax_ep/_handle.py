@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable
 from types import ModuleType, TracebackType
@@ -22,6 +23,12 @@ _handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictiona
 def find(key: int) -> EPHandle | None:
     """The handle of that key, if it is still held."""
     return _handles.get(key)
+
+
+def _close_group(native: ModuleType, key: int, process: int) -> None:
+    # A forked child has neither the threads nor the devices that closing waits for.
+    if os.getpid() == process:
+        native.close_group(key)
 
 
 class InvalidIdError(ValueError):
@@ -74,7 +81,10 @@ class EPHandle:
         # Programs of jax_ep.sharded, which live as long as the handle.
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
-        self._release = weakref.finalize(self, self._native.close_group, self.key)
+        self._process = os.getpid()
+        self._release = weakref.finalize(
+            self, _close_group, self._native, self.key, self._process
+        )
         # The end of the process frees all it holds, without waiting for its devices.
         self._release.atexit = False
 
@@ -83,12 +93,18 @@ class EPHandle:
         """Whether `close` has been called."""
         return self._closed
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is the copy of a forked child, which can only be dropped."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
         """Releases what `init` allocated; closing twice is allowed.
 
         A trace after this is a ValueError. Functions compiled before still run on the
         collective transport, whose programs carry all they need, and raise
         `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight.
+        In a forked child it releases nothing: what the parent holds is the parent's.
         """
         self._closed = True
         self._release()
@@ -110,6 +126,11 @@ class EPHandle:
         if self._closed:
             raise ValueError(
                 "jax_ep.check: ep must be open, got a closed handle; check before close"
+            )
+        if self.forked:
+            raise ValueError(
+                "jax_ep.check: ep must be of this process, got the copy of a forked "
+                "child; check in the process that called jax_ep.init"
             )
         if self.transport == "p2p":
             for _, failure in self._native.wait_failures(self.key):

@@ -1,8 +1,10 @@
 from typing import Any
 
+FFI_VERSION: tuple[int, int]
 MAX_TOP_K: int
 MAX_EXPERTS: int
 MAX_INDEX: int
+MAX_HIDDEN: int
 ROW_ALIGN_BYTES: int
 
 def targets() -> dict[str, Any]: ...

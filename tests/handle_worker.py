@@ -20,13 +20,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def main(mode: str) -> dict:
-    """Runs `mode`: plain, shifted (other handles first), twin (a second equal one)."""
+    """Runs `mode`: plain, shifted, twin, other or collect.
+
+    Shifted: other handles first; twin: a second equal one; other: of a config that
+    changes no shape.
+    """
     hits = []
     jax.monitoring.register_event_listener(
         lambda event, **_: hits.append(event) if "cache_hits" in event else None
     )
     mesh = helpers.make_mesh(helpers.some_ranks(4))
-    config = helpers.make_config(hidden_size=40)
+    changes = {"timeout_s": 7.0, "num_sms": 3} if mode == "other" else {}
+    config = helpers.make_config(hidden_size=40, **changes)
     if mode == "shifted":
         for hidden in (8, 16, 48):
             helpers.make_ep(mesh, helpers.make_config(hidden_size=hidden))

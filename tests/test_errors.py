@@ -28,6 +28,7 @@ CONFIGS = {
     "experts_above_2048": ({"num_experts": 4096}, "num_experts", "4096"),
     "tokens_negative": ({"max_tokens_per_rank": -1}, "max_tokens_per_rank", "-1"),
     "hidden_zero": ({"hidden_size": 0}, "hidden_size", "0"),
+    "hidden_giant": ({"hidden_size": 2**26 + 8}, "hidden_size", "67108872", "67108864"),
     "hidden_not_16_bytes": ({"hidden_size": 12}, "hidden_size", "12", "16"),
     "hidden_not_16_bytes_f32": ({"hidden_size": 6, "dtype": "float32"}, "6", "16"),
     "dtype": ({"dtype": "int8"}, "dtype", "int8", "bfloat16", "float16", "float32"),

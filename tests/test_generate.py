@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
+from reliability_table import soak_part
 
 
 def suite(date: str, count: int, passed: int, **changes):
@@ -71,18 +72,18 @@ def test_no_records_no_text(tmp_path, monkeypatch):
 
 
 def test_soak_says_what_went_wrong():
-    good = generate.soak_part(soak())
+    good = soak_part(soak())
     assert "p2p, 4 x made up" in good
     assert "1200 calls in 61 s" in good
     assert "900 checks of results, 0 failed" in good
     assert "1.0 MiB less" in good
     assert "error" not in good
-    bad = generate.soak_part(soak(failures={"y": 2, "tokens": 3}, error="timed out"))
+    bad = soak_part(soak(failures={"y": 2, "tokens": 3}, error="timed out"))
     assert "5 failed" in bad
     assert "timed out" in bad
 
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_soak_of_cpus_has_no_memory(count: int):
-    text = generate.soak_part(soak(count=count, free_memory_start=None))
+    text = soak_part(soak(count=count, free_memory_start=None))
     assert "MiB" not in text

@@ -284,6 +284,12 @@ def test_persistent_cache(tmp_path) -> None:
     twin = worker("twin", env=env)
     assert twin["right"]
     assert twin["key"] != first["key"]
+    # A config of equal shapes: its programs are other ones in the same cache.
+    other = worker("other", env=env)
+    assert other["right"]
+    assert other["key"] not in (first["key"], twin["key"])
+    assert other["hits"] < second["hits"]
+    assert worker("other", env=env)["hits"] == second["hits"]
 
 
 @pytest.mark.slow

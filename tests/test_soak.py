@@ -47,10 +47,11 @@ def wrong_combine(ep, rows, route, weights, residual):
     )
 
 
-def run(monkeypatch, folder, n):
-    """One launch of the program of size n."""
-    monkeypatch.setattr(soak, "SIZES", (n,))
+def run(monkeypatch, folder, n, options=()):
+    """One launch of the program of size n, or of each option's of that size."""
+    monkeypatch.setattr(soak, "SIZES", () if options else (n,))
     monkeypatch.setattr(soak, "REDUCE_AT", n)
+    monkeypatch.setattr(soak, "OPTION_SIZES", (n,))
     args = argparse.Namespace(
         calls=1,
         seed=5,
@@ -58,6 +59,7 @@ def run(monkeypatch, folder, n):
         devices=helpers.some_ranks(2),
         transport=helpers.TRANSPORT,
         folder=folder,
+        options=list(options),
     )
     status = soak.run(args)
     (written,) = folder.glob("soak-*.json")
@@ -74,6 +76,20 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     assert record["checks"] > record["calls"]
     # The routing drawn exercises what it should.
     assert min(record["rows"], record["dropped"], record["invalid"]) > 0
+
+
+@pytest.mark.slow
+def test_right_calls_with_options_pass(monkeypatch, tmp_path) -> None:
+    """Two of them for CI; benchmarks/soak.py runs all."""
+    if helpers.TRANSPORT != "collective":
+        pytest.skip("p2p has no options")
+    names = ("tiled", "shared_source")
+    status, record = run(monkeypatch, tmp_path, 20, names)
+    assert record["failures"] == {}
+    assert status == 0
+    assert record["options"] == list(names)
+    assert record["calls"] >= soak.STEPS * 4
+    assert record["checks"] > record["calls"]
 
 
 @pytest.mark.slow

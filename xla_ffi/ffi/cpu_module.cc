@@ -83,9 +83,11 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
 NB_MODULE(_native_cpu, m) {
   m.doc() = "CPU handlers of jax_ep, and the sizes that its Python side asks for.";
   DefineCommon(m, CpuTargets());
+  m.attr("FFI_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("MAX_TOP_K") = kMaxTopK;
   m.attr("MAX_EXPERTS") = kMaxExperts;
   m.attr("MAX_INDEX") = kMaxIndex;
+  m.attr("MAX_HIDDEN") = kMaxHidden;
   m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
   m.def("formats", &Formats, "The registry of token formats.");
   m.def(

@@ -12,6 +12,8 @@ inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 2048;
 // Rows, slots and entries are indexed by int32 in every table and message.
 inline constexpr int64_t kMaxIndex = INT32_MAX;
+// So that the bytes of all messages of a call, and of a window, fit in 64 bits.
+inline constexpr int64_t kMaxHidden = int64_t{1} << 26;
 // Bulk copies (TMA, SIMD) move 16-byte units.
 inline constexpr int64_t kRowAlignBytes = 16;
 
@@ -43,7 +45,9 @@ constexpr const char* Validate(const EpShape& shape) {
   if (shape.tokens > kMaxIndex / (shape.ranks * shape.top_k)) {
     return "ranks * tokens * top_k must fit in int32";
   }
-  if (shape.hidden < 1 || shape.hidden > kMaxIndex) return "hidden_size must be positive";
+  if (shape.hidden < 1 || shape.hidden > kMaxHidden) {
+    return "hidden_size must be in [1, kMaxHidden]";
+  }
   if (shape.element_bytes != 2 && shape.element_bytes != 4) {
     return "tokens must have 2 or 4 bytes an element";
   }

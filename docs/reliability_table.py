@@ -1,0 +1,162 @@
+"""Promises, what tests them and the newest recorded run of each: reliability.md.
+
+Also what README.md says of a soak.
+"""
+
+# (promise, command, where its runs are recorded). A place is "ci", a kind of record, or
+# "gpu": the newest suite on GPUs in which the command's files passed.
+PROMISES = (
+    ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
+     "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
+     ("ci", "gpu")),
+    ("NaN and Inf reach their own sums and blocks alone; n = 0; layouts; sizes that "
+     "cannot be counted or held", "pytest tests/test_bad_values.py", ("ci", "gpu")),
+    ("Wrong configs, shapes, dtypes, axes, routes of other handles: ValueError or "
+     "TypeError while tracing, with value and remedy",
+     "pytest tests/test_errors.py tests/test_errors_operands.py "
+     "tests/test_options_errors.py tests/test_split_errors.py", ("ci", "gpu")),
+    ("Changed routes: an index out of range counts as absent, before any access",
+     "pytest tests/test_tampered.py; ctest -R tampered", ("ci", "gpu")),
+    ("Any bytes as ids, counts, messages, routes, sizes or attributes: nothing is read "
+     "or written outside of a buffer",
+     "python benchmarks/fuzz.py --minutes 30; ctest -R fuzz", ("ci", "fuzz")),
+    ("Double close, use after close, fork, pickling, collection in any order, exit "
+     "with calls in flight", "pytest tests/test_handle.py tests/test_handle_life.py",
+     ("ci", "gpu")),
+    ("A persistent compilation cache never meets another handle's or config's group",
+     "pytest tests/test_handle.py -k persistent_cache", ("ci", "gpu")),
+    ("Handles in any order of calls, with several at once, are as the model says",
+     "pytest tests/test_state_machine.py", ("ci", "gpu")),
+    ("Independent calls, many in flight, several threads: right, and no hang",
+     "pytest tests/test_concurrency.py", ("ci", "gpu")),
+    ("The same inputs give the same bytes under random delays of ranks",
+     "pytest tests/test_determinism.py", ("ci", "gpu")),
+    ("Right results for long, with random shapes, routing, skew, formats and options",
+     "python benchmarks/soak.py --minutes 15", ("soak-cpu",)),
+    ("The same on GPUs", "python benchmarks/soak.py --minutes 10", ("soak-gpu",)),
+    ("Calls and handles leave no memory behind", "pytest tests/test_leaks.py",
+     ("ci", "gpu")),
+    ("p2p: memory is what `ep.buffer_bytes` says, and comes and goes with the handle",
+     "pytest tests/test_p2p_faults.py -k memory", ("gpu",)),
+    ("p2p: a rank that is missing, late, or in another call: an error on every rank "
+     "within `timeout_s` + 5 s that names both; the process and other handles go on",
+     "pytest tests/test_p2p_faults.py", ("gpu",)),
+    ("p2p: a process that dies, before or after `init`: the others get the error, and "
+     "go on over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
+    ("p2p: calls keep their order, also from threads, graphs and beside XLA's "
+     "collectives", "pytest tests/test_p2p_order.py", ("gpu",)),
+    ("p2p: the kernels touch no memory but their own, without races",
+     "benchmarks/sanitize.sh", ("sanitize",)),
+    ("The protocol of flags and credits, under ThreadSanitizer and in a model "
+     "that changes the order of steps",
+     "ctest -R signals; pytest tests/test_protocol_model.py", ("ci",)),
+    ("Runs on the oldest and the newest JAX, Python 3.11 to 3.13, one wheel for all of "
+     "3.12 and up; tells what to do when JAX changes",
+     ".ci/run newest python313 readme; pytest tests/test_compatibility.py", ("ci",)),
+    ("No network and no processes at run time; all that a wheel contains is named",
+     "pytest tests/test_supply.py", ("ci",)),
+)  # fmt: skip
+NOT_YET = "not yet run"
+
+
+def _files(command):
+    """The files of tests that a command names."""
+    words = command.replace(";", " ").split()
+    return [w.removeprefix("tests/") for w in words if w.startswith("tests/test_")]
+
+
+def _source(data):
+    return f"{data['date']}, {data['commit'][:12]}"
+
+
+def _of_ci(records, command):
+    return "every run of `.ci/run`"
+
+
+def _of_gpus(records, command):
+    for data in reversed(records("suite")):
+        passed = data.get("files", {})
+        if all(passed.get(name) for name in _files(command)):
+            count, kind = data["devices"]["count"], data["devices"]["kind"]
+            bad = len(data["failed"])
+            tail = f", {bad} tests of the suite failed" if bad else ""
+            return f"{count} x {kind}, {_source(data)}{tail}"
+    return f"GPUs: {NOT_YET}"
+
+
+def _of_soak(platform):
+    def last(records, command):
+        for data in reversed(records("soak")):
+            if (data["device"] == "cpu") == (platform == "cpu"):
+                failed = sum(data["failures"].values())
+                return (
+                    f"{data['count']} x {data['device']}, {_source(data)}, seed "
+                    f"{data['seed']}: {data['calls']} calls in "
+                    f"{data['seconds'] / 60:.0f} min, {data['checks']} checks, "
+                    f"{failed} failed"
+                )
+        return f"{'CPU' if platform == 'cpu' else 'GPUs'}: {NOT_YET}"
+
+    return last
+
+
+def _of_fuzz(records, command):
+    for data in reversed(records("fuzz")):
+        failed = sum(target["failed"] for target in data["targets"])
+        return (
+            f"{_source(data)}, seed {data['seed']}: {data['executions']} executions in "
+            f"{data['seconds'] / 60:.0f} min, {failed} failed"
+        )
+    return NOT_YET
+
+
+def _of_sanitize(records, command):
+    for data in reversed(records("sanitize")):
+        clean = sum(": clean;" in line for line in data["summary"])
+        return (
+            f"{data['count']} x {data['device']}, {_source(data)}: {clean} of "
+            f"{len(data['summary'])} runs clean"
+        )
+    return f"GPUs: {NOT_YET}"
+
+
+_LAST = {
+    "ci": _of_ci,
+    "gpu": _of_gpus,
+    "fuzz": _of_fuzz,
+    "soak-cpu": _of_soak("cpu"),
+    "soak-gpu": _of_soak("gpu"),
+    "sanitize": _of_sanitize,
+}
+
+
+def promises(records, table):
+    """The table; `records(prefix)` are those of benchmarks/results, oldest first."""
+    rows = [
+        (
+            promise,
+            "; ".join(f"`{part}`" for part in command.split("; ")),
+            "; ".join(_LAST[place](records, command) for place in places),
+        )
+        for promise, command, places in PROMISES
+    ]
+    return table(("promise", "tested by", "last recorded run"), rows)
+
+
+def soak_part(data):
+    text = (
+        f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
+        f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
+        f"{data['seed']}; `benchmarks/soak.py`): {data['calls']} calls in "
+        f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
+        f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
+        f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."
+    )
+    if data["error"]:
+        text += f" It ended with an error: {data['error']}."
+    if data["free_memory_start"] is None:
+        return text
+    lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    if data["device"] == "cpu":
+        return f"{text} Memory of the process: {lost:.1f} MiB more at the end."
+    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."

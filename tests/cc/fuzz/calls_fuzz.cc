@@ -1,0 +1,375 @@
+// Fuzz target: the custom calls of the CPU, from XLA's buffers to the last row. Operands have the
+// shapes of a call, or nearly so, and any contents: ids, messages, counts, routes. What a decoder
+// lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
+// first byte that is read or written outside.
+#include <deque>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "ffi/cpu_handlers.cc"  // its Start, which no header shows
+#include "input.h"
+
+namespace jax_ep::ffi_layer {
+namespace {
+
+constexpr int64_t kMostBytes = int64_t{1} << 20;  // that a call is run with
+
+struct Operand {
+  std::vector<int64_t> dims;
+  ffi::DataType dtype = ffi::S32;
+};
+using Attribute = std::variant<int64_t, bool, std::string>;
+
+// What a call is made of, in the order of its decoder's parameters.
+struct Call {
+  std::vector<Operand> operands;
+  std::vector<Attribute> attributes;
+
+  void Add(ffi::DataType dtype, std::vector<int64_t> dims) {
+    operands.push_back({std::move(dims), dtype});
+  }
+};
+
+struct Sizes {
+  int64_t R, L, n, K, H, N;
+  ffi::DataType dtype;
+  int64_t element_bytes;
+  std::string format;
+  int64_t payload, scale, columns, scales;  // of a token: bytes, bytes, and elements of each
+  ffi::DataType payload_dtype, scale_dtype;
+  bool quantized;
+
+  explicit Sizes(FuzzInput& input) {
+    static constexpr int64_t kHidden[] = {8, 16, 32, 64, 128, 256, 512, 640};
+    static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16};
+    static constexpr const char* kFormats[] = {"bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"};
+    R = input.In(1, 5);
+    L = input.In(1, 5);
+    n = input.In(0, 7);
+    K = input.In(1, 5);
+    H = kHidden[input.In(0, 7)];
+    N = input.In(0, 60);
+    dtype = kTypes[input.In(0, 2)];
+    element_bytes = dtype == ffi::F32 ? 4 : 2;
+    format = kFormats[input.In(0, 4)];
+    Checker check("");
+    const Encoding encoding = CheckFormat(check, format, H, element_bytes);
+    payload = encoding.payload_bytes;
+    scale = encoding.scale_bytes;
+    columns = encoding.payload_columns;
+    scales = encoding.scales;
+    quantized = encoding.quantized;
+    payload_dtype = quantized ? encoding.payload_dtype : dtype;
+    scale_dtype = quantized ? encoding.scale_dtype : ffi::U8;
+  }
+  int64_t Bound() const { return R * n * K + 2; }
+  std::vector<int64_t> Wire(int64_t bytes) const { return {R, bytes / kWireWordBytes}; }
+};
+
+Call MakeCall(DecodedPack*, const Sizes& s, FuzzInput&) {
+  Call call;
+  call.Add(s.dtype, {s.n, s.H});
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::F32, {s.n, s.K});
+  call.Add(ffi::F32, {1});
+  call.Add(ffi::U32, s.Wire(RegionHeader::Of(s.L).bytes +
+                            s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::S32, {1});
+  call.attributes = {int64_t{7}, s.R * s.L, s.format};
+  return call;
+}
+
+Call MakeCall(DecodedUnpack*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  const bool tiled = s.quantized && s.scales % kTileColumns == 0 && input.Flag();
+  call.Add(ffi::U32, s.Wire(RegionHeader::Of(s.L).bytes +
+                            s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
+  call.Add(s.payload_dtype, {s.N, s.columns});
+  const auto tiles = ScaleTiles::Of(s.N, s.L, s.scales);
+  call.Add(s.scale_dtype, !s.quantized ? std::vector<int64_t>{0}
+                          : tiled ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
+                                  : std::vector<int64_t>{s.N, s.scales});
+  call.Add(ffi::S32, {s.L + 1});
+  for (int i = 0; i < 3; ++i) call.Add(ffi::S32, {s.L});
+  call.Add(ffi::S32, {tiled ? s.L : 0});
+  call.Add(ffi::S32, {s.N, 3});
+  call.Add(ffi::F32, {s.N});
+  call.Add(ffi::S32, {1});
+  call.Add(ffi::S32, {s.R, s.n, s.K});
+  call.Add(ffi::S32, {s.N});
+  call.Add(ffi::S32, {s.R});
+  call.Add(ffi::S32, {s.R, s.L});
+  const int64_t alignment = input.Flag() ? 1 : input.In(1, 130);
+  call.attributes = {alignment, input.Flag(), s.format,
+                     std::string(tiled ? "tiled_128x4" : "rows")};
+  return call;
+}
+
+Call MakeCall(DecodedCachedPack*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  const int64_t weights = input.Flag() ? s.K : 0;
+  call.Add(s.dtype, {s.n, s.H});
+  call.Add(ffi::F32, {s.n, weights});
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::U32, s.Wire(s.n * CachedDispatchMessage::Of(s.payload, s.scale, weights).bytes));
+  call.attributes = {s.format};
+  return call;
+}
+
+Call MakeCall(DecodedCachedUnpack*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  const bool weighted = s.N > 0 && input.Flag();
+  const int64_t weights = weighted ? s.K : 0;
+  call.Add(ffi::U32, s.Wire(s.n * CachedDispatchMessage::Of(s.payload, s.scale, weights).bytes));
+  call.Add(ffi::S32, {s.R, s.n, s.K});
+  call.Add(ffi::S32, {s.N});
+  call.Add(s.dtype, {s.N, s.H});
+  call.Add(ffi::F32, {weighted ? s.N : 0});
+  call.attributes = {s.format};
+  return call;
+}
+
+// Name and bytes of a message of a combine.
+std::pair<std::string, int64_t> Sums(const Sizes& s, int64_t weights, FuzzInput& input) {
+  static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", CombineFormat::kName};
+  const int64_t kind = input.In(0, s.H % CombineFormat::kBlock == 0 ? 3 : 2);
+  const auto wire = kind == 0 || kind == 3 ? ElementType::kFloat32
+                    : kind == 1            ? ElementType::kBFloat16
+                                           : ElementType::kFloat16;
+  return {kNames[kind], CombineMessageOf(s.H, wire, kind == 3, weights).bytes};
+}
+
+Call MakeCall(DecodedCombinePack*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  const bool weighted = input.Flag(), grads = input.Flag();
+  const auto [wire, message] = Sums(s, grads ? s.K : 0, input);
+  call.Add(s.dtype, {s.N, s.H});
+  call.Add(ffi::F32, {weighted ? s.N : 0});
+  call.Add(ffi::F32, {grads ? s.N : 0});
+  call.Add(ffi::S32, {s.R, s.n, s.K});
+  call.Add(ffi::S32, {s.R});
+  call.Add(ffi::U32, s.Wire(s.n * message));
+  call.attributes = {weighted, grads, wire};
+  return call;
+}
+
+Call MakeCall(DecodedCombineUnpack*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  const bool residual = input.Flag(), by_entry = input.Flag(), shared = input.Flag();
+  const bool weighted = by_entry && input.Flag();
+  const int64_t weights = by_entry || input.Flag() ? 0 : s.K;
+  const auto [wire, message] = Sums(s, weights, input);
+  call.Add(ffi::U32, s.Wire(s.n * (by_entry ? s.K : 1) * message));
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(s.dtype, {residual ? s.n : 0, s.H});
+  call.Add(ffi::F32, {weighted ? s.n : 0, s.K});
+  call.Add(s.dtype, {shared ? s.N : 0, s.H});
+  call.Add(ffi::S32, {shared ? 2 : 0});
+  call.Add(s.dtype, {s.n, s.H});
+  call.Add(ffi::F32, {s.n, weights});
+  call.attributes = {residual, by_entry, weighted, shared, wire};
+  return call;
+}
+
+Call MakeCall(DecodedQuantize*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  call.Add(s.dtype, {s.n, s.H});
+  call.Add(ffi::F32, {input.Flag() ? 1 : s.n});
+  call.Add(s.payload_dtype, {s.n, s.columns});
+  call.Add(s.scale_dtype, {s.n, s.scales});
+  call.attributes = {s.format};
+  return call;
+}
+
+Call MakeCall(DecodedDequantize*, const Sizes& s, FuzzInput& input) {
+  Call call;
+  call.Add(s.payload_dtype, {s.n, s.columns});
+  call.Add(s.scale_dtype, {s.n, s.scales});
+  call.Add(ffi::F32, {input.Flag() ? 1 : s.n});
+  call.Add(s.dtype, {s.n, s.H});
+  call.attributes = {s.format};
+  return call;
+}
+
+// -1 where no array can be so large, which XLA has refused before a handler sees it.
+int64_t BytesOf(const Operand& operand) {
+  __int128 bytes = static_cast<__int128>(ffi::ByteWidth(operand.dtype));
+  __int128 others = bytes;
+  for (const int64_t dim : operand.dims) {
+    bytes *= dim;
+    others *= std::max<int64_t>(dim, 1);
+    if (others > (int64_t{1} << 45)) return -1;
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+// Other sizes, ranks, dtypes and attributes.
+void Change(FuzzInput& input, Call& call) {
+  static constexpr ffi::DataType kTypes[] = {ffi::PRED, ffi::S32, ffi::U8,       ffi::U32,
+                                             ffi::F32,  ffi::F16, ffi::BF16,     ffi::F64,
+                                             ffi::S64,  ffi::U64, ffi::F8E4M3FN, ffi::F8E8M0FNU};
+  for (int64_t changes = input.In(0, 7) - 4; changes > 0; --changes) {
+    Operand& operand = call.operands[input.Byte() % call.operands.size()];
+    const Operand before = operand;
+    switch (input.In(0, 4)) {
+      case 0:
+        if (operand.dims.empty()) break;
+        operand.dims[input.Byte() % operand.dims.size()] = std::max<int64_t>(input.AnyInt(), 0);
+        break;
+      case 1:
+        operand.dims.push_back(input.In(0, 2));
+        break;
+      case 2:
+        if (!operand.dims.empty()) operand.dims.pop_back();
+        break;
+      case 3:
+        operand.dtype = kTypes[input.In(0, 11)];
+        break;
+      default: {
+        Attribute& attribute = call.attributes[input.Byte() % call.attributes.size()];
+        if (auto* number = std::get_if<int64_t>(&attribute)) *number = input.AnyInt();
+        if (auto* flag = std::get_if<bool>(&attribute)) *flag = !*flag;
+        static constexpr const char* kWords[] = {"", "rows", "bf16", "nvfp4", "float32", "mxfp8"};
+        if (auto* word = std::get_if<std::string>(&attribute)) *word = kWords[input.In(0, 5)];
+      }
+    }
+    if (BytesOf(operand) < 0) operand = before;
+  }
+}
+
+// Gives a decoder its arguments, in order.
+class Arguments {
+ public:
+  Arguments(FuzzInput& input, Call call, int64_t bound) : call_(std::move(call)) {
+    for (Operand& operand : call_.operands) {
+      const int64_t bytes = BytesOf(operand);
+      small_ = small_ && bytes <= kMostBytes;
+      memory_.emplace_back(bytes <= kMostBytes ? bytes : 0);
+      input.Fill(memory_.back(), bound);
+      buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr,
+                          static_cast<XLA_FFI_DataType>(operand.dtype), memory_.back().data(),
+                          static_cast<int64_t>(operand.dims.size()), operand.dims.data()});
+    }
+  }
+  // Whether every operand has its memory.
+  bool small() const { return small_; }
+
+  template <typename T>
+  T Next() {
+    if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, bool>) {
+      return std::get<T>(call_.attributes[attribute_++]);
+    } else if constexpr (std::is_same_v<T, std::string_view>) {
+      return std::get<std::string>(call_.attributes[attribute_++]);
+    } else {
+      return NextBuffer(static_cast<T*>(nullptr));
+    }
+  }
+
+ private:
+  AnyBuffer NextBuffer(AnyBuffer*) { return AnyBuffer(&buffers_[buffer_++]); }
+  template <ffi::DataType dtype>
+  ffi::Buffer<dtype> NextBuffer(ffi::Buffer<dtype>*) {
+    // XLA refuses another dtype before it calls the handler: the memory must be of this one.
+    if (call_.operands[buffer_].dtype != dtype) refused_ = true;
+    return ffi::Buffer<dtype>(&buffers_[buffer_++]);
+  }
+  template <typename B>
+  Out<B> NextBuffer(Out<B>*) {
+    return Out<B>(Next<B>());
+  }
+
+ public:
+  bool refused() const { return refused_; }
+
+ private:
+  Call call_;
+  std::deque<Buffer> memory_;
+  std::vector<XLA_FFI_Buffer> buffers_;
+  size_t buffer_ = 0, attribute_ = 0;
+  bool small_ = true, refused_ = false;
+};
+
+// Tables that others read must be in range, whatever came in.
+void CheckIndices(const int32_t* values, int64_t count, int64_t low, int64_t end) {
+  for (int64_t i = 0; i < count; ++i) FUZZ_CHECK(values[i] >= low && values[i] < end);
+}
+template <typename Step>
+void CheckTables(const Step&) {}
+void CheckTables(const PackStep& step) {
+  const EpShape& shape = step.shape;
+  CheckIndices(step.slot_of, shape.tokens * shape.top_k, -1, shape.slots());
+}
+void CheckTables(const UnpackStep& step) {
+  const EpShape& shape = step.shape;
+  CheckIndices(step.row_of, shape.slots() * shape.top_k, -1, shape.recv_rows);
+  CheckIndices(step.row_slot, shape.recv_rows, -1, shape.slots());
+  CheckIndices(step.slot_counts, shape.ranks, 0, shape.tokens + 1);
+  CheckIndices(step.row_offsets, shape.local_experts + 1, 0, shape.recv_rows + 1);
+  CheckIndices(step.group_sizes, shape.local_experts, 0, shape.recv_rows + 1);
+}
+
+template <typename Decoded, typename... Parameters>
+void RunCall(FuzzInput& input, ffi::Error (Decoded::*decode)(Parameters...)) {
+  const Sizes sizes(input);
+  Call call = MakeCall(static_cast<Decoded*>(nullptr), sizes, input);
+  Change(input, call);
+  Arguments arguments(input, std::move(call), sizes.Bound());
+  // Braces: in order.
+  std::tuple<std::remove_cvref_t<Parameters>...> values{
+      arguments.Next<std::remove_cvref_t<Parameters>>()...};
+  if (arguments.refused()) return;
+  Decoded decoded;
+  const ffi::Error error =
+      std::apply([&](auto&... value) { return (decoded.*decode)(value...); }, values);
+  if (error.failure()) {
+    FUZZ_CHECK(!error.message().empty());
+    return;
+  }
+  if (!arguments.small()) return;
+  const cpu::RowTask task = Start(decoded, 0);
+  FUZZ_CHECK(task.items >= 0 && task.bytes >= 0);
+  // In any order: from a place in the middle, then the rest.
+  const int64_t cut = task.items == 0 ? 0 : input.Take<uint16_t>() % (task.items + 1);
+  if (cut < task.items) task.run(cut, task.items);
+  if (cut > 0) task.run(0, cut);
+  CheckTables(decoded.step);
+}
+
+}  // namespace
+}  // namespace jax_ep::ffi_layer
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace jax_ep::ffi_layer;
+  jax_ep::FuzzInput input(data, size);
+  switch (input.Byte() % 8) {
+    case 0:
+      RunCall(input, &DecodedPack::Decode);
+      break;
+    case 1:
+      RunCall(input, &DecodedUnpack::Decode);
+      break;
+    case 2:
+      RunCall(input, &DecodedCachedPack::Decode);
+      break;
+    case 3:
+      RunCall(input, &DecodedCachedUnpack::Decode);
+      break;
+    case 4:
+      RunCall(input, &DecodedCombinePack::Decode);
+      break;
+    case 5:
+      RunCall(input, &DecodedCombineUnpack::Decode);
+      break;
+    case 6:
+      RunCall(input, &DecodedQuantize::Decode);
+      break;
+    default:
+      RunCall(input, &DecodedDequantize::Decode);
+  }
+  return 0;
+}

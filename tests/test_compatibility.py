@@ -1,0 +1,167 @@
+"""What jax_ep needs of JAX and of XLA's FFI; each failure says what to do about it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import pathlib
+import re
+from typing import Any
+
+import helpers
+import jax
+import jax.extend
+import jax.numpy as jnp
+import jaxlib
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import _ffi
+from jax_ep._varying import varying
+
+# What is called, with which keywords, and where.
+CALLED: dict[str, tuple[tuple[str, ...], str]] = {
+    "jax.shard_map": (
+        ("mesh", "in_specs", "out_specs", "axis_names", "check_vma"),
+        "jax_ep/_init.py, jax_ep/sharded.py and every user's program",
+    ),
+    "jax.ffi.ffi_call": (
+        ("target_name", "result_shape_dtypes", "has_side_effect", "vmap_method"),
+        "jax_ep/_ffi.py",
+    ),
+    "jax.ffi.register_ffi_target": (("name", "fn", "platform"), "jax_ep/_ffi.py"),
+    "jax.lax.all_to_all": (
+        ("x", "axis_name", "split_axis", "concat_axis", "tiled"),
+        "jax_ep/_collective.py",
+    ),
+    "jax.lax.pcast": (("axis_name", "to"), "jax_ep/_varying.py"),
+    "jax.lax.axis_size": (("axis_name",), "jax_ep/_checks.py"),
+    "jax.sharding.get_abstract_mesh": ((), "jax_ep/_checks.py"),
+    "jax.sharding.get_mesh": ((), "jax_ep/_init.py"),
+    "jax.set_mesh": (("mesh",), "jax_ep/_init.py"),
+    "jax.typeof": ((), "jax_ep/_results.py"),
+    "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_autodiff.py"),
+    "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/_moe.py"),
+    "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_names.py"),
+    "jax.tree_util.register_dataclass": (
+        ("data_fields", "meta_fields"),
+        "jax_ep/_types.py",
+    ),
+    "jax.extend.core.take_current_trace": ((), "jax_ep/_chain.py"),
+}
+HOW = (
+    "change the call there for this JAX, keep the old form for jax {oldest}, and run "
+    "the suite on both (`.ci/run newest readme`); until then bound `jax` above in "
+    "pyproject.toml's dependencies"
+)
+
+
+def oldest_jax() -> str:
+    """The oldest supported one, as pyproject.toml has it."""
+    text = pathlib.Path(__file__).parent.parent.joinpath("pyproject.toml").read_text()
+    match = re.search(r'"jax>=([\d.]+)"', text)
+    assert match
+    return match[1]
+
+
+def require_callable(name: str) -> None:
+    keywords, where = CALLED[name]
+    how = HOW.format(oldest=oldest_jax())
+    head = f"jax {jax.__version__} has another {name} than {where} calls"
+    try:
+        function = operator.attrgetter(name.removeprefix("jax."))(jax)
+    except AttributeError:
+        pytest.fail(f"{head}: it is gone; {how}")
+    parameters = inspect.signature(function).parameters
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return
+    missing = [word for word in keywords if word not in parameters]
+    if missing:
+        pytest.fail(f"{head}: it takes no {', '.join(missing)}; {how}")
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_jax_has_what_is_called(name: str) -> None:
+    require_callable(name)
+
+
+def test_a_change_of_jax_is_told(monkeypatch) -> None:
+    """The test above fails with a remedy when a function changes or goes."""
+
+    def other(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_rep: bool) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(jax, "shard_map", other)
+    with pytest.raises(pytest.fail.Exception, match="axis_names, check_vma; change"):
+        require_callable("jax.shard_map")
+    monkeypatch.delattr(jax.ffi, "ffi_call")
+    with pytest.raises(pytest.fail.Exception, match="it is gone; change the call"):
+        require_callable("jax.ffi.ffi_call")
+
+
+def version_of_running_ffi() -> tuple[int, int]:
+    """As the headers of the installed jaxlib say."""
+    include = pathlib.Path(jaxlib.__file__).parent / "include"
+    text = (include / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    words = {
+        word: int(number)
+        for word, number in re.findall(r"define XLA_FFI_API_(M\w+) (\d+)", text)
+    }
+    return words["MAJOR"], words["MINOR"]
+
+
+def test_ffi_is_one_that_this_build_runs_on() -> None:
+    """XLA serves extensions of its own major version and of older minor ones."""
+    built, running = _ffi.native.FFI_VERSION, version_of_running_ffi()
+    assert running[0] == built[0], (
+        f"jaxlib {jaxlib.__version__} has XLA FFI {running}, the native module was "
+        f"built for {built}: build it against this jaxlib (raise the pins of jaxlib in "
+        "pyproject.toml) and raise the oldest supported jax with it"
+    )
+    assert built[1] <= running[1], (
+        f"the native module was built for XLA FFI {built}, jaxlib "
+        f"{jaxlib.__version__} has {running}: build against the oldest supported "
+        "jaxlib, as pyproject.toml's build-system does, with build isolation"
+    )
+
+
+def test_wheel_is_built_for_the_oldest_ffi() -> None:
+    """The pin of the build is that of the oldest jaxlib that is supported."""
+    text = pathlib.Path(__file__).parent.parent.joinpath("pyproject.toml").read_text()
+    assert f'"jaxlib=={oldest_jax()}"' in text, (
+        "pyproject.toml must build against the oldest jaxlib of its dependencies"
+    )
+    assert f'"jaxlib>={oldest_jax()}"' in text
+
+
+def test_types_inside_shard_map() -> None:
+    """How results of custom calls get their types, and operands vary alike."""
+    mesh = helpers.make_mesh(2)
+    how = HOW.format(oldest=oldest_jax())
+
+    def body(x: Any) -> Any:
+        kind = jax.typeof(x).update(shape=(5,), dtype=jnp.dtype("int32"))
+        assert (kind.shape, kind.dtype) == ((5,), jnp.int32), how
+        axes = kind.manual_axis_type.varying
+        assert axes == {"ep"}, f"types no longer say over what they vary; {how}"
+        one = jax.lax.pcast(jnp.ones(3), ("ep",), to="varying")
+        assert varying(one) == {"ep"}, f"pcast makes another type; {how}"
+        assert dict(jax.sharding.get_abstract_mesh().shape) == {"ep": 2}, how
+        return x + one.astype(x.dtype)
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    jax.eval_shape(run, jax.ShapeDtypeStruct((6,), jnp.float32))
+
+
+def test_backend_can_be_asked_whether_it_started() -> None:
+    """The one private name that is used; without it `import jax_ep` still works."""
+    from jax._src import xla_bridge
+
+    found = getattr(xla_bridge, "backends_are_initialized", None)
+    assert found is not None, (
+        "jax._src.xla_bridge.backends_are_initialized is gone: jax_ep/_runtime.py then "
+        "takes the backend as not started and cannot warn; find its successor"
+    )
+    jax.devices()
+    assert functools.partial(found)() is True

@@ -1,0 +1,109 @@
+"""Handles at the edges of their life: fork, pickling, collection, exit of the process.
+
+What could take the session with it runs in handle_life_worker.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import helpers
+import numpy as np
+import pytest
+from errors import check_form
+from jax.sharding import PartitionSpec as P
+
+WORKER = pathlib.Path(__file__).with_name("handle_life_worker.py")
+TIMEOUT_S = 100
+
+
+@pytest.fixture
+def mesh():
+    return helpers.make_mesh(helpers.some_ranks(2))
+
+
+def worker(scenario: str) -> list[str]:
+    """The lines that the scenario prints; it must end well, and within its time."""
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if helpers.TRANSPORT == "collective":
+        env["JAX_PLATFORMS"] = "cpu"
+    try:
+        done = subprocess.run(
+            [sys.executable, str(WORKER), scenario],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"")[-4000:]
+        pytest.fail(f"{scenario} did not end within {TIMEOUT_S} s: {tail!r}")
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_no_copies(mesh, how) -> None:
+    with helpers.init(mesh) as ep:
+        with pytest.raises(TypeError) as caught:
+            how(ep)
+        check_form(caught, "EPHandle", "pickle", "ep.config")
+        inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+        helpers.assert_dispatched(
+            ep.config, helpers.run_dispatch(ep, mesh, inputs), inputs
+        )
+
+
+def test_config_and_results_pickle(mesh) -> None:
+    """A config makes the same handle elsewhere; results are data, and still serve."""
+    with helpers.init(mesh) as ep:
+        assert pickle.loads(pickle.dumps(ep.config)) == ep.config
+        inputs = helpers.make_inputs(
+            np.random.default_rng(0), ep.config, mesh.size, fill=helpers.normal
+        )
+        d = helpers.run_dispatch(ep, mesh, inputs)
+        again = pickle.loads(pickle.dumps(d))
+        helpers.assert_dispatched(ep.config, again, inputs)
+        run = helpers.combine_fn(ep, mesh, P("ep"))
+        route = dataclasses.replace(
+            again.route,
+            **{
+                name: helpers.put(mesh, [np.asarray(getattr(again.route, name))])
+                for name in ("slot_of", "row_of", "row_slot", "slot_counts")
+            },
+        )
+        rows = helpers.put(mesh, [np.asarray(again.tokens)])
+        helpers.assert_bits(
+            run(rows, route, None, None), np.asarray(run(d.tokens, d.route, None, None))
+        )
+
+
+@pytest.mark.slow
+def test_forked_child() -> None:
+    """The child's copies refuse to be used, and its end leaves the parent's alone."""
+    lines = worker("fork")
+    child = [line for line in lines if line.startswith("child: ")]
+    assert len(child) == 3, lines
+    for line in child:
+        assert "forked" in line, line
+    assert "child left" in lines
+    assert lines[-1] == "parent right"
+
+
+@pytest.mark.slow
+def test_collected_in_any_order() -> None:
+    assert worker("collect")[-1] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["end", "thread", "error", "closing"])
+def test_exit_with_calls_in_flight(how: str) -> None:
+    """The interpreter goes while calls run: no hang, no crash, the right status."""
+    assert worker(f"exit_{how}")[-1] == "leaving"

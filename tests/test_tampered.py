@@ -1,0 +1,79 @@
+"""Routes whose arrays were changed: checked where they are used, before any access.
+
+Also run with AddressSanitizer: tests/cc/tampered_test.cc, tests/cc/fuzz/calls_fuzz.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import gpus
+import helpers
+import numpy as np
+import pytest
+import twins
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+SLACK_S = 30.0  # of compiling
+HOSTILE = (helpers.INT_MIN, -2, helpers.INT_MAX, 2**30)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return helpers.make_mesh(helpers.some_ranks(4))
+
+
+@pytest.mark.parametrize("table", ["slot_of", "row_of"])
+def test_out_of_range_is_absent(mesh, table: str) -> None:
+    """On the collective transport an index that is none counts as -1, bit for bit."""
+    config = helpers.make_config()
+    with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
+        rng = np.random.default_rng(3)
+        inputs = helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
+        d = helpers.run_dispatch(ep, mesh, inputs)
+        run = helpers.combine_fn(ep, mesh, P("ep"))
+        good = np.array(getattr(d.route, table))
+        chosen = rng.random(good.shape) < 0.3
+        end = (
+            ep.recv_capacity
+            if table == "row_of"
+            else mesh.size * config.max_tokens_per_rank
+        )
+        sums = []
+        for values in ([-1], [*HOSTILE, end]):
+            array = np.where(chosen, rng.choice(values, good.shape), good)
+            changed = helpers.put(mesh, [array.astype(np.int32)], P("ep"))
+            route = dataclasses.replace(d.route, **{table: changed})
+            sums.append(np.asarray(run(d.tokens, route, d.router_weights, None)))
+        helpers.assert_bits(sums[1], sums[0])
+        whole = np.asarray(run(d.tokens, d.route, d.router_weights, None))
+        assert (sums[0] != whole).any()
+
+
+def check_outcomes(found: dict) -> None:
+    assert len(found) == 20
+    for what, ended in found.items():
+        assert ended["seconds"] < SLACK_S, what
+        message = ended["outcome"]
+        if message != "returned":
+            # What a rank waits for in vain; no other error is right.
+            assert re.search(r"rank \d+\b.*rank \d+\b", message), (what, message)
+
+
+@pytest.mark.slow
+def test_process_survives() -> None:
+    if helpers.TRANSPORT != "collective":
+        pytest.skip("test_p2p_survives is that of p2p")
+    found = gpus.run_worker("tampered_worker.py", timeout=150)
+    check_outcomes(found)
+    assert all(ended["outcome"] == "returned" for ended in found.values())
+
+
+@pytest.mark.gpu
+def test_p2p_survives() -> None:
+    twins.p2p_mesh(2)
+    env = {"JAX_EP_TEST_TRANSPORT": "p2p"}
+    check_outcomes(gpus.run_worker("tampered_worker.py", timeout=280, **env))
