@@ -59,6 +59,11 @@ def call(
     function = jax.ffi.ffi_call(
         target, tuple(results), has_side_effect=has_side_effect, vmap_method=vmap_method
     )
+    arrays = list(function(*operands, **attrs))
     # XLA:GPU fuses what goes into a slice of a larger array (a scan's residuals) with
     # the slice, a call with other users as well: it then runs twice. Not through this.
-    return list(jax.lax.optimization_barrier(tuple(function(*operands, **attrs))))
+    full = [i for i, array in enumerate(arrays) if array.size]
+    passed = jax.lax.optimization_barrier(tuple(arrays[i] for i in full))
+    for i, array in zip(full, passed, strict=True):
+        arrays[i] = array
+    return arrays
