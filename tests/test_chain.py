@@ -96,19 +96,22 @@ def calls(text: str) -> list[Call]:
     """The calls of a StableHLO text in its order; checks the form of their tokens."""
     found: list[Call] = []
     defined: dict[str, int | None] = {}
+    passed: dict[str, list[str]] = {}  # through a barrier
     for line in text.splitlines():
         if "func.func" in line:
-            defined = {}
+            defined, passed = {}, {}
         if not (result := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line)):
             continue
         name, operation = result.groups()
         call = re.match(r"stablehlo\.custom_call @(ep_\w+)\((.*?)\)", operation)
         defined[name] = len(found) if call else None
-        if barrier := re.match(r"stablehlo\.optimization_barrier (%\w+)", operation):
-            defined[name] = defined.get(barrier[1])  # the same results again
+        if barrier := re.match(r"stablehlo\.optimization_barrier (.*?) :", operation):
+            passed[name] = barrier[1].split(", ")
         if not call:
             continue
         value, _, index = call[2].split(", ")[-1].partition("#")
+        if value in passed:
+            value, _, index = passed[value][int(index or 0)].partition("#")
         after = defined.get(value)
         if after is not None:
             assert int(index) == TOKEN_INDEX[found[after].target]
