@@ -54,6 +54,8 @@ LONG = (
     "test_p2p.py",
     "test_p2p_formats.py",
     "test_p2p_wires.py",
+    "test_p2p_options.py",
+    "test_p2p_split.py",
     "test_p2p_order.py",
     "test_dispatch.py",
     "test_combine.py",
