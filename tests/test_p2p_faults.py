@@ -71,6 +71,7 @@ def test_ranks_make_different_calls(how: str) -> None:
         assert "differ" in message, message
 
 
+@pytest.mark.exclusive
 def test_window_that_no_gpu_can_hold() -> None:
     found = run("giant")
     numbers = [int(n) for n in re.findall(r"\d{6,}", found["message"])]
@@ -81,6 +82,7 @@ def test_window_that_no_gpu_can_hold() -> None:
     assert found["right_afterwards"]
 
 
+@pytest.mark.exclusive
 def test_memory_of_windows_comes_and_goes() -> None:
     found = run("flat")
     assert found["opened"] == 33
