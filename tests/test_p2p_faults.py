@@ -61,7 +61,7 @@ def test_late_rank() -> None:
     assert run("late")["right"]
 
 
-@pytest.mark.parametrize("how", ["tokens", "kind"])
+@pytest.mark.parametrize("how", ["tokens", "few_tokens", "kind", "line"])
 def test_ranks_make_different_calls(how: str) -> None:
     """Other n, or a dispatch against one along a known route: an error, never data."""
     found = run(f"differs_{how}")
