@@ -199,7 +199,7 @@ def differs(how, mesh):
     """
     faulty, other = Faulty(mesh), Faulty(mesh)
     d = faulty.first
-    x, ids, w = faulty.args
+    x, _, w = faulty.args
 
     def part(n):
         return lambda ep, x, ids, w: dispatch(ep, x[:n], ids[:n], w[:n])
