@@ -11,14 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+# It finds benchmarks/ itself.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
+import generate
 import overlap
 import overlap_cases
 import overlap_report
 import overlap_worker
 import p2p
 import p2p_programs
+import performance_tables
 
 TINY = [
     *("--transport", helpers.TRANSPORT, "--tokens", "8", "--hidden", "128"),
@@ -156,6 +159,18 @@ def test_table_has_the_least_exposed_right_row():
     ]
     (failure,) = overlap_report.failures(record())
     assert "WRONG" in failure
+    with pytest.raises(SystemExit, match="unfit"):
+        performance_tables.overlap(record(), generate.table)
+
+
+def test_page_shows_the_record():
+    fit = [each for each in record()["results"] if not each["wrong"]]
+    text = performance_tables.overlap(record(results=fit), generate.table)
+    assert "| dispatch | matmul | 500 | 1400 | 500 (0%) |" in text
+    assert "jax 9.9: 4096 tokens" in text
+    text = performance_tables.graphs(record(), generate.table)
+    assert "| 1 | combine | 30.0 | 12.0 | 2.50 |" in text
+    assert performance_tables.graphs(record(graphs=[]), generate.table).startswith("No")
 
 
 def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
