@@ -1,6 +1,6 @@
 """Measures how much of an exchange hides beside other work, and what graphs save.
 
-    python benchmarks/overlap.py [--budget 420]
+    python benchmarks/overlap.py [--budget 540]
     python benchmarks/overlap.py --beside matmul --arrangements stream_halves
 
 On all GPUs of this process: dispatch and combine of T tokens alone, other work alone,
@@ -71,7 +71,7 @@ def parse(arguments):
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--milliseconds", type=float, default=60, help="of a program")
     parser.add_argument("--seed", type=int, help="of routing and tokens")
-    parser.add_argument("--budget", type=float, default=420, help="seconds in all")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args(arguments)
     if args.seed is None:

@@ -66,7 +66,8 @@ class Worker:
         # By data: on two streams the order of what is launched is not enough.
         timed = p2p_programs.compiling(self.mesh, made, *sizes, tie="data")
         found = {"timed": timed}
-        if arrangement is not None and beside is not None:
+        # With other num_sms only the timed calls' checksum is compared.
+        if arrangement and beside and transport.num_sms is None:
             run = overlap_cases.together(transport.ep, op, arrangement, beside)
             checked = p2p_check.mapped(self.mesh, functools.partial(_result, run))
             arguments = (transport.inputs(op, 0), beside.operands)
