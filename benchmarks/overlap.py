@@ -15,7 +15,8 @@ and both in one program, calls that do not depend on each other. The other work:
 The arrangements: "whole" calls and "halves" with the work between them, both on the
 one stream that XLA has by default; "stream_whole" and "stream_halves": the call, or its
 first half, under `compute_on("gpu_stream:collective")`, with several `num_sms`, with
-XLA's default flags and with its latency-hiding scheduler.
+XLA's default flags and with its latency-hiding scheduler; "copy_halves": halves of a
+handle with `overlap="copy"`, that scheduler and XLA's copies by copy engines.
 
 A time is that of a program of many calls tied by data (p2p_programs.py), median of the
 repeats. Exposed is the time of both less that of the work alone; hidden is the share of
@@ -41,6 +42,7 @@ import recording
 
 BESIDE = ("matmul", "matmul_fitted", "grouped", "elementwise")
 ARRANGEMENTS = tuple(overlap_report.COLUMNS)
+COPIES = "--xla_gpu_use_memcpy_local_p2p=true"
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
 # Whether calls are captured, and the flags for it.
 GRAPHS = {True: p2p.GRAPHS, False: "--xla_gpu_enable_command_buffer="}
@@ -105,11 +107,21 @@ def overlap_workers(args):
         "inner": args.inner,
         "megabytes": args.megabytes,
         "num_sms": args.num_sms,
+        "overlap": "sm",
     }
-    if args.beside:
-        yield "", {**spec, "flags": "", "arrangements": args.arrangements}
-    streams = [name for name in args.arrangements if name.startswith("stream")]
-    if args.beside and streams and args.transport == "p2p":
+    if not args.beside:
+        return
+    ours = args.transport == "p2p"
+    copies = [name for name in args.arrangements if name.startswith("copy")]
+    kernels = [name for name in args.arrangements if name not in copies]
+    streams = [name for name in kernels if name.startswith("stream")]
+    if kernels:
+        yield "", {**spec, "flags": "", "arrangements": kernels}
+    if copies and ours:
+        flags = f"{COPIES} {SCHEDULER}"
+        changes = {"overlap": "copy", "num_sms": [], "arrangements": copies}
+        yield flags, {**spec, "flags": flags, **changes}
+    if streams and ours:
         yield SCHEDULER, {**spec, "flags": SCHEDULER, "arrangements": streams}
 
 
@@ -160,10 +172,11 @@ def main(arguments=None):
 
     workers = list(overlap_workers(args))
     share = 1 - _GRAPHS_SHARE if args.graph_tokens else 1
+    # By what each has to measure.
+    weights = [1 + len(s["arrangements"]) * (1 + len(s["num_sms"])) for _, s in workers]
     for index, (flags, spec) in enumerate(workers):
         print(f"flags {flags!r}, {time.time() - start:.0f} s", flush=True)
-        # What runs on one stream is in the first worker alone.
-        until = share * (0.6 if index + 1 < len(workers) else 1)
+        until = share * sum(weights[: index + 1]) / sum(weights)
         spec["deadline"] = start + until * args.budget
         run(flags, spec, WORKER, "results")
     if args.graph_tokens:

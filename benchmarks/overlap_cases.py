@@ -28,6 +28,8 @@ ARRANGEMENTS = {
     "halves": ("halves", False),
     "stream_whole": ("whole", True),
     "stream_halves": ("halves", True),
+    # Of a handle with overlap="copy".
+    "copy_halves": ("halves", False),
 }
 _STREAM_SINCE = (0, 11, 1)
 # A matmul "fitted" to the exchange takes so much longer that all of it could hide.

@@ -10,6 +10,7 @@ COLUMNS = {
     "halves": "one stream, halves",
     "stream_whole": "two streams, whole",
     "stream_halves": "two streams, halves",
+    "copy_halves": "copy engines, halves",
 }
 
 
@@ -74,7 +75,7 @@ def _cell(row):
     if row is None:
         return ""
     notes = [] if row["num_sms"] is None else [f"{row['num_sms']} SMs"]
-    if row["flags"]:
+    if "latency_hiding" in row["flags"]:
         notes.append("scheduler")
     noted = f" [{', '.join(notes)}]" if notes else ""
     return f"{row['exposed_us']:.0f} ({100 * row['hidden']:.0f}%){noted}"

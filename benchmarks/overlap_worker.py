@@ -6,6 +6,7 @@ As p2p_worker.py: XLA reads its flags once. A line of JSON goes to OUTPUT for th
 devices and for each row once it is measured.
 """
 
+import dataclasses
 import functools
 import gc
 import json
@@ -37,6 +38,8 @@ class Worker:
         self.case = p2p_transports.make_case(
             mesh, spec, spec["tokens"], "uniform", defaults=False
         )
+        config = dataclasses.replace(self.case.config, overlap=spec["overlap"])
+        self.case.config = config
         self.other = p2p_transports.reference(self.case)
         self.transports = {}
         self.alone_us, self.beside_us = {}, {}

@@ -47,6 +47,7 @@ def whole(ep: Any, o: twins.Operands) -> Any:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "copied": {"overlap": "copy"},
     "few_blocks": {"num_sms": 3},
     "wide": {"hidden_size": 7168, "num_experts": 64, "top_k": 8},
     "long_rows": {"hidden_size": 70_000, "max_tokens_per_rank": 32},
@@ -56,6 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 1024,
         "dispatch_format": "fp8_block128",
         "combine_format": "fp8_block128",
+    },
+    "fp8_copied": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "overlap": "copy",
     },
     "mxfp8_tiled": {
         "hidden_size": 1024,
