@@ -1,6 +1,6 @@
 """A process of test_graph_layer: one MoE step called many times, routing always new.
 
-    graph_layer_worker.py whole|halves TOKENS CALLS
+    graph_layer_worker.py whole|halves|copied TOKENS CALLS
 
 The step draws its own routing from a counter that it carries, so that each call has
 other ids in the same buffers: nothing but the device can tell a replayed graph which
@@ -103,8 +103,13 @@ def check(config: Any, parts: Any, given: Any) -> int:
 
 def main(form: str, tokens: int, calls: int) -> dict[str, Any]:
     mesh = helpers.make_mesh(helpers.some_ranks(4))
-    fields = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
-    ep = helpers.init(mesh, **fields, max_tokens_per_rank=tokens, dtype="float32")
+    fields: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN,
+    }
+    fields |= {"max_tokens_per_rank": tokens, "dtype": "float32"}
+    ep = helpers.init(mesh, **fields, overlap="copy" if form == "copied" else "sm")
     rng = np.random.default_rng(calls + tokens)
     n = mesh.size * tokens
     given = (

@@ -1,5 +1,7 @@
 """A whole MoE step, captured and replayed thousands of times, its routing always new.
 
+"copied" has its halves exchanged by XLA's copies, which run beside graphs.
+
 CPUs have no graphs: there a few calls show that the step notices what is wrong.
 """
 
@@ -14,7 +16,11 @@ import pytest
 from test_gpu import CAPTURE
 
 CALLS = 10_000
-FORMS = pytest.mark.parametrize("form", ["whole", "halves"])
+FORMS = pytest.mark.parametrize("form", ["whole", "halves", "copied"])
+# Copies by engines, and the scheduler that puts other work beside them.
+COPIES = (
+    "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_enable_latency_hiding_scheduler=true"
+)
 
 
 def right(found, calls):
@@ -74,7 +80,7 @@ def test_replayed(form, tokens):
         "graph_layer_worker.py",
         *(form, str(tokens), str(CALLS)),
         timeout=280,
-        XLA_FLAGS=CAPTURE,
+        XLA_FLAGS=f"{CAPTURE} {COPIES}" if form == "copied" else CAPTURE,
         JAX_EP_TEST_TRANSPORT=helpers.TRANSPORT,
     )
     assert right(dict(found), CALLS), found
