@@ -97,6 +97,36 @@ def test_same_bits(shape: str) -> None:
                     twins.assert_same(results[0], other, f"{n} {routing}")
 
 
+def pulled(ep: Any, o: twins.Operands) -> Any:
+    """The sums of a layer in halves, and its gradients."""
+
+    def run(x: Any, weights: Any, residual: Any) -> Any:
+        d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, o.ids, weights))
+        return jax_ep.combine_wait(
+            jax_ep.combine_async(
+                ep, d.tokens * 2, d.route, d.router_weights, residual=residual
+            )
+        )
+
+    y, pull = jax.vjp(run, o.dy, o.weights, o.residual)
+    return y, pull(y)
+
+
+@pytest.mark.parametrize("overlap", ["sm", "copy"])
+@pytest.mark.parametrize("tokens", [7, 600])
+def test_same_gradients(tokens: int, overlap: str) -> None:
+    """Backward all is of the windows, on a route of either half's making."""
+    made = config(tokens, overlap=overlap, recv_capacity=2 * tokens)
+    with twins.Twins(twins.p2p_mesh(), made) as pair:
+        fast, plain = (
+            twins.mapped(pair.mesh, functools.partial(pulled, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        for routing in ("random", "duplicates"):
+            o = pair.operands(tokens, tokens, routing)
+            twins.assert_same(fast(o), plain(o), routing)
+
+
 def pipelined(ep: Any, o: twins.Operands) -> Any:
     """Two dispatches and two combines in flight, with whole calls between."""
     scaled = [o.dy * jnp.asarray(i, o.dy.dtype) for i in (1, 2, 3)]
