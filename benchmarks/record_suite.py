@@ -60,6 +60,7 @@ LONG = (
     "test_p2p_order.py",
     "test_dispatch.py",
     "test_combine.py",
+    "test_graph_layer.py",
     "test_multiprocess.py",
 )
 

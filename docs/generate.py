@@ -27,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+OVERLAP = ROOT / "docs" / "overlap.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
 LAYERS = ROOT / "docs" / "layers.md"
 
@@ -288,6 +289,8 @@ def main():
         (README, "layers", layers),
         (LAYERS, "layers", layers),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
+        (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
+        (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
     ):
         old = path.read_text()
         new = fill(old, name, body)

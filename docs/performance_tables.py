@@ -1,6 +1,7 @@
-"""Tables of records of p2p.py, window_kernels.py, layer.py for README.md and docs."""
+"""Tables of records of benchmarks, for README.md and docs."""
 
 import layer_report
+import overlap_report
 import p2p_report
 
 # (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden
@@ -59,6 +60,30 @@ def sms(data, table):
         rows.append((call, tokens, *shown))
     columns = ["", "T a rank", *("default" if c == 0 else f"{c} SMs" for c in counts)]
     return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
+
+
+def overlap(data, table):
+    """What stays exposed beside other work."""
+    failures = overlap_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest overlap file is unfit: {failures}")
+    head = (
+        f"{_source(data, data['command'])}, jax {data['jax']}: {data['tokens']} tokens "
+        f"a rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
+        "bfloat16; microseconds."
+    )
+    return f"{head}\n\n" + table(
+        overlap_report.header(), list(overlap_report.cells(data))
+    )
+
+
+def graphs(data, table):
+    """Short calls in CUDA graphs and outside."""
+    rows = list(overlap_report.graphs(data))
+    if not rows:
+        return "No run is recorded yet."
+    head = f"{_source(data, data['command'])}; of programs of many calls."
+    return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
 
 
 def _speed_up(row):

@@ -45,6 +45,8 @@ PROMISES = (
      "go on over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
     ("p2p: calls keep their order, also from threads, graphs and beside XLA's "
      "collectives", "pytest tests/test_p2p_order.py", ("gpu",)),
+    ("A whole layer in CUDA graphs, also in halves, replayed 10,000 times with routing "
+     "that changes", "pytest tests/test_graph_layer.py", ("gpu",)),
     ("p2p: the kernels touch no memory but their own, without races",
      "benchmarks/sanitize.sh", ("sanitize",)),
     ("The protocol of flags and credits, under ThreadSanitizer and in a model "

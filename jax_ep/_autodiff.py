@@ -45,6 +45,11 @@ def transport_of(ep: EPHandle) -> ModuleType:
     return _collective if ep.config.skip_a2a else _TRANSPORTS[ep.transport]
 
 
+def split_transport_of(ep: EPHandle) -> ModuleType:
+    """As `transport_of`, for calls in halves."""
+    return _collective if ep.config.overlap == "copy" else transport_of(ep)
+
+
 def own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a `jax.custom_vjp` whose arguments `static` are not differentiated."""
     return partial(jax.custom_vjp, nondiff_argnums=static)

@@ -20,6 +20,7 @@ from jax_ep._autodiff import (
     dispatch_cotangents,
     own_rule,
     refusing_vmap,
+    split_transport_of,
     transport_of,
 )
 from jax_ep._autodiff_combine import combine_cotangents, combine_kept
@@ -34,6 +35,20 @@ if TYPE_CHECKING:
 _NUM_INVALID = 2  # in what `dispatch_send` of a transport leaves
 
 
+def _in_windows(ep: EPHandle) -> bool:
+    # Halves that XLA exchanges share nothing with the handle's other calls.
+    return split_transport_of(ep) is transport_of(ep)
+
+
+def _before(ep: EPHandle, like: jax.Array, given: Token | None) -> Token:
+    return _chain.before(ep, like, given) if _in_windows(ep) else ()
+
+
+def _passed(ep: EPHandle, token: Token) -> None:
+    if _in_windows(ep):
+        _chain.passed(ep, token)
+
+
 def dispatch_async(
     ep: EPHandle,
     weighted: bool,
@@ -44,10 +59,10 @@ def dispatch_async(
     given: Token | None = None,
 ) -> tuple[Any, Any]:
     """The first half of `_autodiff.dispatch`."""
-    after = _chain.before(ep, tokens, given)
+    after = _before(ep, tokens, given)
     args = tokens, topk_ids, router_weights, input_scale
     (sent, input_scale), ports = _dispatch_async(ep, weighted, *args, after)
-    _chain.passed(ep, (sent[_NUM_INVALID],))
+    _passed(ep, (sent[_NUM_INVALID],))
     return (sent, input_scale), ports
 
 
@@ -61,7 +76,7 @@ def _dispatch_async(
     input_scale: jax.Array,
     after: Token,
 ) -> tuple[Any, Any]:
-    body = partial(transport_of(ep).dispatch_send, ep)
+    body = partial(split_transport_of(ep).dispatch_send, ep)
     sent = refusing_vmap("dispatch_async", body)(
         tokens, topk_ids, router_weights, input_scale, *after
     )
@@ -85,16 +100,16 @@ def dispatch_wait(
     ep: EPHandle, held: Any, ports: Any, given: Token | None = None
 ) -> Dispatched:
     """The second half of `_autodiff.dispatch`."""
-    after = _chain.before(ep, held[0][0], given)
+    after = _before(ep, held[0][0], given)
     d = _dispatch_wait(ep, held, ports, after)
-    _chain.passed(ep, (d.num_dropped,))
+    _passed(ep, (d.num_dropped,))
     return d
 
 
 @own_rule(0)
 def _dispatch_wait(ep: EPHandle, held: Any, ports: Any, after: Token) -> Dispatched:
     sent, input_scale = held
-    body = partial(transport_of(ep).dispatch_place, ep)
+    body = partial(split_transport_of(ep).dispatch_place, ep)
     guarded = refusing_vmap("dispatch_wait", body)
     return named_dispatch(guarded(ports[0], input_scale, sent, *after))
 
@@ -135,10 +150,10 @@ def _chained_async(
     residual: jax.Array | None,
     given: Token | None = None,
 ) -> tuple[Any, Any, Token]:
-    after = _chain.before(ep, expert_out, given)
+    after = _before(ep, expert_out, given)
     args = route, expert_out, router_weights, residual
     held, port, done = _combine_async(ep, *args, after)
-    _chain.passed(ep, done)
+    _passed(ep, done)
     return held, port, done
 
 
@@ -157,7 +172,7 @@ def _combine_async(
         route: Route, rows: jax.Array, weights: jax.Array | None, *after: jax.Array
     ) -> tuple[jax.Array, ...]:
         wire = ep.config.combine_wire
-        return transport_of(ep).combine_send(
+        return split_transport_of(ep).combine_send(
             ep, route, rows, weights, None, wire, at_source, *after
         )
 
@@ -198,9 +213,9 @@ def combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
 def _chained_wait(
     ep: EPHandle, held: Any, port: jax.Array, given: Token | None = None
 ) -> tuple[jax.Array, ...]:
-    after = _chain.before(ep, held[0], given)
+    after = _before(ep, held[0], given)
     out = _combine_wait(ep, held, port, after)
-    _chain.passed(ep, out[1:])
+    _passed(ep, out[1:])
     return out
 
 
@@ -211,7 +226,7 @@ def _combine_wait(
     def body(held: Any, port: jax.Array, *after: jax.Array) -> tuple[jax.Array, ...]:
         recv, slot_of, weights, residual, shared_rows = held
         rows = port if shared_rows is None else shared_rows
-        y, _, *done = transport_of(ep).combine_sum(
+        y, _, *done = split_transport_of(ep).combine_sum(
             ep,
             recv,
             slot_of,

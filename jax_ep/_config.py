@@ -14,6 +14,7 @@ from jax_ep._native import cpu as native
 DTYPES = ("bfloat16", "float16", "float32")
 REDUCES = ("rank", "source", "none")
 SCALE_LAYOUTS = ("rows", "tiled_128x4")
+OVERLAPS = ("sm", "copy")
 WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
 _CAPACITY_MULTIPLE = 128
@@ -71,6 +72,8 @@ class EPConfig:
         allreduce_world_size: ranks that split the shared expert; None is R.
         pending_calls: dispatches, and combines, that may be pending at once: 0, 1 or 2.
             Each takes room in the windows of a GPU transport.
+        overlap: what moves the calls in halves of transport p2p: its kernels ("sm"), or
+            XLA's all-to-all ("copy"), which copy engines do where its flag says so.
         num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
         ranks_per_node: forces "nodes" for tests; None finds them.
         timeout_s: bound on every wait of p2p and shmem, in seconds.
@@ -98,6 +101,7 @@ class EPConfig:
     skip_a2a: bool = False
     allreduce_world_size: int | None = None
     pending_calls: int = 2
+    overlap: str = "sm"
     num_sms: int | None = None
     ranks_per_node: int | None = None
     timeout_s: float = 100.0
@@ -163,6 +167,7 @@ class EPConfig:
         for name, allowed in (
             ("reduce", REDUCES),
             ("scale_layout", SCALE_LAYOUTS),
+            ("overlap", OVERLAPS),
             ("combine_format", (None, *WIRE_FORMATS)),
             ("grad_format", (None, *WIRE_FORMATS)),
         ):

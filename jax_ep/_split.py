@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_ep import _autodiff_split, _checks, _handle, _operands, _pending
-from jax_ep._autodiff import transport_of
+from jax_ep._autodiff import split_transport_of
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
@@ -160,7 +160,7 @@ def handle_of(function: str, kind: str, pending: Pending) -> EPHandle:
 def _waiting(function: str, kind: str, pending: Pending) -> EPHandle:
     ep = handle_of(function, kind, pending)
     _checks.require_scope(function, ep)
-    wanted = transport_of(ep).held_rows(ep)
+    wanted = split_transport_of(ep).held_rows(ep)
     held = jax.tree.leaves(pending.held)[0].shape[0]
     if held != wanted:
         raise ValueError(

@@ -170,7 +170,8 @@ def window_config(native: ModuleType, config: EPConfig, ranks: int) -> Any:
         top_k=top_k + shared,
         ranks=ranks,
         local_experts=config.num_experts // ranks + shared,
-        pending_calls=config.pending_calls,
+        # Calls that XLA exchanges need no windows.
+        pending_calls=config.pending_calls if config.overlap == "sm" else 0,
     )
 
 

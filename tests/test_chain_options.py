@@ -60,6 +60,32 @@ def test_halves(mesh, check_vma: bool) -> None:
     assert afters(text) == chain(len(found))
 
 
+def test_copied_halves(mesh) -> None:
+    """Halves that XLA exchanges stand beside the chain of all other calls."""
+    ep = p2p_handle(mesh, overlap="copy")
+
+    def run(x: Any, ids: Any) -> Any:
+        pending = jax_ep.dispatch_async(ep, x, ids)
+        y = layer(ep, x, ids)
+        d = jax_ep.dispatch_wait(pending)
+        back = jax_ep.combine_async(ep, d.tokens, d.route)
+        return square(y) + square(jax_ep.combine_wait(back))
+
+    whole = lowered(mesh, jax.grad(run))
+    named = r"custom_call @(ep_\w+)\("
+    others = set(re.findall(named, whole)) - set(TOKEN_INDEX)
+    assert others == {"ep_pack", "ep_unpack", "ep_combine_pack", "ep_combine_unpack"}
+    assert whole.count('"stablehlo.all_to_all"') == 2
+    text = "\n".join(
+        line for line in whole.splitlines() if not set(re.findall(named, line)) & others
+    )
+    found = [call.target for call in calls(text)]
+    # Backward all goes through the windows.
+    assert found[:2] == ["ep_dispatch", "ep_combine"]
+    assert sorted(found[2:]) == ["ep_combine"] * 2 + ["ep_dispatch_cached"] * 2
+    assert afters(text) == chain(len(found))
+
+
 @pytest.mark.parametrize("one", [layer, split_layer])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_options(mesh, mode: str, one: Any) -> None:

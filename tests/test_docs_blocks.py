@@ -32,6 +32,7 @@ RUN = {
     ("docs/layers.md", "python"): 5,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 4,  # test_docs_layers.py
     ("docs/options.md", "python"): 1,
+    ("docs/overlap.md", "python"): 1,
 }
 # Pictures and directives: step docs of .ci/run builds them.
 DRAWN = ("mermaid", "{toctree}", "{eval-rst}")
@@ -101,9 +102,12 @@ def test_formats_page():
     np.testing.assert_allclose(np.asarray(hidden, np.float32)[at], got, rtol=0.01)
 
 
-def test_options_page():
+@pytest.mark.parametrize("page", ["options", "overlap"])
+def test_pages_of_halves(page):
+    if page == "overlap" and jax.__version_info__ < (0, 11, 1):
+        pytest.skip("needs a JAX whose compute_on takes a function")
     tokens, (_, group_sizes, (shared,)) = run_block(
-        "docs/options.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
+        f"docs/{page}.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
     )
     assert int(group_sizes.sum()) == len(tokens) * TOP_K
     np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)

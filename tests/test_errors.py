@@ -38,6 +38,7 @@ CONFIGS = {
     "grad_format": ({"grad_format": "fp7"}, "grad_format", "fp7"),
     "reduce": ({"reduce": "tree"}, "reduce", "tree", "rank", "source", "none"),
     "scale_layout": ({"scale_layout": "wavy"}, "scale_layout", "wavy", "rows"),
+    "overlap": ({"overlap": "dma"}, "overlap", "dma", "sm"),
     "alignment_zero": ({"expert_alignment": 0}, "expert_alignment", "0"),
     "recv_capacity_zero": ({"recv_capacity": 0}, "recv_capacity", "0"),
     "capacity_factor_zero": ({"capacity_factor": 0.0}, "capacity_factor", "0.0"),

@@ -119,6 +119,7 @@ def test_config_is_frozen_and_hashable() -> None:
         "skip_a2a": False,
         "allreduce_world_size": None,
         "pending_calls": 2,
+        "overlap": "sm",
         "num_sms": None,
         "ranks_per_node": None,
         "timeout_s": 100.0,

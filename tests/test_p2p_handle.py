@@ -116,6 +116,12 @@ def test_windows_of_options(mesh, opened, mode: str) -> None:
     assert all(config["pending_calls"] == 1 for _, config, _ in opened.opened)
 
 
+def test_calls_that_xla_exchanges_need_no_windows(mesh, opened) -> None:
+    helpers.init(mesh, overlap="copy", pending_calls=2).close()
+    ((_, config, _),) = opened.opened
+    assert config["pending_calls"] == 0
+
+
 def test_check_raises_while_poisoned(mesh, opened) -> None:
     ep = helpers.init(mesh)
     ep.check()

@@ -47,6 +47,7 @@ def whole(ep: Any, o: twins.Operands) -> Any:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "copied": {"overlap": "copy"},
     "few_blocks": {"num_sms": 3},
     "wide": {"hidden_size": 7168, "num_experts": 64, "top_k": 8},
     "long_rows": {"hidden_size": 70_000, "max_tokens_per_rank": 32},
@@ -56,6 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 1024,
         "dispatch_format": "fp8_block128",
         "combine_format": "fp8_block128",
+    },
+    "fp8_copied": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "overlap": "copy",
     },
     "mxfp8_tiled": {
         "hidden_size": 1024,
@@ -89,6 +95,36 @@ def test_same_bits(shape: str) -> None:
                 results = [run(o) for run in runs]
                 for other in results[1:]:
                     twins.assert_same(results[0], other, f"{n} {routing}")
+
+
+def pulled(ep: Any, o: twins.Operands) -> Any:
+    """The sums of a layer in halves, and its gradients."""
+
+    def run(x: Any, weights: Any, residual: Any) -> Any:
+        d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, o.ids, weights))
+        return jax_ep.combine_wait(
+            jax_ep.combine_async(
+                ep, d.tokens * 2, d.route, d.router_weights, residual=residual
+            )
+        )
+
+    y, pull = jax.vjp(run, o.dy, o.weights, o.residual)
+    return y, pull(y)
+
+
+@pytest.mark.parametrize("overlap", ["sm", "copy"])
+@pytest.mark.parametrize("tokens", [7, 600])
+def test_same_gradients(tokens: int, overlap: str) -> None:
+    """Backward all is of the windows, on a route of either half's making."""
+    made = config(tokens, overlap=overlap, recv_capacity=2 * tokens)
+    with twins.Twins(twins.p2p_mesh(), made) as pair:
+        fast, plain = (
+            twins.mapped(pair.mesh, functools.partial(pulled, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        for routing in ("random", "duplicates"):
+            o = pair.operands(tokens, tokens, routing)
+            twins.assert_same(fast(o), plain(o), routing)
 
 
 def pipelined(ep: Any, o: twins.Operands) -> Any:

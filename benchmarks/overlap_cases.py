@@ -1,0 +1,178 @@
+"""What overlap_worker.py runs beside an exchange, and how the two stand in a program.
+
+Everything here is of one rank's arrays, but for operands, which are global.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import layer_cases
+import layer_experts
+import numpy as np
+import p2p_programs
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+NAMES = ("matmul", "matmul_fitted", "grouped", "elementwise")
+# How the exchange and what is beside it stand in a program, and whether the exchange,
+# or its first half, is on XLA's stream of collectives.
+ARRANGEMENTS = {
+    "whole": ("whole", False),
+    "halves": ("halves", False),
+    "stream_whole": ("whole", True),
+    "stream_halves": ("halves", True),
+    # Of a handle with overlap="copy".
+    "copy_halves": ("halves", False),
+}
+_STREAM_SINCE = (0, 11, 1)
+# A matmul "fitted" to the exchange takes so much longer that all of it could hide.
+_LONGER = 1.2
+_NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
+
+
+def available(arrangement):
+    """Whether this JAX puts custom calls on the stream of collectives."""
+    _, on_stream = ARRANGEMENTS[arrangement]
+    return not on_stream or jax.__version_info__ >= _STREAM_SINCE
+
+
+def on_collective_stream(function):
+    """`function`, run where XLA runs collectives, beside what needs not its results."""
+    from jax.experimental.compute_on import compute_on
+
+    place = {
+        "compute_type": "gpu_stream:collective",
+        "out_memory_spaces": jax.memory.Space.Device,
+    }
+    return compute_on(function, **place)
+
+
+@dataclasses.dataclass
+class Beside:
+    """Work that needs nothing of the exchange: `run` of the rank's part of operands."""
+
+    name: str
+    run: Callable[..., jax.Array]
+    operands: tuple[jax.Array, ...]
+    facts: dict[str, Any]
+
+
+def _normal(mesh, seed, shape):
+    return layer_cases.sharded_normal(mesh, jax.random.key(seed), shape)
+
+
+def matmul(mesh, size, rows=None, name="matmul"):
+    """bfloat16 [rows, size] by [size, size]."""
+    rows = rows or size
+    left = _normal(mesh, 1, (mesh.size * rows, size))
+    right = _normal(mesh, 2, (mesh.size * size, size))
+    return Beside(name, jnp.dot, (left, right), {"shape": [rows, size, size]})
+
+
+def fitted_matmul(mesh, size, us, exchange_us):
+    """As `matmul`, which takes `us`, with the rows that are as long as the exchange."""
+    rows = int(np.ceil(size * _LONGER * exchange_us / us / 128)) * 128
+    return matmul(mesh, size, rows, "matmul_fitted")
+
+
+def grouped(mesh, case, group_sizes, inner):
+    """The first grouped matmul of the experts, on rows as a dispatch groups them."""
+    hidden = case.config.hidden_size
+    sizes = {"hidden": hidden, "inner": inner}
+    way = "mosaic" if layer_experts.available("mosaic", sizes) else "ragged_dot"
+    run = layer_experts.grouped_matmul if way == "mosaic" else lax.ragged_dot
+    rows = _normal(mesh, 3, (case.expert_out.shape[0], hidden))
+    weights = _normal(mesh, 4, (case.config.num_experts, hidden, inner))
+    facts = {"way": way, "inner": inner}
+    return Beside("grouped", run, (rows, weights, group_sizes), facts)
+
+
+def elementwise(mesh, megabytes):
+    """Reads and writes an array of so many MB: bound by device memory."""
+    rows = max(1, megabytes * 10**6 // 2 // 1024)
+    array = _normal(mesh, 5, (mesh.size * rows, 1024))
+
+    def run(array):
+        return array * jnp.bfloat16(1.5) + jnp.bfloat16(1)
+
+    return Beside("elementwise", run, (array,), {"megabytes": megabytes})
+
+
+# Of each operation: whole, begin, end and the order of its operands (first, rest,
+# shared), the first of which ties calls, as `Transport.operation` has them.
+def _exchange(ep, op):
+    if op == "dispatch":
+        return (
+            functools.partial(jax_ep.dispatch, ep),
+            functools.partial(jax_ep.dispatch_async, ep),
+            jax_ep.dispatch_wait,
+            lambda ids, weights, tokens: (tokens, ids, weights),
+        )
+    return (
+        functools.partial(jax_ep.combine, ep),
+        functools.partial(jax_ep.combine_async, ep),
+        jax_ep.combine_wait,
+        lambda weights, route, rows: (rows, route, weights),
+    )
+
+
+def together(ep, op, arrangement, beside):
+    """A function of (operands, beside's operands) that gives both results.
+
+    `beside` may be None, and so may `arrangement`: then its result is None.
+    """
+    whole, begin, end, _ = _exchange(ep, op)
+    form, on_stream = ARRANGEMENTS[arrangement or "whole"]
+    place = on_collective_stream if on_stream else lambda function: function
+
+    def run(operands, others):
+        work = (lambda: None) if beside is None else (lambda: beside.run(*others))
+        if arrangement is None:
+            return None, work()
+        if form == "whole":
+            return place(whole)(*operands), work()
+        pending = place(begin)(*operands)
+        other = work()
+        if other is not None:
+            # The second half comes after it.
+            pending, other = lax.optimization_barrier((pending, other))
+        return end(pending), other
+
+    return run
+
+
+def operation(transport, op, arrangement, beside):
+    """As `Transport.operation`, with `beside` in each call."""
+    base = transport.operation(op)
+    *_, order = _exchange(transport.ep, op)
+    run = together(transport.ep, op, arrangement, beside)
+
+    def step(first, rest, shared):
+        # Tied to the call, or XLA would do what is beside the first one once for all.
+        first, others = lax.optimization_barrier((first, shared["beside"]))
+        result, other = run(order(first, rest, shared["exchange"]), others)
+        outputs = []
+        if result is not None:
+            outputs.append(result.row_offsets if op == "dispatch" else result)
+        if other is not None:
+            # Zero, which XLA cannot know; the barrier keeps all of it from being cut
+            # down to the element that is looked at.
+            last = p2p_programs.last_element(lax.optimization_barrier(other))
+            outputs.append((last == shared["never"]).astype(jnp.uint32))
+        return outputs
+
+    mesh = transport.case.mesh
+    never = np.full(mesh.size, _NEVER, np.uint32)
+    shared = {
+        "exchange": base.shared,
+        "beside": beside.operands if beside else (),
+        "never": jax.device_put(never, NamedSharding(mesh, P("ep"))),
+    }
+    return dataclasses.replace(base, step=step, shared=shared, target=None)

@@ -1,0 +1,243 @@
+"""Measures what hides an exchange, in a process of its own for overlap.py.
+
+    python benchmarks/overlap_worker.py SPECIFICATION OUTPUT
+
+As p2p_worker.py: XLA reads its flags once. A line of JSON goes to OUTPUT for the
+devices and for each row once it is measured.
+"""
+
+import dataclasses
+import functools
+import gc
+import json
+import math
+import sys
+import time
+
+import jax
+import numpy as np
+import overlap_cases
+import overlap_report
+import p2p_check
+import p2p_programs
+import p2p_transports
+from jax.sharding import AxisType, Mesh
+from layer_worker import compile_all, raised
+
+# Draws of a program's loop body: the longest programs have matmuls of a millisecond.
+_UNROLLED = 4
+_EXPECTED_US = 1500
+_OPS = ("dispatch", "combine")
+
+
+class Worker:
+    """All of one specification."""
+
+    def __init__(self, spec, mesh, emit):
+        self.spec, self.mesh, self.emit = spec, mesh, emit
+        self.case = p2p_transports.make_case(
+            mesh, spec, spec["tokens"], "uniform", defaults=False
+        )
+        config = dataclasses.replace(self.case.config, overlap=spec["overlap"])
+        self.case.config = config
+        self.other = p2p_transports.reference(self.case)
+        self.transports = {}
+        self.alone_us, self.beside_us = {}, {}
+
+    def row(self, **entries):
+        facts = {name: self.case.facts[name] for name in ("tokens", "recv_capacity")}
+        self.emit({**facts, "flags": self.spec["flags"], **entries})
+
+    def late(self):
+        return time.time() > self.spec["deadline"]
+
+    def open(self, num_sms):
+        """A handle whose calls give what the collective transport gives."""
+        transport = p2p_transports.Transport(self.case, self.spec["transport"], num_sms)
+        p2p_transports.call_all(transport)
+        found = transport.differences(self.other)
+        if found:
+            raise RuntimeError(f"results differ from the reference's: {found}")
+        self.transports[num_sms] = transport
+
+    def compiling(self, transport, op, arrangement, beside):
+        """Functions that compile what is timed and what is compared."""
+        made = overlap_cases.operation(transport, op, arrangement, beside)
+        each_us = _UNROLLED * _EXPECTED_US
+        iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
+        sizes = (_UNROLLED, iterations)
+        # By data: on two streams the order of what is launched is not enough.
+        timed = p2p_programs.compiling(self.mesh, made, *sizes, tie="data")
+        found = {"timed": timed}
+        # With other num_sms only the timed calls' checksum is compared.
+        if arrangement and beside and transport.num_sms is None:
+            run = overlap_cases.together(transport.ep, op, arrangement, beside)
+            checked = p2p_check.mapped(self.mesh, functools.partial(_result, run))
+            arguments = (transport.inputs(op, 0), beside.operands)
+            found["checked"] = checked.lower(*arguments).compile
+        return found
+
+    def check(self, transport, op, program, beside):
+        """What differs from the reference's results, {} if nothing."""
+        result = raised(program)(transport.inputs(op, 0), beside.operands)[0]
+        if op == "dispatch":
+            wanted = self.other.dispatched[0]
+            config = self.case.config
+            return p2p_check.dispatched(self.mesh, config, result, wanted)
+        return p2p_check.combined(result, self.other.combined[0])
+
+    def time(self, program, op, arrangement):
+        """Its timing, and what is wrong with its checksum."""
+        program = raised(program)
+        timing, checksum = p2p_programs.measure(program, self.spec["repeats"])
+        last = [
+            p2p_programs.last_elements(self.mesh)(array)
+            for array in self.other.outputs(op)
+        ]
+        if arrangement is None:
+            last = [np.zeros_like(each) for each in last]
+        wanted = p2p_programs.expected_checksum(program, last)
+        right = checksum is not None and np.array_equal(checksum, wanted)
+        return timing, {} if right else {"checksum of the timed calls": 1}
+
+    def measure(self, wanted, beside):
+        """Times each (op, arrangement, num_sms) of `wanted` with `beside`."""
+        name = beside.name if beside else None
+        finishers = {}
+        for key in wanted:
+            op, arrangement, num_sms = key
+            facts = {"op": op, "arrangement": arrangement, "num_sms": num_sms}
+            if self.late():
+                self.row(**facts, beside=name, error="no time left")
+                continue
+            try:
+                found = self.compiling(
+                    self.transports[num_sms], op, arrangement, beside
+                )
+            except Exception as error:  # what this JAX cannot trace
+                self.row(**facts, beside=name, **_error(error))
+                continue
+            finishers |= {(*key, part): finish for part, finish in found.items()}
+        programs = compile_all(finishers)
+        for key in wanted:
+            if (*key, "timed") not in programs:
+                continue
+            op, arrangement, num_sms = key
+            facts = {"op": op, "arrangement": arrangement, "num_sms": num_sms}
+            try:
+                transport = self.transports[num_sms]
+                different = {}
+                if (*key, "checked") in programs:
+                    checked = programs[(*key, "checked")]
+                    different = self.check(transport, op, checked, beside)
+                timing, wrong = self.time(programs[(*key, "timed")], op, arrangement)
+                transport.ep.check()
+            except Exception as error:  # of one program of many
+                self.row(**facts, beside=name, **_error(error))
+                continue
+            self.note(facts, beside, timing, different | wrong)
+
+    def note(self, facts, beside, timing, different):
+        """Emits a row of what was measured, with what follows from earlier rows."""
+        op, us = facts["op"], timing["us"]
+        row = {**facts, "beside": beside and beside.name, **timing}
+        row |= {"differences": different, "wrong": bool(different)}
+        if beside is None:
+            if (facts["arrangement"], facts["num_sms"]) == ("whole", None):
+                self.alone_us[op] = us
+        elif facts["arrangement"] is None:
+            self.beside_us[beside.name] = us
+            row["facts"] = beside.facts
+        else:
+            x_us = self.beside_us.get(beside.name)
+            row |= overlap_report.exposed(us, x_us, self.alone_us.get(op))
+        self.row(**row)
+
+    def besides(self):
+        """What runs beside the exchange, made when it is its turn."""
+        spec, mesh, size = self.spec, self.mesh, self.spec["matmul"]
+        make = {
+            "matmul": lambda: overlap_cases.matmul(mesh, size),
+            "matmul_fitted": lambda: overlap_cases.fitted_matmul(
+                mesh, size, self.beside_us["matmul"], max(self.alone_us.values())
+            ),
+            "grouped": lambda: overlap_cases.grouped(
+                mesh,
+                self.case,
+                self.transports[None].dispatched[0].group_sizes,
+                spec["inner"],
+            ),
+            "elementwise": lambda: overlap_cases.elementwise(mesh, spec["megabytes"]),
+        }
+        for name in spec["beside"]:
+            try:
+                yield make[name]()
+            except (KeyError, ValueError) as error:  # nothing to fit it to
+                self.row(op=None, arrangement=None, num_sms=None, beside=name)
+                print(f"  {name}: {type(error).__name__}: {error}", flush=True)
+
+    def run(self):
+        for num_sms in [None, *self.spec["num_sms"]]:
+            self.open(num_sms)
+        chosen = [a for a in self.spec["arrangements"] if overlap_cases.available(a)]
+        for name in sorted(set(self.spec["arrangements"]) - set(chosen)):
+            print(f"  {name}: not in jax {jax.__version__}", flush=True)
+        alone = [
+            (op, form, num_sms)
+            for op in _OPS
+            for form in ("whole", "halves")
+            for num_sms in self.transports
+        ]
+        self.measure(alone, None)
+        # Of the other multiprocessors something is left to others on a second stream.
+        wanted = [
+            (op, name, num_sms)
+            for op in _OPS
+            for name in chosen
+            for num_sms in self.transports
+            if num_sms is None or overlap_cases.ARRANGEMENTS[name][1]
+        ]
+        for beside in self.besides():
+            self.measure([("dispatch", None, None)], beside)
+            self.measure(wanted, beside)
+            gc.collect()
+        for transport in (*self.transports.values(), self.other):
+            transport.ep.close()
+
+
+def _result(run, operands, others):
+    """What `run` gives, with the last element of the other result alone."""
+    result, other = run(operands, others)
+    return result, p2p_programs.last_element(jax.lax.optimization_barrier(other))[None]
+
+
+def _error(error):
+    return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def main():
+    spec = json.loads(sys.argv[1])
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+    start = time.perf_counter()
+    with open(sys.argv[2], "a") as output:
+
+        def emit(row):
+            output.write(json.dumps(row) + "\n")
+            output.flush()
+            if "device" not in row:
+                seconds = time.perf_counter() - start
+                print(f"  {seconds:5.1f} s  {overlap_report.line(row)}", flush=True)
+
+        emit(
+            {
+                "device": devices[0].device_kind,
+                "count": len(devices),
+                "jax": jax.__version__,
+            }
+        )
+        Worker(spec, mesh, emit).run()
+
+
+if __name__ == "__main__":
+    main()
