@@ -121,9 +121,18 @@ class Heap:
         """As own_obstacle, with what p2p must have; the same in all processes."""
         if not meeting.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
-        found = self.own_obstacle(groups, config, meeting.own)
-        found = _windows.first(meeting.gather("shmem", found))
-        return found or _windows.find_obstacle(native, groups, meeting)
+        card = {
+            "obstacle": self.own_obstacle(groups, config, meeting.own),
+            "started": bool(self.processes),
+        }
+        cards = meeting.gather("shmem", card)
+        found = _windows.first({p: card["obstacle"] for p, card in cards.items()})
+        if found is not None:
+            return found
+        started = [process for process, card in cards.items() if card["started"]]
+        if len(started) not in (0, len(cards)):
+            return "NVSHMEM started in all processes of a mesh or in none", f"{started}"
+        return _windows.find_obstacle(native, groups, meeting)
 
     def open_windows(
         self,
@@ -200,7 +209,7 @@ class Heap:
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
         first = meeting.processes[0]
         name = self._module().unique_id().hex() if meeting.own == first else None
-        name = meeting.gather("unique id", name)[first]
+        name = meeting.gather("id", name)[first]
         (device,) = (d for d in groups.flat if d.process_index == meeting.own)
         pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
         ordinal = _windows.ordinal(device)

@@ -222,6 +222,13 @@ def test_other_processes_or_devices_than_at_the_start() -> None:
     job.refused("local device 0", "local device 1", "(process 2)")
 
 
+def test_process_that_was_started_again() -> None:
+    job = Job(ONE_EACH)
+    job.opens(1)
+    job.heaps[2] = _shmem.Heap(lambda: Module(job.shared))
+    job.refused("in all processes of a mesh or in none", "[0, 1]")
+
+
 def test_gpus_out_of_reach() -> None:
     job = Job(ONE_EACH)
     job.shared.unreached = {(0, 2)}
@@ -264,6 +271,23 @@ def test_library_is_looked_for_at_home_first(monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", "/somewhere")
     first, *_, last = _shmem.candidates()
     assert (first, last) == (f"/somewhere/lib/{_shmem.LIBRARY}", _shmem.LIBRARY)
+
+
+def test_library_of_the_package(monkeypatch, tmp_path) -> None:
+    import importlib
+    import sys
+
+    (tmp_path / "nvidia" / "nvshmem").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = {name for name in sys.modules if name.partition(".")[0] == "nvidia"}
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    importlib.invalidate_caches()
+    wheel, last = _shmem.candidates()
+    assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / _shmem.LIBRARY)
+    assert last == _shmem.LIBRARY
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
 
 
 def test_module_says_why_it_cannot_load() -> None:
