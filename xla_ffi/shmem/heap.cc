@@ -14,13 +14,16 @@
 namespace jax_ep::shmem {
 namespace {
 
+// Of the parts of a window, and more.
+constexpr size_t kAlignment = 512;
+
 struct Library {
   decltype(&nvshmemx_vendor_get_version_info) version;
   decltype(&nvshmemx_init_status) status;
   decltype(&nvshmemx_get_uniqueid) unique_id;
   decltype(&nvshmemx_set_attr_uniqueid_args) set_unique_id;
   decltype(&nvshmemx_hostlib_init_attr) start;
-  decltype(&nvshmem_malloc) allocate;
+  decltype(&nvshmem_align) allocate;
   decltype(&nvshmem_free) free;
   decltype(&nvshmem_ptr) reached;
 };
@@ -61,7 +64,7 @@ std::string Load(const std::string& path) {
     Find(handle, "nvshmemx_get_uniqueid", found.unique_id);
     Find(handle, "nvshmemx_set_attr_uniqueid_args", found.set_unique_id);
     Find(handle, "nvshmemx_hostlib_init_attr", found.start);
-    Find(handle, "nvshmem_malloc", found.allocate);
+    Find(handle, "nvshmem_align", found.allocate);
     Find(handle, "nvshmem_free", found.free);
     Find(handle, "nvshmem_ptr", found.reached);
     library = found;
@@ -109,8 +112,9 @@ void Start(const std::string& unique_id, int pe, int pes, int32_t ordinal) {
 
 uint64_t Allocate(int64_t bytes) {
   uint64_t block = 0;
-  OnStarted(
-      [&] { block = reinterpret_cast<uint64_t>(library.allocate(static_cast<size_t>(bytes))); });
+  OnStarted([&] {
+    block = reinterpret_cast<uint64_t>(library.allocate(kAlignment, static_cast<size_t>(bytes)));
+  });
   return block;
 }
 
