@@ -83,6 +83,9 @@ class Heap:
         self, groups: np.ndarray, config: EPConfig, own: int
     ) -> Obstacle | None:
         """(what shmem must have, what was found) as far as this process sees."""
+        _, lacking = self.load()
+        if lacking is not None:
+            return lacking
         ranks = groups.shape[1]
         if config.ranks_per_node not in (None, ranks):
             return (
@@ -93,9 +96,6 @@ class Heap:
         here = [device for device in groups.flat if device.process_index == own]
         if len(here) != 1:
             return "one GPU of the mesh in each process", f"{len(here)} in one"
-        _, lacking = self.load()
-        if lacking is not None:
-            return lacking
         if self.broken:
             return "NVSHMEM to work", self.broken
         processes = tuple(sorted({device.process_index for device in groups.flat}))
