@@ -1,9 +1,9 @@
 """Rewrites the generated parts of README.md and of docs; --check compares.
 
-The tables of the wire and of formats come from the native module, the other tables
-from the newest file of each kind in benchmarks/results (of a test suite: of each
-transport and number of devices), and docs/p2p.svg from the one of p2p.py: drawing it
-needs matplotlib, checking that it shows that file does not.
+The tables of the wire, of formats and of scale.md come from the native module, the
+other tables from the newest file of each kind in benchmarks/results (of a test suite:
+of each transport and number of devices), and docs/p2p.svg from the one of p2p.py:
+drawing it needs matplotlib, checking that it shows that file does not.
 """
 
 import json
@@ -21,6 +21,7 @@ import format_errors
 import p2p_report
 import performance_tables
 import reliability_table
+import scale_model
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +31,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 OVERLAP = ROOT / "docs" / "overlap.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
 LAYERS = ROOT / "docs" / "layers.md"
+SCALE = ROOT / "docs" / "scale.md"
 
 
 def table(header, rows):
@@ -291,6 +293,7 @@ def main():
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
+        *((SCALE, name, body) for name, body in scale_model.parts(table).items()),
     ):
         old = path.read_text()
         new = fill(old, name, body)

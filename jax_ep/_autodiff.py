@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Rows or tokens and weights, and from a chained transport what comes next goes after.
 Sent = tuple[Any, ...]
 
-_TRANSPORTS = {"collective": _collective, "p2p": _p2p}
+_TRANSPORTS = {"collective": _collective, "p2p": _p2p, "shmem": _p2p}
 
 
 def transport_of(ep: EPHandle) -> ModuleType:

@@ -21,7 +21,7 @@ from jax_ep._varying import varying
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
-_CHAINED = {"p2p"}
+_CHAINED = {"p2p", "shmem"}
 _CHECKS_LEAKS = "jax_check_tracer_leaks"
 
 # What a call of a chained transport takes and yields: one array. () elsewhere, so that

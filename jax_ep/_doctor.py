@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _transports, _windows, formats
+from jax_ep import _ffi, _native, _shmem, _transports, _windows, formats
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -53,7 +53,7 @@ def versions() -> dict[str, str | None]:
     """Of jax_ep, Python, and the packages beside it; None where not installed."""
     found: dict[str, str | None] = {"jax_ep": jax_ep.__version__}
     found["python"] = platform.python_version()
-    for name in (*_PACKAGES, *_CUDA_PACKAGES):
+    for name in (*_PACKAGES, *_CUDA_PACKAGES, _shmem.PACKAGE):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,8 @@ def versions() -> dict[str, str | None]:
 
 
 def _build() -> dict[str, bool]:
-    return {"cpu": True, "cuda": _ffi.native_cuda is not None}
+    shmem = _native.shmem() is not None
+    return {"cpu": True, "cuda": _ffi.native_cuda is not None, "shmem": shmem}
 
 
 def _device(device: Any) -> dict[str, Any]:
@@ -104,18 +105,20 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
     # Of this process's devices alone.
     with Meeting.of(mesh, config.timeout_s, "doctor") as meeting:
-        obstacle = _transports.obstacle(mesh, ("ep",), meeting)
-    found["p2p"] = {
-        "works": obstacle is None,
-        "why": "every device reaches every other",
-    }
-    if obstacle is not None:
-        found["p2p"]["why"] = f"must have {obstacle[0]}, found {obstacle[1]}"
-    found["shmem"] = {"works": False, "why": "this version has none"}
+        p2p = _transports.obstacle(mesh, ("ep",), meeting)
+        shmem = _transports.obstacle(mesh, ("ep",), meeting, config)
+    found["p2p"] = _windowed(p2p, "every device reaches every other")
+    found["shmem"] = _windowed(shmem, "NVSHMEM is there, and one GPU in this process")
     for name, entry in found.items():
         if entry["works"]:
             entry["test"] = self_test(mesh, name)
     return found
+
+
+def _windowed(obstacle: _windows.Obstacle | None, why: str) -> dict[str, Any]:
+    if obstacle is not None:
+        why = f"must have {obstacle[0]}, found {obstacle[1]}"
+    return {"works": obstacle is None, "why": why}
 
 
 def _names() -> list[str]:

@@ -132,7 +132,7 @@ class EPHandle:
                 "jax_ep.check: ep must be of this process, got the copy of a forked "
                 "child; check in the process that called jax_ep.init"
             )
-        if self.transport == "p2p":
+        if self.transport in ("p2p", "shmem"):
             for _, failure in self._native.wait_failures(self.key):
                 raise jax.errors.JaxRuntimeError(f"jax_ep.check: {failure}")
         found = sorted(self._native.take_invalid_ids(self.key))

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep import _ffi, _runtime, _transports, _windows
+from jax_ep import _ffi, _runtime, _shmem, _transports, _windows
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
 from jax_ep._meeting import Meeting
@@ -24,6 +24,9 @@ from jax_ep._transports import TRANSPORTS
 _LARGE_BYTES = 10**9
 # Of the first call over new windows; tests start near the wrap of 64 bits.
 _FIRST_EPOCH: int | None = None
+
+# How the windows of a transport are opened; the collective one has none.
+_OPENERS = {"p2p": _windows.open_windows, "shmem": _shmem.heap.open_windows}
 
 _instances: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -47,8 +50,9 @@ def init(
             count in the order given, the last axis fastest.
         config: sizes and options.
         transport: "p2p" (GPUs of one host, in one process or several, that reach each
-            other's memory), "collective" (XLA's all-to-all, on CPU and GPU), or "auto"
-            for the fastest one that this build and these devices have.
+            other's memory), "shmem" (the same with one process per GPU, over windows
+            of NVSHMEM), "collective" (XLA's all-to-all, on CPU and GPU), or "auto" for
+            p2p where this build and these devices have it, else collective.
 
     Returns:
         An `EPHandle`.
@@ -56,8 +60,8 @@ def init(
     Raises:
         ValueError, TypeError: an argument does not hold what is said above; a config
             that this mesh or transport cannot serve.
-        RuntimeError: a device has no room for the windows of "p2p"; a process of the
-            mesh did not come within `timeout_s`, or failed.
+        RuntimeError: a device has no room for the windows of p2p or shmem; a process of
+            the mesh did not come within `timeout_s`, or failed.
 
     Source: SPEC section 2; the system documents' ep_init.
     """
@@ -74,14 +78,14 @@ def init(
             '"auto" takes the fastest that works here'
         )
     ranks = int(np.prod([mesh.shape[name] for name in names]))
-    _check_served(config, ranks, transport)
+    _check_served(config, ranks)
     subject = repr((_content(mesh, names, config), transport))
     with Meeting.of(mesh, config.timeout_s, subject) as meeting:
-        chosen = _transports.choose(mesh, names, transport, meeting)
+        chosen = _transports.choose(mesh, names, transport, meeting, config)
         try:
             return _open(mesh, names, config, ranks, chosen, meeting)
         except _windows.NotMapped as error:
-            chosen = _transports.instead_of_p2p(transport, error.obstacle)
+            chosen = _transports.instead_of_windows(transport, error.obstacle)
         return _open(mesh, names, config, ranks, chosen, meeting)
 
 
@@ -117,16 +121,11 @@ def _axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_served(config: EPConfig, ranks: int, transport: str) -> None:
+def _check_served(config: EPConfig, ranks: int) -> None:
     if config.num_experts % ranks:
         raise ValueError(
             "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
             f"{config.num_experts} and {ranks}; pad the experts or change the mesh"
-        )
-    if transport == "shmem":
-        raise ValueError(
-            "jax_ep.init: transport must be one that this version has, got 'shmem'; "
-            'use "p2p", "collective" or "auto"'
         )
     if config.allreduce_world_size not in (None, ranks):
         raise ValueError(
@@ -214,8 +213,8 @@ def _open(
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
     buffer_bytes = 0
-    if transport == "p2p" and not config.skip_a2a:
-        buffer_bytes = _windows.open_windows(
+    if transport in _OPENERS and not config.skip_a2a:
+        buffer_bytes = _OPENERS[transport](
             native,
             key,
             _transports.ep_groups(mesh, names),

@@ -1,4 +1,7 @@
-"""The native modules: `cpu` always, `cuda` where the build had a CUDA compiler."""
+"""The native modules: `cpu` always, `cuda` where the build had a CUDA compiler.
+
+And `shmem()`, loaded when asked for, where the build had NVSHMEM's headers as well.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +55,8 @@ if TYPE_CHECKING:
 else:
     cpu = _load_cpu()
 cuda = _load("_native_cuda")
+
+
+def shmem() -> ModuleType | None:
+    """The module of transport shmem, or None where this build has none."""
+    return _load("_native_shmem")

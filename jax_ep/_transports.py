@@ -1,43 +1,53 @@
-"""Which transport serves a mesh, and why not p2p. Used by init."""
+"""Which transport serves a mesh, and why not p2p or shmem. Used by init."""
 
 from __future__ import annotations
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import _ffi, _windows
+from jax_ep import _ffi, _shmem, _windows
+from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
 
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 
-def choose(mesh: Mesh, names: tuple[str, ...], requested: str, meeting: Meeting) -> str:
+def choose(
+    mesh: Mesh,
+    names: tuple[str, ...],
+    requested: str,
+    meeting: Meeting,
+    config: EPConfig,
+) -> str:
     """The transport that `init` uses where `requested` was asked for.
 
     The same in all processes of the mesh, which call it together.
 
     Raises:
-        ValueError: "p2p" was asked for and cannot be; says what is missing.
+        ValueError: "p2p" or "shmem" was asked for and cannot be; says what is missing.
         RuntimeError: a process did not come.
     """
     if requested == "collective":
         return "collective"
-    found = obstacle(mesh, names, meeting)
-    return "p2p" if found is None else instead_of_p2p(requested, found)
+    shmem = config if requested == "shmem" else None
+    found = obstacle(mesh, names, meeting, shmem)
+    if found is None:
+        return "shmem" if shmem else "p2p"
+    return instead_of_windows(requested, found)
 
 
-def instead_of_p2p(requested: str, found: Obstacle) -> str:
+def instead_of_windows(requested: str, found: Obstacle) -> str:
     """What `init` uses then.
 
     Raises:
         ValueError: nothing else was asked for.
     """
-    if requested != "p2p":
+    if requested == "auto":
         return "collective"
     must, got = found
     raise ValueError(
-        f'jax_ep.init: transport="p2p" must have {must}, got {got}; use '
+        f'jax_ep.init: transport="{requested}" must have {must}, got {got}; use '
         'transport="collective" or "auto"'
     )
 
@@ -50,8 +60,16 @@ def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
     return mesh.devices.transpose(others + own).reshape(-1, ranks)
 
 
-def obstacle(mesh: Mesh, names: tuple[str, ...], meeting: Meeting) -> Obstacle | None:
-    """(what p2p must have, what was found), or None; the same in all processes."""
+def obstacle(
+    mesh: Mesh,
+    names: tuple[str, ...],
+    meeting: Meeting,
+    shmem: EPConfig | None = None,
+) -> Obstacle | None:
+    """(what p2p must have, what was found), or None; the same in all processes.
+
+    With a config, what shmem must have for it.
+    """
     platform = platform_of(mesh)
     if platform == "cpu":
         return "GPUs", "CPU devices"
@@ -60,6 +78,8 @@ def obstacle(mesh: Mesh, names: tuple[str, ...], meeting: Meeting) -> Obstacle |
     ranks = groups.shape[1]
     if ranks > native.MAX_WINDOW_RANKS:
         return f"at most {native.MAX_WINDOW_RANKS} ranks in a group", str(ranks)
+    if shmem is not None:
+        return _shmem.heap.find_obstacle(native, groups, shmem, meeting)
     return _windows.find_obstacle(native, groups, meeting)
 
 

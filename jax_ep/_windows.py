@@ -80,13 +80,13 @@ def find_obstacle(
             "address": meeting.listen() if crosses else None,
         },
     )
-    found = _first({p: card["obstacle"] for p, card in cards.items()})
+    found = first({p: card["obstacle"] for p, card in cards.items()})
     if found is None:
         found = _misplaced(groups, cards)
     if found is not None or not crosses:
         return found
     reached = _reach(native, own, meeting, cards)
-    return _first(meeting.gather("reach", reached))
+    return first(meeting.gather("reach", reached))
 
 
 def _processes(group: Iterable[Any]) -> list[int]:
@@ -103,8 +103,8 @@ def _host() -> list[str]:
         return [name, name]
 
 
-def _first(obstacles: dict[int, Any]) -> Obstacle | None:
-    """The lowest process's."""
+def first(obstacles: dict[int, Any]) -> Obstacle | None:
+    """The lowest process's, with its number."""
     for process, found in sorted(obstacles.items()):
         if found is not None:
             must, got = found
@@ -228,7 +228,7 @@ def _share(
             meeting.give(device.id, descriptor)
     # They have their first contents, so whoever maps one may store into it at once.
     answers = meeting.gather("windows", {"sizes": given, "obstacle": obstacle})
-    _raise_first({p: answer["obstacle"] for p, answer in answers.items()})
+    _raisefirst({p: answer["obstacle"] for p, answer in answers.items()})
     obstacle = None
     for index, group in enumerate(own):
         for rank, device in enumerate(group):
@@ -244,10 +244,10 @@ def _share(
                 obstacle = "GPUs that map each other's memory", f"{error} ({place})"
             finally:
                 os.close(descriptor)
-    _raise_first(meeting.gather("mapped", obstacle))
+    _raisefirst(meeting.gather("mapped", obstacle))
 
 
-def _raise_first(obstacles: dict[int, Any]) -> None:
-    found = _first(obstacles)
+def _raisefirst(obstacles: dict[int, Any]) -> None:
+    found = first(obstacles)
     if found is not None:
         raise NotMapped(found)

@@ -42,7 +42,7 @@ def test_third_party_names_what_is_compiled_in() -> None:
     assert "THIRD_PARTY.md" in PROJECT["project"]["license-files"]
 
 
-@pytest.mark.parametrize("name", ["_native_cpu", "_native_cuda"])
+@pytest.mark.parametrize("name", ["_native_cpu", "_native_cuda", "_native_shmem"])
 def test_native_modules_link_the_system_alone(name: str) -> None:
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf")

@@ -70,9 +70,13 @@ def native(monkeypatch):
     return module
 
 
-def choose(mesh: Any, requested: str, names: tuple[str, ...] = ("ep",)) -> str:
+def choose(
+    mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), config: Any = None
+) -> str:
     with Meeting.of(mesh, 1.0, "") as meeting:
-        return _transports.choose(mesh, names, requested, meeting)
+        return _transports.choose(
+            mesh, names, requested, meeting, config or helpers.make_config()
+        )
 
 
 @pytest.mark.parametrize("requested", ["auto", "p2p"])

@@ -157,6 +157,11 @@ std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const Wind
   return windows;
 }
 
+void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
+                 const WindowSizes& sizes, uint64_t first_epoch) {
+  OnDevice(ordinal, [&] { WriteStart(window, layout, sizes, first_epoch); });
+}
+
 int ExportWindow(const Window& window, int32_t ordinal) {
   int descriptor = -1;
   OnDevice(ordinal, [&] { descriptor = window.Export(); });

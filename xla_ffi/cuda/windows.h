@@ -65,6 +65,10 @@ class Window {
 std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const WindowLayout& layout,
                                 const WindowSizes& sizes, uint64_t first_epoch, Sharing sharing);
 
+// Makes memory of that device the window that calls from `first_epoch` on expect.
+void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
+                 const WindowSizes& sizes, uint64_t first_epoch);
+
 // As Window::Export, of a window on that device.
 int ExportWindow(const Window& window, int32_t ordinal);
 

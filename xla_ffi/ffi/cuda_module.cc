@@ -1,5 +1,5 @@
-// The native module jax_ep._native_cuda: CUDA targets and the windows of transport p2p. It imports
-// where there is no GPU or driver.
+// The native module jax_ep._native_cuda: CUDA targets and the windows of transports p2p and shmem.
+// It imports where there is no GPU or driver.
 #include <cuda_runtime_api.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -78,7 +78,8 @@ void ImportWindow(int64_t key, size_t ep_group, int32_t rank, int descriptor, in
 }
 
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
-                    double timeout_s, int64_t num_sms, uint64_t first_epoch) {
+                    double timeout_s, int64_t num_sms, uint64_t first_epoch,
+                    const std::optional<GivenWindows>& given) {
   nb::gil_scoped_release release;
   const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
@@ -90,7 +91,8 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
                                 "; leave it None to choose from the shape");
   }
   const WindowOptions options{timeout_s, num_sms, first_epoch};
-  auto group = std::make_shared<WindowedGroup>(ep_groups, sizes, options);
+  auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given)
+                     : std::make_shared<WindowedGroup>(ep_groups, sizes, options);
   const int64_t bytes = group->window_bytes();
   GroupRegistry::Get().Open(key, std::move(group));
   return bytes;
@@ -122,8 +124,18 @@ NB_MODULE(_native_cuda, m) {
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
+        nb::arg("given") = nb::none(),
         "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
-        "ranks elsewhere must follow by import_window.");
+        "ranks elsewhere must follow by import_window. `given`: where all windows are, by EP group "
+        "and "
+        "rank; then none is made, and local ones get their first contents.");
+  m.def(
+      "window_bytes",
+      [](const WindowConfig& config) { return WindowLayout::Of(CheckedSizes(config)).bytes; },
+      nb::arg("config"), "Of a window that is given.");
+  m.def("given_windows_in_use", &GivenWindowsInUse,
+        "Given windows of local ranks that must stay: of open groups and of those that failed to "
+        "close.");
   m.def("peer_obstacle", &PeerObstacle, nb::arg("ordinals"), nb::arg("uuids"),
         "As p2p_obstacle, between an EP group's devices here and those of other processes, as far "
         "as this process sees them.");

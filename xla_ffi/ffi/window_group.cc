@@ -1,10 +1,12 @@
-// Opening, watching and closing groups of transport p2p.
+// Opening, watching and closing groups of transports p2p and shmem.
 #include "ffi/window_group.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 
 #include "cuda/lasting.h"
@@ -29,6 +31,12 @@ std::vector<int32_t> Ranks(const std::vector<std::vector<int32_t>>& ep_groups) {
     }
   }
   return ranks;
+}
+
+void CheckRanks(size_t ranks, const WindowSizes& sizes) {
+  if (static_cast<int64_t>(ranks) != sizes.ranks || sizes.ranks > kMaxWindowRanks) {
+    throw std::invalid_argument("jax_ep: an EP group must have its ranks, at most 32");
+  }
 }
 
 uint64_t Nanoseconds(double seconds) {
@@ -105,7 +113,22 @@ std::string FailureText(const WaitReport& report, double timeout_s) {
          call + ", " + why + remedy;
 }
 
+struct Blocks {
+  std::mutex mutex;
+  std::set<uint64_t> in_use;
+};
+
+Blocks& Given() {
+  static auto* const blocks = new Blocks;  // groups may close at any time
+  return *blocks;
+}
+
 }  // namespace
+
+std::vector<uint64_t> GivenWindowsInUse() {
+  std::lock_guard<std::mutex> lock(Given().mutex);
+  return {Given().in_use.begin(), Given().in_use.end()};
+}
 
 std::vector<int32_t> LocalOrdinals(const std::vector<int32_t>& ordinals) {
   std::vector<int32_t> local = ordinals;
@@ -118,9 +141,7 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     : Group(Ordinals(ep_groups), Ranks(ep_groups)), sizes_(sizes), timeout_s_(options.timeout_s) {
   const WindowLayout layout = WindowLayout::Of(sizes);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
-    if (static_cast<int64_t>(ordinals.size()) != sizes.ranks || sizes.ranks > kMaxWindowRanks) {
-      throw std::invalid_argument("jax_ep: an EP group must have its ranks, at most 32");
-    }
+    CheckRanks(ordinals.size(), sizes);
     const std::vector<int32_t> local = LocalOrdinals(ordinals);
     const bool alone = local.size() == ordinals.size();
     std::vector<cuda::Window> windows;
@@ -131,7 +152,7 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
       ThrowShort(error);
     }
     EpGroup& ep_group = ep_groups_.emplace_back(EpGroup{ordinals, {}});
-    WindowGroup group{};
+    WindowGroup group = Common(options);
     for (size_t rank = 0, next = 0; rank < ordinals.size(); ++rank) {
       if (ordinals[rank] == kElsewhere) continue;
       cuda::Window& window = windows[next++];
@@ -139,20 +160,58 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
       window_bytes_ = window.bytes();
       ep_group.windows.emplace(static_cast<int32_t>(rank), std::move(window));
     }
-    group.layout = layout;
-    group.timeout_ns = Nanoseconds(options.timeout_s);
-    group.ranks = static_cast<uint32_t>(sizes.ranks);
-    group.turns = static_cast<uint32_t>(sizes.turns);
-    group.depth = static_cast<uint32_t>(sizes.depth);
-    group.num_sms = static_cast<uint32_t>(options.num_sms);
     for (const auto& [rank, window] : ep_group.windows) {
-      const int32_t ordinal = ordinals[static_cast<size_t>(rank)];
-      group.rank = static_cast<uint32_t>(rank);
-      group.control = cuda::LastingControl(ordinal, options.first_epoch);
-      group.host_report = static_cast<WaitReport*>(cuda::LastingPinned(sizeof(WaitReport)));
-      of_device_[ordinal] = group;
+      AddLocal(group, rank, ordinals[static_cast<size_t>(rank)], options.first_epoch);
     }
   }
+}
+
+WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
+                             const WindowSizes& sizes, const WindowOptions& options,
+                             const GivenWindows& given)
+    : Group(Ordinals(ep_groups), Ranks(ep_groups)), sizes_(sizes), timeout_s_(options.timeout_s) {
+  if (given.size() != ep_groups.size()) {
+    throw std::invalid_argument("jax_ep: each EP group must be given its windows");
+  }
+  const WindowLayout layout = WindowLayout::Of(sizes);
+  window_bytes_ = layout.bytes;
+  for (size_t index = 0; index < ep_groups.size(); ++index) {
+    const std::vector<int32_t>& ordinals = ep_groups[index];
+    CheckRanks(ordinals.size(), sizes);
+    CheckRanks(given[index].size(), sizes);
+    WindowGroup group = Common(options);
+    for (size_t rank = 0; rank < ordinals.size(); ++rank) {
+      group.windows[rank] = reinterpret_cast<uint8_t*>(given[index][rank]);
+    }
+    for (size_t rank = 0; rank < ordinals.size(); ++rank) {
+      if (ordinals[rank] == kElsewhere) continue;
+      cuda::StartWindow(ordinals[rank], group.windows[rank], layout, sizes, options.first_epoch);
+      AddLocal(group, static_cast<int32_t>(rank), ordinals[rank], options.first_epoch);
+      given_.push_back(given[index][rank]);
+    }
+    ep_groups_.emplace_back(EpGroup{ordinals, {}});
+  }
+  std::lock_guard<std::mutex> lock(Given().mutex);
+  Given().in_use.insert(given_.begin(), given_.end());
+}
+
+WindowGroup WindowedGroup::Common(const WindowOptions& options) const {
+  WindowGroup group{};
+  group.layout = WindowLayout::Of(sizes_);
+  group.timeout_ns = Nanoseconds(options.timeout_s);
+  group.ranks = static_cast<uint32_t>(sizes_.ranks);
+  group.turns = static_cast<uint32_t>(sizes_.turns);
+  group.depth = static_cast<uint32_t>(sizes_.depth);
+  group.num_sms = static_cast<uint32_t>(options.num_sms);
+  return group;
+}
+
+void WindowedGroup::AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
+                             uint64_t first_epoch) {
+  group.rank = static_cast<uint32_t>(rank);
+  group.control = cuda::LastingControl(ordinal, first_epoch);
+  group.host_report = static_cast<WaitReport*>(cuda::LastingPinned(sizeof(WaitReport)));
+  of_device_[ordinal] = group;
 }
 
 SharedWindow WindowedGroup::Export(int32_t ordinal) const {
@@ -201,12 +260,16 @@ void WindowedGroup::Close() {
   if (ep_groups_.empty()) return;
   std::vector<cuda::DeviceControl> controls;
   for (const auto& [ordinal, group] : of_device_) controls.push_back({ordinal, group.control});
-  if (!cuda::Quiesce(controls)) {
+  if (cuda::Quiesce(controls)) {
+    std::lock_guard<std::mutex> given_lock(Given().mutex);
+    for (const uint64_t block : given_) Given().in_use.erase(block);
+  } else {
     for (EpGroup& group : ep_groups_) {
       for (auto& [rank, window] : group.windows) window.Abandon();
     }
   }
   ep_groups_.clear();
+  given_.clear();
 }
 
 }  // namespace jax_ep::ffi_layer

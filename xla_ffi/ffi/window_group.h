@@ -1,7 +1,7 @@
-// A group of transport p2p: its windows, and what the calls of each local device run with. Between
-// close() and the end of the process its calls may still be launched or replayed: they find their
-// gates closed, in memory that outlives the group. Each process closes the gates of its own ranks,
-// and no rank runs calls of another one, so processes may close in any order.
+// A group of transport p2p or shmem: its windows, and what the calls of each local device run with.
+// Between close() and the end of the process its calls may still be launched or replayed: they find
+// their gates closed, in memory that outlives the group. Each process closes the gates of its own
+// ranks, and no rank runs calls of another one, so processes may close in any order.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,14 @@ struct SharedWindow {
   int64_t bytes;
 };
 
+// By EP group and rank, where this process has windows that somebody else has allocated, of ranks
+// here and elsewhere.
+using GivenWindows = std::vector<std::vector<uint64_t>>;
+
+// The blocks of GivenWindows that kernels of this process may still use: of open groups, and of
+// those that could not wait for their devices when they closed.
+std::vector<uint64_t> GivenWindowsInUse();
+
 class WindowedGroup : public Group {
  public:
   // `ep_groups`: by rank the device ordinals of each EP group that has ranks in this process. Where
@@ -42,6 +50,10 @@ class WindowedGroup : public Group {
   // std::runtime_error.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
+  // Over given windows, all of them as large as the sizes want. Nobody may store into one before
+  // this has returned where it belongs.
+  WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
+                const WindowOptions& options, const GivenWindows& given);
   ~WindowedGroup() override { Close(); }
 
   // What other processes import of a local device. The descriptor is the caller's to close.
@@ -65,6 +77,10 @@ class WindowedGroup : public Group {
   void Close() override;
 
  private:
+  // All of the group but its windows.
+  WindowGroup Common(const WindowOptions& options) const;
+  void AddLocal(WindowGroup group, int32_t rank, int32_t ordinal, uint64_t first_epoch);
+
   struct EpGroup {
     std::vector<int32_t> ordinals;            // by rank
     std::map<int32_t, cuda::Window> windows;  // by rank, as far as they are there; until Close
@@ -76,6 +92,7 @@ class WindowedGroup : public Group {
   std::map<int32_t, WindowGroup> of_device_;
   std::mutex closing_;
   std::vector<EpGroup> ep_groups_;
+  std::vector<uint64_t> given_;  // of local ranks; until Close
 };
 
 }  // namespace jax_ep::ffi_layer

@@ -1,0 +1,266 @@
+"""Transport "shmem": windows from the symmetric heap of NVSHMEM. Used by init.
+
+The kernels are those of p2p. What differs is where windows come from: each process of
+the mesh has one GPU and is one PE of NVSHMEM, which maps the others' memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jax_ep import _native, _windows
+from jax_ep._config import EPConfig
+from jax_ep._meeting import Meeting
+from jax_ep._windows import NotMapped, Obstacle
+
+LIBRARY = "libnvshmem_host.so.3"
+PACKAGE = "nvidia-nvshmem-cu13"
+
+T = TypeVar("T")
+
+
+def candidates() -> Iterator[str]:
+    """Where the library may be: NVSHMEM_HOME, PyPI's wheel, the loader's own places."""
+    home = os.environ.get("NVSHMEM_HOME")
+    if home:
+        yield str(pathlib.Path(home) / "lib" / LIBRARY)
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        yield str(pathlib.Path(folder) / "lib" / LIBRARY)
+    yield LIBRARY
+
+
+class Heap:
+    """What this process has of NVSHMEM, which starts once and never ends.
+
+    NVSHMEM's own end waits for all processes, dead ones too.
+
+    Attributes:
+        processes: PEs, in their order; empty before the start.
+        ordinal: of this process's GPU.
+        blocks: windows by the key of their group, in the order of allocation, which is
+            the same everywhere.
+        broken: why nothing more can be done, if so.
+    """
+
+    def __init__(self, find: Callable[[], ModuleType | None] = _native.shmem) -> None:
+        """Starts nothing; `find` finds the native module."""
+        self._find = find
+        self.processes: tuple[int, ...] = ()
+        self.ordinal = -1
+        self.blocks: dict[int, int] = {}
+        self.broken: str | None = None
+
+    def load(self) -> tuple[str | None, Obstacle | None]:
+        """The library's version, or what is missing for it."""
+        native = self._find()
+        if native is None:
+            return None, (
+                f"jax_ep built with NVSHMEM's headers (pip install {PACKAGE} before "
+                "pip install jax_ep, from source)",
+                "a build without",
+            )
+        why = ""
+        for path in candidates():
+            try:
+                return native.load(path), None
+            except RuntimeError as error:
+                why = why or f"{path}: {error}"
+        return None, (f"NVSHMEM 3 (pip install {PACKAGE})", why)
+
+    def own_obstacle(
+        self, groups: np.ndarray, config: EPConfig, own: int
+    ) -> Obstacle | None:
+        """(what shmem must have, what was found) as far as this process sees."""
+        _, lacking = self.load()
+        if lacking is not None:
+            return lacking
+        ranks = groups.shape[1]
+        if config.ranks_per_node not in (None, ranks):
+            return (
+                "all ranks of an EP group in one node in this version, so "
+                f"ranks_per_node None or {ranks}",
+                str(config.ranks_per_node),
+            )
+        here = [device for device in groups.flat if device.process_index == own]
+        if len(here) != 1:
+            return "one GPU of the mesh in each process", f"{len(here)} in one"
+        if self.broken:
+            return "NVSHMEM to work", self.broken
+        processes = tuple(sorted({device.process_index for device in groups.flat}))
+        if not self.processes:
+            if self._module().started():
+                return "NVSHMEM to itself", "one that another library has started"
+        elif self.processes != processes:
+            return (
+                "the processes that NVSHMEM was started with, "
+                f"{list(self.processes)}, in every mesh",
+                f"{list(processes)}",
+            )
+        elif self.ordinal != _windows.ordinal(here[0]):
+            return (
+                f"the GPU that NVSHMEM was started with, local device {self.ordinal}",
+                f"local device {_windows.ordinal(here[0])}",
+            )
+        return None
+
+    def find_obstacle(
+        self, native: ModuleType, groups: np.ndarray, config: EPConfig, meeting: Meeting
+    ) -> Obstacle | None:
+        """As own_obstacle, with what p2p must have; the same in all processes."""
+        if not meeting.possible:
+            return "jax.distributed.initialize() in a mesh of several processes", "none"
+        card = {
+            "obstacle": self.own_obstacle(groups, config, meeting.own),
+            "started": bool(self.processes),
+        }
+        cards = meeting.gather("shmem", card)
+        found = _windows.first({p: card["obstacle"] for p, card in cards.items()})
+        if found is not None:
+            return found
+        started = [process for process, card in cards.items() if card["started"]]
+        if len(started) not in (0, len(cards)):
+            return "NVSHMEM started in all processes of a mesh or in none", f"{started}"
+        return _windows.find_obstacle(native, groups, meeting)
+
+    def open_windows(
+        self,
+        native: ModuleType,
+        key: int,
+        groups: np.ndarray,
+        config: EPConfig,
+        first_epoch: int,
+        meeting: Meeting,
+    ) -> int:
+        """Opens the group `key` over blocks of the heap; returns a window's bytes.
+
+        Raises:
+            NotMapped: GPUs do not reach each other through NVSHMEM.
+            RuntimeError: no room, here or in another process, or one that did not come.
+        """
+        own = _windows.local_groups(groups, meeting.own)
+        sizes = _windows.window_config(native, config, groups.shape[1])
+        size = native.window_bytes(sizes)
+        # NVSHMEM waits for all processes. All are here when it begins to, since each
+        # step follows one of the meeting; one that dies just then ends at the limit.
+        self._start(groups, meeting, config.timeout_s)
+        self._free_closed(native, meeting, config.timeout_s)
+        block = self._bounded(self._module().allocate, config.timeout_s, size)
+        if block:
+            self.blocks[key] = block
+        lacks = meeting.gather("heap", None if block else (f"{size} bytes", "no room"))
+        short = _windows.first(lacks)
+        if short is not None:
+            if None in lacks.values():
+                self.broken = "heaps that differ: some process had no room"
+            raise RuntimeError(
+                "jax_ep.init: each GPU must have room for its window in NVSHMEM's "
+                f"heap, {short[0]}, got {short[1]}; lower max_tokens_per_rank, leave "
+                "JAX less of the device (XLA_PYTHON_CLIENT_MEM_FRACTION or "
+                "XLA_PYTHON_CLIENT_PREALLOCATE=false), or raise "
+                "NVSHMEM_MAX_MEMORY_PER_GPU"
+            )
+        given, obstacle = [], None
+        for group in own:
+            pes = [meeting.processes.index(device.process_index) for device in group]
+            given.append([self._module().reached(block, pe) for pe in pes])
+            if 0 in given[-1]:
+                rank = given[-1].index(0)
+                obstacle = (
+                    "GPUs that NVSHMEM maps for each other",
+                    f"none for rank {rank}",
+                )
+        found = _windows.first(meeting.gather("reached", obstacle))
+        if found is not None:
+            raise NotMapped(found)
+        native.open_windows(
+            key,
+            [_windows.ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
+            sizes,
+            timeout_s=config.timeout_s,
+            num_sms=config.num_sms or 0,
+            first_epoch=first_epoch,
+            given=given,
+        )
+        try:
+            # Others may store into this process's window only after its first contents.
+            meeting.gather("windows", None)
+        except BaseException:
+            native.close_group(key)
+            raise
+        return size
+
+    def _start(self, groups: np.ndarray, meeting: Meeting, timeout_s: float) -> None:
+        if self.processes:
+            return
+        # Multicast is for collectives, which nothing here calls; on hosts that are
+        # shared it can take GPUs out of service.
+        os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
+        first = meeting.processes[0]
+        name = self._module().unique_id().hex() if meeting.own == first else None
+        name = meeting.gather("id", name)[first]
+        (device,) = (d for d in groups.flat if d.process_index == meeting.own)
+        pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
+        ordinal = _windows.ordinal(device)
+        self._bounded(
+            self._module().start, timeout_s, bytes.fromhex(name), pe, pes, ordinal
+        )
+        self.processes, self.ordinal = tuple(meeting.processes), ordinal
+
+    def _free_closed(
+        self, native: ModuleType, meeting: Meeting, timeout_s: float
+    ) -> None:
+        """Frees the blocks of groups that are closed in all processes."""
+        in_use = set(native.given_windows_in_use())
+        closed = [key for key, block in self.blocks.items() if block not in in_use]
+        # Keys as strings: they have 63 bits.
+        answers = meeting.gather("closed", [str(key) for key in closed])
+        for key in closed:
+            if all(str(key) in keys for keys in answers.values()):
+                self._bounded(self._module().free, timeout_s, self.blocks[key])
+                del self.blocks[key]
+
+    def _bounded(self, call: Callable[..., T], timeout_s: float, *args: Any) -> T:
+        """Ends within the time limit, where NVSHMEM would wait for a dead process."""
+        result: list[T] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(call(*args))
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run, name="jax_ep NVSHMEM", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            self.broken = f"a wait of NVSHMEM that has not ended in {timeout_s:g} s"
+        elif failure:
+            self.broken = str(failure[0])
+        if self.broken:
+            raise RuntimeError(
+                "jax_ep.init: NVSHMEM must answer in every process of the mesh, got "
+                f"{self.broken}; restart the processes, or use another transport"
+            )
+        return result[0]
+
+    def _module(self) -> ModuleType:
+        native = self._find()
+        assert native is not None
+        return native
+
+
+# Of this process.
+heap = Heap()

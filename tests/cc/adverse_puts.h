@@ -1,0 +1,121 @@
+// PutAccess that does the worst of what protocol/far.h allows: a thread delivers pieces of puts and
+// signals in random order, late, and reads a put's source when it delivers. Used by far_test.cc.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+
+namespace jax_ep {
+
+class AdversePuts {
+ public:
+  // Windows by rank; they outlive it.
+  AdversePuts(std::vector<uint8_t*> windows, uint64_t seed)
+      : windows_(std::move(windows)), random_(seed), thread_([this] { Run(); }) {}
+  ~AdversePuts() {
+    ending_.store(true);
+    thread_.join();
+  }
+
+  // What one thread uses.
+  class Lane {
+   public:
+    Lane(AdversePuts& puts, bool fences) : puts_(puts), fences_(fences) {}
+
+    void Put(uint32_t rank, int64_t at, const void* from, int64_t bytes) const {
+      puts_.Add({this, rank, fenced_, at, static_cast<const uint8_t*>(from), bytes, 0});
+    }
+    void Fence() const { fenced_ += fences_; }
+    void Signal(uint32_t rank, int64_t at, uint64_t value) const {
+      puts_.Add({this, rank, fenced_, at, nullptr, 0, value});
+    }
+
+   private:
+    AdversePuts& puts_;
+    const bool fences_;
+    mutable uint64_t fenced_ = 0;
+  };
+
+ private:
+  struct Piece {
+    const Lane* lane;
+    uint32_t rank;
+    uint64_t fenced;  // fences of its lane before it
+    int64_t at;
+    const uint8_t* from;  // nullptr: a signal
+    int64_t bytes;
+    uint64_t value;
+  };
+
+  void Add(Piece piece) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (piece.bytes > 0) {
+      Piece first = piece;
+      first.bytes = random_.OneIn(2) ? piece.bytes : random_.In(1, piece.bytes);
+      pieces_.push_back(first);
+      piece.at += first.bytes;
+      piece.from += first.bytes;
+      piece.bytes -= first.bytes;
+    }
+    if (piece.from == nullptr) pieces_.push_back(piece);
+  }
+
+  // A signal waits for the puts that its lane has fenced.
+  bool MayArrive(const Piece& piece) const {
+    if (piece.from != nullptr) return true;
+    for (const Piece& other : pieces_) {
+      if (other.from != nullptr && other.lane == piece.lane && other.rank == piece.rank &&
+          other.fenced < piece.fenced) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void Run() {
+    for (;;) {
+      bool rests = true;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (pieces_.empty() && ending_.load()) return;
+        const auto last = static_cast<int64_t>(pieces_.size()) - 1;
+        const auto index = last < 0 ? 0 : static_cast<size_t>(random_.In(0, last));
+        if (last >= 0 && MayArrive(pieces_[index])) {
+          std::swap(pieces_[index], pieces_.back());
+          const Piece piece = pieces_.back();
+          pieces_.pop_back();
+          Deliver(piece);
+          rests = random_.OneIn(4);
+        }
+      }
+      if (rests) std::this_thread::yield();
+    }
+  }
+
+  void Deliver(const Piece& piece) {
+    uint8_t* to = windows_[piece.rank] + piece.at;
+    if (piece.from != nullptr) {
+      std::memcpy(to, piece.from, static_cast<size_t>(piece.bytes));
+      return;
+    }
+    // Release; pairs with Acquire of whoever waits for it.
+    std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(to))
+        .store(piece.value, std::memory_order_release);
+  }
+
+  const std::vector<uint8_t*> windows_;
+  std::mutex mutex_;
+  Random random_;
+  std::vector<Piece> pieces_;
+  std::atomic<bool> ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace jax_ep
