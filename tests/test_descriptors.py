@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -110,12 +111,12 @@ def test_giver_that_is_silent(giving) -> None:
     """A stopped process has a socket, but no answer."""
     process, address = giving
     process.send_signal(signal.SIGSTOP)
-    taker = Taker(address, 0.3)
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
-        taker.take(7)
-    assert 0.2 < time.monotonic() - start < 5
-    taker.close()
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+    with contextlib.closing(Taker(address, 0.3)) as taker:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
+            taker.take(7)
+        assert 0.2 < time.monotonic() - start < 5
 
 
 def test_many_takers(giver) -> None:
