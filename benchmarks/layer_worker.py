@@ -21,7 +21,7 @@ import layer_kinds
 import layer_report
 import numpy as np
 import p2p_check
-from jax.sharding import AxisType, Mesh
+import worker
 from p2p_programs import COMPILER_THREADS
 
 import jax_ep
@@ -262,25 +262,8 @@ def _zeros_past_the_end(rows, sizes):
 
 def main():
     spec = json.loads(sys.argv[1])
-    devices = jax.devices()
-    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    start = time.perf_counter()
-    with open(sys.argv[2], "a") as output:
-
-        def emit(row):
-            output.write(json.dumps(row) + "\n")
-            output.flush()
-            if "device" not in row:
-                seconds = time.perf_counter() - start
-                print(f"  {seconds:5.1f} s  {layer_report.line(row)}", flush=True)
-
-        emit(
-            {
-                "device": devices[0].device_kind,
-                "count": len(devices),
-                "jax": jax.__version__,
-            }
-        )
+    mesh = worker.ep_mesh()
+    with worker.reporting(sys.argv[2], layer_report.line) as emit:
         for name, sizes in spec["cases"].items():
             if time.time() > spec["deadline"]:
                 emit({"case": name, "layer": "all", "error": "no time left"})

@@ -21,7 +21,7 @@ import overlap_report
 import p2p_check
 import p2p_programs
 import p2p_transports
-from jax.sharding import AxisType, Mesh
+import worker
 from layer_worker import compile_all, raised
 
 # Draws of a program's loop body: the longest programs have matmuls of a millisecond.
@@ -217,25 +217,8 @@ def _error(error):
 
 def main():
     spec = json.loads(sys.argv[1])
-    devices = jax.devices()
-    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    start = time.perf_counter()
-    with open(sys.argv[2], "a") as output:
-
-        def emit(row):
-            output.write(json.dumps(row) + "\n")
-            output.flush()
-            if "device" not in row:
-                seconds = time.perf_counter() - start
-                print(f"  {seconds:5.1f} s  {overlap_report.line(row)}", flush=True)
-
-        emit(
-            {
-                "device": devices[0].device_kind,
-                "count": len(devices),
-                "jax": jax.__version__,
-            }
-        )
+    mesh = worker.ep_mesh()
+    with worker.reporting(sys.argv[2], overlap_report.line) as emit:
         Worker(spec, mesh, emit).run()
 
 

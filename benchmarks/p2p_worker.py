@@ -12,12 +12,10 @@ import json
 import sys
 import time
 
-import jax
-import numpy as np
 import p2p_ragged
 import p2p_report
 import p2p_transports
-from jax.sharding import AxisType, Mesh
+import worker
 
 from jax_ep._demo.progress import Progress
 
@@ -32,27 +30,13 @@ def _cases(spec):
 
 def main():
     spec = json.loads(sys.argv[1])
-    devices = jax.devices()
-    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    start = time.perf_counter()
+    mesh = worker.ep_mesh()
     cases = list(_cases(spec))
     title = "ragged_all_to_all, case" if spec["ragged"] else "jax_ep, case"
-    with open(sys.argv[2], "a") as output, Progress(title, len(cases)) as progress:
-
-        def emit(row):
-            output.write(json.dumps(row) + "\n")
-            output.flush()
-            if "device" not in row:
-                seconds = time.perf_counter() - start
-                progress.say(f"  {seconds:5.1f} s  {p2p_report.line(row)}")
-
-        emit(
-            {
-                "device": devices[0].device_kind,
-                "count": len(devices),
-                "jax": jax.__version__,
-            }
-        )
+    with (
+        Progress(title, len(cases)) as progress,
+        worker.reporting(sys.argv[2], p2p_report.line, progress.say) as emit,
+    ):
         for tokens, routing, defaults in cases:
             if time.time() > spec["deadline"]:
                 facts = {"tokens": tokens, "routing": routing, "zero_tail": defaults}
