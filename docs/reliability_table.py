@@ -159,6 +159,17 @@ def soak_part(data):
     if data["free_memory_start"] is None:
         return text
     lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    where = "free memory of the fullest GPU: {:.1f} MiB less"
     if data["device"] == "cpu":
-        return f"{text} Memory of the process: {lost:.1f} MiB more at the end."
-    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."
+        where = "memory of the process: {:.1f} MiB more"
+    text += f" At the end {where.format(lost)}"
+    if data.get("heap_start") is None:
+        return f"{text}."
+    # Since both were first looked at.
+    heap = (data["heap_end"] - data["heap_start"]) / 2**20
+    launches = data["launches"] - data["settled"][0]
+    compilations = data["compilations"] - data["settled"][1]
+    return (
+        f"{text}, of the host's heap allocated and not freed: {heap:.2f} MiB more, "
+        f"after {launches} launches and {compilations} other compilations."
+    )

@@ -14,6 +14,18 @@ import generate
 import reliability_table
 
 ROOT = generate.ROOT
+MB = 2**20
+SOAK = {
+    "device": "cpu",
+    "count": 4,
+    "date": "2001-02-03",
+    "commit": "0123456789abcdef",
+    "seed": 7,
+    "calls": 1200,
+    "seconds": 900.4,
+    "checks": 900,
+    "failures": {"combine": 2},
+}
 
 
 @pytest.mark.parametrize("row", reliability_table.PROMISES, ids=lambda row: row[0][:40])
@@ -69,17 +81,30 @@ def test_a_suite_counts_for_the_files_that_passed_in_it() -> None:
 
 
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:
-    soak = {
-        "device": "cpu",
-        "count": 4,
-        "date": "2001-02-03",
-        "commit": "0123456789abcdef",
-        "seed": 7,
-        "calls": 1200,
-        "seconds": 900.4,
-        "checks": 900,
-        "failures": {"combine": 2},
-    }
-    found = reliability_table.promises(records(soaks=[soak]), generate.table)
+    found = reliability_table.promises(records(soaks=[SOAK]), generate.table)
     assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(found, "minutes 15")
     assert "not yet run" in row_of(found, "minutes 10")
+
+
+def test_a_soak_tells_a_leak_from_gaps() -> None:
+    soak = SOAK | {
+        "transport": "collective",
+        "jax": "9.8.7",
+        "rows": 11,
+        "dropped": 5,
+        "error": None,
+        "free_memory_start": -100 * MB,
+        "free_memory_end": -122 * MB,
+    }
+    # An older record says nothing of the heap.
+    assert "22.0 MiB more." in reliability_table.soak_part(soak)
+    heap = {
+        "heap_start": 50 * MB,
+        "heap_end": 50.5 * MB,
+        "launches": 1300,
+        "compilations": 90,
+        "settled": [200, 10],
+    }
+    text = reliability_table.soak_part(soak | heap)
+    assert "22.0 MiB more, of the host's heap allocated and not freed: 0.50" in text
+    assert "after 1100 launches and 80 other compilations." in text
