@@ -3,8 +3,10 @@
 Also what README.md says of a soak.
 """
 
+import collections
+
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record, or
-# "gpu": the newest suite on GPUs in which the command's files passed.
+# "gpu": the newest suite on GPUs that has run the command's tests.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
@@ -77,13 +79,39 @@ def _of_ci(records, command):
 
 def _of_gpus(records, command):
     for data in reversed(records("suite")):
-        passed = data.get("files", {})
-        if all(passed.get(name) for name in _files(command)):
+        if set(_files(command)) & set(data.get("not_run", ())):
+            continue
+        passed = _named(command, data.get("tests", {}))
+        failed = _named(command, collections.Counter(_plain(data["failed"])))
+        # Where a file's tests were all skipped nothing was run.
+        if all(passed[name] + failed[name] for name in passed):
             count, kind = data["devices"]["count"], data["devices"]["kind"]
-            bad = len(data["failed"])
-            tail = f", {bad} tests of the suite failed" if bad else ""
-            return f"{count} x {kind}, {_source(data)}{tail}"
+            tail = ", ".join(
+                f"{sum(found.values())} {word}"
+                for found, word in ((passed, "passed"), (failed, "failed"))
+            )
+            return f"{count} x {kind}, {_source(data)}: {tail}"
     return f"GPUs: {NOT_YET}"
+
+
+def _plain(failed):
+    """`module::test[parameters]` of pytest's report as `file.py::test`."""
+    for name in failed:
+        module, _, test = name.partition("::")
+        yield f"{module.split('.')[-1]}.py::{test.split('[')[0]}"
+
+
+def _named(command, counts):
+    """How many of `counts`, by `file.py::test`, a command selects, by file."""
+    word = command.partition(" -k ")[2].partition(";")[0]
+    return {
+        file: sum(
+            count
+            for name, count in counts.items()
+            if name.startswith(f"{file}::") and word in name.partition("::")[2]
+        )
+        for file in _files(command)
+    }
 
 
 def _of_soak(platform):
