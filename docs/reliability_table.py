@@ -84,6 +84,8 @@ def _of_ci(records, command):
 
 def _of_gpus(records, command):
     for data in reversed(records("suite")):
+        if data["devices"].get("platform", "gpu") != "gpu":
+            continue
         if set(_files(command)) & set(data.get("not_run", ())):
             continue
         passed = _named(command, data.get("tests", {}))
@@ -176,6 +178,28 @@ def promises(records, table):
         for promise, command, places in PROMISES
     ]
     return table(("promise", "tested by", "last recorded run"), rows)
+
+
+FAULTS = "pytest tests/test_p2p_faults.py tests/test_processes_gpu.py"
+BAD_INPUTS = (
+    "pytest tests/test_misuse.py tests/test_bad_values.py tests/test_errors.py "
+    "tests/test_errors_operands.py tests/test_options_errors.py "
+    "tests/test_split_errors.py tests/test_tampered.py tests/test_handle_life.py"
+)
+
+
+def figures(records, table):
+    """How much was tried, by the newest record of each kind."""
+    return table(
+        ("tried", "what came of it"),
+        [
+            ("faults injected, p2p", _of_gpus(records, FAULTS)),
+            ("bad inputs, p2p", _of_gpus(records, BAD_INPUTS)),
+            ("calls soaked, CPUs", _of_soak("cpu")(records, "")),
+            ("calls soaked, GPUs", _of_soak("gpu")(records, "")),
+            ("fuzzing", _of_fuzz(records, "")),
+        ],
+    )
 
 
 def soak_part(data):

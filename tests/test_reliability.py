@@ -68,6 +68,18 @@ def test_rows_without_a_run_say_so() -> None:
     assert "CPU: not yet run" in row_of(found, "minutes 15")
 
 
+def test_a_suite_on_cpus_is_none_on_gpus() -> None:
+    suite = {
+        "devices": {"kind": "cpu", "count": 8, "platform": "cpu"},
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "failed": [],
+        "tests": {"test_determinism.py::test_same_bytes": 3},
+    }
+    found = reliability_table.promises(records(suites=[suite]), generate.table)
+    assert "GPUs: not yet run" in row_of(found, "test_determinism.py")
+
+
 def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
     suite = {
         "devices": {"kind": "made up", "count": 4},
@@ -164,6 +176,10 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         found, "sanitize.sh"
     )
     assert "CPU: not yet run" in row_of(found, "minutes 15")
+    found = reliability_table.figures(generate.records, generate.table)
+    for row in ("faults injected", "bad inputs"):
+        assert re.search(r": \d{2,} passed, 0 failed", row_of(found, row))
+    assert "1200 calls" in row_of(found, "soaked, GPUs")
 
 
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:
