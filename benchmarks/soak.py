@@ -158,7 +158,9 @@ def soak(eps, options, mesh, args):
     ]
     devices = list(mesh.devices.flat)
     compiler = soak_run.Compiler(devices)
-    compiler.one()
+    # JAX keeps more of a program's first shapes than of later programs.
+    for _ in range(soak_run.COMPILED_SHAPES):
+        compiler.one()
     start_memory, compiled = memory(devices), compiler.count
     start = time.monotonic()
     deadline = start + (args.minutes * 60 if args.minutes else float("inf"))

@@ -15,6 +15,7 @@ import soak_program
 IN_FLIGHT = 4  # launches of a thread
 SHOW_S = 10
 COMPILE_EVERY_S = 5
+COMPILED_SHAPES = 8
 
 
 class Tally:
@@ -107,7 +108,7 @@ class Compiler:
         self.devices, self.count, self.error = devices, 0, None
 
     def one(self):
-        n = 8 * (1 + self.count % 8)
+        n = 8 * (1 + self.count % COMPILED_SHAPES)
         made = jax.jit(lambda a: jnp.sort(a @ a.T, axis=0) + self.count)
         for device in self.devices:
             found = made(jax.device_put(np.ones((n, n), np.float32), device))
