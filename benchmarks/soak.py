@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import sys
 import time
@@ -213,7 +214,9 @@ def command(args):
     words += (
         [" ".join(["--options", *args.options])] if args.options is not None else []
     )
-    return " ".join(["python benchmarks/soak.py", *words])
+    tunables = os.environ.get("GLIBC_TUNABLES")
+    before = [f"GLIBC_TUNABLES={tunables}"] if tunables else []
+    return " ".join([*before, "python benchmarks/soak.py", *words])
 
 
 def run(args):

@@ -30,7 +30,8 @@ def resident() -> int:
 def in_use() -> int | None:
     """Bytes allocated by malloc and not freed, of all arenas; None without glibc 2.33.
 
-    Compare only when no call is in flight.
+    Compare only when no call is in flight. What threads keep in their caches counts as
+    allocated, unless GLIBC_TUNABLES has glibc.malloc.tcache_count=0.
     """
     gc.collect()
     libc = ctypes.CDLL(None)
