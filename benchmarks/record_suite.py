@@ -7,9 +7,9 @@ The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on th
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
 a file of tests a process, --jobs of them side by side; it leaves out what no device
 runs. Each suite leaves a file suite-<transport>-<device>x<n>-<date>.json, which says
-which devices, JAX and commit, how many tests passed, failed and were skipped for which
-reason, and which files were not run if --limit-s was over: the record behind every
-claim that something runs on a GPU.
+which devices, JAX and commit, which tests passed and failed and how many were skipped
+for which reason, and which files were not run if --limit-s was over: the record behind
+every claim that something runs on a GPU.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Suite:
         self.transport, self.arguments = transport, arguments
         self.total, self.seconds = 0, 0.0
         self.skipped, self.failed, self.not_run = collections.Counter(), [], []
-        self.files = collections.Counter()  # tests that passed
+        self.tests = collections.Counter()  # that passed, of all parameters together
         self.lock = threading.Lock()
 
     def add(self, report):
@@ -100,8 +100,9 @@ class Suite:
         self.skipped += collections.Counter(
             item.get("message", "") for item in suite.iter("skipped")
         )
-        self.files += collections.Counter(
-            case.get("classname").split(".")[-1] + ".py"
+        self.tests += collections.Counter(
+            f"{case.get('classname').split('.')[-1]}.py::"
+            f"{case.get('name').split('[')[0]}"
             for case in suite.iter("testcase")
             if not any(case.find(end) is not None for end in ENDS)
         )
@@ -125,7 +126,7 @@ class Suite:
             "failed": self.failed,
             "not_run": self.not_run,
             "skipped": dict(self.skipped),
-            "files": dict(sorted(self.files.items())),
+            "tests": dict(sorted(self.tests.items())),
             "seconds": round(self.seconds, 1),
         }
         name = recording.short_device(found["kind"])

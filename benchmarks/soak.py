@@ -4,20 +4,19 @@
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
 programs of several sizes in random order and many in flight (soak_program.py). A call
-is one exchange. Programs with formats, the kinds of reduce, a shared expert, skip_a2a
-and calls in halves come between (`OPTIONS`). Writes
-benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
+is one exchange. A second thread runs programs with formats, the kinds of reduce, a
+shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
+programs without calls; --threads 1 launches all from one thread and compiles nothing.
+Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
 failure is run again with the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import os
 import pathlib
-import random
 import sys
 import time
 
@@ -28,12 +27,14 @@ import jax
 import numpy as np
 import recording
 import soak_program
+import soak_run
 from jax.sharding import AxisType, Mesh
 
 sys.path.insert(0, str(recording.ROOT / "tests"))
 
+import host_memory
+
 STEPS = 4
-IN_FLIGHT = 4
 # Sizes of a call; the second's program has XLA's collectives between the calls.
 SIZES = (1, 40, 300, 768)
 REDUCE_AT = 40
@@ -115,46 +116,15 @@ def option_handles(mesh, config, transport, names):
 def free_memory(devices):
     """The least of all GPUs; of CPUs the process's own, below zero."""
     if devices[0].platform == "cpu":
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-        return -pages * os.sysconf("SC_PAGE_SIZE")
+        return -host_memory.resident()
     import gpus
 
     return min(gpus.free_bytes(device.local_hardware_id) for device in devices)
 
 
-class Tally:
-    """What came back so far."""
-
-    def __init__(self):
-        self.calls = self.checks = 0
-        self.failures = collections.Counter()
-        self.statistics = collections.Counter()
-        self.first_failure = None
-
-    def add(self, launch, n, results):
-        """`results`: a list over layers of (mismatches, statistics), [rank, step]."""
-        for index, (counts, statistics) in enumerate(results):
-            for name, value in statistics.items():
-                self.statistics[name] += int(np.sum(value, dtype=np.int64))
-            for name, bad in counts.items():
-                bad = np.asarray(bad)
-                self.checks += bad.size
-                if not bad.any():
-                    continue
-                self.failures[name] += int(np.count_nonzero(bad))
-                if self.first_failure is None:
-                    rank, step = (int(i) for i in np.argwhere(bad)[0])
-                    self.first_failure = {
-                        "launch": launch,
-                        "n": n,
-                        "step": step,
-                        "layer": index,
-                        "what": name,
-                        "rank": rank,
-                        "elements": int(bad[rank, step]),
-                    }
-                    print("MISMATCH", self.first_failure, flush=True)
-        self.calls += STEPS * len(results) * soak_program.CALLS_A_LAYER
+def memory(devices):
+    """Of the devices, and of the host's heap what is allocated and not freed."""
+    return free_memory(devices), host_memory.in_use()
 
 
 def soak(eps, options, mesh, args):
@@ -162,63 +132,60 @@ def soak(eps, options, mesh, args):
     layers = (eps[0], eps[1], eps[0])
     delays = DELAYS if mesh.devices.flat[0].platform != "cpu" else 3
     programs = {
-        n: soak_program.program(layers, mesh, n, STEPS, delays, n == REDUCE_AT)
+        n: (
+            soak_program.program(layers, mesh, n, STEPS, delays, n == REDUCE_AT),
+            len(layers),
+        )
         for n in SIZES
     }
-    for name, (ep, split) in options.items():
-        for n in OPTION_SIZES:
-            programs[f"{name} {n}"] = soak_program.program(
-                (ep,), mesh, n, STEPS, delays, split=split
-            )
-    choose, key = random.Random(args.seed), jax.random.key(args.seed)
-    for n, run in programs.items():
-        jax.block_until_ready(run(key))
+    others = {
+        f"{name} {n}": (
+            soak_program.program((ep,), mesh, n, STEPS, delays, split=split),
+            1,
+        )
+        for name, (ep, split) in options.items()
+        for n in OPTION_SIZES
+    }
+    for n, (run, _) in (programs | others).items():
+        jax.block_until_ready(run(jax.random.key(args.seed)))
         print(f"compiled n {n}", flush=True)
+    # Each thread has handles of its own.
+    parts = [part for part in (programs, others) if part]
+    if args.threads == 1:
+        parts = [programs | others]
+    launchers = [
+        soak_run.Launcher(i, part, args.seed, STEPS, -(-args.calls // len(parts)))
+        for i, part in enumerate(parts)
+    ]
     devices = list(mesh.devices.flat)
+    compiler = soak_run.Compiler(devices)
+    # JAX keeps more of a program's first shapes than of later programs.
+    for _ in range(soak_run.COMPILED_SHAPES):
+        compiler.one()
+    start_memory, compiled = memory(devices), compiler.count
+    start = time.monotonic()
+    deadline = start + (args.minutes * 60 if args.minutes else float("inf"))
     # The host's allocators settle during the first launches.
-    settle = SETTLE if devices[0].platform == "cpu" else 0
-    memory_start = free_memory(devices)
-    tally, waiting = Tally(), collections.deque()
-    start = shown = time.monotonic()
-    launch, enqueued, error = 0, 0, None
-    limit_s = args.minutes * 60 if args.minutes else float("inf")
-    try:
-        while waiting or enqueued < args.calls:
-            late = time.monotonic() - start > limit_s
-            if late and not waiting:
-                break
-            if enqueued < args.calls and not late:
-                n = choose.choice(list(programs))
-                result = programs[n](jax.random.fold_in(key, launch))
-                waiting.append((launch, n, result))
-                launch += 1
-                size = len(layers) if n in SIZES else 1
-                enqueued += STEPS * size * soak_program.CALLS_A_LAYER
-                if choose.random() < 0.1:
-                    time.sleep(choose.random() / 100)
-                if len(waiting) < IN_FLIGHT:
-                    continue
-            tally.add(*jax.device_get(waiting.popleft()))
-            if launch == settle:
-                memory_start = free_memory(devices)
-            if time.monotonic() - shown > 10:
-                shown = time.monotonic()
-                rate = tally.calls / (shown - start)
-                print(f"{tally.calls} calls, {rate:.0f} a second", flush=True)
-    except jax.errors.JaxRuntimeError as raised:
-        error = str(raised)
-        print("ERROR", error, flush=True)
+    soak_run.together(launchers, compiler, deadline, SETTLE // len(launchers))
+    settled = sum(launcher.launches for launcher in launchers)
+    over = time.monotonic() >= deadline
+    if over or all(launcher.done for launcher in launchers):
+        settled = 0
+    else:
+        start_memory, compiled = memory(devices), compiler.count
+        soak_run.together(launchers, compiler, deadline, float("inf"))
+    end_memory = memory(devices)
     return {
         "seconds": round(time.monotonic() - start, 1),
-        "calls": tally.calls,
-        "launches": launch,
-        "checks": tally.checks,
-        "failures": dict(tally.failures),
-        "first_failure": tally.first_failure,
-        "error": error,
-        **tally.statistics,
-        "free_memory_start": memory_start,
-        "free_memory_end": free_memory(devices),
+        **soak_run.merged(launchers, compiler),
+        "threads": len(launchers),
+        "compilations": compiler.count,
+        # Launches and compilations before the start of what follows.
+        "settled": [settled, compiled],
+        "free_memory_start": start_memory[0],
+        "free_memory_end": end_memory[0],
+        "heap_start": start_memory[1],
+        "heap_end": end_memory[1],
     }
 
 
@@ -229,6 +196,7 @@ def main():
     parser.add_argument("--minutes", type=float, help="stop after that long")
     parser.add_argument("--devices", type=int, default=0, help="default: all")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args()
@@ -242,10 +210,13 @@ def command(args):
     words += [f"--minutes {args.minutes:g}"] if args.minutes else []
     words += [f"--devices {args.devices}"] if args.devices else []
     words += [f"--transport {args.transport}"] if args.transport != "auto" else []
+    words += ["--threads 1"] if args.threads == 1 else []
     words += (
         [" ".join(["--options", *args.options])] if args.options is not None else []
     )
-    return " ".join(["python benchmarks/soak.py", *words])
+    tunables = os.environ.get("GLIBC_TUNABLES")
+    before = [f"GLIBC_TUNABLES={tunables}"] if tunables else []
+    return " ".join([*before, "python benchmarks/soak.py", *words])
 
 
 def run(args):

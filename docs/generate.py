@@ -98,6 +98,8 @@ def newest_suites():
     found = {}
     for data in records("suite"):
         devices = data["devices"]
+        if devices.get("platform", "gpu") != "gpu":
+            continue
         transport = data.get("transport", "collective")
         found[devices["kind"], transport, devices["count"]] = data
     return found
@@ -287,6 +289,7 @@ def main():
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
+        (RELIABILITY, "figures", reliability_table.figures(records, table)),
         (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),

@@ -3,8 +3,10 @@
 Also what README.md says of a soak.
 """
 
+import collections
+
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record, or
-# "gpu": the newest suite on GPUs in which the command's files passed.
+# "gpu": the newest suite on GPUs that has run the command's tests.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
@@ -34,13 +36,18 @@ PROMISES = (
     ("Right results for long, with random shapes, routing, skew, formats and options",
      "python benchmarks/soak.py --minutes 15", ("soak-cpu",)),
     ("The same on GPUs", "python benchmarks/soak.py --minutes 10", ("soak-gpu",)),
-    ("Calls and handles leave no memory behind", "pytest tests/test_leaks.py",
-     ("ci", "gpu")),
+    ("Calls and handles leave no memory behind; p2p: nor do windows, opened and closed "
+     "1,000 times", "pytest tests/test_leaks.py", ("ci", "gpu")),
     ("p2p: memory is what `ep.buffer_bytes` says, and comes and goes with the handle",
      "pytest tests/test_p2p_faults.py -k memory", ("gpu",)),
-    ("p2p: a rank that is missing, late, or in another call: an error on every rank "
-     "within `timeout_s` + 5 s that names both; the process and other handles go on",
-     "pytest tests/test_p2p_faults.py", ("gpu",)),
+    ("p2p: a rank that is missing, late, raises, closes, or is in another call: an "
+     "error on every rank within `timeout_s` + 5 s that names both; the process and "
+     "other handles go on", "pytest tests/test_p2p_faults.py", ("gpu",)),
+    ("p2p: a process that raises and closes while the others are inside: they get the "
+     "error, and all go on together",
+     "pytest tests/test_processes_gpu.py -k raises", ("gpu",)),
+    ("shmem: the same bytes as p2p, and the same with a process that raises",
+     "pytest tests/test_shmem_gpu.py", ("gpu",)),
     ("p2p: a process that dies, before or after `init`: the others get the error, and "
      "go on over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
     ("p2p: calls keep their order, also from threads, graphs and beside XLA's "
@@ -77,13 +84,41 @@ def _of_ci(records, command):
 
 def _of_gpus(records, command):
     for data in reversed(records("suite")):
-        passed = data.get("files", {})
-        if all(passed.get(name) for name in _files(command)):
+        if data["devices"].get("platform", "gpu") != "gpu":
+            continue
+        if set(_files(command)) & set(data.get("not_run", ())):
+            continue
+        passed = _named(command, data.get("tests", {}))
+        failed = _named(command, collections.Counter(_plain(data["failed"])))
+        # Where a file's tests were all skipped nothing was run.
+        if all(passed[name] + failed[name] for name in passed):
             count, kind = data["devices"]["count"], data["devices"]["kind"]
-            bad = len(data["failed"])
-            tail = f", {bad} tests of the suite failed" if bad else ""
-            return f"{count} x {kind}, {_source(data)}{tail}"
+            tail = ", ".join(
+                f"{sum(found.values())} {word}"
+                for found, word in ((passed, "passed"), (failed, "failed"))
+            )
+            return f"{count} x {kind}, {_source(data)}: {tail}"
     return f"GPUs: {NOT_YET}"
+
+
+def _plain(failed):
+    """`module::test[parameters]` of pytest's report as `file.py::test`."""
+    for name in failed:
+        module, _, test = name.partition("::")
+        yield f"{module.split('.')[-1]}.py::{test.split('[')[0]}"
+
+
+def _named(command, counts):
+    """How many of `counts`, by `file.py::test`, a command selects, by file."""
+    word = command.partition(" -k ")[2].partition(";")[0]
+    return {
+        file: sum(
+            count
+            for name, count in counts.items()
+            if name.startswith(f"{file}::") and word in name.partition("::")[2]
+        )
+        for file in _files(command)
+    }
 
 
 def _of_soak(platform):
@@ -145,6 +180,28 @@ def promises(records, table):
     return table(("promise", "tested by", "last recorded run"), rows)
 
 
+FAULTS = "pytest tests/test_p2p_faults.py tests/test_processes_gpu.py"
+BAD_INPUTS = (
+    "pytest tests/test_misuse.py tests/test_bad_values.py tests/test_errors.py "
+    "tests/test_errors_operands.py tests/test_options_errors.py "
+    "tests/test_split_errors.py tests/test_tampered.py tests/test_handle_life.py"
+)
+
+
+def figures(records, table):
+    """How much was tried, by the newest record of each kind."""
+    return table(
+        ("tried", "what came of it"),
+        [
+            ("faults injected, p2p", _of_gpus(records, FAULTS)),
+            ("bad inputs, p2p", _of_gpus(records, BAD_INPUTS)),
+            ("calls soaked, CPUs", _of_soak("cpu")(records, "")),
+            ("calls soaked, GPUs", _of_soak("gpu")(records, "")),
+            ("fuzzing", _of_fuzz(records, "")),
+        ],
+    )
+
+
 def soak_part(data):
     text = (
         f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
@@ -159,6 +216,17 @@ def soak_part(data):
     if data["free_memory_start"] is None:
         return text
     lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
+    where = "free memory of the fullest GPU: {:.1f} MiB less"
     if data["device"] == "cpu":
-        return f"{text} Memory of the process: {lost:.1f} MiB more at the end."
-    return f"{text} Free memory of the fullest GPU: {lost:.1f} MiB less at the end."
+        where = "memory of the process: {:.1f} MiB more"
+    text += f" At the end {where.format(lost)}"
+    if data.get("heap_start") is None:
+        return f"{text}."
+    # Since both were first looked at.
+    heap = (data["heap_end"] - data["heap_start"]) / 2**20
+    launches = data["launches"] - data["settled"][0]
+    compilations = data["compilations"] - data["settled"][1]
+    return (
+        f"{text}, of the host's heap allocated and not freed: {heap:.2f} MiB more, "
+        f"after {launches} launches and {compilations} other compilations."
+    )

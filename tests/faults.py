@@ -1,5 +1,7 @@
 """Scenarios of p2p_worker.py in which something goes wrong: ranks that miss or differ.
 
+More of them, of when ranks come and go, are in faults_timing.py.
+
 One rank's call without the others' is a program of one device outside of shard_map: a
 handler finds its rank by its device. jax_ep's own functions would refuse to trace it,
 so these call the layer below them.
@@ -47,9 +49,9 @@ def reduced(ep, x, ids, w):
 class Faulty:
     """A handle of two ranks with a short time limit, and operands of both ranks."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, **changes):
         self.mesh, self.traced = mesh, {}
-        self.ep = helpers.init(mesh, **FIELDS)
+        self.ep = helpers.init(mesh, **(FIELDS | changes))
         made = helpers.make_inputs(
             np.random.default_rng(1),
             self.ep.config,
@@ -172,22 +174,6 @@ def missing(which, mesh):
     return outcome(faulty, other, results, start)
 
 
-def late(mesh):
-    """Rank 1 comes a second after rank 0, which is within the limit."""
-    faulty = Faulty(mesh)
-    runs = [faulty.alone(dispatch, rank, *faulty.args) for rank in range(2)]
-    results = []
-    for run in runs:
-        results.append(run())
-        time.sleep(TIMEOUT_S / 2)
-    jax.block_until_ready(results)
-    for rank, result in enumerate(results):
-        want = jax.tree.leaves(faulty.of(rank, faulty.first))
-        for got, wanted in zip(jax.tree.leaves(result), want, strict=True):
-            helpers.assert_bits(got, np.asarray(wanted))
-    return {"right": True, "check": faulty.ep.check()}
-
-
 def combine_elsewhere(ep, route, rows, w):
     return _autodiff_combine.combine(ep, route, rows, w, None)
 
@@ -271,7 +257,6 @@ def flat(mesh):
 ALL = {
     **{f"missing_{w}": functools.partial(missing, w)
        for w in ("dispatch", "combine", "cached")},
-    "late": late,
     **{f"differs_{how}": functools.partial(differs, how)
        for how in ("tokens", "few_tokens", "kind", "line")},
     "giant": giant,

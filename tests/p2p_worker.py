@@ -13,6 +13,7 @@ import jax_ep
 
 # isort: split
 import faults
+import faults_timing
 import helpers
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ def threads(mesh):
     }
 
 
-SCENARIOS = {f.__name__: f for f in (collectives, compiling, threads)} | faults.ALL
+SCENARIOS = {f.__name__: f for f in (collectives, compiling, threads)}
+SCENARIOS |= faults.ALL | faults_timing.ALL
 
 if __name__ == "__main__":
     start = time.monotonic()

@@ -29,6 +29,7 @@ from jax.sharding import AxisType, Mesh
 from windows_worker import barrier, leave
 
 TIMEOUT_S = 4.0
+INSIDE_S = 0.5  # until the others' calls wait
 LONG = {"max_tokens_per_rank": 1024, "hidden_size": 256, "top_k": 8, "num_experts": 64}
 # Windows of more than 64 MB, though calls are short.
 WIDE = {"max_tokens_per_rank": 8192, "hidden_size": 1024, "recv_capacity": 1024}
@@ -76,9 +77,9 @@ class Calls:
             np.random.default_rng(seed), config, mesh.size, n=64, fill=helpers.normal
         )
         self.args = [helpers.put(mesh, part) for part in vars(self.inputs).values()]
-        with jax_ep.init(mesh, "ep", patient, transport="p2p") as ep:
+        with jax_ep.init(mesh, "ep", patient, transport=helpers.TRANSPORT) as ep:
             self.right(ep)
-        self.ep = jax_ep.init(mesh, "ep", config, transport="p2p")
+        self.ep = jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
         self.run = self.compiled(self.ep)
 
     def compiled(self, ep):
@@ -176,6 +177,33 @@ def kill(mesh: Mesh) -> dict:
     return result
 
 
+def fails(mesh: Mesh) -> dict:
+    """The last process raises before its call, and closes; the others are inside."""
+    last = jax.process_index() == jax.process_count() - 1
+    calls, beside = Calls(mesh, 1), Calls(mesh, 2)
+    calls.right(calls.ep, calls.run)
+    together(mesh)
+    found: dict = {}
+    if last:
+        try:
+            with calls.ep:
+                time.sleep(INSIDE_S)
+                raise ArithmeticError("before the call")
+        except ArithmeticError as error:
+            found["raised"] = str(error)
+    else:
+        found["failure"] = failure(calls)
+    together(mesh)
+    beside.right(beside.ep, beside.run)
+    calls.ep.close()
+    # With the one that raised.
+    again = Calls(mesh, 3)
+    again.right(again.ep, again.run)
+    again.ep.close()
+    beside.ep.close()
+    return found
+
+
 def named(error: str) -> list[int]:
     """[waiting, awaited] rank of a time-out's text."""
     found = re.search(r"rank (\d+) waited for rank (\d+)", error)
@@ -185,7 +213,7 @@ def named(error: str) -> list[int]:
 if __name__ == "__main__":
     port, processes, process, devices, scenario = sys.argv[1:]
     multiprocess_worker.start(port, int(processes), int(process), devices)
-    run = {"bits": bits, "close": close, "kill": kill}[scenario]
+    run = {"bits": bits, "close": close, "kill": kill, "fails": fails}[scenario]
     try:
         found = run(helpers.make_mesh(jax.device_count()))
         print("result: " + json.dumps(found), flush=True)

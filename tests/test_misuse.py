@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import moe
 import numpy as np
+import oracle
 import pytest
 from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
@@ -79,6 +80,32 @@ def test_route_of_another_handle(mesh, ep, twin: bool) -> None:
         jax.eval_shape(moe.sharded(mesh, body), x, ids, w)
     check_form(caught, "combine", "route")
     other.close()
+
+
+def test_stale_route(mesh) -> None:
+    """Newer dispatches leave an old route good; its handle's end does not."""
+    handle = helpers.init(mesh)
+    inputs, operands = arrays(handle, mesh, 1, fill=helpers.normal)
+    _, newer = arrays(handle, mesh, 2, fill=helpers.normal)
+    run = helpers.dispatch_fn(handle, mesh, P("ep"))
+    combine = helpers.combine_fn.__wrapped__
+    old = run(*operands)
+    args = old.tokens, old.route, old.router_weights, None
+    for _ in range(5):
+        new = run(*newer)
+    sums = np.asarray(combine(handle, mesh, P("ep"))(*args))
+    want = oracle.combine(
+        handle.config,
+        inputs.ids,
+        *(list(helpers.unstack(a, mesh.size).values()) for a in (args[0], args[2])),
+    )
+    helpers.assert_bits(sums, np.concatenate(want))
+    assert (np.asarray(new.route.slot_of) != np.asarray(old.route.slot_of)).any()
+    handle.close()
+    with helpers.init(mesh) as again:
+        with raises() as caught:
+            combine(again, mesh, P("ep"))(*args)
+        check_form(caught, "combine", "route")
 
 
 def test_route_of_no_kind(mesh, ep) -> None:

@@ -40,16 +40,11 @@ def check_dead(found: dict) -> None:
     assert len(found["complaints"]) == 6
 
 
-@pytest.mark.parametrize("call", ["dispatch", "combine", "cached"])
-def test_missing_rank(call: str) -> None:
-    """All waiting calls end together; the error names who waited for whom in what."""
-    found = run(f"missing_{call}")
+def check_missed(found: dict, kind: str, number: int) -> None:
+    """Rank 0 gave up waiting for rank 1 in that call, in time."""
     check_dead(found)
     waited = found["seconds_waited"] - faults.TIMEOUT_S
     assert -0.1 < waited < SLACK_S
-    kind = "combine" if call == "combine" else "dispatch"
-    # The handle had dispatched twice, and combined never.
-    number = 1 if call == "combine" else 3
     for message in found["complaints"]:
         assert re.search(r"rank 0\b.*rank 1\b", message), message
         assert re.search(rf"\b{kind}\b", message), message
@@ -57,8 +52,55 @@ def test_missing_rank(call: str) -> None:
         assert re.search(rf"\bcall epoch {number}\b", message), message
 
 
-def test_late_rank() -> None:
-    assert run("late")["right"]
+@pytest.mark.parametrize("call", ["dispatch", "combine", "cached"])
+def test_missing_rank(call: str) -> None:
+    """All waiting calls end together; the error names who waited for whom in what."""
+    found = run(f"missing_{call}")
+    # The handle had dispatched twice, and combined never.
+    combine = call == "combine"
+    check_missed(found, "combine" if combine else "dispatch", 1 if combine else 3)
+
+
+@pytest.mark.parametrize("when", ["late", "late_under"])
+def test_late_rank(when: str) -> None:
+    assert run(when)["right"]
+
+
+def test_rank_that_is_too_late() -> None:
+    check_missed(run("late_over"), "dispatch", 3)
+
+
+def test_rank_that_raises_before_its_call() -> None:
+    found = run("raises")
+    assert "raised before the call" in found["raised"]
+    check_missed(found, "dispatch", 3)
+
+
+def test_ranks_in_another_order() -> None:
+    found = run("swapped")
+    check_dead(found)
+    assert found["seconds_waited"] < faults.TIMEOUT_S + SLACK_S
+    for message in found["complaints"]:
+        assert re.search(r"rank [01]\b.*rank [01]\b.*timed out", message), message
+
+
+def test_ranks_call_handles_of_other_configs() -> None:
+    found = run("handles")
+    check_missed(found, "dispatch", 3)
+    assert found["second_nothing"] is True
+    assert found["second_recovers"]
+    for message in found["second"]:
+        assert re.search(r"rank 1\b.*rank 0\b.*timed out", message), message
+
+
+def test_closing_while_a_rank_is_inside() -> None:
+    """close() takes no longer than the waits that it finds."""
+    found = run("closing")
+    assert found["closed_s"] < faults.TIMEOUT_S + SLACK_S
+    assert found["nothing"] is True
+    assert re.search("open|closed", found["error"]), found["error"]
+    assert found["other_goes_on"] == [True, None]
+    assert found["recovers"]
 
 
 @pytest.mark.parametrize("how", ["tokens", "few_tokens", "kind", "line"])

@@ -136,3 +136,23 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
             errors.append(named(failure["error"]))
     # Others may have waited for ranks that waited for the dead one.
     assert any(awaited == dead for _, awaited in errors), errors
+
+
+def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:
+    count = gpu_count()
+    ended = start("processes_worker.py", count, 1, folder, "fails", own=own)
+    assert [one.code for one in ended] == [0] * count, tails(ended)
+    *others, last = (json.loads(one.last) for one in ended)
+    assert last == {"raised": "before the call"}
+    errors = []
+    for found in others:
+        failure = found["failure"]
+        assert "timed out" in failure["error"], failure
+        assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
+        errors.append(named(failure["error"]))
+    assert any(awaited == count - 1 for _, awaited in errors), errors
+
+
+def test_process_that_raises(tmp_path: pathlib.Path) -> None:
+    """It closes on its way out; the others' calls end, and all go on together."""
+    check_process_that_raises(tmp_path, own=True)

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import pathlib
 import re
+import subprocess
 import sys
+import types
+from functools import partial
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
+import record_suite
+import recording
 import reliability_table
 
 ROOT = generate.ROOT
+ROWS = reliability_table.PROMISES
+MB = 2**20
+SOAK = {
+    "device": "cpu",
+    "count": 4,
+    "date": "2001-02-03",
+    "commit": "0123456789abcdef",
+    "seed": 7,
+    "calls": 1200,
+    "seconds": 900.4,
+    "checks": 900,
+    "failures": {"combine": 2},
+}
 
 
-@pytest.mark.parametrize("row", reliability_table.PROMISES, ids=lambda row: row[0][:40])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
 def test_commands_name_what_exists(row) -> None:
     _, command, places = row
     for part in command.split("; "):
@@ -50,36 +68,145 @@ def test_rows_without_a_run_say_so() -> None:
     assert "CPU: not yet run" in row_of(found, "minutes 15")
 
 
-def test_a_suite_counts_for_the_files_that_passed_in_it() -> None:
+def test_a_suite_on_cpus_is_none_on_gpus() -> None:
+    suite = {
+        "devices": {"kind": "cpu", "count": 8, "platform": "cpu"},
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "failed": [],
+        "tests": {"test_determinism.py::test_same_bytes": 3},
+    }
+    found = reliability_table.promises(records(suites=[suite]), generate.table)
+    assert "GPUs: not yet run" in row_of(found, "test_determinism.py")
+
+
+def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
     suite = {
         "devices": {"kind": "made up", "count": 4},
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "failed": ["tests.test_x::test_y"],
-        "files": {"test_determinism.py": 5, "test_leaks.py": 0},
+        "failed": [
+            "tests.test_determinism::test_same_bytes[fp8]",
+            "test_p2p_order::test_handles_interleaved",
+        ],
+        "tests": {
+            "test_determinism.py::test_same_bytes": 3,
+            "test_determinism.py::test_same_bytes_a_thousand_times": 1,
+            "test_leaks.py::test_memory_is_flat": 2,
+            "test_p2p_faults.py::test_late_rank": 2,
+            "test_handle.py::test_persistent_cache": 1,
+        },
+        "not_run": ["test_leaks.py"],
     }
     found = reliability_table.promises(records(suites=[suite]), generate.table)
     ran = row_of(found, "test_determinism.py")
-    assert "4 x made up, 2001-02-03, 0123456789ab, 1 tests of the suite failed" in ran
+    assert "4 x made up, 2001-02-03, 0123456789ab: 4 passed, 1 failed" in ran
+    # What failed altogether has run.
+    assert ": 0 passed, 1 failed" in row_of(found, "test_p2p_order.py")
+    # A part of a file, where the rest came after the time limit.
     assert "not yet run" in row_of(found, "test_leaks.py")
-    # An older record says nothing of files, so nothing is taken from it.
-    del suite["files"]
+    # Other tests of the same file.
+    assert "not yet run" in row_of(found, "test_p2p_faults.py -k memory")
+    assert ": 2 passed, 0 failed" in row_of(found, "test_p2p_faults.py`")
+    # One file of two.
+    assert "not yet run" in row_of(found, "test_handle_life.py")
+    assert ": 1 passed" in row_of(found, "-k persistent_cache")
+    # An older record says nothing of tests, so nothing is taken from it.
+    del suite["tests"]
     found = reliability_table.promises(records(suites=[suite]), generate.table)
-    assert "not yet run" in row_of(found, "test_determinism.py")
+    assert "not yet run" in row_of(found, "-k persistent_cache")
+
+
+def functions_of(file) -> list[str]:
+    text = (ROOT / "tests" / file).read_text()
+    return re.findall(r"^def (test_\w+)", text, re.MULTILINE)
+
+
+def write_suite(monkeypatch, tmp_path, date: str, count: int, ends: str) -> None:
+    """What record_suite.py makes of pytest's reports, one of each named file."""
+    monkeypatch.setattr(recording, "date", lambda: date)
+    suite = record_suite.Suite("p2p", [])
+    gpu = [command for _, command, places in ROWS if "gpu" in places]
+    for file in {file for command in gpu for file in reliability_table._files(command)}:
+        cases = "".join(
+            f'<testcase classname="tests.{file[:-3]}" name="{name}[a-b.c]">{ends}'
+            "</testcase>"
+            for name in functions_of(file)
+        )
+        report = tmp_path / "report.xml"
+        report.write_text(
+            f'<testsuites><testsuite tests="{len(functions_of(file))}" time="1.5">'
+            f"{cases}</testsuite></testsuites>"
+        )
+        suite.add(report)
+    suite.write({"kind": "NVIDIA Made Up", "count": count, "jax": "9.8.7"})
+
+
+def write_sanitized(monkeypatch) -> None:
+    """What sanitize.sh writes of two runs."""
+    script = (ROOT / "benchmarks" / "sanitize.sh").read_text()
+    code = re.search(r"<<'END'\n(.*?)\nEND\n", script, re.DOTALL)[1]
+    lines = ["memcheck-one: clean; 0 errors; 3 passed", "racecheck: OUT OF TIME; no"]
+    monkeypatch.setattr(sys, "argv", ["-", "0,1", *lines])
+    smi = types.SimpleNamespace(stdout="NVIDIA Made Up\nNVIDIA Made Up\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: smi)
+    exec(code, {})
+
+
+def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
+    """Files as the recorders write them, through the generator, to the table."""
+    monkeypatch.setattr(recording, "write", partial(recording.write, folder=tmp_path))
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    monkeypatch.setenv("JAX_EP_COMMIT", "0123456789abcdef")
+    for count, ends in ((4, ""), (2, ""), (1, "<skipped/>")):
+        write_suite(monkeypatch, tmp_path, "2001-02-03", count, ends)
+    found = reliability_table.promises(generate.records, generate.table)
+    rows = [command for _, command, places in ROWS if "gpu" in places]
+    for command in rows:
+        row = row_of(found, f"| `{'`; `'.join(command.split('; '))}` |")
+        assert re.search(r"4 x NVIDIA Made Up, .*: [1-9]\d* passed, 0 failed", row), row
+    assert found.count("not yet run") == 4  # both soaks, fuzzing, sanitizers
+    recording.write(
+        "soak-made-upx4", SOAK | {"device": "NVIDIA Made Up", "failures": {}}
+    )
+    write_sanitized(monkeypatch)
+    found = reliability_table.promises(generate.records, generate.table)
+    assert "1200 calls in 15 min, 900 checks, 0 failed" in row_of(found, "minutes 10")
+    assert "2 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 of 2 runs clean" in row_of(
+        found, "sanitize.sh"
+    )
+    assert "CPU: not yet run" in row_of(found, "minutes 15")
+    found = reliability_table.figures(generate.records, generate.table)
+    for row in ("faults injected", "bad inputs"):
+        assert re.search(r": \d{2,} passed, 0 failed", row_of(found, row))
+    assert "1200 calls" in row_of(found, "soaked, GPUs")
 
 
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:
-    soak = {
-        "device": "cpu",
-        "count": 4,
-        "date": "2001-02-03",
-        "commit": "0123456789abcdef",
-        "seed": 7,
-        "calls": 1200,
-        "seconds": 900.4,
-        "checks": 900,
-        "failures": {"combine": 2},
-    }
-    found = reliability_table.promises(records(soaks=[soak]), generate.table)
+    found = reliability_table.promises(records(soaks=[SOAK]), generate.table)
     assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(found, "minutes 15")
     assert "not yet run" in row_of(found, "minutes 10")
+
+
+def test_a_soak_tells_a_leak_from_gaps() -> None:
+    soak = SOAK | {
+        "transport": "collective",
+        "jax": "9.8.7",
+        "rows": 11,
+        "dropped": 5,
+        "error": None,
+        "free_memory_start": -100 * MB,
+        "free_memory_end": -122 * MB,
+    }
+    # An older record says nothing of the heap.
+    assert "22.0 MiB more." in reliability_table.soak_part(soak)
+    heap = {
+        "heap_start": 50 * MB,
+        "heap_end": 50.5 * MB,
+        "launches": 1300,
+        "compilations": 90,
+        "settled": [200, 10],
+    }
+    text = reliability_table.soak_part(soak | heap)
+    assert "22.0 MiB more, of the host's heap allocated and not freed: 0.50" in text
+    assert "after 1100 launches and 80 other compilations." in text

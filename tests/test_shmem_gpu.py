@@ -1,4 +1,4 @@
-"""Transport shmem on GPUs of one host, one process each: answers, bits, heap."""
+"""Transport shmem on GPUs of one host, one process each: answers, bits, faults."""
 
 from __future__ import annotations
 
@@ -52,3 +52,8 @@ def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
         assert sorted(digests) == [str(position) for position in range(count)]
         found.append(digests)
     assert found[0] == found[1]
+
+
+def test_process_that_raises(tmp_path: pathlib.Path) -> None:
+    """The others get the error in time, and a new init works."""
+    test_processes_gpu.check_process_that_raises(tmp_path, own=False)

@@ -60,6 +60,7 @@ def run(monkeypatch, folder, n, options=()):
         transport=helpers.TRANSPORT,
         folder=folder,
         options=list(options),
+        threads=2,
     )
     status = soak.run(args)
     (written,) = folder.glob("soak-*.json")

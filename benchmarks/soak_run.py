@@ -1,0 +1,168 @@
+"""Launches of soak.py's programs from threads, and what came back."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import soak_program
+
+IN_FLIGHT = 4  # launches of a thread
+SHOW_S = 10
+COMPILE_EVERY_S = 5
+COMPILED_SHAPES = 8
+
+
+class Tally:
+    """What came back so far."""
+
+    def __init__(self):
+        self.calls = self.checks = 0
+        self.failures = collections.Counter()
+        self.statistics = collections.Counter()
+        self.first_failure = None
+
+    def add(self, steps, where, results):
+        """`results`: a list over layers of (mismatches, statistics), [rank, step]."""
+        for index, (counts, statistics) in enumerate(results):
+            for name, value in statistics.items():
+                self.statistics[name] += int(np.sum(value, dtype=np.int64))
+            for name, bad in counts.items():
+                bad = np.asarray(bad)
+                self.checks += bad.size
+                if not bad.any():
+                    continue
+                self.failures[name] += int(np.count_nonzero(bad))
+                if self.first_failure is None:
+                    rank, step = (int(i) for i in np.argwhere(bad)[0])
+                    self.first_failure = {
+                        **where,
+                        "step": step,
+                        "layer": index,
+                        "what": name,
+                        "rank": rank,
+                        "elements": int(bad[rank, step]),
+                    }
+                    print("MISMATCH", self.first_failure, flush=True)
+        self.calls += steps * len(results) * soak_program.CALLS_A_LAYER
+
+
+class Launcher:
+    """One thread's launches: which ones follows from the seed and the thread."""
+
+    def __init__(self, thread, programs, seed, steps, calls):
+        """`programs`: by name, with how many layers each has."""
+        self.thread, self.programs = thread, programs
+        self.steps, self.wanted, self.enqueued = steps, calls, 0
+        self.choose = random.Random(seed * 2 + thread)
+        self.key = jax.random.fold_in(jax.random.key(seed), thread)
+        self.tally, self.launches = Tally(), 0
+        self.error = None
+
+    def enqueue(self):
+        n = self.choose.choice(list(self.programs))
+        run, layers = self.programs[n]
+        result = run(jax.random.fold_in(self.key, self.launches))
+        where = {"thread": self.thread, "launch": self.launches, "n": n}
+        self.launches += 1
+        self.enqueued += self.steps * layers * soak_program.CALLS_A_LAYER
+        if self.choose.random() < 0.1:
+            time.sleep(self.choose.random() / 100)
+        return where, result
+
+    def run(self, deadline, launches):
+        """Until one of the limits; nothing is in flight afterwards."""
+        waiting = collections.deque()
+        try:
+            while True:
+                more = (
+                    self.enqueued < self.wanted
+                    and self.launches < launches
+                    and time.monotonic() < deadline
+                )
+                if more:
+                    waiting.append(self.enqueue())
+                    if len(waiting) < IN_FLIGHT:
+                        continue
+                if not waiting:
+                    return
+                self.tally.add(self.steps, *jax.device_get(waiting.popleft()))
+        except Exception as raised:
+            self.error = f"{type(raised).__name__}: {raised}"
+            print("ERROR", self.error, flush=True)
+
+    @property
+    def done(self):
+        return self.error is not None or self.enqueued >= self.wanted
+
+
+class Compiler:
+    """Compiles and runs other programs on all devices meanwhile."""
+
+    def __init__(self, devices):
+        self.devices, self.count, self.error = devices, 0, None
+
+    def one(self):
+        n = 8 * (1 + self.count % COMPILED_SHAPES)
+        made = jax.jit(lambda a: jnp.sort(a @ a.T, axis=0) + self.count)
+        for device in self.devices:
+            found = made(jax.device_put(np.ones((n, n), np.float32), device))
+            np.testing.assert_array_equal(found, n + self.count)
+        self.count += 1
+
+    def run(self, stop):
+        try:
+            while not stop.wait(COMPILE_EVERY_S):
+                self.one()
+        except Exception as raised:
+            self.error = f"{type(raised).__name__}: {raised}"
+
+
+def together(launchers, compiler, deadline, launches):
+    """Runs all launchers, of `launches` each in all; stops them when one fails."""
+    stop, started = threading.Event(), time.monotonic()
+    compiling = threading.Thread(target=compiler.run, args=(stop,))
+    threads = [
+        threading.Thread(target=launcher.run, args=(deadline, launches))
+        for launcher in launchers
+    ]
+    if len(threads) > 1:
+        compiling.start()
+    for thread in threads:
+        thread.start()
+    shown = started
+    while any(thread.is_alive() for thread in threads):
+        threads[0 if threads[0].is_alive() else -1].join(0.2)
+        if any(one.error for one in (compiler, *launchers)):
+            for launcher in launchers:
+                launcher.wanted = 0
+        if time.monotonic() - shown > SHOW_S:
+            shown = time.monotonic()
+            calls = sum(launcher.tally.calls for launcher in launchers)
+            print(f"{calls} calls, {compiler.count} compilations", flush=True)
+    stop.set()
+    if len(threads) > 1:
+        compiling.join()
+
+
+def merged(launchers, compiler):
+    """What all have found, for the record."""
+    tallies = [launcher.tally for launcher in launchers]
+    failures = sum((tally.failures for tally in tallies), collections.Counter())
+    statistics = sum((tally.statistics for tally in tallies), collections.Counter())
+    firsts = [tally.first_failure for tally in tallies if tally.first_failure]
+    errors = [one.error for one in (*launchers, compiler) if one.error]
+    return {
+        "calls": sum(tally.calls for tally in tallies),
+        "launches": sum(launcher.launches for launcher in launchers),
+        "checks": sum(tally.checks for tally in tallies),
+        "failures": dict(failures),
+        "first_failure": firsts[0] if firsts else None,
+        "error": errors[0] if errors else None,
+        **{name: statistics[name] for name in soak_program.STATISTICS},
+    }
