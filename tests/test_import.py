@@ -60,7 +60,7 @@ def test_warns_when_too_late() -> None:
 
 
 def test_import_time() -> None:
-    """At most 50 ms of a core above jax's; the best of several, as machines are shared."""
+    """At most 50 ms of a core above jax's; the best of several."""
     program = (
         "import jax, time; t = time.process_time(); import jax_ep;"
         "print(time.process_time() - t)"
