@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                             const __grid_constant__ FewDispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ FewShared shared;
+  __shared__ FewShared<Format> shared;
   WindowCall call(group, CallKind::kDispatch, plan.call, shared.block.call);
   call.BeginInOrder(shared.block.item);
   LoadEntries(step, shared);
@@ -92,9 +92,10 @@ bool TakesFewTokens(const WindowDispatchStep& step) {
   // later than a flag would. Very few tokens win even so.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
-  if (shape.tokens <= 0 || shape.tokens > kFewDispatchTokens) return false;
+  if (shape.tokens <= 0 || shape.tokens > kFewTokens<Format>) return false;
   if (QuantizedFormat<Format> && MessageOf<Format>(shape).bytes > kMostMessageBytes) return false;
-  return shape.tokens <= kVeryFew || shape.tokens * (shape.ranks + 1) <= kItems;
+  return QuantizedFormat<Format> || shape.tokens <= kVeryFew ||
+         shape.tokens * (shape.ranks + 1) <= kItems;
 }
 
 template <typename Format>

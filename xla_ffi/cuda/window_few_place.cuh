@@ -25,8 +25,8 @@ class FewPlacer {
   // In shared memory: `tables` of the GroupTable and, of formats with scales, `first_tiles` [L + 1]
   // and `zeros` [kZeroBytes].
   __device__ FewPlacer(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared& shared, uint8_t* tables,
-                       int32_t* first_tiles, const uint8_t* zeros)
+                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
+                       uint8_t* tables, int32_t* first_tiles, const uint8_t* zeros)
       : step_(step),
         plan_(plan),
         call_(call),
@@ -258,7 +258,7 @@ class FewPlacer {
   const FewDispatchPlan& plan_;
   WindowCall& call_;
   const FewCrew& crew_;
-  FewShared& shared_;
+  FewShared<Format>& shared_;
   GroupTable groups_;
   std::conditional_t<kEncodes, ScalePlacer<Format>, NoScales> scales_;
   bool built_ = false;

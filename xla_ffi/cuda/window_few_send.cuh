@@ -18,7 +18,9 @@ namespace jax_ep::cuda {
 
 // Cells of a payload that a worker has in its registers at once.
 inline constexpr uint32_t kCellsAtOnce = 3;
-inline constexpr uint32_t kFewEntries = kFewDispatchTokens * kMaxTopK;
+template <typename Format>
+inline constexpr int64_t kFewTokens =
+    QuantizedFormat<Format> ? kFewEncodedTokens : kFewDispatchTokens;
 // Warps that count ids: one up to the block's token, one all of them.
 inline constexpr uint32_t kRouters = 2;
 
@@ -57,18 +59,22 @@ struct FewDispatchPlan {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
+template <typename Format>
 struct FewShared {
+  static constexpr int64_t kEntries = kFewTokens<Format> * kMaxTopK;
+
   FewBlock block;
   bool counts_arrived;
-  int32_t ids[kFewEntries];
-  float weights[kFewEntries];
+  int32_t ids[kEntries];
+  float weights[kEntries];
   int32_t slots[kMaxWindowRanks];      // of the block's token at each rank, or -1
   int32_t all_slots[kMaxWindowRanks];  // of the call at each rank
   uint32_t entries[kMaxTopK][3];       // expert, position, weight
 };
 
 // Whole block, before a barrier. Beside the loads of Begin, which take as long.
-__device__ inline void LoadEntries(const WindowDispatchStep& step, FewShared& shared) {
+template <typename Format>
+__device__ void LoadEntries(const WindowDispatchStep& step, FewShared<Format>& shared) {
   const uint32_t entries = static_cast<uint32_t>(step.shape.tokens * step.shape.top_k);
   JAX_EP_NO_UNROLL
   for (uint32_t i = threadIdx.x; i < entries; i += kFewThreads) {
@@ -85,7 +91,7 @@ class FewSender {
 
   // `router_rows` [kRouters, E] and, of formats that encode, `message` in shared memory.
   __device__ FewSender(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared& shared,
+                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
                        int32_t* router_rows, uint8_t* message)
       : step_(step),
         plan_(plan),
@@ -252,7 +258,7 @@ class FewSender {
   const FewDispatchPlan& plan_;
   WindowCall& call_;
   const FewCrew& crew_;
-  FewShared& shared_;
+  FewShared<Format>& shared_;
   int32_t* router_rows_;
   uint8_t* message_;
 };
