@@ -57,9 +57,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
-  if constexpr (!QuantizedFormat<Format>) {
-    if (TakesFewTokens(step)) return WindowFewDispatch(step, group, stream);
-  }
+  if (TakesFewTokens<Format>(step)) return WindowFewDispatch<Format>(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   const WorkPlan& work = plan.call.work;
