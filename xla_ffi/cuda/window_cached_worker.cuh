@@ -11,6 +11,7 @@
 #include "cuda/window_encode.cuh"
 #include "cuda/window_groups.cuh"
 #include "cuda/window_rows.cuh"
+#include "cuda/window_team.cuh"
 #include "formats/combine_wire.h"
 #include "protocol/window_steps.h"
 
@@ -71,36 +72,57 @@ class CachedWorker {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
  public:
+  // `jobs` are those of quantised formats.
   __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
-                          WindowCall& call, BulkStages& stages, const uint8_t* zeros)
+                          WindowCall& call, BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
       : step_(step),
         plan_(plan),
         call_(call),
         stages_(stages),
         zeros_(zeros),
+        jobs_(jobs),
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
   // False where a wait failed, as Place. The block's wait for credits is part of it.
   __device__ bool Send(WorkItem item) {
-    if (item.phase == Phase::kNone) return AwaitCredits(call_);
-    bool first = true;
-    return call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
-      const bool sent = SendChunk(current.index, first);
-      first = false;
-      return sent;
-    });
+    bool ok = true;
+    if (item.phase == Phase::kNone) {
+      ok = AwaitCredits(call_);
+    } else {
+      bool first = true;
+      ok = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
+        const bool sent = SendChunk(current.index, first);
+        first = false;
+        return sent;
+      });
+    }
+    if constexpr (kEncodes) {
+      if (ok) SendTeam().Dismiss();
+    }
+    return ok;
   }
 
   __device__ bool Place(WorkItem item) {
-    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+    const bool ok = call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
       ClearShare(current.index);
       const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
       return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
     });
+    // Even where a wait failed.
+    if constexpr (kEncodes) PlaceTeam().Dismiss();
+    return ok;
   }
 
  private:
+  // Helpers serve the block's senders first, and then all row warps.
+  __device__ HelperTeam SendTeam() const {
+    return {jobs_, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), call_.senders()};
+  }
+  __device__ HelperTeam PlaceTeam() const {
+    return {jobs_, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps};
+  }
+
   // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
   struct Target {
     int32_t rank;
@@ -160,9 +182,7 @@ class CachedWorker {
       uint32_t piece;
       const uint32_t index = pieces.Divide(unit, piece);
       uint8_t* side = stage + rows.piece_bytes;
-      if constexpr (kEncodes) {
-        side = EncodePiece<Format>(plan_.encode, piece, stage, kNoInputScale);
-      }
+      if constexpr (kEncodes) StartEncoding(SendTeam(), stage, piece);
       if (piece == 0) {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
@@ -172,8 +192,12 @@ class CachedWorker {
           if (count == 0) first_slot = static_cast<uint32_t>(slot);
           count = static_cast<uint32_t>(slot) + 1 - first_slot;
         }
+        if constexpr (kEncodes) {
+          side = FinishEncoding<Format>(SendTeam(), plan_.encode, stage, piece);
+        }
         own_row = Annotate(base, target, side);
       } else if constexpr (kEncodes) {
+        FinishEncoding<Format>(SendTeam(), plan_.encode, stage, piece);
         FenceProxyAsyncShared();
         __syncwarp();
       }
@@ -253,7 +277,7 @@ class CachedWorker {
     EntrySteps<int32_t, Rows> row_of(
         top_k_, chunk.count, Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot)});
     int32_t row = -1;  // of the entry of this lane's number
-    stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
+    stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = rows.pieces.Divide(unit, piece);
       if (piece == 0) {
@@ -273,38 +297,21 @@ class CachedWorker {
     return true;
   }
 
-  // Whole warp: a piece of a message in elements to the rows of the lanes that have one.
-  __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
+  // Whole warp: its helpers store a piece of a message in elements to the rows of the lanes that
+  // have one.
+  __device__ void Decode(int32_t row, uint32_t piece, uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
-    if (step_.element == ElementType::kBFloat16) {
-      DecodeParts<BFloat16>(lanes, row, piece, stage);
-    } else if (step_.element == ElementType::kFloat16) {
-      DecodeParts<Float16>(lanes, row, piece, stage);
-    } else {
-      DecodeParts<float>(lanes, row, piece, stage);
+    const HelperTeam team = PlaceTeam();
+    TeamJob& job = team.job();
+    if (row >= 0) job.rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) {
+      job.stage = stage;
+      job.piece = piece;
+      job.num_rows = static_cast<uint32_t>(__popc(lanes));
     }
-  }
-
-  template <typename Element>
-  __device__ __forceinline__ void DecodeParts(unsigned lanes, int32_t row, uint32_t piece,
-                                              const uint8_t* stage) {
-    static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
-    constexpr int64_t kBytes = static_cast<int64_t>(sizeof(Element));
-    const RowPlan& rows = plan_.rows;
-    const int64_t first = static_cast<int64_t>(piece) * rows.piece_bytes;
-    const int64_t piece_bytes = rows.PieceBytes(piece) * kBytes;
-    const uint8_t* scales = stage + rows.piece_bytes + Format::ScaleBytes(first);
-    const uint32_t parts = static_cast<uint32_t>(CeilDiv(piece_bytes, kPartVectors * kVectorBytes));
-    JAX_EP_NO_UNROLL
-    for (uint32_t part = 0; part < parts; ++part) {
-      DecodedPart<Format, Element> decoded(part, piece_bytes);
-      decoded.Load(stage, scales, kNoInputScale);
-      JAX_EP_NO_UNROLL
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        decoded.Store(step_.rows + (FromLowest(left, row) * step_.shape.hidden + first) * kBytes);
-      }
-    }
+    team.Start();
+    team.AwaitDone();
   }
 
   // An equal share of the rows that no token reaches.
@@ -334,8 +341,67 @@ class CachedWorker {
   WindowCall& call_;
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   const uint8_t* zeros_;
+  TeamJob* jobs_;
   int32_t tokens_;
   int32_t top_k_;
 };
+
+// A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
+template <typename Format, typename Element>
+__device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper,
+                                               const TeamJob& job, const RowPlan& plan,
+                                               const WindowCachedDispatchStep& step) {
+  static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
+  constexpr int kCount = kLaneElements<Element>;
+  const int64_t first = static_cast<int64_t>(job.piece) * plan.piece_bytes;
+  const uint8_t* scales = job.stage + plan.piece_bytes + Format::ScaleBytes(first);
+  uint8_t* piece = step.rows + first * static_cast<int64_t>(sizeof(Element));
+  const int64_t row_bytes = step.shape.row_bytes();
+  const uint32_t vectors = plan.PieceBytes(job.piece) / kCount, threads = helper.team.threads();
+  const uint32_t num_rows = job.num_rows;
+  const uint8_t* codes = job.stage;
+  JAX_EP_NO_UNROLL
+  for (uint32_t first = helper.thread(); first < vectors; first += kHelperVectors * threads) {
+    Elements<Element, kCount> elements[kHelperVectors];
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) {
+      // Past the end the first one again.
+      const uint32_t vector = first + i * threads;
+      DecodedVector<Format, kCount> decoded;
+      decoded.Load(codes, scales, vector < vectors ? vector : first);
+      float values[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] = decoded.Get(j);
+      elements[i] = Elements<Element, kCount>::Round(values);
+    }
+    JAX_EP_NO_UNROLL
+    for (uint32_t row = 0; row < num_rows; ++row) {
+      uint8_t* to = piece + job.rows[row] * row_bytes;
+#pragma unroll
+      for (uint32_t i = 0; i < kHelperVectors; ++i) {
+        const uint32_t vector = first + i * threads;
+        if (vector < vectors) elements[i].Store(to + int64_t{vector} * kVectorBytes);
+      }
+    }
+  }
+}
+
+// A helper: for placers, when its senders have dismissed it.
+template <typename Format>
+__device__ void HelpPlacers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
+                            TeamJob* jobs) {
+  // The barriers of teams of senders are those of other teams now.
+  HelperPlace<Format>::AwaitAll();
+  const auto helper = HelperPlace<Format>::Of(jobs, kRowWarps);
+  helper.team.Help([&](const TeamJob& job) {
+    if (step.element == ElementType::kBFloat16) {
+      DecodeElements<Format, BFloat16>(helper, job, plan.rows, step);
+    } else if (step.element == ElementType::kFloat16) {
+      DecodeElements<Format, Float16>(helper, job, plan.rows, step);
+    } else {
+      DecodeElements<Format, float>(helper, job, plan.rows, step);
+    }
+  });
+}
 
 }  // namespace jax_ep::cuda

@@ -15,7 +15,11 @@ struct E4M3 {
 
   // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    return value != value ? kNan : EncodeTwo(value, 0.0f);
+#else
     return value != value ? kNan : EncodeNumber(value);
+#endif
   }
 
   // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
