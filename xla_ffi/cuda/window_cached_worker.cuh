@@ -277,7 +277,7 @@ class CachedWorker {
     EntrySteps<int32_t, Rows> row_of(
         top_k_, chunk.count, Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot)});
     int32_t row = -1;  // of the entry of this lane's number
-    stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
+    stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = rows.pieces.Divide(unit, piece);
       if (piece == 0) {
@@ -299,17 +299,12 @@ class CachedWorker {
 
   // Whole warp: its helpers store a piece of a message in elements to the rows of the lanes that
   // have one.
-  __device__ void Decode(int32_t row, uint32_t piece, uint8_t* stage) {
+  __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
     const HelperTeam team = PlaceTeam();
-    TeamJob& job = team.job();
-    if (row >= 0) job.rows[__popc(lanes & LanesBelow(Lane()))] = row;
-    if (Lane() == 0) {
-      job.stage = stage;
-      job.piece = piece;
-      job.num_rows = static_cast<uint32_t>(__popc(lanes));
-    }
+    if (row >= 0) team.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) team.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
     team.Start();
     team.AwaitDone();
   }
@@ -349,17 +344,17 @@ class CachedWorker {
 // A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
 template <typename Format, typename Element>
 __device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper,
-                                               const TeamJob& job, const RowPlan& plan,
+                                               const TeamJob& job, const uint8_t* codes,
+                                               const RowPlan& plan,
                                                const WindowCachedDispatchStep& step) {
   static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
   constexpr int kCount = kLaneElements<Element>;
   const int64_t first = static_cast<int64_t>(job.piece) * plan.piece_bytes;
-  const uint8_t* scales = job.stage + plan.piece_bytes + Format::ScaleBytes(first);
+  const uint8_t* scales = codes + plan.piece_bytes + Format::ScaleBytes(first);
   uint8_t* piece = step.rows + first * static_cast<int64_t>(sizeof(Element));
   const int64_t row_bytes = step.shape.row_bytes();
   const uint32_t vectors = plan.PieceBytes(job.piece) / kCount, threads = helper.team.threads();
   const uint32_t num_rows = job.num_rows;
-  const uint8_t* codes = job.stage;
   JAX_EP_NO_UNROLL
   for (uint32_t first = helper.thread(); first < vectors; first += kHelperVectors * threads) {
     Elements<Element, kCount> elements[kHelperVectors];
@@ -393,13 +388,13 @@ __device__ void HelpPlacers(const CachedPlan& plan, const WindowCachedDispatchSt
   // The barriers of teams of senders are those of other teams now.
   HelperPlace<Format>::AwaitAll();
   const auto helper = HelperPlace<Format>::Of(jobs, kRowWarps);
-  helper.team.Help([&](const TeamJob& job) {
+  helper.team.Help([&](const TeamJob& job, const uint8_t* stage) {
     if (step.element == ElementType::kBFloat16) {
-      DecodeElements<Format, BFloat16>(helper, job, plan.rows, step);
+      DecodeElements<Format, BFloat16>(helper, job, stage, plan.rows, step);
     } else if (step.element == ElementType::kFloat16) {
-      DecodeElements<Format, Float16>(helper, job, plan.rows, step);
+      DecodeElements<Format, Float16>(helper, job, stage, plan.rows, step);
     } else {
-      DecodeElements<Format, float>(helper, job, plan.rows, step);
+      DecodeElements<Format, float>(helper, job, stage, plan.rows, step);
     }
   });
 }

@@ -95,14 +95,15 @@ __device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper
   JAX_EP_NO_UNROLL
   for (uint32_t round = 0; round < vectors; round += kHelperVectors * threads) {
     const uint32_t first = round + helper.thread();
-    Encoded encoded[kHelperVectors];
+    Elements<Element, kCount> values[kHelperVectors]{};
 #pragma unroll
     for (uint32_t i = 0; i < kHelperVectors; ++i) {
       const uint32_t vector = first + i * threads;
-      Elements<Element, kCount> values{};
-      if (vector < vectors) values.Load(stage + vector * kVectorBytes);
-      encoded[i] = Encoded::Of(values, input_scale);
+      if (vector < vectors) values[i].Load(stage + vector * kVectorBytes);
     }
+    Encoded encoded[kHelperVectors];
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) encoded[i] = Encoded::Of(values[i], input_scale);
     helper.team.Sync();
 #pragma unroll
     for (uint32_t i = 0; i < kHelperVectors; ++i) {
@@ -121,8 +122,7 @@ __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, Team
   float input_scale = kNoInputScale;
   if constexpr (Format::kTakesInputScale) input_scale = *input_scale_at;
   const auto helper = HelperPlace<Format>::Of(jobs, call.senders());
-  helper.team.Help([&](const TeamJob& job) {
-    uint8_t* stage = job.stage;
+  helper.team.Help([&](const TeamJob& job, uint8_t* stage) {
     const uint32_t elements = plan.Elements(job.piece);
     if (plan.element == ElementType::kBFloat16) {
       EncodeElements<Format, BFloat16>(helper, stage, elements, input_scale);
@@ -148,11 +148,8 @@ __device__ __forceinline__ EncodedSizes SizesOfPiece(const EncodePlan& plan, uin
 }
 
 // Sender, whole warp: its helpers begin with a piece.
-__device__ inline void StartEncoding(const HelperTeam& team, uint8_t* stage, uint32_t piece) {
-  if (Lane() == 0) {
-    team.job().stage = stage;
-    team.job().piece = piece;
-  }
+__device__ inline void StartEncoding(const HelperTeam& team, const uint8_t* stage, uint32_t piece) {
+  if (Lane() == 0) team.SetJob(stage, piece, 0);
   team.Start();
 }
 

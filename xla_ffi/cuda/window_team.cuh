@@ -29,10 +29,15 @@ static_assert(kHelpersBarrier < 16);
 
 // What a row warp asks of its helpers; in shared memory.
 struct TeamJob {
-  uint8_t* stage;  // nullptr: nothing any more
+  // Bytes from the block's first job to the stage: an address that the compiler sees to be in
+  // shared memory. kDismissed: there is nothing any more.
+  int32_t stage;
   uint32_t piece;
   uint32_t num_rows;
+  uint32_t padding;
   int32_t rows[kWarpSize];
+
+  static constexpr int32_t kDismissed = INT32_MIN;
 };
 template <typename Format>
 inline constexpr int64_t kTeamBytes =
@@ -43,14 +48,20 @@ static_assert(sizeof(TeamJob) % 16 == 0);
 class HelperTeam {
  public:
   __device__ HelperTeam(TeamJob* jobs, uint32_t helpers, uint32_t leader, uint32_t leaders)
-      : job_(jobs + leader),
+      : jobs_(jobs),
+        job_(jobs + leader),
         barrier_(kTeamBarriers + 2 * leader),
         warps_((helpers + leaders - 1 - leader) / leaders) {}
 
   // ---- The leader, whole warp ----
 
-  // Where it fills in a job: after AwaitDone.
+  // After AwaitDone: where it fills in the rows of a job, and one lane all else.
   __device__ TeamJob& job() const { return *job_; }
+  __device__ void SetJob(const uint8_t* stage, uint32_t piece, uint32_t num_rows) const {
+    job_->stage = static_cast<int32_t>(stage - reinterpret_cast<const uint8_t*>(jobs_));
+    job_->piece = piece;
+    job_->num_rows = num_rows;
+  }
   // What this warp wrote, its stage too, comes before what the helpers read.
   __device__ void Start() const {
     __syncwarp();
@@ -63,21 +74,24 @@ class HelperTeam {
   }
   // Afterwards the barriers are free for another team.
   __device__ void Dismiss() const {
-    if (Lane() == 0) job_->stage = nullptr;
+    if (Lane() == 0) job_->stage = TeamJob::kDismissed;
     Start();
     AwaitDone();
   }
 
   // ---- A helper, whole warp ----
 
-  // Calls `work(job)` until it is dismissed.
+  // Calls `work(job, stage)` until it is dismissed.
   template <typename Work>
   __device__ void Help(Work work) const {
     while (true) {
       __syncwarp();
       NamedBarrier(barrier_, LeaderAndHelpers());
-      const bool dismissed = job_->stage == nullptr;
-      if (!dismissed) work(static_cast<const TeamJob&>(*job_));
+      const int32_t stage = job_->stage;
+      const bool dismissed = stage == TeamJob::kDismissed;
+      if (!dismissed) {
+        work(static_cast<const TeamJob&>(*job_), reinterpret_cast<uint8_t*>(jobs_) + stage);
+      }
       // Bulk stores from the stage, and loads into it, come next.
       FenceProxyAsyncShared();
       __syncwarp();
@@ -95,6 +109,7 @@ class HelperTeam {
  private:
   __device__ uint32_t LeaderAndHelpers() const { return threads() + kWarpSize; }
 
+  TeamJob* jobs_;
   TeamJob* job_;
   uint32_t barrier_;
   uint32_t warps_;
