@@ -51,6 +51,14 @@ struct CodedVector {
     const int bit = i * Code::kBits;
     return Code::Decode((words[bit / 32] >> (bit % 32)) & ((1u << Code::kBits) - 1));
   }
+  // All at once.
+  __device__ void Decode(float (&values)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const int bit = i * Code::kBits;
+      Code::DecodeTwo(words[bit / 32] >> (bit % 32), values[i], values[i + 1]);
+    }
+  }
 };
 
 // kCount elements on their way to codes and a scale.
@@ -138,6 +146,11 @@ struct DecodedVector {
   __device__ float Get(int i, float input_scale = 1.0f) const {
     return Format::Restored(codes.Get(i), scale, input_scale);
   }
+  __device__ void Restore(float (&values)[kCount], float input_scale = 1.0f) const {
+    codes.Decode(values);
+#pragma unroll
+    for (float& value : values) value = Format::Restored(value, scale, input_scale);
+  }
 };
 
 // Of what travels along a known route, which has no scale of its own.
@@ -217,8 +230,7 @@ class DecodedPart {
       DecodedVector<Format, kCount> decoded;
       decoded.Load(payload, scales, Index(i));
       float values[kCount];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = decoded.Get(j, input_scale);
+      decoded.Restore(values, input_scale);
       vectors_[i] = Elements<Element, kCount>::Round(values);
     }
   }

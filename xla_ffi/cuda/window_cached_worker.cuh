@@ -365,8 +365,7 @@ __device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper
       DecodedVector<Format, kCount> decoded;
       decoded.Load(codes, scales, vector < vectors ? vector : first);
       float values[kCount];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = decoded.Get(j);
+      decoded.Restore(values);
       elements[i] = Elements<Element, kCount>::Round(values);
     }
     JAX_EP_NO_UNROLL

@@ -70,6 +70,12 @@ struct E2M1 {
     return EncodeByAdder(first) | EncodeByAdder(second) << kBits;
 #endif
   }
+
+  // Likewise.
+  __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
+    first = Decode(codes & 0xFu);
+    second = Decode(codes >> kBits & 0xFu);
+  }
 #endif
 };
 
