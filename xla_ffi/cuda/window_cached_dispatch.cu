@@ -2,6 +2,7 @@
 #include "cuda/launch.h"
 #include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
+#include "cuda/window_decode.cuh"
 #include "cuda/window_grid.h"
 #include "formats/registry.h"
 

@@ -80,7 +80,10 @@ class CachedWorker {
         call_(call),
         stages_(stages),
         zeros_(zeros),
-        jobs_(jobs),
+        // Of senders alone; other blocks have none.
+        send_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()),
+                   call.senders() == 0 ? 1 : call.senders()),
+        place_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
@@ -98,7 +101,7 @@ class CachedWorker {
       });
     }
     if constexpr (kEncodes) {
-      if (ok) SendTeam().Dismiss();
+      if (ok) send_team_.Dismiss();
     }
     return ok;
   }
@@ -110,19 +113,11 @@ class CachedWorker {
       return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
     });
     // Even where a wait failed.
-    if constexpr (kEncodes) PlaceTeam().Dismiss();
+    if constexpr (kEncodes) place_team_.Dismiss();
     return ok;
   }
 
  private:
-  // Helpers serve the block's senders first, and then all row warps.
-  __device__ HelperTeam SendTeam() const {
-    return {jobs_, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), call_.senders()};
-  }
-  __device__ HelperTeam PlaceTeam() const {
-    return {jobs_, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps};
-  }
-
   // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
   struct Target {
     int32_t rank;
@@ -182,7 +177,7 @@ class CachedWorker {
       uint32_t piece;
       const uint32_t index = pieces.Divide(unit, piece);
       uint8_t* side = stage + rows.piece_bytes;
-      if constexpr (kEncodes) StartEncoding(SendTeam(), stage, piece);
+      if constexpr (kEncodes) StartEncoding(send_team_, stage, piece);
       if (piece == 0) {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
@@ -193,11 +188,11 @@ class CachedWorker {
           count = static_cast<uint32_t>(slot) + 1 - first_slot;
         }
         if constexpr (kEncodes) {
-          side = FinishEncoding<Format>(SendTeam(), plan_.encode, stage, piece);
+          side = FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
         }
         own_row = Annotate(base, target, side);
       } else if constexpr (kEncodes) {
-        FinishEncoding<Format>(SendTeam(), plan_.encode, stage, piece);
+        FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
         FenceProxyAsyncShared();
         __syncwarp();
       }
@@ -302,11 +297,10 @@ class CachedWorker {
   __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
-    const HelperTeam team = PlaceTeam();
-    if (row >= 0) team.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
-    if (Lane() == 0) team.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
-    team.Start();
-    team.AwaitDone();
+    if (row >= 0) place_team_.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) place_team_.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
+    place_team_.Start();
+    place_team_.AwaitDone();
   }
 
   // An equal share of the rows that no token reaches.
@@ -336,66 +330,11 @@ class CachedWorker {
   WindowCall& call_;
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   const uint8_t* zeros_;
-  TeamJob* jobs_;
+  // Helpers serve the block's senders first, and then all row warps.
+  HelperTeam send_team_;
+  HelperTeam place_team_;
   int32_t tokens_;
   int32_t top_k_;
 };
-
-// A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
-template <typename Format, typename Element>
-__device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper,
-                                               const TeamJob& job, const uint8_t* codes,
-                                               const RowPlan& plan,
-                                               const WindowCachedDispatchStep& step) {
-  static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
-  constexpr int kCount = kLaneElements<Element>;
-  const int64_t first = static_cast<int64_t>(job.piece) * plan.piece_bytes;
-  const uint8_t* scales = codes + plan.piece_bytes + Format::ScaleBytes(first);
-  uint8_t* piece = step.rows + first * static_cast<int64_t>(sizeof(Element));
-  const int64_t row_bytes = step.shape.row_bytes();
-  const uint32_t vectors = plan.PieceBytes(job.piece) / kCount, threads = helper.team.threads();
-  const uint32_t num_rows = job.num_rows;
-  JAX_EP_NO_UNROLL
-  for (uint32_t first = helper.thread(); first < vectors; first += kHelperVectors * threads) {
-    Elements<Element, kCount> elements[kHelperVectors];
-#pragma unroll
-    for (uint32_t i = 0; i < kHelperVectors; ++i) {
-      // Past the end the first one again.
-      const uint32_t vector = first + i * threads;
-      DecodedVector<Format, kCount> decoded;
-      decoded.Load(codes, scales, vector < vectors ? vector : first);
-      float values[kCount];
-      decoded.Restore(values);
-      elements[i] = Elements<Element, kCount>::Round(values);
-    }
-    JAX_EP_NO_UNROLL
-    for (uint32_t row = 0; row < num_rows; ++row) {
-      uint8_t* to = piece + job.rows[row] * row_bytes;
-#pragma unroll
-      for (uint32_t i = 0; i < kHelperVectors; ++i) {
-        const uint32_t vector = first + i * threads;
-        if (vector < vectors) elements[i].Store(to + int64_t{vector} * kVectorBytes);
-      }
-    }
-  }
-}
-
-// A helper: for placers, when its senders have dismissed it.
-template <typename Format>
-__device__ void HelpPlacers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
-                            TeamJob* jobs) {
-  // The barriers of teams of senders are those of other teams now.
-  HelperPlace<Format>::AwaitAll();
-  const auto helper = HelperPlace<Format>::Of(jobs, kRowWarps);
-  helper.team.Help([&](const TeamJob& job, const uint8_t* stage) {
-    if (step.element == ElementType::kBFloat16) {
-      DecodeElements<Format, BFloat16>(helper, job, stage, plan.rows, step);
-    } else if (step.element == ElementType::kFloat16) {
-      DecodeElements<Format, Float16>(helper, job, stage, plan.rows, step);
-    } else {
-      DecodeElements<Format, float>(helper, job, stage, plan.rows, step);
-    }
-  });
-}
 
 }  // namespace jax_ep::cuda

@@ -113,7 +113,7 @@ __device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper
   }
 }
 
-// A helper, whole block's credits included: false where a wait for them failed.
+// A helper: the block's wait for credits is part of it. False where that failed.
 template <typename Format>
 __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, TeamJob* jobs,
                             const float* input_scale_at) {

@@ -41,9 +41,8 @@ struct LongCallBlocks {
   uint32_t senders;
 };
 inline constexpr LongCallBlocks kPlainBlocks{64, 24};
-// Where senders encode and have helpers: encoding a token takes a block about as long as its link
-// does where 24 blocks send.
-inline constexpr LongCallBlocks kEncodingBlocks{96, 48};
+// Where senders encode, even with helpers (window_team.cuh) it takes more of them to fill the link.
+inline constexpr LongCallBlocks kEncodingBlocks{96, 32};
 
 // In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,

@@ -1,6 +1,6 @@
 // Warps that help the row warps of a block with the arithmetic of codes: a row warp loads and
-// stores, and its helpers encode or decode what is in its stage. Used by window_encode.cuh and
-// window_*.cu.
+// stores, and its helpers encode or decode what is in its stage. Used by window_encode.cuh,
+// window_decode.cuh and window_*dispatch*.
 //
 // One warp would take longer for a token than its link does, and five warps a block leave most of a
 // multiprocessor's issue slots empty.
@@ -11,6 +11,7 @@
 #include "cuda/primitives.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/window_rows.cuh"
+#include "formats/combine_wire.h"
 #include "formats/registry.h"
 
 namespace jax_ep::cuda {
@@ -19,6 +20,7 @@ namespace jax_ep::cuda {
 // has 96.
 template <typename Format>
 inline constexpr uint32_t kHelperWarps = QuantizedFormat<Format> ? 15 : 0;
+static_assert(kHelperWarps<CombineFormat> >= kRowWarps, "each row warp has a helper");
 template <typename Format>
 inline constexpr uint32_t kRowBlockThreads = kRowThreads + kHelperWarps<Format> * kWarpSize;
 
