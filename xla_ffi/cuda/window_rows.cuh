@@ -42,7 +42,7 @@ struct LongCallBlocks {
 };
 inline constexpr LongCallBlocks kPlainBlocks{64, 24};
 // Where senders encode, even with helpers (window_team.cuh) it takes more of them to fill the link.
-inline constexpr LongCallBlocks kEncodingBlocks{96, 32};
+inline constexpr LongCallBlocks kEncodingBlocks{96, 48};
 
 // In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
