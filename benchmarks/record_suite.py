@@ -47,6 +47,7 @@ HOST_ONLY = (
 STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
+ALONE_S = 30  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
 # How a test may end without having passed.
 ENDS = ("failure", "error", "skipped")
@@ -54,6 +55,8 @@ LONG = (
     "test_p2p.py",
     "test_p2p_formats.py",
     "test_p2p_wires.py",
+    "test_p2p_options.py",
+    "test_p2p_split.py",
     "test_p2p_order.py",
     "test_dispatch.py",
     "test_combine.py",
@@ -158,6 +161,12 @@ class Job:
     gpus: list
     file: pathlib.Path
     folder: pathlib.Path
+    alone: bool = False  # the tests that need GPUs to themselves, or all others
+
+    def arguments(self):
+        """Those of pytest."""
+        marked = "exclusive" if self.alone else "not exclusive"
+        return [str(self.file), "-m", marked, *self.suite.arguments]
 
     def run(self, deadline):
         """Runs it until `deadline`; whether no test of it failed."""
@@ -175,7 +184,7 @@ class Job:
         started = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                pytest_command(report, [str(self.file), *self.suite.arguments]),
+                pytest_command(report, self.arguments()),
                 cwd=self.folder,
                 env={**os.environ, **environment},
                 stdout=output,
@@ -228,9 +237,16 @@ def run_all(args, arguments, folder):
                 first = len(jobs) * count % (len(gpus) // count * count)
                 chosen = gpus[first : first + count]
                 jobs.append(Job(suite, chosen, file, folder / str(len(jobs))))
-    deadline = time.monotonic() + args.limit_s
+    alone = [
+        dataclasses.replace(job, alone=True, folder=folder / f"alone{i}")
+        for i, job in enumerate(jobs)
+        if "mark.exclusive" in job.file.read_text()
+    ]
+    end = time.monotonic() + args.limit_s
+    together = end - ALONE_S * len(alone)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        good = list(pool.map(lambda job: job.run(deadline), jobs))
+        good = list(pool.map(lambda job: job.run(together), jobs))
+    good += [job.run(end) for job in alone]
     for count, suite in suites:
         suite.write({**here, "count": count})
     return 0 if all(good) else 1

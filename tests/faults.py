@@ -188,19 +188,30 @@ def late(mesh):
     return {"right": True, "check": faulty.ep.check()}
 
 
+def combine_elsewhere(ep, route, rows, w):
+    return _autodiff_combine.combine(ep, route, rows, w, None)
+
+
 def differs(how, mesh):
-    """The ranks make different calls of one kind: other n, or along a known route."""
+    """The ranks make different calls of one kind.
+
+    Other n, with flags and with few tokens; along a known route; from another line.
+    """
     faulty, other = Faulty(mesh), Faulty(mesh)
-    x, ids, w = faulty.args
-    runs = [faulty.alone(dispatch, 0, x, ids, w)]
-    if how == "tokens":
+    d = faulty.first
+    x, _, w = faulty.args
 
-        def fewer(ep, x, ids, w):
-            return dispatch(ep, x[:33], ids[:33], w[:33])
+    def part(n):
+        return lambda ep, x, ids, w: dispatch(ep, x[:n], ids[:n], w[:n])
 
-        runs.append(faulty.alone(fewer, 1, x, ids, w))
-    else:
-        runs.append(faulty.alone(cached, 1, faulty.first.route, x, w))
+    sums = (d.route, d.tokens, d.router_weights)
+    calls = {
+        "tokens": ((dispatch, *faulty.args), (part(33), *faulty.args)),
+        "few_tokens": ((part(4), *faulty.args), (part(5), *faulty.args)),
+        "kind": ((dispatch, *faulty.args), (cached, d.route, x, w)),
+        "line": ((combine, *sums), (combine_elsewhere, *sums)),
+    }[how]
+    runs = [faulty.alone(call[0], rank, *call[1:]) for rank, call in enumerate(calls)]
     start = time.monotonic()
     return outcome(faulty, other, [run() for run in runs], start)
 
@@ -261,8 +272,8 @@ ALL = {
     **{f"missing_{w}": functools.partial(missing, w)
        for w in ("dispatch", "combine", "cached")},
     "late": late,
-    "differs_tokens": functools.partial(differs, "tokens"),
-    "differs_kind": functools.partial(differs, "kind"),
+    **{f"differs_{how}": functools.partial(differs, how)
+       for how in ("tokens", "few_tokens", "kind", "line")},
     "giant": giant,
     "flat": flat,
 }  # fmt: skip

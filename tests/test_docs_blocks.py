@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 
 import helpers
@@ -23,7 +24,9 @@ HIDDEN, TOP_K, N = 128, 2, 8
 RUN = {
     ("README.md", "bash"): 2,  # .ci/run, step readme
     ("README.md", "python"): 1,  # test_readme.py
-    ("docs/extending.md", "cpp"): 2,  # here, as all below
+    ("docs/cluster.md", "bash"): 1,  # here, as all below
+    ("docs/cluster.md", "python"): 2,
+    ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 1,
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 5,  # test_docs_layers.py
@@ -104,6 +107,28 @@ def test_options_page():
     )
     assert int(group_sizes.sum()) == len(tokens) * TOP_K
     np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)
+
+
+def test_cluster_page(monkeypatch):
+    """As process 0 would run it that has all devices; jax.distributed is not begun."""
+    (launch,) = blocks("docs/cluster.md", "bash")
+    subprocess.run(["bash", "-n"], input=launch, text=True, check=True)
+    job, alone = python_blocks("docs/cluster.md")
+    begun = []
+    monkeypatch.setattr(
+        jax.distributed,
+        "initialize",
+        lambda *args, **named: begun.append((args, named)),
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "3"])
+    exec(alone, {"jax": jax, "sys": sys})
+    assert begun == [(("localhost:12345",), {"num_processes": 4, "process_id": 3})]
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    helpers.make_mesh(8)  # skips where there are fewer devices
+    names = {"config": helpers.make_config(num_experts=16)}
+    exec(job, names)
+    assert names["ep"].ep_size == 8
+    names["ep"].close()
 
 
 def test_extending_page(tmp_path):

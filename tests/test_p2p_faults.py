@@ -61,7 +61,7 @@ def test_late_rank() -> None:
     assert run("late")["right"]
 
 
-@pytest.mark.parametrize("how", ["tokens", "kind"])
+@pytest.mark.parametrize("how", ["tokens", "few_tokens", "kind", "line"])
 def test_ranks_make_different_calls(how: str) -> None:
     """Other n, or a dispatch against one along a known route: an error, never data."""
     found = run(f"differs_{how}")
@@ -71,6 +71,7 @@ def test_ranks_make_different_calls(how: str) -> None:
         assert "differ" in message, message
 
 
+@pytest.mark.exclusive
 def test_window_that_no_gpu_can_hold() -> None:
     found = run("giant")
     numbers = [int(n) for n in re.findall(r"\d{6,}", found["message"])]
@@ -81,6 +82,7 @@ def test_window_that_no_gpu_can_hold() -> None:
     assert found["right_afterwards"]
 
 
+@pytest.mark.exclusive
 def test_memory_of_windows_comes_and_goes() -> None:
     found = run("flat")
     assert found["opened"] == 33

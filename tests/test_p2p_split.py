@@ -80,7 +80,8 @@ def test_same_bits(shape: str) -> None:
                 (whole, pair.collective),
             )
         ]
-        for n in (0, 1, 7, 9, 128, 513, 1000):
+        few = list(SHAPES).index(shape) % 2
+        for n in (few, 9, 30, 513, 1000):
             if n > made.max_tokens_per_rank:
                 continue
             for routing in ("random", "duplicates", ("none", "full", "one:3", "full")):

@@ -98,6 +98,7 @@ def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
     assert all(digests == found[count] for digests in found.values())
 
 
+@pytest.mark.exclusive
 def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
     """Who is still open gets an error in time; nobody faults, no memory is lost."""
     count = gpu_count()

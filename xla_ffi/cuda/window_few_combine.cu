@@ -18,7 +18,7 @@ namespace jax_ep::cuda {
 namespace {
 
 // Rows, and ranks, whose loads a worker has under way at once.
-constexpr int kRowsAtOnce = 8;
+constexpr int kRowsAtOnce = 6;
 constexpr int kRanksAtOnce = 4;
 
 struct FewCombinePlan {

@@ -102,12 +102,15 @@ void Sizes(FuzzInput& input) {
   FUZZ_CHECK(tiles.tiles * tiles.column_words * kTileRows * kTileColumns >= 0);
   if (shape.ranks > kMaxWindowRanks) return;
   const int64_t wire_bytes = input.Flag() ? 4 : 2;
+  const int64_t pending_calls = input.In(0, kMaxDepth - 1);
+  const int64_t dispatch_tokens = input.Flag() ? n * k : n;
+  const int64_t combine_tokens = input.Flag() ? n * k : n;
   WindowSizes sizes;
   ForEachFormat([&](auto format) {
-    const bool known =
-        ffi_layer::SizesOf({decltype(format)::kName, shape.hidden, shape.element_bytes, wire_bytes,
-                            n, k, shape.ranks, shape.local_experts},
-                           sizes);
+    const bool known = ffi_layer::SizesOf(
+        {decltype(format)::kName, shape.hidden, shape.element_bytes, wire_bytes, n, dispatch_tokens,
+         combine_tokens, k, shape.ranks, shape.local_experts, pending_calls},
+        sizes);
     FUZZ_CHECK(known);
     const WindowLayout layout = WindowLayout::Of(sizes);
     int64_t end = 0;
@@ -164,18 +167,19 @@ void Rows(FuzzInput& input) {
 // Cells with any contents against the state of a rank that makes calls, some of them in halves.
 void Signals(FuzzInput& input) {
   const auto depth = static_cast<uint32_t>(input.In(1, kMaxDepth));
+  const auto turns = static_cast<uint32_t>(input.In(1, depth));
   const auto first = static_cast<uint64_t>(input.AnyInt());
   CallState state = StartState(first);
   std::vector<RegionLease> pending;
   for (int step = 0; step < 64 && !input.empty(); ++step) {
     const uint8_t act = input.Byte() % 4;
     if (act == 0) {
-      const RegionLease lease = LeaseRegion(state, depth);
+      const RegionLease lease = LeaseRegion(state, turns, depth);
       FUZZ_CHECK((lease.region == kNoRegion) == (pending.size() == depth));
       if (lease.region == kNoRegion) continue;
       FUZZ_CHECK(lease.region < depth && EpochsAhead(lease.epoch, lease.previous) > 0);
       for (const RegionLease& other : pending) FUZZ_CHECK(other.region != lease.region);
-      if (pending.empty()) FUZZ_CHECK(lease.region == lease.epoch % depth);
+      if (pending.empty()) FUZZ_CHECK(lease.region == lease.epoch % turns);
       CommitSend(state, lease);
       pending.push_back(lease);
     } else if (act == 1 && !pending.empty()) {
