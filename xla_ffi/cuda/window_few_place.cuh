@@ -67,6 +67,9 @@ class FewPlacer {
       crew_.Sync();
     } else {
       groups_.Build(call_, plan_.count_cells, crew_.team(), shared_.counts_arrived, &seen[kCounts]);
+      if constexpr (kEncodes) {
+        if (shared_.counts_arrived) scales_.Build(crew_.team());
+      }
       built_ = true;
     }
     if (shared_.counts_arrived) {
@@ -245,12 +248,13 @@ class FewPlacer {
     if constexpr (kEncodes) {
       if (Warp() == kScalesWarp) scales_.Clear(range);
     }
-    // Rows of codes may be half vectors.
-    const int64_t halves = Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes) / 8;
-    auto* rows = reinterpret_cast<uint2*>(step_.rows);
+    const int64_t vectors =
+        Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes) / kVectorBytes;
+    auto* rows = reinterpret_cast<uint4*>(step_.rows);
     JAX_EP_NO_UNROLL
-    for (int64_t i = range.begin * halves + threadIdx.x; i < range.end * halves; i += kFewWorkers) {
-      rows[i] = make_uint2(0, 0);
+    for (int64_t i = range.begin * vectors + threadIdx.x; i < range.end * vectors;
+         i += kFewWorkers) {
+      rows[i] = make_uint4(0, 0, 0, 0);
     }
   }
 
