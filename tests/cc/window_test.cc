@@ -180,9 +180,9 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                             .local_experts = 4,
                             .pending_calls = 2},
                            sizes));
-  CHECK(DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden),
-                            top_k)
-            .bytes <= sizes.dispatch_message_bytes);
+  const auto message = DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes),
+                                           Format::ScaleBytes(hidden), top_k);
+  CHECK(message.bytes <= sizes.dispatch_message_bytes && message.bytes <= sizes.few_message_bytes);
   for (const int64_t weights : {int64_t{0}, top_k}) {
     CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
           sizes.dispatch_message_bytes);
