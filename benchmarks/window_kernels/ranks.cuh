@@ -44,6 +44,7 @@ struct Rank {
   Encoded encoded;                // of tokens in the format of dispatch
   std::vector<BFloat16> decoded;  // the tokens that a quantised cached dispatch gives
   bool quantized = false;
+  bool checked = true;
   std::string format;
   PendingCall* pending = nullptr;  // where calls are in halves
 };
@@ -110,13 +111,13 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   Download(static_cast<const BFloat16*>(first.tokens), rank.host_tokens);
   VisitFormat(rank.format, [&]<typename Format>(Format) {
     if constexpr (QuantizedFormat<Format>) {
-      rank.encoded = Encode<Format>(rank.host_tokens, kInputScale);
+      if (rank.checked) rank.encoded = Encode<Format>(rank.host_tokens, kInputScale);
       // Tiles, if any, have room for a tile more a group.
       const int64_t scaled = RoundUp(rows + kTileRows * shape.local_experts, kTileRows);
       first.scales = Allocate<uint8_t>(scaled * Format::ScaleBytes(shape.hidden));
     }
   });
-  if (rank.quantized) {
+  if (rank.quantized && rank.checked) {
     const Encoded encoded = Encode<CombineFormat>(rank.host_tokens, 1.0f);
     rank.decoded = Decode<CombineFormat>(encoded);
   }
@@ -249,6 +250,7 @@ inline World Open(const Options& options) {
     for (int i = 0; i < kRoutings; ++i) rank.host_ids[i] = source.Draw(i, device, shape.tokens);
     rank.host_weights = source.Weights(shape.tokens);
     rank.quantized = options.quantized;
+    rank.checked = !options.no_check;
     rank.format = options.format;
     if (options.halves) rank.pending = Allocate<PendingCall>(1);
     rank.dispatch.scale_layout = options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;

@@ -187,6 +187,78 @@ void TestDivider() {
   CHECK(std::isnan(DividerBy(NAN)(1.0f)) && std::isnan(DividerBy(0.3f)(NAN)));
 }
 
+// Of 16-bit elements: every mantissa of the largest and of the others, down to quotients whose code
+// is zero.
+// Codes are right even where a GPU's reciprocal were a unit off.
+template <int kMantissaBits>
+void TestOneCorrection() {
+  constexpr uint32_t kMantissas = 1u << kMantissaBits;
+  const auto value_of = [](int exponent, uint32_t mantissa) {
+    return BitsFloat(static_cast<uint32_t>(127 + exponent) << 23 | mantissa
+                                                                       << (23 - kMantissaBits));
+  };
+  const auto check = [&](float amax, float number) {
+    const DividerBy<1> divided(number);
+    const float inverse = 1.0f / number;
+    const float units_off[] = {std::nextafterf(inverse, 0.0f), std::nextafterf(inverse, INFINITY)};
+    const int top = std::ilogb(amax);
+    for (int exponent = top; exponent >= top - 20; --exponent) {
+      for (uint32_t mantissa = 0; mantissa < kMantissas; ++mantissa) {
+        const float value = value_of(exponent, mantissa);
+        if (value > amax) break;
+        const float quotient = value / number;
+        CHECK(FloatBits(divided(value)) == FloatBits(quotient));
+        for (const float other : units_off) {
+          const float near = Correct(Multiply(value, other), value, number, other);
+          CHECK(E4M3::Encode(near) == E4M3::Encode(quotient));
+        }
+      }
+    }
+  };
+  for (uint32_t mantissa = 0; mantissa < kMantissas; ++mantissa) {
+    CurrentCase() = std::to_string(kMantissaBits) + " bits, mantissa " + std::to_string(mantissa);
+    const float amax = value_of(0, mantissa);
+    check(amax, Fp8Block128Format::ScaleOf(FloatBits(amax), 1.0f));
+  }
+  CurrentCase() = std::to_string(kMantissaBits) + " bits, the least scale";
+  check(1e-4f, Fp8Block128Format::ScaleOf(0, 1.0f));
+  CHECK(FloatBits(DividerBy<1>(0.3f)(-0.0f)) == 0x80000000u);
+}
+
+template <int kNumber>
+void TestConstantDivisor() {
+  constexpr float kBy = kNumber;
+  CurrentCase() = "by " + std::to_string(kNumber);
+  for (uint32_t mantissa = 0; mantissa < (1u << 23); ++mantissa) {
+    const float value = BitsFloat(127u << 23 | mantissa);
+    CHECK(FloatBits(DivideByConstant<kNumber>(value)) == FloatBits(value / kBy));
+  }
+  for (const float value : {0.0f, -0.0f, -1.0f, 0x1p100f, 0x1p-70f}) {
+    CHECK(FloatBits(DivideByConstant<kNumber>(value)) == FloatBits(value / kBy));
+  }
+  CHECK(std::isnan(DivideByConstant<kNumber>(NAN)));
+}
+
+// The two ways to e2m1: around every value between codes, and in all binades.
+void TestE2M1ByAdder() {
+  const auto check = [](uint32_t bits) {
+    CurrentCase() = "bits " + std::to_string(bits);
+    for (const uint32_t sign : {0u, 0x80000000u}) {
+      const float value = BitsFloat(bits | sign);
+      CHECK(E2M1::EncodeByAdder(value) == E2M1::Encode(value));
+    }
+  };
+  for (int quarter = 0; quarter <= 32; ++quarter) {
+    const uint32_t middle = FloatBits(static_cast<float>(quarter) / 4);
+    for (uint32_t bits = middle - std::min(middle, 1000u); bits <= middle + 1000; ++bits) {
+      check(bits);
+    }
+  }
+  for (uint32_t bits = 0; bits < 0x7F800000u; bits += 997) check(bits);
+  check(0x7F800000u);
+  CHECK(E2M1::EncodeByAdder(NAN) == E2M1::kNan);
+}
+
 void TestQuantizedFormats() {
   ForEachFormat([]<typename Format>(Format) {
     if constexpr (QuantizedFormat<Format>) {
@@ -206,6 +278,11 @@ int main() {
   TestCode<E2M1>();
   TestE8M0();
   TestDivider();
+  TestOneCorrection<7>();
+  TestOneCorrection<10>();
+  TestConstantDivisor<6>();
+  TestConstantDivisor<448>();
+  TestE2M1ByAdder();
   TestQuantizedFormats();
   std::printf("quantized_test: ok\n");
   return 0;

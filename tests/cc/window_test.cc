@@ -31,6 +31,8 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
+          kFewDispatchTokens,
+          DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           1,
           depth};
 }
@@ -108,8 +110,8 @@ void CheckLayout(const WindowSizes& sizes) {
   CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
   // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
-        std::min(sizes.dispatch_tokens, kFewDispatchTokens) * dispatch.message_cells);
-  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.dispatch_message_bytes);
+        std::min(sizes.dispatch_tokens, sizes.few_dispatch_tokens) * dispatch.message_cells);
+  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.few_message_bytes);
   CHECK(combine.cells_per_source ==
         std::min(sizes.combine_tokens, kFewCombineTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
@@ -178,9 +180,9 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                             .local_experts = 4,
                             .pending_calls = 2},
                            sizes));
-  CHECK(DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes), Format::ScaleBytes(hidden),
-                            top_k)
-            .bytes <= sizes.dispatch_message_bytes);
+  const auto message = DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes),
+                                           Format::ScaleBytes(hidden), top_k);
+  CHECK(message.bytes <= sizes.dispatch_message_bytes && message.bytes <= sizes.few_message_bytes);
   for (const int64_t weights : {int64_t{0}, top_k}) {
     CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
           sizes.dispatch_message_bytes);

@@ -24,14 +24,16 @@ struct StagePlan {
 
 class BulkStages {
  public:
-  // Whole warp. `memory` has plan.bytes(warps) and is aligned to 128.
-  __device__ BulkStages(const StagePlan& plan, uint8_t* memory, uint32_t warp, uint32_t warps)
+  // Whole warp. `memory` has plan.bytes(warps) and is aligned to 128. A warp beyond those has no
+  // `use` for stages, and none.
+  __device__ BulkStages(const StagePlan& plan, uint8_t* memory, uint32_t warp, uint32_t warps,
+                        bool use = true)
       : stages_(memory + warp * plan.stages * plan.stage_bytes),
         barriers_(reinterpret_cast<uint64_t*>(memory + warps * plan.stages * plan.stage_bytes) +
                   warp * plan.stages),
         stage_bytes_(plan.stage_bytes),
         count_(plan.stages) {
-    if (Lane() == 0) {
+    if (use && Lane() == 0) {
       JAX_EP_NO_UNROLL
       for (uint32_t stage = 0; stage < count_; ++stage) MbarrierInit(&barriers_[stage], 1);
     }

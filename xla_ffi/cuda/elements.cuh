@@ -70,6 +70,23 @@ struct Elements {
       return ToFloat(T{bits});
     }
   }
+  // The largest of the absolute float32 bits. Those of a NaN are at least 0x7F800000.
+  __device__ uint32_t AmaxBits() const {
+    if constexpr (sizeof(T) == 4) {
+      uint32_t amax = 0;
+#pragma unroll
+      for (uint32_t word : words) amax = max(amax, word & 0x7FFFFFFFu);
+      return amax;
+    } else {
+      // Bits of 16-bit floats are in the order of the floats, too.
+      uint32_t pair = 0;
+#pragma unroll
+      for (uint32_t word : words) pair = __vmaxu2(pair, word & 0x7FFF7FFFu);
+      const uint32_t amax = max(pair & 0xFFFFu, pair >> 16);
+      if constexpr (std::is_same_v<T, BFloat16>) return amax << 16;
+      return FloatBits(__half2float(__ushort_as_half(static_cast<uint16_t>(amax))));
+    }
+  }
   __device__ static Elements Round(const float (&sum)[kCount]) {
     Elements rounded;
     bool nan = false;

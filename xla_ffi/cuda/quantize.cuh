@@ -51,6 +51,14 @@ struct CodedVector {
     const int bit = i * Code::kBits;
     return Code::Decode((words[bit / 32] >> (bit % 32)) & ((1u << Code::kBits) - 1));
   }
+  // All at once.
+  __device__ void Decode(float (&values)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const int bit = i * Code::kBits;
+      Code::DecodeTwo(words[bit / 32] >> (bit % 32), values[i], values[i + 1]);
+    }
+  }
 };
 
 // kCount elements on their way to codes and a scale.
@@ -69,6 +77,30 @@ struct EncodedVector {
     for (int i = 0; i < kCount; ++i) {
       amax_bits = max(amax_bits, FloatBits(values[i]) & 0x7FFFFFFFu);
     }
+    return Of<2>(values, amax_bits, input_scale);
+  }
+  // Likewise. Of elements of 16 bits one correction makes the quotient exact: quantized_test.cc
+  // tries them all.
+  template <typename Element>
+  __device__ static EncodedVector Of(const Elements<Element, kCount>& elements, float input_scale) {
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = elements.Get(i);
+    return Of<sizeof(Element) == 2 ? 1 : 2>(values, elements.AmaxBits(), input_scale);
+  }
+
+  // The first lane of a block stores its scale.
+  __device__ void Store(uint8_t* payload, uint8_t* scales, int64_t vector) const {
+    codes.Store(payload, vector);
+    if (vector % Codes::kLanes != 0) return;
+    reinterpret_cast<typename Format::Scale*>(scales)[vector / Codes::kLanes] = scale;
+  }
+
+ private:
+  // `amax_bits` is that of the lane.
+  template <int kCorrections>
+  __device__ static EncodedVector Of(const float (&values)[kCount], uint32_t amax_bits,
+                                     float input_scale) {
 #pragma unroll
     for (int by = 1; by < Codes::kLanes; by *= 2) {
       amax_bits = max(amax_bits, __shfl_xor_sync(kFullWarp, amax_bits, by));
@@ -78,7 +110,7 @@ struct EncodedVector {
     const float factor = Format::FactorOf(encoded.scale, input_scale);
     const auto scaled = [&] {
       if constexpr (Format::kDivides) {
-        return DividerBy(factor);
+        return DividerBy<kCorrections>(factor);
       } else {
         return [factor](float value) { return Multiply(value, factor); };
       }
@@ -91,18 +123,10 @@ struct EncodedVector {
     }
     // Of a NaN the hardware's conversion may keep the sign.
     constexpr uint32_t kEach = Format::Code::kBits == 8 ? 0x01010101u : 0x11111111u;
-    if (factor != factor) {
+    const bool nan = factor != factor;
 #pragma unroll
-      for (uint32_t& word : encoded.codes.words) word = Format::Code::kNan * kEach;
-    }
+    for (uint32_t& word : encoded.codes.words) word = nan ? Format::Code::kNan * kEach : word;
     return encoded;
-  }
-
-  // The first lane of a block stores its scale.
-  __device__ void Store(uint8_t* payload, uint8_t* scales, int64_t vector) const {
-    codes.Store(payload, vector);
-    if (vector % Codes::kLanes != 0) return;
-    reinterpret_cast<typename Format::Scale*>(scales)[vector / Codes::kLanes] = scale;
   }
 };
 
@@ -121,6 +145,11 @@ struct DecodedVector {
   }
   __device__ float Get(int i, float input_scale = 1.0f) const {
     return Format::Restored(codes.Get(i), scale, input_scale);
+  }
+  __device__ void Restore(float (&values)[kCount], float input_scale = 1.0f) const {
+    codes.Decode(values);
+#pragma unroll
+    for (float& value : values) value = Format::Restored(value, scale, input_scale);
   }
 };
 
@@ -157,10 +186,7 @@ class EncodedPart {
     for (int i = 0; i < kVectorsPerLane; ++i) {
       Elements<Element, kCount> elements{};
       if (Index(i) < end_) elements.Load(row + Index(i) * kVectorBytes);
-      float values[kCount];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = elements.Get(j);
-      vectors_[i] = EncodedVector<Format, kCount>::Of(values, input_scale);
+      vectors_[i] = EncodedVector<Format, kCount>::Of(elements, input_scale);
     }
   }
   __device__ void Store(uint8_t* payload, uint8_t* scales) const {
@@ -204,8 +230,7 @@ class DecodedPart {
       DecodedVector<Format, kCount> decoded;
       decoded.Load(payload, scales, Index(i));
       float values[kCount];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = decoded.Get(j, input_scale);
+      decoded.Restore(values, input_scale);
       vectors_[i] = Elements<Element, kCount>::Round(values);
     }
   }

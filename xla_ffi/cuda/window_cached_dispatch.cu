@@ -2,13 +2,16 @@
 #include "cuda/launch.h"
 #include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
+#include "cuda/window_decode.cuh"
 #include "cuda/window_grid.h"
 #include "formats/registry.h"
 
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int64_t kFixedBytes = kZeroBytes + static_cast<int64_t>(sizeof(CallBlock));
+template <typename Format>
+constexpr int64_t kFixedBytes =
+    kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) + kTeamBytes<Format>;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -21,7 +24,7 @@ __device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
 #endif  // sm_90
 
 template <typename Format>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     WindowCachedDispatchKernel(const __grid_constant__ WindowCachedDispatchStep step,
                                const __grid_constant__ WindowGroup group,
                                const __grid_constant__ CachedPlan plan) {
@@ -29,16 +32,23 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   uint8_t* stage_memory = shared + kZeroBytes;
   auto& block = *reinterpret_cast<CallBlock*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
+  auto* jobs = reinterpret_cast<TeamJob*>(&block + 1);
   WindowCall call(group, CallKind::kDispatch, plan.call, block);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
-  BulkStages stages(plan.rows.stages, stage_memory, warp, kRowWarps);
+  const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
+  BulkStages stages(plan.rows.stages, stage_memory, warp, kRowWarps, !helps);
   FillWords(shared, kZeroBytes, 0);
   FenceProxyAsyncShared();
   __syncthreads();
   bool ok = call.Join();
-  if (ok) {
-    CachedWorker<Format> worker(step, plan, call, stages, shared);
+  if (ok && helps) {
+    if constexpr (kHelperWarps<Format> != 0) {
+      ok = HelpSenders<Format>(call, plan.encode, jobs, nullptr);
+      if (ok) HelpPlacers<Format>(plan, step, jobs);
+    }
+  } else if (ok) {
+    CachedWorker<Format> worker(step, plan, call, stages, shared, jobs);
     const bool sends = warp < call.senders();
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
     // Senders need nothing of the others, and place what is left.
@@ -67,7 +77,7 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
   plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
-  constexpr int64_t kBudget = kMaxSharedBytes - kFixedBytes;
+  constexpr int64_t kBudget = kMaxSharedBytes - kFixedBytes<Format>;
   bool fits = PlanRows(payload_bytes, message.scales, message.bytes, kBudget, plan.rows,
                        QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes);
   if constexpr (QuantizedFormat<Format>) {
@@ -75,10 +85,10 @@ cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const Win
                                         message.bytes, kBudget, plan.encode, plan.rows.stages);
   }
   if (!fits) return cudaErrorInvalidConfiguration;
-  const int64_t shared = kFixedBytes + plan.rows.stages.bytes(kRowWarps);
+  const int64_t shared = kFixedBytes<Format> + plan.rows.stages.bytes(kRowWarps);
   const dim3 grid(plan.call.roles.blocks);
-  return Launch(WindowCachedDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
-                stream, step, group, plan);
+  return Launch(WindowCachedDispatchKernel<Format>, grid, kRowBlockThreads<Format>,
+                static_cast<size_t>(shared), stream, step, group, plan);
 }
 
 cudaError_t PreloadWindowCachedDispatch() {

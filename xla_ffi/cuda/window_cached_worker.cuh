@@ -11,6 +11,7 @@
 #include "cuda/window_encode.cuh"
 #include "cuda/window_groups.cuh"
 #include "cuda/window_rows.cuh"
+#include "cuda/window_team.cuh"
 #include "formats/combine_wire.h"
 #include "protocol/window_steps.h"
 
@@ -71,33 +72,49 @@ class CachedWorker {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
  public:
+  // `jobs` are those of quantised formats.
   __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
-                          WindowCall& call, BulkStages& stages, const uint8_t* zeros)
+                          WindowCall& call, BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
       : step_(step),
         plan_(plan),
         call_(call),
         stages_(stages),
         zeros_(zeros),
+        // Of senders alone; other blocks have none.
+        send_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()),
+                   call.senders() == 0 ? 1 : call.senders()),
+        place_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
   // False where a wait failed, as Place. The block's wait for credits is part of it.
   __device__ bool Send(WorkItem item) {
-    if (item.phase == Phase::kNone) return AwaitCredits(call_);
-    bool first = true;
-    return call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
-      const bool sent = SendChunk(current.index, first);
-      first = false;
-      return sent;
-    });
+    bool ok = true;
+    if (item.phase == Phase::kNone) {
+      ok = AwaitCredits(call_);
+    } else {
+      bool first = true;
+      ok = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
+        const bool sent = SendChunk(current.index, first);
+        first = false;
+        return sent;
+      });
+    }
+    if constexpr (kEncodes) {
+      if (ok) send_team_.Dismiss();
+    }
+    return ok;
   }
 
   __device__ bool Place(WorkItem item) {
-    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+    const bool ok = call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
       ClearShare(current.index);
       const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
       return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
     });
+    // Even where a wait failed.
+    if constexpr (kEncodes) place_team_.Dismiss();
+    return ok;
   }
 
  private:
@@ -160,9 +177,7 @@ class CachedWorker {
       uint32_t piece;
       const uint32_t index = pieces.Divide(unit, piece);
       uint8_t* side = stage + rows.piece_bytes;
-      if constexpr (kEncodes) {
-        side = EncodePiece<Format>(plan_.encode, piece, stage, kNoInputScale);
-      }
+      if constexpr (kEncodes) StartEncoding(send_team_, stage, piece);
       if (piece == 0) {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
@@ -172,8 +187,12 @@ class CachedWorker {
           if (count == 0) first_slot = static_cast<uint32_t>(slot);
           count = static_cast<uint32_t>(slot) + 1 - first_slot;
         }
+        if constexpr (kEncodes) {
+          side = FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
+        }
         own_row = Annotate(base, target, side);
       } else if constexpr (kEncodes) {
+        FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
         FenceProxyAsyncShared();
         __syncwarp();
       }
@@ -273,38 +292,15 @@ class CachedWorker {
     return true;
   }
 
-  // Whole warp: a piece of a message in elements to the rows of the lanes that have one.
+  // Whole warp: its helpers store a piece of a message in elements to the rows of the lanes that
+  // have one.
   __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
-    if (step_.element == ElementType::kBFloat16) {
-      DecodeParts<BFloat16>(lanes, row, piece, stage);
-    } else if (step_.element == ElementType::kFloat16) {
-      DecodeParts<Float16>(lanes, row, piece, stage);
-    } else {
-      DecodeParts<float>(lanes, row, piece, stage);
-    }
-  }
-
-  template <typename Element>
-  __device__ __forceinline__ void DecodeParts(unsigned lanes, int32_t row, uint32_t piece,
-                                              const uint8_t* stage) {
-    static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
-    constexpr int64_t kBytes = static_cast<int64_t>(sizeof(Element));
-    const RowPlan& rows = plan_.rows;
-    const int64_t first = static_cast<int64_t>(piece) * rows.piece_bytes;
-    const int64_t piece_bytes = rows.PieceBytes(piece) * kBytes;
-    const uint8_t* scales = stage + rows.piece_bytes + Format::ScaleBytes(first);
-    const uint32_t parts = static_cast<uint32_t>(CeilDiv(piece_bytes, kPartVectors * kVectorBytes));
-    JAX_EP_NO_UNROLL
-    for (uint32_t part = 0; part < parts; ++part) {
-      DecodedPart<Format, Element> decoded(part, piece_bytes);
-      decoded.Load(stage, scales, kNoInputScale);
-      JAX_EP_NO_UNROLL
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        decoded.Store(step_.rows + (FromLowest(left, row) * step_.shape.hidden + first) * kBytes);
-      }
-    }
+    if (row >= 0) place_team_.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) place_team_.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
+    place_team_.Start();
+    place_team_.AwaitDone();
   }
 
   // An equal share of the rows that no token reaches.
@@ -334,6 +330,9 @@ class CachedWorker {
   WindowCall& call_;
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   const uint8_t* zeros_;
+  // Helpers serve the block's senders first, and then all row warps.
+  HelperTeam send_team_;
+  HelperTeam place_team_;
   int32_t tokens_;
   int32_t top_k_;
 };

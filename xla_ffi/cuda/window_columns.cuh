@@ -197,9 +197,11 @@ struct Columns<Format, kCount, kColumns> {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float scale = Format::ScaleValue(scales[i]);
+      float values[kCount];
+      codes[i].Decode(values);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        const float value = Format::Restored(codes[i].Get(j), scale, kNoInputScale);
+        const float value = Format::Restored(values[j], scale, kNoInputScale);
         sums[i][j] =
             kWeighted ? MultiplyThenAdd(sums[i][j], weight, value) : Add(sums[i][j], value);
       }

@@ -13,7 +13,7 @@ namespace jax_ep::cuda {
 namespace {
 
 template <typename Format>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     WindowDispatchKernel(const __grid_constant__ WindowDispatchStep step,
                          const __grid_constant__ WindowGroup group,
                          const __grid_constant__ DispatchPlan plan) {
@@ -23,25 +23,31 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   WindowCall call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
-  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps);
+  const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps, !helps);
   FillWords(memory.zeros, kZeroBytes, 0);
   FenceProxyAsyncShared();
   if (threadIdx.x == 0) *memory.counts_arrived = true;
   __syncthreads();
   bool ok = call.Join();
-  if (ok) {
+  if (ok && helps) {
+    if constexpr (kHelperWarps<Format> != 0) {
+      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, step.input_scale);
+      AwaitSenders(plan.call.roles, call.senders());
+    }
+  } else if (ok) {
     const uint32_t senders = call.senders();
     if (warp < senders) {
       int32_t* router_rows =
           memory.router_rows + warp * static_cast<uint32_t>(step.shape.experts());
       const WorkItem item = call.First(Queue::kSend);
-      ok = Sender<Format>(step, plan, call, stages, router_rows).Run(item);
+      ok = Sender<Format>(step, plan, call, stages, router_rows, memory.jobs).Run(item);
     } else {
       ok = AwaitCredits(call);
     }
     // Only credits can have failed, which is the same for the whole block.
     Team team;
-    const bool places = PlacingTeam(plan.call.roles, senders, team);
+    const bool places = PlacingTeam<kHelperWarps<Format> != 0>(plan.call.roles, senders, team);
     if (ok) {
       Placer<Format> placer(step, plan, call, stages, memory);
       ok = places ? placer.Build(team) : placer.AwaitTables();
@@ -57,9 +63,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
-  if constexpr (!QuantizedFormat<Format>) {
-    if (TakesFewTokens(step)) return WindowFewDispatch(step, group, stream);
-  }
+  if (TakesFewTokens<Format>(step)) return WindowFewDispatch<Format>(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   const WorkPlan& work = plan.call.work;
@@ -67,8 +71,8 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
   const int64_t shared =
       DispatchShared<Format>::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
   const dim3 grid(plan.call.roles.blocks);
-  return Launch(WindowDispatchKernel<Format>, grid, kRowThreads, static_cast<size_t>(shared),
-                stream, step, group, plan);
+  return Launch(WindowDispatchKernel<Format>, grid, kRowBlockThreads<Format>,
+                static_cast<size_t>(shared), stream, step, group, plan);
 }
 
 cudaError_t PreloadWindowDispatch() {

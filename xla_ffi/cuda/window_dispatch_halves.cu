@@ -17,7 +17,7 @@ constexpr int64_t kOwnPlanBytes = 128;
 static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
 
 template <typename Format>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     WindowDispatchSendKernel(const __grid_constant__ WindowDispatchStep step,
                              const __grid_constant__ WindowGroup group,
                              const __grid_constant__ DispatchPlan plan, PendingCall* pending) {
@@ -27,12 +27,18 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   WindowSendHalf call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
-  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps);
+  const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps, !helps);
   __syncthreads();
   bool ok = call.Join();
-  if (ok) {
+  if (ok && helps) {
+    if constexpr (kHelperWarps<Format> != 0) {
+      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, step.input_scale);
+    }
+  } else if (ok) {
     int32_t* router_rows = memory.router_rows + warp * static_cast<uint32_t>(step.shape.experts());
-    ok = Sender<Format>(step, plan, call, stages, router_rows).Run(call.First(Queue::kSend));
+    ok = Sender<Format>(step, plan, call, stages, router_rows, memory.jobs)
+             .Run(call.First(Queue::kSend));
   }
   EndRows(
       call, ok, [&] { call.Note(pending); },
@@ -85,9 +91,9 @@ cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pend
   WorkPlan& work = plan.call.work;
   work.place_items = 0;
   plan.call.roles = SendingRoles(group, kRowWarps, work, QuantizedFormat<Format>);
-  return Launch(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks), kRowThreads,
-                static_cast<size_t>(SharedBytes<Format>(step, plan)), stream, step, group, plan,
-                pending);
+  return Launch(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
+                kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
+                stream, step, group, plan, pending);
 }
 
 template <typename Format>

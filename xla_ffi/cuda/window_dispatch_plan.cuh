@@ -9,6 +9,7 @@
 #include "cuda/window_roles.cuh"
 #include "cuda/window_rows.cuh"
 #include "cuda/window_scales.cuh"
+#include "cuda/window_team.cuh"
 
 namespace jax_ep::cuda {
 
@@ -35,12 +36,13 @@ struct DispatchShared {
   uint8_t* stages;
   int32_t* router_rows;  // [kRowWarps, E]
   CallBlock* call;
+  TeamJob* jobs;  // [kRowWarps], of quantised formats
   uint8_t* groups;
   bool* counts_arrived;
   int32_t* first_tiles;  // [L + 1]
 
   static int64_t FixedBytes(const EpShape& shape) {
-    return kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) +
+    return kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) + kTeamBytes<Format> +
            kRowWarps * shape.experts() * kIndexBytes + GroupTable::Bytes(shape, kRowWarps) + 16 +
            (QuantizedFormat<Format> ? (shape.local_experts + 1) * kIndexBytes : 0);
   }
@@ -48,7 +50,8 @@ struct DispatchShared {
     zeros = memory;
     stages = zeros + kZeroBytes;
     call = reinterpret_cast<CallBlock*>(stages + plan.stages.bytes(kRowWarps));
-    groups = reinterpret_cast<uint8_t*>(call + 1);
+    jobs = reinterpret_cast<TeamJob*>(call + 1);
+    groups = reinterpret_cast<uint8_t*>(call + 1) + kTeamBytes<Format>;
     router_rows = reinterpret_cast<int32_t*>(groups + GroupTable::Bytes(shape, kRowWarps));
     counts_arrived = reinterpret_cast<bool*>(router_rows + kRowWarps * shape.experts());
     first_tiles = router_rows + kRowWarps * shape.experts() + 1;

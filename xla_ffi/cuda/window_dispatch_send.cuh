@@ -9,6 +9,7 @@
 #include "cuda/window_dispatch_plan.cuh"
 #include "cuda/window_route.cuh"
 #include "cuda/window_rows.cuh"
+#include "cuda/window_team.cuh"
 #include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
@@ -18,25 +19,30 @@ class Sender {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
  public:
+  // `jobs` are those of quantised formats.
   __device__ Sender(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
-                    BulkStages& stages, int32_t* router_rows)
+                    BulkStages& stages, int32_t* router_rows, TeamJob* jobs)
       : step_(step),
         plan_(plan),
         call_(call),
         stages_(stages),
+        team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), call.senders()),
         walk_(plan.top_k),
         router_(step.shape, plan.rank_of, step.ids, router_rows) {}
 
   // False where a wait failed. The block's wait for credits is part of it.
   __device__ bool Run(WorkItem item) {
-    if constexpr (Format::kTakesInputScale) input_scale_ = *step_.input_scale;
     const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
       const bool routes = current.phase == Phase::kRoute;
       const Chunk chunk = routes ? Chunk{} : Start(current.index);
       const InvalidIds invalid = Count(routes, current.index);
       return routes ? Route(invalid) : Send(current.index, chunk);
     });
-    return sent && MayStore();
+    const bool ok = sent && MayStore();
+    if constexpr (kEncodes) {
+      if (ok) team_.Dismiss();
+    }
+    return ok;
   }
 
  private:
@@ -167,18 +173,18 @@ class Sender {
       // A chunk is mostly one step.
       const int32_t in_step = in_chunk < walk_.tokens ? in_chunk : in_chunk % walk_.tokens;
       uint8_t* side = stage + plan_.rows.piece_bytes;
-      if constexpr (kEncodes) {
-        side = EncodePiece<Format>(plan_.encode, piece, stage, input_scale_);
-      }
+      if constexpr (kEncodes) StartEncoding(team_, stage, piece);
       if (piece == 0) {
         if (in_step == 0 && in_chunk != 0) {
           weight = LoadWeight(token, chunk.end);
           entry = router_.Assign(walk_, chunk.end, router_.LoadId(walk_, token, chunk.end));
         }
+        if constexpr (kEncodes) side = FinishEncoding<Format>(team_, plan_.encode, stage, piece);
         Annotate(token, in_step * walk_.top_k, entry, weight, side);
         slot = SlotAt(destination, call_.ranks(), in_step * walk_.top_k, walk_.top_k, entry.rank,
                       entry.slot);
       } else if constexpr (kEncodes) {
+        FinishEncoding<Format>(team_, plan_.encode, stage, piece);
         FenceProxyAsyncShared();
         __syncwarp();
       }
@@ -241,9 +247,9 @@ class Sender {
   const DispatchPlan& plan_;
   WindowCall& call_;
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  HelperTeam team_;     // of quantised formats
   TokenWalk walk_;
   WarpRouter router_;
-  float input_scale_ = kNoInputScale;
   bool counts_ = false;  // the router does, from token 0 on
   bool may_store_ = false;
   bool free_ = false;

@@ -1,5 +1,5 @@
-// Tokens that are sent as codes and scales: a sender encodes them where they lie in its stage.
-// Used by window_dispatch_send.cuh and window_cached_worker.cuh.
+// Tokens that are sent as codes and scales: a sender's helpers encode them where they lie in its
+// stage. Used by window_dispatch*.cu, window_dispatch_send.cuh and window_cached_worker.cuh.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include "cuda/bulk_stages.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/window_rows.cuh"
+#include "cuda/window_team.cuh"
 #include "formats/registry.h"
 #include "protocol/steps.h"
 
@@ -78,22 +79,60 @@ __device__ inline void LoadTokenPiece(BulkStages& stages, const EncodePlan& plan
   });
 }
 
-// Parts ascending: the codes of a part end before the elements of the next, which nobody has read
-// yet. The same is not true of scales, so they are apart.
+// Vectors that a helper has in its registers at a time.
+inline constexpr uint32_t kHelperVectors = 2;
+
+// A helper, whole warp: its share of a stage's elements. Rounds ascending: the codes of a round end
+// before the elements of the next, which nobody has read yet. The same is not true of scales, so
+// they are apart.
 template <typename Format, typename Element>
-__device__ __forceinline__ void EncodeParts(uint8_t* stage, uint8_t* scales, uint32_t elements,
-                                            float input_scale) {
-  const int64_t row_bytes = int64_t{elements} * static_cast<int64_t>(sizeof(Element));
-  constexpr uint32_t kPart = static_cast<uint32_t>(kPartVectors) * kLaneElements<Element>;
-  const uint32_t parts = (elements + kPart - 1) / kPart;
+__device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper, uint8_t* stage,
+                                               uint32_t elements, float input_scale) {
+  constexpr int kCount = kLaneElements<Element>;
+  using Encoded = EncodedVector<Format, kCount>;
+  uint8_t* scales = stage + elements * sizeof(Element);
+  const uint32_t vectors = elements / kCount, threads = helper.team.threads();
   JAX_EP_NO_UNROLL
-  for (uint32_t part = 0; part < parts; ++part) {
-    EncodedPart<Format, Element> encoded(part, row_bytes);
-    encoded.Load(stage, input_scale);
-    __syncwarp();
-    encoded.Store(stage, scales);
+  for (uint32_t round = 0; round < vectors; round += kHelperVectors * threads) {
+    const uint32_t first = round + helper.thread();
+    Elements<Element, kCount> values[kHelperVectors]{};
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) {
+      const uint32_t vector = first + i * threads;
+      if (vector < vectors) values[i].Load(stage + vector * kVectorBytes);
+    }
+    Encoded encoded[kHelperVectors];
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) encoded[i] = Encoded::Of(values[i], input_scale);
+    helper.team.Sync();
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) {
+      const uint32_t vector = first + i * threads;
+      if (vector < vectors) encoded[i].Store(stage, scales, vector);
+    }
   }
-  __syncwarp();
+}
+
+// A helper: the block's wait for credits is part of it. False where that failed.
+template <typename Format>
+__device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, TeamJob* jobs,
+                            const float* input_scale_at) {
+  if (!AwaitCredits(call)) return false;
+  if (call.senders() == 0) return true;
+  float input_scale = kNoInputScale;
+  if constexpr (Format::kTakesInputScale) input_scale = *input_scale_at;
+  const auto helper = HelperPlace<Format>::Of(jobs, call.senders());
+  helper.team.Help([&](const TeamJob& job, uint8_t* stage) {
+    const uint32_t elements = plan.Elements(job.piece);
+    if (plan.element == ElementType::kBFloat16) {
+      EncodeElements<Format, BFloat16>(helper, stage, elements, input_scale);
+    } else if (plan.element == ElementType::kFloat16) {
+      EncodeElements<Format, Float16>(helper, stage, elements, input_scale);
+    } else {
+      EncodeElements<Format, float>(helper, stage, elements, input_scale);
+    }
+  });
+  return true;
 }
 
 // The sizes of an encoded piece in its stage: codes, scales, and then what travels beside them.
@@ -108,22 +147,21 @@ __device__ __forceinline__ EncodedSizes SizesOfPiece(const EncodePlan& plan, uin
           static_cast<uint32_t>(RoundUp(Format::ScaleBytes(elements), kRowAlignBytes))};
 }
 
-// Whole warp: elements become codes and, behind them, scales, with nothing between. Ordinary
+// Sender, whole warp: its helpers begin with a piece.
+__device__ inline void StartEncoding(const HelperTeam& team, const uint8_t* stage, uint32_t piece) {
+  if (Lane() == 0) team.SetJob(stage, piece, 0);
+  team.Start();
+}
+
+// And end: elements have become codes and, behind them, scales, with nothing between. Ordinary
 // stores: a FenceProxyAsyncShared and a __syncwarp come before bulk stores. Returns where what
 // travels beside them goes.
 template <typename Format>
-__device__ __forceinline__ uint8_t* EncodePiece(const EncodePlan& plan, uint32_t piece,
-                                                uint8_t* stage, float input_scale) {
-  const uint32_t elements = plan.Elements(piece);
+__device__ __forceinline__ uint8_t* FinishEncoding(const HelperTeam& team, const EncodePlan& plan,
+                                                   uint8_t* stage, uint32_t piece) {
+  team.AwaitDone();
+  const uint8_t* apart = stage + plan.Elements(piece) * plan.element_bytes;
   const EncodedSizes sizes = SizesOfPiece<Format>(plan, piece);
-  uint8_t* apart = stage + elements * plan.element_bytes;
-  if (plan.element == ElementType::kBFloat16) {
-    EncodeParts<Format, BFloat16>(stage, apart, elements, input_scale);
-  } else if (plan.element == ElementType::kFloat16) {
-    EncodeParts<Format, Float16>(stage, apart, elements, input_scale);
-  } else {
-    EncodeParts<Format, float>(stage, apart, elements, input_scale);
-  }
   uint8_t* scales = stage + sizes.codes;
   JAX_EP_NO_UNROLL
   for (uint32_t at = static_cast<uint32_t>(Lane()) * kVectorBytes; at < sizes.scales;

@@ -14,7 +14,9 @@ cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& g
                              cudaStream_t stream);
 cudaError_t PreloadWindowFewCombine();
 
+template <typename Format>
 bool TakesFewTokens(const WindowDispatchStep& step);
+template <typename Format>
 cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                               cudaStream_t stream);
 cudaError_t PreloadWindowFewDispatch();

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/primitives.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_few.cuh"
 #include "cuda/window_few_send.cuh"
 #include "cuda/window_groups.cuh"
+#include "cuda/window_scales.cuh"
 #include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
@@ -15,19 +17,23 @@ namespace jax_ep::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // The workers as placers.
+template <typename Format>
 class FewPlacer {
  public:
   using Range = FewDispatchPlan::Range;
 
-  // `tables` is the GroupTable's shared memory.
+  // In shared memory: `tables` of the GroupTable and, of formats with scales, `first_tiles` [L + 1]
+  // and `zeros` [kZeroBytes].
   __device__ FewPlacer(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared& shared, uint8_t* tables)
+                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
+                       uint8_t* tables, int32_t* first_tiles, const uint8_t* zeros)
       : step_(step),
         plan_(plan),
         call_(call),
         crew_(crew),
         shared_(shared),
-        groups_(step.shape, kFewWarps, tables) {}
+        groups_(step.shape, kFewWarps, tables),
+        scales_(step, plan.scales, groups_, first_tiles, zeros) {}
 
   // Looks for all that comes at once: each look takes half a microsecond.
   __device__ void Place(uint32_t item) {
@@ -61,11 +67,17 @@ class FewPlacer {
       crew_.Sync();
     } else {
       groups_.Build(call_, plan_.count_cells, crew_.team(), shared_.counts_arrived, &seen[kCounts]);
+      if constexpr (kEncodes) {
+        if (shared_.counts_arrived) scales_.Build(crew_.team());
+      }
       built_ = true;
     }
     if (shared_.counts_arrived) {
       if (has_message && !PlaceMessage(message, seen)) Fail();
-      if (item == 0 && Warp() == 1) groups_.Write(step_);
+      if (item == 0 && Warp() == 1) {
+        groups_.Write(step_);
+        if constexpr (kEncodes) scales_.WriteOffsets();
+      }
       FillShare(item);
     } else if (threadIdx.x == 0) {
       Fail();  // where it was Build that waited in vain
@@ -74,6 +86,9 @@ class FewPlacer {
   }
 
  private:
+  static constexpr bool kEncodes = QuantizedFormat<Format>;
+  static constexpr int kScalesWarp = 2;  // clears them
+
   // What a worker sees of a message, and of the counts before the first.
   static constexpr uint32_t kHead = 0, kEntry = 1, kCounts = 2, kPayload = 3;
   static constexpr uint32_t kSeen = kPayload + kCellsAtOnce;
@@ -115,23 +130,24 @@ class FewPlacer {
     const EpShape& shape = step_.shape;
     const int32_t slot = seen[kHead].counts[0];
     if (slot < 0 || slot >= shape.tokens) return true;
-    int32_t row = -1;
+    int32_t row = -1, expert = 0;
     if (HasEntry()) {
       const CountCell& entry = seen[kEntry];
-      const int32_t expert =
-          entry.counts[0] - static_cast<int32_t>(call_.rank() * shape.local_experts);
+      expert = entry.counts[0] - static_cast<int32_t>(call_.rank() * shape.local_experts);
       row = groups_.RowOf(message.source, expert, entry.counts[1]);
       if (message.first_piece && Warp() == 0) Record(message, slot, row, entry);
     }
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return true;
+    uint8_t* scales = nullptr;  // of this lane's row
+    if constexpr (kEncodes) scales = row < 0 ? nullptr : scales_.At(row, expert);
     CountCell cells[kCellsAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) cells[i] = seen[kPayload + i];
     bool ok = true;
     JAX_EP_NO_UNROLL
     for (uint32_t first = message.payload.begin; ok;) {
-      StoreCells(first, message.payload.end, cells, lanes, row);
+      StoreCells(first, message.payload.end, cells, lanes, row, scales);
       first += kCellsAtOnce * kFewWorkers;
       if (first >= message.payload.end) break;
       const CountCell* from[kCellsAtOnce];
@@ -158,19 +174,29 @@ class FewPlacer {
     step_.row_weights[row] = __int_as_float(entry.counts[2]);
   }
 
-  // Whole warp: cells of a payload from `first` on, to the rows of its lanes.
+  // Whole warp: cells of a message from `first` on, to the rows of its lanes and their scales.
   __device__ void StoreCells(uint32_t first, uint32_t end, const CountCell (&cells)[kCellsAtOnce],
-                             unsigned lanes, int32_t row) const {
+                             unsigned lanes, int32_t row, uint8_t* scales) const {
+    const int64_t row_bytes = Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes);
     JAX_EP_NO_UNROLL
     for (; lanes != 0; lanes &= lanes - 1) {
-      const int64_t to = FromLowest(lanes, row);
-      auto* words = reinterpret_cast<int32_t*>(step_.rows + to * step_.shape.row_bytes());
+      auto* words = reinterpret_cast<int32_t*>(step_.rows + FromLowest(lanes, row) * row_bytes);
+      const uint64_t scale_words = FromLowest(lanes, reinterpret_cast<uint64_t>(scales));
 #pragma unroll
       for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
         const uint32_t at = first + threadIdx.x + i * kFewWorkers;
 #pragma unroll
         for (uint32_t j = 0; j < 3; ++j) {
-          if (at < end && at * 3 + j < plan_.row_words) words[at * 3 + j] = cells[i].counts[j];
+          const uint32_t word = at * 3 + j;
+          if (at >= end) continue;
+          if (word < plan_.payload_words) {
+            words[word] = cells[i].counts[j];
+          } else if constexpr (kEncodes) {
+            if (word >= plan_.scales_word && word < plan_.message_words) {
+              scales_.StoreWord(reinterpret_cast<uint8_t*>(scale_words), word - plan_.scales_word,
+                                static_cast<uint32_t>(cells[i].counts[j]));
+            }
+          }
         }
       }
     }
@@ -180,15 +206,27 @@ class FewPlacer {
   __device__ void FillShare(uint32_t item) const {
     const EpShape& shape = step_.shape;
     const int64_t items = plan_.call.work.place_items;
-    if (shape.expert_alignment > 1) {
+    bool by_group = shape.expert_alignment > 1;
+    if constexpr (kEncodes) by_group |= plan_.scales.tiled();
+    if (by_group) {
       JAX_EP_NO_UNROLL
       for (int64_t expert = item; expert < shape.local_experts; expert += items) {
         Clear(groups_.PaddingOf(expert), true);
+        if constexpr (kEncodes) {
+          if (Warp() == kScalesWarp) scales_.ClearTilesOf(expert);
+        }
       }
     }
     const int64_t end = groups_.End(), share = CeilDiv(shape.recv_rows - end, items);
     const int64_t begin = Min(end + item * share, shape.recv_rows);
     Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
+    if constexpr (kEncodes) {
+      if (Warp() == kScalesWarp) {
+        scales_.ClearTailTiles(item, items);
+        // The kernel may end and its zeros with it.
+        BulkWaitRead<0>();
+      }
+    }
     if (item >= plan_.messages || Warp() != 0 || Lane() >= shape.top_k) return;
     uint32_t source;
     const int32_t slot = static_cast<int32_t>(call_.by_ranks().Divide(item, source));
@@ -207,7 +245,11 @@ class FewPlacer {
       step_.src_info[i] = -1;
     }
     if (!payload) return;
-    const int64_t vectors = step_.shape.row_bytes() / kVectorBytes;
+    if constexpr (kEncodes) {
+      if (Warp() == kScalesWarp) scales_.Clear(range);
+    }
+    const int64_t vectors =
+        Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes) / kVectorBytes;
     auto* rows = reinterpret_cast<uint4*>(step_.rows);
     JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * vectors + threadIdx.x; i < range.end * vectors;
@@ -220,8 +262,9 @@ class FewPlacer {
   const FewDispatchPlan& plan_;
   WindowCall& call_;
   const FewCrew& crew_;
-  FewShared& shared_;
+  FewShared<Format>& shared_;
   GroupTable groups_;
+  std::conditional_t<kEncodes, ScalePlacer<Format>, NoScales> scales_;
   bool built_ = false;
 };
 

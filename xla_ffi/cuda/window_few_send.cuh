@@ -4,17 +4,23 @@
 #include <cstdint>
 
 #include "cuda/primitives.cuh"
+#include "cuda/quantize.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_counts.cuh"
 #include "cuda/window_few.cuh"
 #include "cuda/window_route.cuh"
+#include "cuda/window_scales.cuh"
+#include "formats/registry.h"
+#include "protocol/layout.h"
 #include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
 
 // Cells of a payload that a worker has in its registers at once.
 inline constexpr uint32_t kCellsAtOnce = 3;
-inline constexpr uint32_t kFewEntries = kFewDispatchTokens * kMaxTopK;
+template <typename Format>
+inline constexpr int64_t kFewTokens =
+    QuantizedFormat<Format> ? kFewEncodedTokens : kFewDispatchTokens;
 // Warps that count ids: one up to the block's token, one all of them.
 inline constexpr uint32_t kRouters = 2;
 
@@ -23,9 +29,14 @@ struct FewDispatchPlan {
   Divisor count_cells;
   Divisor top_k;
   RankOfExpert rank_of{1};
-  uint32_t row_words;
-  uint32_t payload_cells;
-  Divisor pieces;  // of a payload
+  // A message is payload and, from `scales_word` on, scales, as in DispatchMessage.
+  uint32_t payload_words;
+  uint32_t scales_word;
+  uint32_t message_words;
+  uint32_t payload_cells;  // of both
+  ElementType element;     // of tokens that are encoded
+  ScalePlan scales;
+  Divisor pieces;
   uint32_t piece_cells;
   Divisor sends;           // items that share the destinations of a piece
   uint32_t turns;          // destinations of each
@@ -48,18 +59,22 @@ struct FewDispatchPlan {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
+template <typename Format>
 struct FewShared {
+  static constexpr int64_t kEntries = kFewTokens<Format> * kMaxTopK;
+
   FewBlock block;
   bool counts_arrived;
-  int32_t ids[kFewEntries];
-  float weights[kFewEntries];
+  int32_t ids[kEntries];
+  float weights[kEntries];
   int32_t slots[kMaxWindowRanks];      // of the block's token at each rank, or -1
   int32_t all_slots[kMaxWindowRanks];  // of the call at each rank
   uint32_t entries[kMaxTopK][3];       // expert, position, weight
 };
 
 // Whole block, before a barrier. Beside the loads of Begin, which take as long.
-__device__ inline void LoadEntries(const WindowDispatchStep& step, FewShared& shared) {
+template <typename Format>
+__device__ void LoadEntries(const WindowDispatchStep& step, FewShared<Format>& shared) {
   const uint32_t entries = static_cast<uint32_t>(step.shape.tokens * step.shape.top_k);
   JAX_EP_NO_UNROLL
   for (uint32_t i = threadIdx.x; i < entries; i += kFewThreads) {
@@ -69,20 +84,22 @@ __device__ inline void LoadEntries(const WindowDispatchStep& step, FewShared& sh
 }
 
 // The workers as senders.
+template <typename Format>
 class FewSender {
  public:
   using Range = FewDispatchPlan::Range;
 
-  // `router_rows` [kRouters, E] in shared memory.
+  // `router_rows` [kRouters, E] and, of formats that encode, `message` in shared memory.
   __device__ FewSender(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared& shared,
-                       int32_t* router_rows)
+                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
+                       int32_t* router_rows, uint8_t* message)
       : step_(step),
         plan_(plan),
         call_(call),
         crew_(crew),
         shared_(shared),
-        router_rows_(router_rows) {}
+        router_rows_(router_rows),
+        message_(message) {}
 
   __device__ void Send(uint32_t item) {
     uint32_t piece, first_turn;
@@ -90,14 +107,17 @@ class FewSender {
     const int32_t token = static_cast<int32_t>(plan_.sends.Divide(part, first_turn));
     const Range cells = plan_.Piece(piece);
     uint32_t words[kCellsAtOnce][3];
-#pragma unroll
-    for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
-      LoadCell(token, cells.begin + threadIdx.x + i * kFewWorkers, words[i]);
+    if constexpr (kEncodes) {
+      Encode(token);
+    } else {
+      LoadCells(token, cells, words);
     }
     const bool counts = token == 0 && piece == 0;
     if (Warp() == 0) Assign(token, part == static_cast<uint32_t>(token) * plan_.sends.value);
     if (Warp() == 1 && counts) CountAll(first_turn == 0);
     if (crew_.AwaitCredits()) {
+      // What others have encoded is there.
+      if constexpr (kEncodes) LoadCells(token, cells, words);
       if (counts) PostAllCounts(first_turn);
       JAX_EP_NO_UNROLL
       for (uint32_t turn = first_turn; turn < first_turn + plan_.turns; ++turn) {
@@ -108,18 +128,57 @@ class FewSender {
   }
 
  private:
+  static constexpr bool kEncodes = QuantizedFormat<Format>;
+
   // Nearer ranks first, this one last.
   __device__ uint32_t Destination(uint32_t turn) const {
     return call_.by_ranks().Rest(call_.rank() + 1 + turn);
   }
 
-  // A cell of the token's payload.
-  __device__ void LoadCell(int32_t token, uint32_t cell, uint32_t (&words)[3]) const {
-    const auto* row = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(step_.tokens) +
-                                                        token * step_.shape.row_bytes());
+  // What is sent of a token, as words.
+  __device__ const uint32_t* MessageOf(int32_t token) const {
+    if constexpr (kEncodes) return reinterpret_cast<const uint32_t*>(message_);
+    const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
+    return reinterpret_cast<const uint32_t*>(tokens + token * step_.shape.row_bytes());
+  }
+  __device__ void LoadCell(const uint32_t* message, uint32_t cell, uint32_t (&words)[3]) const {
 #pragma unroll
     for (uint32_t i = 0; i < 3; ++i) {
-      words[i] = cell * 3 + i < plan_.row_words ? row[cell * 3 + i] : 0;
+      words[i] = cell * 3 + i < plan_.message_words ? message[cell * 3 + i] : 0;
+    }
+  }
+  __device__ void LoadCells(int32_t token, const Range& cells,
+                            uint32_t (&words)[kCellsAtOnce][3]) const {
+    const uint32_t* message = MessageOf(token);
+#pragma unroll
+    for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
+      LoadCell(message, cells.begin + threadIdx.x + i * kFewWorkers, words[i]);
+    }
+  }
+
+  // All workers: the token's codes and scales, in shared memory before AwaitCredits.
+  __device__ void Encode(int32_t token) const {
+    if (plan_.element == ElementType::kBFloat16) {
+      EncodeAs<BFloat16>(token);
+    } else if (plan_.element == ElementType::kFloat16) {
+      EncodeAs<Float16>(token);
+    } else {
+      EncodeAs<float>(token);
+    }
+  }
+  template <typename Element>
+  __device__ void EncodeAs(int32_t token) const {
+    const int64_t row_bytes = step_.shape.row_bytes();
+    const uint8_t* row = static_cast<const uint8_t*>(step_.tokens) + token * row_bytes;
+    float input_scale = kNoInputScale;
+    if constexpr (Format::kTakesInputScale) input_scale = *step_.input_scale;
+    const int64_t parts = CeilDiv(row_bytes, int64_t{kPartVectors} * kVectorBytes);
+    // The first warps, which route, have the fewest parts.
+    JAX_EP_NO_UNROLL
+    for (int64_t part = static_cast<int>(kFewWarps) - 1 - Warp(); part < parts; part += kFewWarps) {
+      EncodedPart<Format, Element> encoded(part, row_bytes);
+      encoded.Load(row, input_scale);
+      encoded.Store(message_, message_ + plan_.scales_word * 4);
     }
   }
 
@@ -185,11 +244,12 @@ class FewSender {
       const uint32_t cell = piece.begin + threadIdx.x + i * kFewWorkers;
       if (cell < piece.end) call_.PostCell(cells + cell, words[i]);
     }
+    const uint32_t* message = MessageOf(token);
     JAX_EP_NO_UNROLL
     for (uint32_t cell = piece.begin + threadIdx.x + kCellsAtOnce * kFewWorkers; cell < piece.end;
          cell += kFewWorkers) {
       uint32_t more[3];
-      LoadCell(token, cell, more);
+      LoadCell(message, cell, more);
       call_.PostCell(cells + cell, more);
     }
   }
@@ -198,8 +258,9 @@ class FewSender {
   const FewDispatchPlan& plan_;
   WindowCall& call_;
   const FewCrew& crew_;
-  FewShared& shared_;
+  FewShared<Format>& shared_;
   int32_t* router_rows_;
+  uint8_t* message_;
 };
 
 #endif  // sm_90

@@ -33,16 +33,21 @@ inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
 // Of a row, what its tables hold.
 inline constexpr int64_t kTableBytes = 20;
 
+// Blocks of long calls. Eight multiprocessors nearly fill the link; with many senders a chunk is
+// whole later. Placing keeps up with the link; more blocks would only take multiprocessors from
+// other work.
+struct LongCallBlocks {
+  uint32_t most;
+  uint32_t senders;
+};
+inline constexpr LongCallBlocks kPlainBlocks{64, 24};
+// Where senders encode, even with helpers (window_team.cuh) it takes more of them to fill the link.
+inline constexpr LongCallBlocks kEncodingBlocks{96, 48};
+
 // In a long call one block of `share` sends; where senders encode, every other.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
                            uint32_t share, bool encodes) {
   constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
-  // Eight multiprocessors nearly fill the link; with many a chunk is whole later.
-  constexpr uint32_t kMostSenderBlocks = 24;
-  // Encoding a token takes a warp longer than its link does.
-  constexpr uint32_t kMostEncoderBlocks = 48;
-  // Placing keeps up with the link; more blocks would only take multiprocessors from other work.
-  constexpr uint32_t kLongCallBlocks = 64, kLongEncodingBlocks = 96;
   if (tokens < kLongCall) {
     // Two senders a block, but one where that gives most multiprocessors one each.
     const uint32_t limit = BlockLimit(group, UINT32_MAX);
@@ -50,24 +55,29 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
     const uint32_t senders = items <= limit && items > limit / 2 ? 1 : 2;
     return BlockRoles::Alike(limit, kRowWarps, senders, work);
   }
-  const uint32_t most = encodes ? kLongEncodingBlocks : kLongCallBlocks;
-  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : most);
-  const uint32_t senders = encodes ? std::min(kMostEncoderBlocks, blocks / 2)
-                                   : std::min(kMostSenderBlocks, blocks / share);
+  const LongCallBlocks& of = encodes ? kEncodingBlocks : kPlainBlocks;
+  const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : of.most);
+  const uint32_t senders = std::min(of.senders, blocks / (encodes ? 2 : share));
   return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 
 // The warps of this block that place: those behind the senders, or all of them when the senders, if
-// any, are done. False in a sender that stays one.
+// any, are done. False in a sender that stays one. `kHelpers`: there are warps behind these
+// (window_team.cuh), which wait in AwaitSenders meanwhile.
+template <bool kHelpers>
 __device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
   if (roles.ByBlock()) {
     if (senders != 0) __syncthreads();
-    team = {threadIdx.x, kRowThreads, 0};
+    team = {threadIdx.x, kRowThreads, kHelpers ? kPlacerBarrier : 0};
     return true;
   }
   const uint32_t sending = senders * kWarpSize;
   team = {threadIdx.x - sending, kRowThreads - sending, kPlacerBarrier};
   return threadIdx.x >= sending;
+}
+
+__device__ inline void AwaitSenders(const BlockRoles& roles, uint32_t senders) {
+  if (roles.ByBlock() && senders != 0) __syncthreads();
 }
 
 // What an sm_90 gives a block that asks for it.

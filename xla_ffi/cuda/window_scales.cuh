@@ -111,6 +111,30 @@ class ScalePlacer {
                step_.scales + Min(first + share, end) * plan_.TileBytes(), zeros_);
   }
 
+  // Where those of a row of a group begin; the next word is a StoreWord further.
+  __device__ uint8_t* At(int32_t row, int32_t group) const {
+    if (!tiled()) return step_.scales + row * plan_.row_bytes;
+    constexpr int32_t kRows = static_cast<int32_t>(kTileRows);
+    const int32_t in_group = row - groups_.Offset(group);
+    return reinterpret_cast<uint8_t*>(
+        WordsOf(first_tiles_[group] + in_group / kRows, in_group % kRows));
+  }
+  // One thread: a word of the scales of a row that begin there.
+  __device__ void StoreWord(uint8_t* scales, uint32_t word, uint32_t value) const {
+    if (tiled()) {
+      reinterpret_cast<uint32_t*>(scales)[int64_t{word} * kTileRows] = value;
+      return;
+    }
+    if (plan_.row_bytes % 4 == 0) {
+      reinterpret_cast<uint32_t*>(scales)[word] = value;
+      return;
+    }
+    JAX_EP_NO_UNROLL
+    for (int64_t i = 0; i < 4 && word * 4 + i < plan_.row_bytes; ++i) {
+      scales[word * 4 + i] = static_cast<uint8_t>(value >> (8 * i));
+    }
+  }
+
   // From a stage: those of the row of this lane, of a group, if it has one.
   __device__ void Place(int32_t row, int32_t group, const uint8_t* scales) const {
     if (tiled()) {
@@ -141,13 +165,7 @@ class ScalePlacer {
 
   __device__ void PlaceInTiles(int32_t row, int32_t group, const uint32_t* words) const {
     constexpr int32_t kRows = static_cast<int32_t>(kTileRows);
-    uint64_t place = 0;
-    if (row >= 0) {
-      const uint32_t in_group = static_cast<uint32_t>(row - groups_.Offset(group));
-      place = reinterpret_cast<uint64_t>(
-          WordsOf(first_tiles_[group] + static_cast<int32_t>(in_group / kRows),
-                  static_cast<int32_t>(in_group % kRows)));
-    }
+    const uint64_t place = row < 0 ? 0 : reinterpret_cast<uint64_t>(At(row, group));
     JAX_EP_NO_UNROLL
     for (unsigned left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
       auto* to = reinterpret_cast<uint32_t*>(FromLowest(left, place));

@@ -33,12 +33,13 @@ inline constexpr int64_t kMaxTokensOfTwoRegions = 512;
 // the wire's type or, of cotangents, in the tokens' own. False: there is no such format.
 inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
   const int64_t row_bytes = config.hidden * config.element_bytes;
-  int64_t dispatch_bytes = -1;
+  int64_t dispatch_bytes = -1, few_tokens = 0;
   VisitFormat(config.format, [&](auto f) {
     using Format = decltype(f);
     dispatch_bytes = DispatchMessage::Of(Format::PayloadBytes(config.hidden, config.element_bytes),
                                          Format::ScaleBytes(config.hidden), config.top_k)
                          .bytes;
+    few_tokens = QuantizedFormat<Format> ? kFewEncodedTokens : kFewDispatchTokens;
   });
   const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
   const int64_t turns = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1;
@@ -52,6 +53,8 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
       .hidden = config.hidden,
       .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
       .combine_message_bytes = CombineMessage::Of(config.hidden * widest, 0, config.top_k).bytes,
+      .few_dispatch_tokens = few_tokens,
+      .few_message_bytes = dispatch_bytes,
       .turns = turns,
       .depth = std::max(turns, config.pending_calls + 1),
   };

@@ -2,6 +2,7 @@
 // payload it is.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "formats/numbers.h"
@@ -32,6 +33,18 @@ struct E2M1 {
     return code | ((bits >> 28) & 0x8u);
   }
 
+  // As Encode but for the sign of a NaN, in fewer instructions of a GPU.
+  JAX_EP_HOST_DEVICE static uint32_t EncodeByAdder(float value) {
+    // Of a NaN fmaxf takes the other.
+    const float magnitude = fminf(fmaxf(fabsf(value), 0.0f), 6.0f);
+    // 1, 2 or 4: half of it is the last place, to which the float adder rounds.
+    const uint32_t binade = FloatBits(fmaxf(magnitude, 1.0f)) & 0x7F800000u;
+    const uint32_t sum = FloatBits(FusedMultiplyAdd(BitsFloat(binade), 0x1p22f, magnitude));
+    const uint32_t places = sum - binade - (22u << 23);
+    const uint32_t code = places + (binade >> 22) - 254u;  // two codes a binade
+    return code | ((FloatBits(value) >> 28) & 0x8u);
+  }
+
   // Exact.
   JAX_EP_HOST_DEVICE static float Decode(uint32_t code) {
     // Exponent bias 1 -> 127, right for normal and denormal codes alike.
@@ -54,8 +67,14 @@ struct E2M1 {
     codes = first != first ? codes & 0xF0u : codes;
     return second != second ? codes & 0x0Fu : codes;
 #else
-    return Encode(first) | Encode(second) << kBits;
+    return EncodeByAdder(first) | EncodeByAdder(second) << kBits;
 #endif
+  }
+
+  // Likewise.
+  __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
+    first = Decode(codes & 0xFu);
+    second = Decode(codes >> kBits & 0xFu);
   }
 #endif
 };

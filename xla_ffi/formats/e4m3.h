@@ -15,7 +15,11 @@ struct E4M3 {
 
   // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    return value != value ? kNan : EncodeTwo(value, 0.0f);
+#else
     return value != value ? kNan : EncodeNumber(value);
+#endif
   }
 
   // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
@@ -51,6 +55,23 @@ struct E4M3 {
     return codes;
 #else
     return Encode(first) | Encode(second) << kBits;
+#endif
+  }
+
+  // Likewise. Exact but for the bits of a NaN.
+  __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    // Every value is a half's.
+    asm("{\n\t.reg .b32 pair;\n\t.reg .b16 low, high;\n\t"
+        "cvt.rn.f16x2.e4m3x2 pair, %2;\n\t"
+        "mov.b32 {low, high}, pair;\n\t"
+        "cvt.f32.f16 %0, low;\n\t"
+        "cvt.f32.f16 %1, high;\n\t}"
+        : "=f"(first), "=f"(second)
+        : "h"(static_cast<uint16_t>(codes)));
+#else
+    first = Decode(codes & 0xFFu);
+    second = Decode(codes >> kBits & 0xFFu);
 #endif
   }
 #endif

@@ -20,7 +20,7 @@ struct Fp8Block128Format : BlockSizes<E4M3, float, 128> {
     const uint32_t least = 0x38D1B717;  // 1e-4: keeps the scales of tiny blocks normal
     // Bits of positive floats are in the order of the floats.
     const float amax = BitsFloat(amax_bits < least ? least : amax_bits);
-    return amax_bits >= 0x7F800000u ? BitsFloat(0x7FC00000u) : Divide(amax, 448.0f);
+    return amax_bits >= 0x7F800000u ? BitsFloat(0x7FC00000u) : DivideBy<448>(amax);
   }
   JAX_EP_HOST_DEVICE static float FactorOf(float scale, float) { return scale; }
   JAX_EP_HOST_DEVICE static float ScaleValue(float scale) { return scale; }

@@ -127,31 +127,69 @@ JAX_EP_HOST_DEVICE float FusedMultiplyAdd(float value, float a, float b) {
 #endif
 }
 
+// 1 / number for NaN and numbers from 2^-30 to 2^120, rounded as by Divide: without the branches
+// for all other numbers, which would keep a warp from working on several at once.
+JAX_EP_HOST_DEVICE float Reciprocal(float number) {
+#if defined(__CUDA_ARCH__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(number));
+  return FusedMultiplyAdd(FusedMultiplyAdd(-number, inverse, 1.0f), inverse, inverse);
+#else
+  return Divide(1.0f, number);
+#endif
+}
+
+// One step from a quotient to a nearer one, by the remainder.
+JAX_EP_HOST_DEVICE float Correct(float quotient, float value, float number, float inverse) {
+  return FusedMultiplyAdd(FusedMultiplyAdd(-number, quotient, value), inverse, quotient);
+}
+// Remainders lose the sign of -0.
+JAX_EP_HOST_DEVICE float WithSignOf(float value, float magnitude) {
+  return BitsFloat((FloatBits(magnitude) & 0x7FFFFFFFu) | (FloatBits(value) & 0x80000000u));
+}
+
 // Divides many values by one number: the quotient of Divide for quotients that are zero or from
 // 2^-76 to 2^100, of the right sign and below 2^-70 where it is smaller, and NaN for NaN. The
 // number is NaN or positive, from 2^-30 to 2^120. GPUs divide in more than twice as many
-// instructions.
+// instructions. The first quotient is within two units of the last place, the next within one; then
+// a correction with a correctly rounded inverse rounds correctly (Markstein). Remainders are exact.
+// After one correction alone a quotient may be a unit off, but only next to the middle of two
+// floats.
+template <int kCorrections = 2>
 class DividerBy {
  public:
   JAX_EP_HOST_DEVICE explicit DividerBy(float number)
-      : number_(number), inverse_(Divide(1.0f, number)) {}
+      : number_(number), inverse_(Reciprocal(number)) {}
 
   JAX_EP_HOST_DEVICE float operator()(float value) const {
-    // The first quotient is within two units of the last place, the second within one; then a
-    // correction with a correctly rounded inverse rounds correctly (Markstein). Remainders are
-    // exact.
-    const float first = Multiply(value, inverse_);
-    const float second =
-        FusedMultiplyAdd(FusedMultiplyAdd(-number_, first, value), inverse_, first);
-    const float third =
-        FusedMultiplyAdd(FusedMultiplyAdd(-number_, second, value), inverse_, second);
-    // Remainders have lost the sign of -0.
-    return BitsFloat((FloatBits(third) & 0x7FFFFFFFu) | (FloatBits(value) & 0x80000000u));
+    float quotient = Correct(Multiply(value, inverse_), value, number_, inverse_);
+    if constexpr (kCorrections == 2) quotient = Correct(quotient, value, number_, inverse_);
+    return WithSignOf(value, quotient);
   }
 
  private:
   float number_;
   float inverse_;
 };
+
+// The quotient of Divide by one of the numbers that formats divide by, which quantized_test.cc
+// tries with every mantissa: of quotients from 2^-76 to 2^100. Smaller ones stay below 2^-70, and
+// the sign is right.
+template <int kNumber>
+JAX_EP_HOST_DEVICE float DivideByConstant(float value) {
+  static_assert(kNumber == 6 || kNumber == 448);
+  constexpr float kInverse = 1.0f / static_cast<float>(kNumber);
+  return WithSignOf(value, Correct(Multiply(value, kInverse), value, kNumber, kInverse));
+}
+
+// The same in what is fastest.
+template <int kNumber>
+JAX_EP_HOST_DEVICE float DivideBy(float value) {
+#if defined(__CUDA_ARCH__)
+  return DivideByConstant<kNumber>(value);
+#else
+  return value / static_cast<float>(kNumber);
+#endif
+}
 
 }  // namespace jax_ep

@@ -18,8 +18,11 @@ struct NvFp4Format : BlockSizes<E2M1, uint8_t, 16> {
   static constexpr bool kDivides = false;
 
   JAX_EP_HOST_DEVICE static uint8_t ScaleOf(uint32_t amax_bits, float input_scale) {
-    const float sixth = Divide(Multiply(input_scale, BitsFloat(amax_bits)), 6.0f);
-    const uint32_t scale = E4M3::Encode(sixth);
+    constexpr float kBound = 0x1p20f;  // a sixth of more is the largest scale as well
+    float product = Multiply(input_scale, BitsFloat(amax_bits));
+    product = product > kBound ? kBound : product;
+    product = product < -kBound ? -kBound : product;
+    const uint32_t scale = E4M3::Encode(DivideBy<6>(product));
     return static_cast<uint8_t>(amax_bits >= 0x7F800000u ? 0x7Fu : scale);
   }
   // Where the scale is zero the codes are those of a NaN: zero.

@@ -65,6 +65,9 @@ JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
 // flight to the reader, where a message, its completion and a flag behind a fence take three. The
 // epochs are a quarter of what the link carries, which only the smallest calls can afford.
 inline constexpr int64_t kFewDispatchTokens = 24;
+// Of dispatches that encode: a whole block encodes a token, where senders of larger calls have a
+// warp for each.
+inline constexpr int64_t kFewEncodedTokens = 128;
 inline constexpr int64_t kFewCombineTokens = 64;
 
 // Cells of so many bytes.
@@ -113,6 +116,9 @@ struct WindowSizes {
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
+  int64_t
+      few_dispatch_tokens;  // the most of a dispatch whose messages go in cells, and their bytes
+  int64_t few_message_bytes;
   int64_t turns;  // regions that calls go round
   int64_t depth;  // all of them, with those for calls beside pending ones
 };
@@ -156,9 +162,10 @@ struct WindowLayout {
       group.region_bytes = RoundUp(
           tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes), kAlign);
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
-                                    : DispatchCells(sizes.dispatch_message_bytes, sizes.top_k);
+                                    : DispatchCells(sizes.few_message_bytes, sizes.top_k);
       group.cells_per_source =
-          Min(tokens, combine ? kFewCombineTokens : kFewDispatchTokens) * group.message_cells;
+          Min(tokens, combine ? kFewCombineTokens : sizes.few_dispatch_tokens) *
+          group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
           regions * group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell)), kAlign);
