@@ -4,8 +4,8 @@
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
 programs of several sizes in random order and many in flight (soak_program.py). A call
-is one exchange. On transport collective programs with formats, the kinds of reduce, a
-shared expert, skip_a2a and calls in halves come between (`OPTIONS`). Writes
+is one exchange. Programs with formats, the kinds of reduce, a shared expert, skip_a2a
+and calls in halves come between (`OPTIONS`). Writes
 benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
 failure is run again with the same seed.
 """
@@ -96,7 +96,7 @@ def configs(ranks):
     return a, b
 
 
-def option_handles(mesh, config, names):
+def option_handles(mesh, config, transport, names):
     """Handles by name, with whether their calls are made in halves."""
     return {
         name: (
@@ -104,7 +104,7 @@ def option_handles(mesh, config, names):
                 mesh,
                 "ep",
                 dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0]),
-                transport="collective",
+                transport=transport,
             ),
             OPTIONS[name][1],
         )
@@ -229,9 +229,7 @@ def main():
     parser.add_argument("--minutes", type=float, help="stop after that long")
     parser.add_argument("--devices", type=int, default=0, help="default: all")
     parser.add_argument("--transport", default="auto")
-    parser.add_argument(
-        "--options", nargs="*", choices=OPTIONS, help="default: all on collective"
-    )
+    parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices or 4)
@@ -243,6 +241,10 @@ def command(args):
     words = [f"--calls {args.calls}", f"--seed {args.seed}"]
     words += [f"--minutes {args.minutes:g}"] if args.minutes else []
     words += [f"--devices {args.devices}"] if args.devices else []
+    words += [f"--transport {args.transport}"] if args.transport != "auto" else []
+    words += (
+        [" ".join(["--options", *args.options])] if args.options is not None else []
+    )
     return " ".join(["python benchmarks/soak.py", *words])
 
 
@@ -254,10 +256,8 @@ def run(args):
         jax_ep.init(mesh, "ep", config, transport=args.transport)
         for config in configs(mesh.size)
     ]
-    names = args.options
-    if names is None:
-        names = OPTIONS if eps[0].transport == "collective" else ()
-    options = option_handles(mesh, eps[1].config, names)
+    names = OPTIONS if args.options is None else args.options
+    options = option_handles(mesh, eps[1].config, args.transport, names)
     eps += [ep for ep, _ in options.values()]
     found = soak(eps[:2], options, mesh, args)
     for ep in eps:

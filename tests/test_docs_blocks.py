@@ -103,7 +103,7 @@ def test_formats_page():
 
 def test_options_page():
     tokens, (_, group_sizes, (shared,)) = run_block(
-        "docs/options.md", "collective", {"shared_expert": lambda x: 2 * x}
+        "docs/options.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
     )
     assert int(group_sizes.sum()) == len(tokens) * TOP_K
     np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)

@@ -81,8 +81,6 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
 @pytest.mark.slow
 def test_right_calls_with_options_pass(monkeypatch, tmp_path) -> None:
     """Two of them for CI; benchmarks/soak.py runs all."""
-    if helpers.TRANSPORT != "collective":
-        pytest.skip("p2p has no options")
     names = ("tiled", "shared_source")
     status, record = run(monkeypatch, tmp_path, 20, names)
     assert record["failures"] == {}
