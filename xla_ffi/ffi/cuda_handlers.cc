@@ -7,8 +7,10 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 
+#include "cuda/far_calls.h"
 #include "cuda/steps.h"
 #include "cuda/window_calls.h"
 #include "ffi/window_group.h"
@@ -71,47 +73,106 @@ ffi::Error Precondition(const char* target, const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);
 }
 
+// What a call sends to each rank, of which the step may be a half's.
+template <typename Call>
+FarShape ShapeOf(const Call& call) {
+  const EpShape& shape = call.step.shape;
+  if constexpr (std::is_same_v<decltype(call.step), WindowCombineStep>) {
+    return FarShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
+  } else if constexpr (std::is_same_v<decltype(call.step), WindowDispatchStep>) {
+    return FarShape::OfDispatch(shape.tokens, call.message_bytes, CountCells(shape.local_experts));
+  } else {
+    return FarShape::OfDispatch(shape.tokens, call.message_bytes, 0);
+  }
+}
+
 cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.ReportOf(ordinal);
+  const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    return cuda::WindowDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+    const cuda::FarRank* far = group.FarOf(ordinal);
+    if (far == nullptr) return cuda::WindowDispatch<F>(call.step, own, stream);
+    return far->InHalves(
+        CallKind::kDispatch, ShapeOf(call), stream,
+        [&](auto* to) { return cuda::WindowDispatchSend<F>(call.step, to, own, stream, true); },
+        [&](auto* from) { return cuda::WindowDispatchPlace<F>(call.step, from, own, stream); });
   });
 }
 cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
+  const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
     if constexpr (cuda::kAlongRoutes<F>) {
-      return cuda::WindowCachedDispatch<F>(call.step, *group.OfDevice(ordinal), stream);
+      const cuda::FarRank* far = group.FarOf(ordinal);
+      if (far == nullptr) return cuda::WindowCachedDispatch<F>(call.step, own, stream);
+      return far->InHalves(
+          CallKind::kDispatch, ShapeOf(call), stream,
+          [&](auto* to) { return cuda::WindowCachedDispatchSend<F>(call.step, to, own, stream); },
+          [&](auto* from) {
+            return cuda::WindowCachedDispatchPlace<F>(call.step, from, own, stream);
+          });
     }
     return cudaErrorNotSupported;
   });
 }
 cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  return cuda::WindowCombine(call.step, *group.OfDevice(ordinal), stream);
+  const WindowGroup& own = *group.OfDevice(ordinal);
+  const cuda::FarRank* far = group.FarOf(ordinal);
+  if (far == nullptr) return cuda::WindowCombine(call.step, own, stream);
+  return far->InHalves(
+      CallKind::kCombine, ShapeOf(call), stream,
+      [&](auto* to) { return cuda::WindowCombineSend(call.step, to, own, stream, true); },
+      [&](auto* from) { return cuda::WindowCombinePlace(call.step, from, own, stream); });
+}
+
+// A half, with what goes to ranks on other nodes behind a first one and comes before a second.
+template <typename Call, typename Half>
+cudaError_t LaunchFirst(const Call& call, CallKind kind, const cuda::FarRank* far,
+                        cudaStream_t stream, Half half) {
+  const cudaError_t error = half();
+  if (far == nullptr || error != cudaSuccess) return error;
+  return far->Send(kind, ShapeOf(call), call.pending, stream);
+}
+template <typename Call, typename Half>
+cudaError_t LaunchSecond(const Call& call, CallKind kind, const cuda::FarRank* far,
+                         cudaStream_t stream, Half half) {
+  if (far == nullptr) return half();
+  return far->Place(kind, ShapeOf(call), call.pending, stream, half);
 }
 
 cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.ReportOf(ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) {
-    return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  const WindowGroup& own = *group.OfDevice(ordinal);
+  return LaunchFirst(call, CallKind::kDispatch, group.FarOf(ordinal), stream, [&] {
+    return OfFormat(call.format, [&]<typename F>(F) {
+      return cuda::WindowDispatchSend<F>(call.step, call.pending, own, stream);
+    });
   });
 }
 cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  return OfFormat(call.format, [&]<typename F>(F) {
-    return cuda::WindowDispatchPlace<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  const WindowGroup& own = *group.OfDevice(ordinal);
+  return LaunchSecond(call, CallKind::kDispatch, group.FarOf(ordinal), stream, [&] {
+    return OfFormat(call.format, [&]<typename F>(F) {
+      return cuda::WindowDispatchPlace<F>(call.step, call.pending, own, stream);
+    });
   });
 }
 cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  const WindowGroup& own = *group.OfDevice(ordinal);
+  return LaunchFirst(call, CallKind::kCombine, group.FarOf(ordinal), stream,
+                     [&] { return cuda::WindowCombineSend(call.step, call.pending, own, stream); });
 }
 cudaError_t Launch(DecodedWindowCombinePlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  return cuda::WindowCombinePlace(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  const WindowGroup& own = *group.OfDevice(ordinal);
+  return LaunchSecond(call, CallKind::kCombine, group.FarOf(ordinal), stream, [&] {
+    return cuda::WindowCombinePlace(call.step, call.pending, own, stream);
+  });
 }
 
 // close() may come at any time after the look at the registry: the kernel then finds its gate

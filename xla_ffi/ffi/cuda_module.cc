@@ -77,9 +77,12 @@ void ImportWindow(int64_t key, size_t ep_group, int32_t rank, int descriptor, in
   FindWindowed(key)->Import(ep_group, rank, {descriptor, bytes});
 }
 
+// NVSHMEM's numbers of each EP group's ranks, and its two kernels.
+using Far = std::pair<EpGroups, std::pair<uint64_t, uint64_t>>;
+
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
                     double timeout_s, int64_t num_sms, uint64_t first_epoch,
-                    const std::optional<GivenWindows>& given) {
+                    const std::optional<GivenWindows>& given, const std::optional<Far>& far) {
   nb::gil_scoped_release release;
   const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
@@ -91,7 +94,10 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
                                 "; leave it None to choose from the shape");
   }
   const WindowOptions options{timeout_s, num_sms, first_epoch};
-  auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given)
+  const FarAccess access =
+      far ? FarAccess{far->first, {far->second.first, far->second.second}} : FarAccess{};
+  auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given,
+                                                       far ? &access : nullptr)
                      : std::make_shared<WindowedGroup>(ep_groups, sizes, options);
   const int64_t bytes = group->window_bytes();
   GroupRegistry::Get().Open(key, std::move(group));
@@ -124,15 +130,20 @@ NB_MODULE(_native_cuda, m) {
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
-        nb::arg("given") = nb::none(),
+        nb::arg("given") = nb::none(), nb::arg("far") = nb::none(),
         "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
         "ranks elsewhere must follow by import_window. `given`: where all windows are, by EP group "
-        "and "
-        "rank; then none is made, and local ones get their first contents.");
+        "and rank, 0 of ranks on other nodes; then none is made, and local ones get their first "
+        "contents. `far`: how those are reached, (pes by EP group and rank, kernels).");
   m.def(
       "window_bytes",
-      [](const WindowConfig& config) { return WindowLayout::Of(CheckedSizes(config)).bytes; },
-      nb::arg("config"), "Of a window that is given.");
+      [](const WindowConfig& config, bool far) {
+        const WindowSizes sizes = CheckedSizes(config);
+        const WindowLayout layout = WindowLayout::Of(sizes);
+        return far ? FarLayout::Of(layout, sizes).bytes : layout.bytes;
+      },
+      nb::arg("config"), nb::arg("far") = false,
+      "Of a window that is given, with what reaches ranks on other nodes.");
   m.def("given_windows_in_use", &GivenWindowsInUse,
         "Given windows of local ranks that must stay: of open groups and of those that failed to "
         "close.");
