@@ -24,9 +24,11 @@ if(JAX_EP_NVSHMEM_INCLUDE)
   if(JAX_EP_NVSHMEM_DEVICE)
     # Linked machine code only, which runs on the GPUs of its generation: those that this compiler
     # and NVSHMEM have in common.
+    execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
+                    OUTPUT_VARIABLE jax_ep_gpu_code COMMAND_ERROR_IS_FATAL ANY)
     set(jax_ep_far_targets)
     foreach(jax_ep_generation IN ITEMS 90 100 120)
-      if(jax_ep_generation IN_LIST CMAKE_CUDA_ARCHITECTURES_ALL)
+      if(jax_ep_gpu_code MATCHES "sm_${jax_ep_generation}[^0-9a-z]")
         list(APPEND jax_ep_far_targets
              "-gencode=arch=compute_${jax_ep_generation},code=sm_${jax_ep_generation}")
       endif()

@@ -216,8 +216,9 @@ JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbo
   for (uint32_t i = first; i < count; i += step) memory.Post(to + i, memory.Peek(inbox + i));
 }
 
-// As ReturnCredit, to a source on another node: `credit` is in the source's window. Of a region
-// that was observed, also where nothing of it was needed: a credit must say that its puts are over.
+// As ReturnCredit, to a source on another node: `credit` is in the source's window. Of a region of
+// which all shares were observed and have settled, also where nothing of it was needed: a credit
+// must say that its puts are over.
 template <PutAccess P, SignalMemory M>
 JAX_EP_HOST_DEVICE void ReturnFarCredit(const P& puts, const M& memory, uint32_t source,
                                         int64_t credit, uint64_t epoch) {

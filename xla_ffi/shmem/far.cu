@@ -91,7 +91,6 @@ class FarBlock {
 
   __device__ void Deliver(const PendingCall& pending) const {
     if (!AwaitRegion(pending)) return;
-    puts_.Settle();
     const uint32_t region = pending.region;
     DeliverCells(memory_, reinterpret_cast<FlagCell*>(own_ + places_.Flags(region, peer_)),
                  reinterpret_cast<const FlagCell*>(own_ + places_.InboxFlags(region, peer_)),
@@ -137,7 +136,9 @@ class FarBlock {
       ok = status == WaitStatus::kArrived;
       if (!ok) GiveUp(call, status);
     }
-    return __syncthreads_and(ok) != 0;
+    if (__syncthreads_and(ok) == 0) return false;
+    puts_.Settle();
+    return true;
   }
 
   // As WindowCall::GiveUp and EndGroup: the second half, launched behind this, finds the gate.
