@@ -1,15 +1,21 @@
-"""Transport shmem on GPUs of one host, one process each: answers, bits, heap."""
+"""Transport shmem on GPUs of one host, one process each: answers, bits, heap, nodes.
+
+Forced nodes have ranks reach each other by NVSHMEM's puts, which between GPUs of a host
+are stores over NVLink: what networks do to them is not tried here.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import test_processes_gpu
 from launch import tails
+from nodes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 
-from jax_ep import _shmem
+from jax_ep import _native, _shmem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
@@ -52,3 +58,42 @@ def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
         assert sorted(digests) == [str(position) for position in range(count)]
         found.append(digests)
     assert found[0] == found[1]
+
+
+def nodes(scenario: str, node: int, folder: pathlib.Path) -> list[Any]:
+    """The results of nodes_worker.py, by process."""
+    count = test_processes_gpu.gpu_count()
+    if count < 4:
+        pytest.skip("needs 4 GPUs")
+    native = _native.shmem()
+    if native is None or not native.HAS_KERNELS:
+        pytest.skip("built without NVSHMEM's device library")
+    ended = test_processes_gpu.start(
+        "nodes_worker.py", count, 1, folder, scenario, str(node)
+    )
+    assert [one.code for one in ended] == [0] * count, tails(ended)
+    return [json.loads(one.last) for one in ended]
+
+
+# Two ranks a node, none, and a node that is short of one.
+@pytest.mark.parametrize("node", [2, 1, 3])
+def test_nodes_are_as_collective(node: int, tmp_path: pathlib.Path) -> None:
+    assert set(nodes("calls", node, tmp_path)) == {"right"}
+
+
+@pytest.mark.parametrize("scenario", ["modes", "pendings"])
+def test_options_over_nodes(scenario: str, tmp_path: pathlib.Path) -> None:
+    assert set(nodes(scenario, 2, tmp_path)) == {"right"}
+
+
+def test_rank_of_another_node_that_is_silent(tmp_path: pathlib.Path) -> None:
+    """Named in time by all others, on its node and elsewhere; another handle works."""
+    *others, silent = nodes("silent", 2, tmp_path)
+    assert not silent["error"]
+    awaited = set()
+    for found in others:
+        assert "timed out" in found["error"], found
+        assert found["seconds"] < CALL_TIMEOUT_S + test_processes_gpu.SLACK_S
+        awaited.add(test_processes_gpu.named(found["error"])[1])
+    # Others may have waited for ranks that waited for it.
+    assert len(others) in awaited, others
