@@ -52,12 +52,6 @@ class AdversePuts {
     mutable uint64_t fenced_ = 0;
   };
 
-  // Whether all has arrived.
-  bool Rests() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return pieces_.empty();
-  }
-
  private:
   struct Piece {
     const Lane* lane;
@@ -95,12 +89,11 @@ class AdversePuts {
     landed_[rank].clear();
   }
 
-  // A signal waits for the puts that its lane has fenced.
+  // A signal waits for what its lane has fenced.
   bool MayArrive(const Piece& piece) const {
     if (piece.from != nullptr) return true;
     for (const Piece& other : pieces_) {
-      if (other.from != nullptr && other.lane == piece.lane && other.rank == piece.rank &&
-          other.fenced < piece.fenced) {
+      if (other.lane == piece.lane && other.rank == piece.rank && other.fenced < piece.fenced) {
         return false;
       }
     }

@@ -30,6 +30,21 @@ void Right() {
   }
 }
 
+// Whoever finds that there is a report finds all of it.
+void Poison() {
+  CurrentCase() = "poison";
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    alignas(16) uint64_t cell[2] = {};
+    AdversePuts puts({reinterpret_cast<uint8_t*>(cell)}, seed);
+    const AdversePuts::Lane lane(puts, 0, true, true);
+    const WaitReport report{seed, 1, 2, 3, Phase::kPlace, WaitStatus::kTimedOut};
+    SpreadFarPoison(lane, 0, 0, report);
+    const HostSignalMemory memory;
+    while (memory.Acquire(&cell[1]) == 0) memory.Pause();
+    CHECK(memory.Peek(&cell[0]) == seed);
+  }
+}
+
 // Data races are what these are about, so ThreadSanitizer has no part in them.
 void Wrong(const char* name, const Rules& rules) {
 #if !defined(__SANITIZE_THREAD__)
@@ -51,6 +66,7 @@ void Wrong(const char* name, const Rules& rules) {
 
 int main() {
   jax_ep::Right();
+  jax_ep::Poison();
   jax_ep::Wrong("no fence", {.fences = false});
   jax_ep::Wrong("nothing settles", {.settles = false});
   jax_ep::Wrong("no credits", {.waits_for_credits = false});

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 
 #include "protocol/pending.h"
@@ -19,9 +20,9 @@ namespace jax_ep {
 // * Put: the bytes arrive at any later time, in any order, in pieces of any size, and are read from
 //   `from` when they leave. Puts are ordered neither with each other nor with signals.
 // * Fence: what this lane signals to a rank after it arrives there after all that this lane has
-//   put to that rank before it. A lane is a thread, or threads that call it together.
+//   put and signalled to that rank before it. A lane is a thread, or threads that call together.
 // * Signal: one aligned word that arrives whole, at any later time, and after all that this lane
-//   has read. Two signals are not ordered.
+//   has read. Two signals without a fence between are not ordered.
 // * Settle, by whoever has acquired a signal's value at the destination: what had arrived before
 //   it may now be read there.
 template <typename P>
@@ -187,10 +188,14 @@ JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const FarPlaces& places, con
 // status comes last: a report that is there at all says so.
 template <PutAccess P>
 JAX_EP_HOST_DEVICE void SpreadFarPoison(const P& puts, uint32_t rank, int64_t cell,
-                                        const uint64_t (&report)[2]) {
-  puts.Signal(rank, cell, report[0]);
+                                        const WaitReport& report) {
+  constexpr int64_t kHalf = sizeof(uint64_t);
+  static_assert(sizeof(WaitReport) == 2 * kHalf && offsetof(WaitReport, status) >= kHalf);
+  uint64_t words[2];
+  __builtin_memcpy(words, &report, sizeof(report));
+  puts.Signal(rank, cell, words[0]);
   puts.Fence();
-  puts.Signal(rank, cell + int64_t{sizeof(uint64_t)}, report[1]);
+  puts.Signal(rank, cell + kHalf, words[1]);
 }
 
 // ---- The destination ----------------------------------------------------------------------------

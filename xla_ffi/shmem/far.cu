@@ -55,8 +55,12 @@ class FarBlock {
         staged_(own_ + far.layout.staged),
         peer_(FarRank(blockIdx.y)) {}
 
+  // The same for the whole block: another one may poison the group meanwhile.
   __device__ Gate LoadGate() const {
-    return *static_cast<const volatile Gate*>(&group_.control->gate);
+    __shared__ Gate gate;
+    if (threadIdx.x == 0) gate = *static_cast<const volatile Gate*>(&group_.control->gate);
+    __syncthreads();
+    return gate;
   }
 
   // The block's share.
@@ -102,13 +106,14 @@ class FarBlock {
 
   // After a failure that this rank has told the ranks of its node.
   __device__ void TellFailure() const {
-    const WaitReport report = memory_.Peek(Poison(staged_));
-    if (report.status == WaitStatus::kArrived) return;
-    struct Words {
-      uint64_t word[2];
-    };
-    const Words words = __builtin_bit_cast(Words, report);
-    SpreadFarPoison(puts_, peer_, group_.layout.poison, words.word);
+    // Likewise.
+    __shared__ WaitReport report;
+    __syncthreads();
+    if (threadIdx.x == 0) report = memory_.Peek(Poison(staged_));
+    __syncthreads();
+    if (report.status != WaitStatus::kArrived) {
+      SpreadFarPoison(puts_, peer_, group_.layout.poison, report);
+    }
   }
 
  private:
