@@ -17,15 +17,18 @@ constexpr const char* kPrograms[] = {"D C D~ C~ D", "D>a D>b D<a C D<b C>c D C<c
 
 void Right() {
   for (const uint64_t first_epoch : {kFirstEpoch, UINT64_MAX - 20}) {
-    for (const Setup& setup : {Setup{3, 1, 3, first_epoch, 1}, Setup{4, 2, 3, first_epoch, 2},
-                               Setup{4, 3, 3, first_epoch, 3}}) {
+    for (const Setup& setup :
+         {Setup{3, 1, 3, false, first_epoch, 1}, Setup{4, 2, 3, false, first_epoch, 2},
+          Setup{4, 3, 3, true, first_epoch, 3}, Setup{4, 2, 3, true, first_epoch, 4},
+          Setup{6, 3, 3, true, first_epoch, 5}}) {
       for (const char* program : kPrograms) {
         CurrentCase() = std::string(program) + ", ranks " + std::to_string(setup.ranks) +
                         ", a node " + std::to_string(setup.node);
         CHECK(World(setup, {}).Run(program, 8));
       }
       CurrentCase() = "one region";
-      CHECK(World({setup.ranks, setup.node, 1, first_epoch, 4}, {}).Run("D C D C~", 8));
+      CHECK(World({setup.ranks, setup.node, 1, setup.bundles, first_epoch, 6}, {})
+                .Run("D C D C~", 8));
     }
   }
 }
@@ -52,7 +55,9 @@ void Wrong(const char* name, const Rules& rules) {
   bool found = false;
   for (uint64_t seed = 0; seed < 20 && !found; ++seed) {
     for (const char* program : kPrograms) {
-      found = found || !World({3, 1, 3, kFirstEpoch, seed}, rules).Run(program, 30);
+      const bool bundles = seed % 2 != 0;
+      const Setup setup{bundles ? 4u : 3u, bundles ? 2u : 1u, 3, bundles, kFirstEpoch, seed};
+      found = found || !World(setup, rules).Run(program, 30);
     }
   }
   CHECK(found);

@@ -158,6 +158,18 @@ JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags, cons
   return end;
 }
 
+// A share of `end` bytes of messages.
+struct ShareOf {
+  int64_t begin;
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE ShareOf(int64_t end, uint32_t share) {
+    const int64_t length = RoundUp(DivideUp(end, kFarShares), kMessageAlignBytes);
+    begin = Min(share * length, end);
+    bytes = Min(length, end - begin);
+  }
+};
+
 // Sends a share of a staged region off, of which the first `slots` messages are there. After all
 // stores to the staged parts, which in turn came after ObserveCredit of the region: so the
 // destination has seen the puts of the region's last epoch arrive, and nothing reads them any more.
@@ -165,12 +177,10 @@ template <PutAccess P>
 JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const FarPlaces& places, const uint8_t* staged,
                                      uint32_t rank, uint32_t to, const FarShape& shape,
                                      const PendingCall& call, int64_t slots, uint32_t share) {
-  const int64_t end = Min(slots * shape.message_bytes, places.window.region_bytes);
-  const int64_t length = RoundUp(DivideUp(end, kFarShares), kMessageAlignBytes);
-  const int64_t begin = Min(share * length, end), bytes = Min(length, end - begin);
-  if (bytes > 0) {
-    puts.Put(to, places.Messages(call.region, rank) + begin,
-             staged + places.Messages(call.region, to) + begin, bytes);
+  const ShareOf part(Min(slots * shape.message_bytes, places.window.region_bytes), share);
+  if (part.bytes > 0) {
+    puts.Put(to, places.Messages(call.region, rank) + part.begin,
+             staged + places.Messages(call.region, to) + part.begin, part.bytes);
   }
   if (share == 0 && shape.flags > 0) {
     puts.Put(to, places.InboxFlags(call.region, rank), staged + places.Flags(call.region, to),
@@ -223,7 +233,8 @@ JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbo
 
 // As ReturnCredit, to a source on another node: `credit` is in the source's window. Of a region of
 // which all shares were observed and have settled, also where nothing of it was needed: a credit
-// must say that its puts are over.
+// must say that its puts are over. Where a relay observes it instead (bundle.h), after a Fence: the
+// region's last credit may be under way still, and must not come over this one.
 template <PutAccess P, SignalMemory M>
 JAX_EP_HOST_DEVICE void ReturnFarCredit(const P& puts, const M& memory, uint32_t source,
                                         int64_t credit, uint64_t epoch) {
