@@ -57,3 +57,21 @@ def of_ranks(group: np.ndarray, config: EPConfig, hosts: Hosts) -> list[int | st
 def several(groups: np.ndarray, config: EPConfig, hosts: Hosts) -> bool:
     """Whether some group has ranks on more than one node; the same everywhere."""
     return any(len(set(of_ranks(group, config, hosts))) > 1 for group in groups)
+
+
+def bundled(groups: np.ndarray, config: EPConfig, hosts: Hosts) -> tuple[int, int]:
+    """How many nodes groups have, and ranks a node, where dispatches are bundled.
+
+    A token then crosses to a node once for all of its ranks there. That saves bytes
+    where it can go to several ranks of a node. Else (0, 0).
+    """
+    shapes = set()
+    for group in groups:
+        names = of_ranks(group, config, hosts)
+        sizes = {names.count(name) for name in names}
+        shapes |= {(len(names) // size, size) for size in sizes}
+    (first, *others) = sorted(shapes)
+    nodes, size = first
+    if others or nodes < 2 or size < 2 or config.top_k < 2:
+        return 0, 0
+    return first

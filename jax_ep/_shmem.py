@@ -157,7 +157,8 @@ class Heap:
         own = _windows.local_groups(groups, meeting.own)
         sizes = _windows.window_config(native, config, groups.shape[1])
         far = _nodes.several(groups, config, self.hosts)
-        size = native.window_bytes(sizes, far)
+        bundled = _nodes.bundled(groups, config, self.hosts)
+        size = native.window_bytes(sizes, far, bundled)
         # NVSHMEM waits for all processes. All are here when it begins to, since each
         # step follows one of the meeting; one that dies just then ends at the limit.
         self._start(groups, meeting, config.timeout_s)
@@ -193,9 +194,7 @@ class Heap:
             num_sms=config.num_sms or 0,
             first_epoch=first_epoch,
             given=given,
-            far=(pes, self._bounded(self._module().kernels, config.timeout_s))
-            if far
-            else None,
+            far=self._far(own, pes, config, bundled != (0, 0)) if far else None,
         )
         try:
             # Others may store into this process's window only after its first contents.
@@ -204,6 +203,19 @@ class Heap:
             native.close_group(key)
             raise
         return size
+
+    def _far(
+        self,
+        groups: list[np.ndarray],
+        pes: list[list[int]],
+        config: EPConfig,
+        bundled: bool,
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """What the native module takes to reach other nodes."""
+        kernels = self._bounded(self._module().kernels, config.timeout_s)
+        names = [_nodes.of_ranks(group, config, self.hosts) for group in groups]
+        numbers = [[each.index(name) for name in each] for each in names]
+        return pes, numbers if bundled else [], kernels
 
     def _reached(
         self,

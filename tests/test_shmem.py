@@ -21,7 +21,7 @@ from jax_ep import _native, _shmem, _windows
 from jax_ep._meeting import Meeting
 
 BYTES, FAR_BYTES = 1000, 2500
-KERNELS = (11, 12)
+KERNELS = [11, 12]
 here = threading.local()  # the process that a thread stands for
 ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
 # Groups of ranks in another order than their processes, and of other ordinals.
@@ -69,7 +69,7 @@ class Module:
         self.pe = pe
         self.shared.meet(pe, "start", ordinal)
 
-    def kernels(self) -> tuple[int, int]:
+    def kernels(self) -> list[int]:
         assert self.pe >= 0
         return KERNELS
 
@@ -96,7 +96,8 @@ class Native(imagined.Native):
     def __init__(self, process: int) -> None:
         super().__init__(process, given={}, far={}, in_use=set())
 
-    def window_bytes(self, config, far):
+    def window_bytes(self, config, far, bundled):
+        self.bundled = bundled
         return FAR_BYTES if far else BYTES
 
     def open_windows(self, key, groups, config, *, given, far, **options):
@@ -169,47 +170,6 @@ def test_every_rank_is_given_every_window(groups) -> None:
                 ("start", device.local_hardware_id),
                 ("allocate",),
             ]
-
-
-def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
-    job = Job(ONE_EACH)
-    # Out of reach, as those of another node may be.
-    job.shared.unreached = {(0, 2), (1, 2), (2, 0), (2, 1)}
-    job.opens(7, FAR_BYTES, ranks_per_node=2)
-    for process, native in job.natives.items():
-        near = [0, 0, 2002] if process == 2 else [2, 1002, 0]
-        assert native.given[7] == [near]
-        assert native.far[7] == ([[0, 1, 2]], KERNELS)
-    # Nodes as large as the groups need no puts.
-    job.shared.unreached = set()
-    job.opens(8, ranks_per_node=3)
-    assert {native.far[8] for native in job.natives.values()} == {None}
-
-
-def test_hosts_are_nodes(monkeypatch) -> None:
-    job = Job(CROSSED)
-    hosts = {0: "a", 1: "b", 2: "b", 3: "a"}
-    monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
-    job.opens(7)
-    hosts[0] = "b"
-    job.opens(8, FAR_BYTES)
-    far = {p: native.far[8] for p, native in job.natives.items()}
-    # PEs by rank, in each group.
-    for process, pes in {0: [3, 0], 1: [2, 1], 2: [2, 1], 3: [3, 0]}.items():
-        assert far[process] == ([pes], KERNELS)
-    given = {p: native.given[8][0] for p, native in job.natives.items()}
-    assert given == {0: [0, 3], 1: [2003, 1003], 2: [2003, 1003], 3: [3003, 0]}
-    job.modules[2].HAS_KERNELS = False
-    job.refused("libnvshmem_device.a", "[2]")
-    job.opens(9, ranks_per_node=2)
-
-
-def test_forced_node_across_hosts() -> None:
-    job = Job(ONE_EACH)
-    job.shared.unreached = {(0, 1), (1, 0)}
-    for actor in job.run(1, ranks_per_node=2).values():
-        assert isinstance(actor.error, _windows.NotMapped)
-        assert "none for rank 1 (process 0)" in str(actor.error)
 
 
 def test_blocks_are_freed_where_all_have_closed() -> None:

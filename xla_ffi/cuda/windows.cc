@@ -162,11 +162,11 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
   OnDevice(ordinal, [&] { WriteStart(window, layout, sizes, first_epoch); });
 }
 
-void StartBlock(int32_t ordinal, uint8_t* block, const WindowLayout& layout, const FarLayout& far,
-                const WindowSizes& sizes, uint64_t first_epoch) {
+void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
+                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch) {
   OnDevice(ordinal, [&] {
     Stream stream;
-    stream.Fill(block, 0, static_cast<size_t>(far.bytes));
+    stream.Fill(block, 0, static_cast<size_t>(bytes));
     stream.Wait();
     WriteStart(block, layout, sizes, first_epoch);
     WriteStart(block + far.staged, layout, sizes, first_epoch);

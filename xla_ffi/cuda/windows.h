@@ -71,8 +71,8 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
                  const WindowSizes& sizes, uint64_t first_epoch);
 
 // Likewise a block that has more than the window (protocol/far.h).
-void StartBlock(int32_t ordinal, uint8_t* block, const WindowLayout& layout, const FarLayout& far,
-                const WindowSizes& sizes, uint64_t first_epoch);
+void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
+                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch);
 
 // As Window::Export, of a window on that device.
 int ExportWindow(const Window& window, int32_t ordinal);

@@ -73,17 +73,24 @@ ffi::Error Precondition(const char* target, const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);
 }
 
-// What a call sends to each rank, of which the step may be a half's.
+// What the steps for other nodes know of a call, of which the step may be a half's.
 template <typename Call>
-FarShape ShapeOf(const Call& call) {
+cuda::FarCall FarCallOf(const Call& call) {
+  using Step = decltype(call.step);
   const EpShape& shape = call.step.shape;
-  if constexpr (std::is_same_v<decltype(call.step), WindowCombineStep>) {
-    return FarShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
-  } else if constexpr (std::is_same_v<decltype(call.step), WindowDispatchStep>) {
-    return FarShape::OfDispatch(shape.tokens, call.message_bytes, CountCells(shape.local_experts));
+  cuda::FarCall far{};
+  if constexpr (requires { call.pending; }) far.pending = call.pending;
+  if constexpr (std::is_same_v<Step, WindowCombineStep>) {
+    far.kind = CallKind::kCombine;
+    far.shape = FarShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
   } else {
-    return FarShape::OfDispatch(shape.tokens, call.message_bytes, 0);
+    constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
+    far.kind = CallKind::kDispatch;
+    far.shape = FarShape::OfDispatch(shape.tokens, call.message_bytes,
+                                     kRouted ? CountCells(shape.local_experts) : 0);
+    far.slots = {call.step.slot_of, shape.tokens, shape.top_k};
   }
+  return far;
 }
 
 cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int32_t ordinal,
@@ -93,8 +100,8 @@ cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int3
   return OfFormat(call.format, [&]<typename F>(F) {
     const cuda::FarRank* far = group.FarOf(ordinal);
     if (far == nullptr) return cuda::WindowDispatch<F>(call.step, own, stream);
-    return far->InHalves(
-        CallKind::kDispatch, ShapeOf(call), stream,
+    return far->Whole(
+        FarCallOf(call), stream,
         [&](auto* to) { return cuda::WindowDispatchSend<F>(call.step, to, own, stream, true); },
         [&](auto* from) { return cuda::WindowDispatchPlace<F>(call.step, from, own, stream); });
   });
@@ -106,8 +113,8 @@ cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group
     if constexpr (cuda::kAlongRoutes<F>) {
       const cuda::FarRank* far = group.FarOf(ordinal);
       if (far == nullptr) return cuda::WindowCachedDispatch<F>(call.step, own, stream);
-      return far->InHalves(
-          CallKind::kDispatch, ShapeOf(call), stream,
+      return far->Whole(
+          FarCallOf(call), stream,
           [&](auto* to) { return cuda::WindowCachedDispatchSend<F>(call.step, to, own, stream); },
           [&](auto* from) {
             return cuda::WindowCachedDispatchPlace<F>(call.step, from, own, stream);
@@ -121,58 +128,49 @@ cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32
   const WindowGroup& own = *group.OfDevice(ordinal);
   const cuda::FarRank* far = group.FarOf(ordinal);
   if (far == nullptr) return cuda::WindowCombine(call.step, own, stream);
-  return far->InHalves(
-      CallKind::kCombine, ShapeOf(call), stream,
+  return far->Whole(
+      FarCallOf(call), stream,
       [&](auto* to) { return cuda::WindowCombineSend(call.step, to, own, stream, true); },
       [&](auto* from) { return cuda::WindowCombinePlace(call.step, from, own, stream); });
-}
-
-// A half, with what goes to ranks on other nodes behind a first one and comes before a second.
-template <typename Call, typename Half>
-cudaError_t LaunchFirst(const Call& call, CallKind kind, const cuda::FarRank* far,
-                        cudaStream_t stream, Half half) {
-  const cudaError_t error = half();
-  if (far == nullptr || error != cudaSuccess) return error;
-  return far->Send(kind, ShapeOf(call), call.pending, stream);
-}
-template <typename Call, typename Half>
-cudaError_t LaunchSecond(const Call& call, CallKind kind, const cuda::FarRank* far,
-                         cudaStream_t stream, Half half) {
-  if (far == nullptr) return half();
-  return far->Place(kind, ShapeOf(call), call.pending, stream, half);
 }
 
 cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.ReportOf(ordinal);
-  const WindowGroup& own = *group.OfDevice(ordinal);
-  return LaunchFirst(call, CallKind::kDispatch, group.FarOf(ordinal), stream, [&] {
+  const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
-      return cuda::WindowDispatchSend<F>(call.step, call.pending, own, stream);
+      return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
     });
-  });
+  };
+  const cuda::FarRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->First(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  const WindowGroup& own = *group.OfDevice(ordinal);
-  return LaunchSecond(call, CallKind::kDispatch, group.FarOf(ordinal), stream, [&] {
+  const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
-      return cuda::WindowDispatchPlace<F>(call.step, call.pending, own, stream);
+      return cuda::WindowDispatchPlace<F>(call.step, call.pending, *group.OfDevice(ordinal),
+                                          stream);
     });
-  });
+  };
+  const cuda::FarRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->Second(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  const WindowGroup& own = *group.OfDevice(ordinal);
-  return LaunchFirst(call, CallKind::kCombine, group.FarOf(ordinal), stream,
-                     [&] { return cuda::WindowCombineSend(call.step, call.pending, own, stream); });
+  const auto half = [&] {
+    return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  };
+  const cuda::FarRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->First(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowCombinePlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  const WindowGroup& own = *group.OfDevice(ordinal);
-  return LaunchSecond(call, CallKind::kCombine, group.FarOf(ordinal), stream, [&] {
-    return cuda::WindowCombinePlace(call.step, call.pending, own, stream);
-  });
+  const auto half = [&] {
+    return cuda::WindowCombinePlace(call.step, call.pending, *group.OfDevice(ordinal), stream);
+  };
+  const cuda::FarRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->Second(FarCallOf(call), stream, half);
 }
 
 // close() may come at any time after the look at the registry: the kernel then finds its gate

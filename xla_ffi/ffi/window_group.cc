@@ -175,7 +175,14 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
   }
   const WindowLayout layout = WindowLayout::Of(sizes);
   const FarLayout far_layout = FarLayout::Of(layout, sizes);
-  window_bytes_ = far != nullptr ? far_layout.bytes : layout.bytes;
+  const auto map_of = [&](size_t index) {
+    if (far == nullptr || far->nodes.empty()) return NodeMap{};
+    CheckRanks(far->nodes.at(index).size(), sizes);
+    return NodeMap::Of(far->nodes[index].data(), static_cast<uint32_t>(sizes.ranks));
+  };
+  const NodeMap first = map_of(0);
+  const BundleLayout bundles = BundleLayout::Of(far_layout, layout, sizes, first.nodes, first.size);
+  window_bytes_ = far != nullptr ? bundles.bytes : layout.bytes;
   for (size_t index = 0; index < ep_groups.size(); ++index) {
     const std::vector<int32_t>& ordinals = ep_groups[index];
     CheckRanks(ordinals.size(), sizes);
@@ -198,13 +205,20 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
         AddLocal(group, local, ordinals[rank], options.first_epoch);
         continue;
       }
-      cuda::StartBlock(ordinals[rank], block, layout, far_layout, sizes, options.first_epoch);
+      cuda::StartBlock(ordinals[rank], block, bundles.bytes, layout, far_layout, sizes,
+                       options.first_epoch);
       WindowGroup own = group;
       for (uint8_t*& window : own.windows) {
         if (window == nullptr) window = block + far_layout.staged;
       }
-      cuda::FarGroup reached{
-          AddLocal(own, local, ordinals[rank], options.first_epoch), far_layout, {}};
+      cuda::FarGroup reached{AddLocal(own, local, ordinals[rank], options.first_epoch),
+                             far_layout,
+                             bundles,
+                             map_of(index),
+                             {}};
+      if (reached.map.nodes != first.nodes || reached.map.size != first.size) {
+        throw std::invalid_argument("jax_ep: bundles need nodes of one size");
+      }
       if (own.far == 0) continue;
       std::copy_n(far->pes[index].begin(), std::min<size_t>(far->pes[index].size(), sizes.ranks),
                   reached.pes);

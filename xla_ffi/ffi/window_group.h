@@ -43,6 +43,8 @@ using GivenWindows = std::vector<std::vector<uint64_t>>;
 // What reaches those: NVSHMEM's number of each rank, by EP group, and the kernels.
 struct FarAccess {
   std::vector<std::vector<int32_t>> pes;
+  // Numbers of the ranks' nodes, by EP group, where dispatches are bundled: all of one size.
+  std::vector<std::vector<int32_t>> nodes;
   cuda::FarKernels kernels;
 };
 
@@ -58,7 +60,7 @@ class WindowedGroup : public Group {
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
   // Over given windows, all of them as large as the sizes want; with `far`, all of them blocks of
-  // FarLayout. Nobody may store into one before this has returned where it belongs.
+  // BundleLayout. Nobody may store into one before this has returned where it belongs.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options, const GivenWindows& given, const FarAccess* far);
   ~WindowedGroup() override { Close(); }

@@ -43,7 +43,9 @@ cuda::FarKernels LoadKernels() {
         cuda::Check(driver.get_function(&function, kernel), name);
         return reinterpret_cast<uint64_t>(function);
       };
-      loaded = {find(cuda::kFarSendName), find(cuda::kFarArriveName)};
+      for (uint32_t i = 0; i < cuda::kNumFarKernels; ++i) {
+        loaded.functions[i] = find(cuda::kFarKernelNames[i]);
+      }
     });
     return loaded;
   }();

@@ -1,8 +1,11 @@
 // The native module jax_ep._native_shmem: NVSHMEM for transport shmem. Loaded where that is asked
 // for; it imports where there is no NVSHMEM, GPU or driver.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <iterator>
+#include <vector>
 
 #include "shmem/heap.h"
 #include "shmem/kernels.h"
@@ -40,7 +43,7 @@ NB_MODULE(_native_shmem, m) {
       [] {
         nb::gil_scoped_release release;
         const cuda::FarKernels kernels = LoadKernels();
-        return std::pair(kernels.send, kernels.arrive);
+        return std::vector<uint64_t>(std::begin(kernels.functions), std::end(kernels.functions));
       },
       "After the start: those that reach ranks on other nodes.");
   m.def("allocate", &Allocate, nb::arg("bytes"), Released(),
