@@ -1,7 +1,8 @@
 """A process of test_shmem_gpu.py: calls of transport shmem over forced nodes.
 
 Arguments: port of the coordinator, number of processes, this process, devices of each
-as in multiprocess_worker.py, scenario, ranks of a node. The last line is its result.
+as in multiprocess_worker.py, scenario, ranks of a node and, where dispatches are not
+to be bundled, "direct". The last line is its result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import twins
 from jax.sharding import Mesh
 from windows_worker import barrier, leave
 
-from jax_ep import _init
+from jax_ep import _init, _nodes
 
 TIMEOUT_S = 4.0
 CODED = {
@@ -182,7 +183,9 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    port, processes, process, devices, scenario, node = sys.argv[1:]
+    port, processes, process, devices, scenario, node, *how = sys.argv[1:]
+    if how == ["direct"]:
+        _nodes.bundled = lambda *args: (0, 0)
     multiprocess_worker.start(port, int(processes), int(process), devices)
     run = {"calls": calls, "modes": modes, "pendings": pendings, "silent": silent}
     try:

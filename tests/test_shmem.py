@@ -49,7 +49,7 @@ class Module:
 
     def __init__(self, shared: Nvshmem) -> None:
         self.shared, self.pe, self.offset = shared, -1, 1
-        self.HAS_KERNELS = True
+        self.HAS_KERNELS: bool = True
         self.missing: str | None = None
 
     def load(self, path: str) -> str:

@@ -60,8 +60,8 @@ def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
     assert found[0] == found[1]
 
 
-def nodes(scenario: str, node: int, folder: pathlib.Path) -> list[Any]:
-    """The results of nodes_worker.py, by process."""
+def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
+    """The results of nodes_worker.py, by process; `node` are its last arguments."""
     count = test_processes_gpu.gpu_count()
     if count < 4:
         pytest.skip("needs 4 GPUs")
@@ -69,26 +69,28 @@ def nodes(scenario: str, node: int, folder: pathlib.Path) -> list[Any]:
     if native is None or not native.HAS_KERNELS:
         pytest.skip("built without NVSHMEM's device library")
     ended = test_processes_gpu.start(
-        "nodes_worker.py", count, 1, folder, scenario, str(node)
+        "nodes_worker.py", count, 1, folder, scenario, *node.split()
     )
     assert [one.code for one in ended] == [0] * count, tails(ended)
     return [json.loads(one.last) for one in ended]
 
 
-# Two ranks a node, none, and a node that is short of one.
-@pytest.mark.parametrize("node", [2, 1, 3])
-def test_nodes_are_as_collective(node: int, tmp_path: pathlib.Path) -> None:
+# Two ranks a node, with dispatches in bundles and without; one; one node short of two.
+@pytest.mark.parametrize("node", ["2", "2 direct", "1", "3"])
+def test_nodes_are_as_collective(node: str, tmp_path: pathlib.Path) -> None:
     assert set(nodes("calls", node, tmp_path)) == {"right"}
 
 
+@pytest.mark.parametrize("node", ["2", "2 direct"])
 @pytest.mark.parametrize("scenario", ["modes", "pendings"])
-def test_options_over_nodes(scenario: str, tmp_path: pathlib.Path) -> None:
-    assert set(nodes(scenario, 2, tmp_path)) == {"right"}
+def test_options_over_nodes(scenario: str, node: str, tmp_path: pathlib.Path) -> None:
+    assert set(nodes(scenario, node, tmp_path)) == {"right"}
 
 
-def test_rank_of_another_node_that_is_silent(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("node", ["2", "2 direct"])
+def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) -> None:
     """Named in time by all others, on its node and elsewhere; another handle works."""
-    *others, silent = nodes("silent", 2, tmp_path)
+    *others, silent = nodes("silent", node, tmp_path)
     assert not silent["error"]
     awaited = set()
     for found in others:

@@ -1,4 +1,4 @@
-"""Transport shmem without a GPU: which ranks share a node, and what reaches the others."""
+"""Transport shmem without a GPU: which ranks share a node; what reaches the others."""
 
 from __future__ import annotations
 
