@@ -17,8 +17,9 @@ struct Rules {
   bool waits_for_credits = true;
   bool inbox = true;     // else flags are put where they are read
   bool observes = true;  // else credits go back for what has not arrived
+  bool orders = true;    // else credits for what a relay observes may overtake each other
 
-  bool all() const { return fences && settles && waits_for_credits && inbox && observes; }
+  bool all() const { return fences && settles && waits_for_credits && inbox && observes && orders; }
 };
 
 struct Setup {

@@ -306,7 +306,7 @@ class World : private FarRanks {
         auto* returned = At<uint64_t>(rank.block, places.Returned(region, source));
         if (memory_.Peek(returned) == due) continue;
         if (!Hears(r, source, kind)) {
-          rank.lanes[kFarShares]->Fence();
+          if (rules_.orders) rank.lanes[kFarShares]->Fence();
         } else if (rules_.observes && !AwaitRegion(r, kind, source, region, due)) {
           return false;
         }
