@@ -69,7 +69,7 @@ def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     if native is None or not native.HAS_KERNELS:
         pytest.skip("built without NVSHMEM's device library")
     ended = test_processes_gpu.start(
-        "nodes_worker.py", count, 1, folder, scenario, *node.split()
+        "nodes_worker.py", count, 1, folder, scenario, *node.split(), timeout_s=300
     )
     assert [one.code for one in ended] == [0] * count, tails(ended)
     return [json.loads(one.last) for one in ended]
