@@ -51,8 +51,9 @@ def init(
         config: sizes and options.
         transport: "p2p" (GPUs of one host, in one process or several, that reach each
             other's memory), "shmem" (the same with one process per GPU, over windows
-            of NVSHMEM), "collective" (XLA's all-to-all, on CPU and GPU), or "auto" for
-            p2p where this build and these devices have it, else collective.
+            of NVSHMEM, whose puts reach ranks on other nodes), "collective" (XLA's
+            all-to-all, on CPU and GPU), or "auto" for p2p where this build and these
+            devices have it, else collective.
 
     Returns:
         An `EPHandle`.

@@ -1,7 +1,8 @@
 """Transport "shmem": windows from the symmetric heap of NVSHMEM. Used by init.
 
 The kernels are those of p2p. What differs is where windows come from: each process of
-the mesh has one GPU and is one PE of NVSHMEM, which maps the others' memory.
+the mesh has one GPU and is one PE of NVSHMEM, which maps the memory of the others on
+its node. Ranks on other nodes are reached by NVSHMEM's puts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_ep import _native, _windows
+from jax_ep import _native, _nodes, _windows
 from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import NotMapped, Obstacle
@@ -51,6 +52,7 @@ class Heap:
         ordinal: of this process's GPU.
         blocks: windows by the key of their group, in the order of allocation, which is
             the same everywhere.
+        hosts: of the processes of the mesh that was looked at last.
         broken: why nothing more can be done, if so.
     """
 
@@ -60,6 +62,7 @@ class Heap:
         self.processes: tuple[int, ...] = ()
         self.ordinal = -1
         self.blocks: dict[int, int] = {}
+        self.hosts: _nodes.Hosts = {}
         self.broken: str | None = None
 
     def load(self) -> tuple[str | None, Obstacle | None]:
@@ -79,20 +82,11 @@ class Heap:
                 why = why or f"{path}: {error}"
         return None, (f"NVSHMEM 3 (pip install {PACKAGE})", why)
 
-    def own_obstacle(
-        self, groups: np.ndarray, config: EPConfig, own: int
-    ) -> Obstacle | None:
+    def own_obstacle(self, groups: np.ndarray, own: int) -> Obstacle | None:
         """(what shmem must have, what was found) as far as this process sees."""
         _, lacking = self.load()
         if lacking is not None:
             return lacking
-        ranks = groups.shape[1]
-        if config.ranks_per_node not in (None, ranks):
-            return (
-                "all ranks of an EP group in one node in this version, so "
-                f"ranks_per_node None or {ranks}",
-                str(config.ranks_per_node),
-            )
         here = [device for device in groups.flat if device.process_index == own]
         if len(here) != 1:
             return "one GPU of the mesh in each process", f"{len(here)} in one"
@@ -122,8 +116,9 @@ class Heap:
         if not meeting.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
         card = {
-            "obstacle": self.own_obstacle(groups, config, meeting.own),
+            "obstacle": self.own_obstacle(groups, meeting.own),
             "started": bool(self.processes),
+            "kernels": bool(getattr(self._find(), "HAS_KERNELS", False)),
         }
         cards = meeting.gather("shmem", card)
         found = _windows.first({p: card["obstacle"] for p, card in cards.items()})
@@ -132,7 +127,17 @@ class Heap:
         started = [process for process, card in cards.items() if card["started"]]
         if len(started) not in (0, len(cards)):
             return "NVSHMEM started in all processes of a mesh or in none", f"{started}"
-        return _windows.find_obstacle(native, groups, meeting)
+        self.hosts, found = _nodes.find_hosts(native, groups, meeting)
+        if found is not None or not _nodes.several(groups, config, self.hosts):
+            return found
+        without = [process for process, card in cards.items() if not card["kernels"]]
+        if without:
+            return (
+                "jax_ep built with libnvshmem_device.a beside NVSHMEM's headers, for "
+                "ranks on other nodes",
+                f"none in processes {without}",
+            )
+        return None
 
     def open_windows(
         self,
@@ -151,7 +156,9 @@ class Heap:
         """
         own = _windows.local_groups(groups, meeting.own)
         sizes = _windows.window_config(native, config, groups.shape[1])
-        size = native.window_bytes(sizes)
+        far = _nodes.several(groups, config, self.hosts)
+        bundled = _nodes.bundled(groups, config, self.hosts)
+        size = native.window_bytes(sizes, far, bundled)
         # NVSHMEM waits for all processes. All are here when it begins to, since each
         # step follows one of the meeting; one that dies just then ends at the limit.
         self._start(groups, meeting, config.timeout_s)
@@ -171,16 +178,11 @@ class Heap:
                 "XLA_PYTHON_CLIENT_PREALLOCATE=false), or raise "
                 "NVSHMEM_MAX_MEMORY_PER_GPU"
             )
-        given, obstacle = [], None
-        for group in own:
-            pes = [meeting.processes.index(device.process_index) for device in group]
-            given.append([self._module().reached(block, pe) for pe in pes])
-            if 0 in given[-1]:
-                rank = given[-1].index(0)
-                obstacle = (
-                    "GPUs that NVSHMEM maps for each other",
-                    f"none for rank {rank}",
-                )
+        pes = [
+            [meeting.processes.index(device.process_index) for device in group]
+            for group in own
+        ]
+        given, obstacle = self._reached(own, pes, block, config, meeting.own)
         found = _windows.first(meeting.gather("reached", obstacle))
         if found is not None:
             raise NotMapped(found)
@@ -192,6 +194,7 @@ class Heap:
             num_sms=config.num_sms or 0,
             first_epoch=first_epoch,
             given=given,
+            far=self._far(own, pes, config, bundled != (0, 0)) if far else None,
         )
         try:
             # Others may store into this process's window only after its first contents.
@@ -200,6 +203,47 @@ class Heap:
             native.close_group(key)
             raise
         return size
+
+    def _far(
+        self,
+        groups: list[np.ndarray],
+        pes: list[list[int]],
+        config: EPConfig,
+        bundled: bool,
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """What the native module takes to reach other nodes."""
+        kernels = self._bounded(self._module().kernels, config.timeout_s)
+        names = [_nodes.of_ranks(group, config, self.hosts) for group in groups]
+        numbers = [[each.index(name) for name in each] for each in names]
+        return pes, numbers if bundled else [], kernels
+
+    def _reached(
+        self,
+        groups: list[np.ndarray],
+        pes: list[list[int]],
+        block: int,
+        config: EPConfig,
+        own: int,
+    ) -> tuple[list[list[int]], Obstacle | None]:
+        """Where the ranks' blocks are, 0 on other nodes; what is out of reach."""
+        given: list[list[int]] = []
+        obstacle = None
+        for group, numbers in zip(groups, pes, strict=True):
+            nodes = _nodes.of_ranks(group, config, self.hosts)
+            here = {
+                n for n, d in zip(nodes, group, strict=True) if d.process_index == own
+            }
+            given.append([])
+            for rank, (node, pe) in enumerate(zip(nodes, numbers, strict=True)):
+                given[-1].append(
+                    self._module().reached(block, pe) if node in here else 0
+                )
+                if node in here and not given[-1][-1]:
+                    obstacle = (
+                        "GPUs of a node that NVSHMEM maps for each other",
+                        f"none for rank {rank}",
+                    )
+        return given, obstacle
 
     def _start(self, groups: np.ndarray, meeting: Meeting, timeout_s: float) -> None:
         if self.processes:

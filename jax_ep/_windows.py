@@ -75,7 +75,7 @@ def find_obstacle(
         "devices",
         {
             "obstacle": native.p2p_obstacle(here),
-            "host": _host(),
+            "host": host(),
             "uuids": uuids,
             "address": meeting.listen() if crosses else None,
         },
@@ -93,7 +93,7 @@ def _processes(group: Iterable[Any]) -> list[int]:
     return sorted({device.process_index for device in group})
 
 
-def _host() -> list[str]:
+def host() -> list[str]:
     """What processes of one host, and of no other, have in common; and its name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()

@@ -36,6 +36,7 @@ def start(
     *args: str,
     own: bool = False,
     dying: tuple[int, ...] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Ended]:
     """`own`: each process sees its GPUs alone, as under many schedulers."""
     visible = None
@@ -53,7 +54,7 @@ def start(
         processes,
         [f"gpu{devices}", *args],
         folder,
-        TIMEOUT_S,
+        timeout_s,
         ENVIRONMENT,
         visible,
         dying,

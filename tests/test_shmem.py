@@ -20,7 +20,9 @@ from test_windows import make_groups
 from jax_ep import _native, _shmem, _windows
 from jax_ep._meeting import Meeting
 
-BYTES = 1000
+BYTES, FAR_BYTES = 1000, 2500
+KERNELS = [11, 12]
+here = threading.local()  # the process that a thread stands for
 ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
 # Groups of ranks in another order than their processes, and of other ordinals.
 CROSSED = make_groups([[(3, 1), (0, 2)], [(2, 0), (1, 3)]])
@@ -47,6 +49,7 @@ class Module:
 
     def __init__(self, shared: Nvshmem) -> None:
         self.shared, self.pe, self.offset = shared, -1, 1
+        self.HAS_KERNELS: bool = True
         self.missing: str | None = None
 
     def load(self, path: str) -> str:
@@ -66,8 +69,12 @@ class Module:
         self.pe = pe
         self.shared.meet(pe, "start", ordinal)
 
+    def kernels(self) -> list[int]:
+        assert self.pe >= 0
+        return KERNELS
+
     def allocate(self, size: int) -> int:
-        assert size == BYTES
+        assert size in (BYTES, FAR_BYTES)
         self.shared.meet(self.pe, "allocate")
         if self.pe in self.shared.short:
             return 0
@@ -87,13 +94,14 @@ class Native(imagined.Native):
     """The CUDA module; notes what it is given."""
 
     def __init__(self, process: int) -> None:
-        super().__init__(process, given={}, in_use=set())
+        super().__init__(process, given={}, far={}, in_use=set())
 
-    def window_bytes(self, config):
-        return BYTES
+    def window_bytes(self, config, far, bundled):
+        self.bundled = bundled
+        return FAR_BYTES if far else BYTES
 
-    def open_windows(self, key, groups, config, *, given, **options):
-        self.groups, self.given[key] = groups, given
+    def open_windows(self, key, groups, config, *, given, far, **options):
+        self.groups, self.given[key], self.far[key] = groups, given, far
         for group, blocks in zip(groups, given, strict=True):
             (rank,) = (r for r, o in enumerate(group) if o != self.ELSEWHERE)
             self.in_use.add(blocks[rank])
@@ -124,6 +132,7 @@ class Job:
         config = helpers.make_config(timeout_s=timeout_s, **changes)
 
         def act(meeting: Meeting) -> Any:
+            here.process = meeting.own
             native, heap = self.natives[meeting.own], self.heaps[meeting.own]
             found = heap.find_obstacle(native, self.groups, config, meeting)
             if found is not None:
@@ -132,10 +141,10 @@ class Job:
 
         return act_all(dict.fromkeys(self.processes, act))
 
-    def opens(self, key: int) -> None:
-        for actor in self.run(key).values():
+    def opens(self, key: int, size: int = BYTES, **changes: Any) -> None:
+        for actor in self.run(key, **changes).values():
             assert actor.error is None
-            assert actor.result == BYTES
+            assert actor.result == size
 
     def refused(self, *words: str, **changes: Any) -> None:
         """In the same words everywhere."""
@@ -204,7 +213,10 @@ def test_what_one_process_lacks_is_said_in_all() -> None:
 
 def test_what_this_version_does_not_serve() -> None:
     Job(make_groups([[(0, 0), (1, 0), (0, 1), (1, 1)]])).refused("one GPU", "2 in one")
-    Job(ONE_EACH).refused("ranks_per_node", ranks_per_node=1)
+    job = Job(ONE_EACH)
+    for native in job.natives.values():
+        native.uuids = lambda process, ordinal: "gpu"
+    job.refused("a GPU of its own", "gpu more than once")
     job = Job(ONE_EACH)
     job.modules[0].pe = 0
     job.refused("another library has started")

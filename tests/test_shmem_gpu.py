@@ -1,15 +1,21 @@
-"""Transport shmem on GPUs of one host, one process each: answers, bits, faults."""
+"""Transport shmem on GPUs of one host, a process each: answers, bits, faults, nodes.
+
+Forced nodes have ranks reach each other by NVSHMEM's puts, which between GPUs of a host
+are stores over NVLink: what networks do to them is not tried here.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import test_processes_gpu
 from launch import tails
+from nodes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 
-from jax_ep import _shmem
+from jax_ep import _native, _shmem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
@@ -57,3 +63,44 @@ def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
 def test_process_that_raises(tmp_path: pathlib.Path) -> None:
     """The others get the error in time, and a new init works."""
     test_processes_gpu.check_process_that_raises(tmp_path, own=False)
+
+
+def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
+    """The results of nodes_worker.py, by process; `node` are its last arguments."""
+    count = test_processes_gpu.gpu_count()
+    if count < 4:
+        pytest.skip("needs 4 GPUs")
+    native = _native.shmem()
+    if native is None or not native.HAS_KERNELS:
+        pytest.skip("built without NVSHMEM's device library")
+    ended = test_processes_gpu.start(
+        "nodes_worker.py", count, 1, folder, scenario, *node.split(), timeout_s=300
+    )
+    assert [one.code for one in ended] == [0] * count, tails(ended)
+    return [json.loads(one.last) for one in ended]
+
+
+# Two ranks a node, with dispatches in bundles and without; one; one node short of two.
+@pytest.mark.parametrize("node", ["2", "2 direct", "1", "3"])
+def test_nodes_are_as_collective(node: str, tmp_path: pathlib.Path) -> None:
+    assert set(nodes("calls", node, tmp_path)) == {"right"}
+
+
+@pytest.mark.parametrize("node", ["2", "2 direct"])
+@pytest.mark.parametrize("scenario", ["modes", "pendings"])
+def test_options_over_nodes(scenario: str, node: str, tmp_path: pathlib.Path) -> None:
+    assert set(nodes(scenario, node, tmp_path)) == {"right"}
+
+
+@pytest.mark.parametrize("node", ["2", "2 direct"])
+def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) -> None:
+    """Named in time by all others, on its node and elsewhere; another handle works."""
+    *others, silent = nodes("silent", node, tmp_path)
+    assert not silent["error"]
+    awaited = set()
+    for found in others:
+        assert "timed out" in found["error"], found
+        assert found["seconds"] < CALL_TIMEOUT_S + test_processes_gpu.SLACK_S
+        awaited.add(test_processes_gpu.named(found["error"])[1])
+    # Others may have waited for ranks that waited for it.
+    assert len(others) in awaited, others

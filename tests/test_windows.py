@@ -178,7 +178,7 @@ def test_unknown_uuids_are_no_obstacle(all_closed) -> None:
 def test_other_hosts(all_closed, monkeypatch) -> None:
     """Groups apart may be on several hosts, one group may not."""
     hosts = iter([f"boot{i}", f"node{i}"] for i in range(100))
-    monkeypatch.setattr(_windows, "_host", lambda: next(hosts))
+    monkeypatch.setattr(_windows, "host", lambda: next(hosts))
     (found,) = set(Job(ONE_EACH).results())
     assert "on one host" in found[0]
     assert re.search(r"'node0', 'node1', 'node2'.*processes \[0, 1, 2\]", found[1])

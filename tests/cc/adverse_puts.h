@@ -1,5 +1,6 @@
 // PutAccess that does the worst of what protocol/far.h allows: a thread delivers pieces of puts and
-// signals in random order, late, and reads a put's source when it delivers. Used by far_test.cc.
+// signals in random order, late, reads a put's source when it delivers, and keeps what has come
+// from being seen until somebody settles. Used by far_test.cc.
 #pragma once
 
 #include <atomic>
@@ -16,18 +17,22 @@ namespace jax_ep {
 
 class AdversePuts {
  public:
-  // Windows by rank; they outlive it.
-  AdversePuts(std::vector<uint8_t*> windows, uint64_t seed)
-      : windows_(std::move(windows)), random_(seed), thread_([this] { Run(); }) {}
+  // Blocks by rank; they outlive it.
+  AdversePuts(std::vector<uint8_t*> blocks, uint64_t seed)
+      : blocks_(std::move(blocks)),
+        landed_(blocks_.size()),
+        random_(seed),
+        thread_([this] { Run(); }) {}
   ~AdversePuts() {
     ending_.store(true);
     thread_.join();
   }
 
-  // What one thread uses.
+  // What one thread of `rank` uses. It must stay until its pieces have arrived.
   class Lane {
    public:
-    Lane(AdversePuts& puts, bool fences) : puts_(puts), fences_(fences) {}
+    Lane(AdversePuts& puts, uint32_t rank, bool fences, bool settles)
+        : puts_(puts), rank_(rank), fences_(fences), settles_(settles) {}
 
     void Put(uint32_t rank, int64_t at, const void* from, int64_t bytes) const {
       puts_.Add({this, rank, fenced_, at, static_cast<const uint8_t*>(from), bytes, 0});
@@ -36,10 +41,14 @@ class AdversePuts {
     void Signal(uint32_t rank, int64_t at, uint64_t value) const {
       puts_.Add({this, rank, fenced_, at, nullptr, 0, value});
     }
+    void Settle() const {
+      if (settles_) puts_.Settle(rank_);
+    }
 
    private:
     AdversePuts& puts_;
-    const bool fences_;
+    const uint32_t rank_;
+    const bool fences_, settles_;
     mutable uint64_t fenced_ = 0;
   };
 
@@ -52,6 +61,11 @@ class AdversePuts {
     const uint8_t* from;  // nullptr: a signal
     int64_t bytes;
     uint64_t value;
+  };
+  // Of a put, at its destination and not to be seen yet.
+  struct Landed {
+    int64_t at;
+    std::vector<uint8_t> bytes;
   };
 
   void Add(Piece piece) {
@@ -67,12 +81,19 @@ class AdversePuts {
     if (piece.from == nullptr) pieces_.push_back(piece);
   }
 
-  // A signal waits for the puts that its lane has fenced.
+  void Settle(uint32_t rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Landed& landed : landed_[rank]) {
+      std::memcpy(blocks_[rank] + landed.at, landed.bytes.data(), landed.bytes.size());
+    }
+    landed_[rank].clear();
+  }
+
+  // A signal waits for what its lane has fenced.
   bool MayArrive(const Piece& piece) const {
     if (piece.from != nullptr) return true;
     for (const Piece& other : pieces_) {
-      if (other.from != nullptr && other.lane == piece.lane && other.rank == piece.rank &&
-          other.fenced < piece.fenced) {
+      if (other.lane == piece.lane && other.rank == piece.rank && other.fenced < piece.fenced) {
         return false;
       }
     }
@@ -81,7 +102,7 @@ class AdversePuts {
 
   void Run() {
     for (;;) {
-      bool rests = true;
+      bool rests;
       {
         std::lock_guard<std::mutex> lock(mutex_);
         if (pieces_.empty() && ending_.load()) return;
@@ -92,15 +113,19 @@ class AdversePuts {
           const Piece piece = pieces_.back();
           pieces_.pop_back();
           Deliver(piece);
-          rests = random_.OneIn(4);
         }
+        rests = last < 0 || random_.OneIn(16);
       }
       if (rests) std::this_thread::yield();
     }
   }
 
   void Deliver(const Piece& piece) {
-    uint8_t* to = windows_[piece.rank] + piece.at;
+    uint8_t* to = blocks_[piece.rank] + piece.at;
+    if (piece.from != nullptr && random_.OneIn(2)) {
+      landed_[piece.rank].push_back({piece.at, {piece.from, piece.from + piece.bytes}});
+      return;
+    }
     if (piece.from != nullptr) {
       std::memcpy(to, piece.from, static_cast<size_t>(piece.bytes));
       return;
@@ -110,7 +135,8 @@ class AdversePuts {
         .store(piece.value, std::memory_order_release);
   }
 
-  const std::vector<uint8_t*> windows_;
+  const std::vector<uint8_t*> blocks_;
+  std::vector<std::vector<Landed>> landed_;  // by rank
   std::mutex mutex_;
   Random random_;
   std::vector<Piece> pieces_;

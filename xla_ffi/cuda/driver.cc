@@ -42,6 +42,7 @@ const Driver& Driver::Get() {
   static const Driver driver = [] {
     constexpr unsigned kFirst = 7000;
     constexpr unsigned kVirtualMemory = 10020;
+    constexpr unsigned kLibraries = 12000;
     constexpr unsigned kUuidOfInstances = 11040;  // its second form, which knows MIG
     Driver d{};
     Find("cuGetErrorName", kFirst, d.get_error_name);
@@ -58,6 +59,10 @@ const Driver& Driver::Get() {
     Find("cuMemSetAccess", kVirtualMemory, d.set_access);
     Find("cuMemExportToShareableHandle", kVirtualMemory, d.export_handle);
     Find("cuMemImportFromShareableHandle", kVirtualMemory, d.import_handle);
+    Find("cuLibraryLoadData", kLibraries, d.load_library);
+    Find("cuLibraryGetKernel", kLibraries, d.get_kernel);
+    Find("cuKernelGetFunction", kLibraries, d.get_function);
+    Find("cuLaunchKernel", kFirst, d.launch);
     return d;
   }();
   return driver;

@@ -30,6 +30,10 @@ struct Driver {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemExportToShareableHandle) export_handle;
   decltype(&cuMemImportFromShareableHandle) import_handle;
+  decltype(&cuLibraryLoadData) load_library;
+  decltype(&cuLibraryGetKernel) get_kernel;
+  decltype(&cuKernelGetFunction) get_function;
+  decltype(&cuLaunchKernel) launch;
 
   static const Driver& Get();
   bool manages_virtual_memory() const;

@@ -1,9 +1,11 @@
-// The fused dispatch along a known route, for backward passes: no routing and no counts.
+// The fused dispatch along a known route, for backward passes: no routing and no counts. And its
+// halves, for groups over several nodes.
 #include "cuda/launch.h"
 #include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_decode.cuh"
 #include "cuda/window_grid.h"
+#include "cuda/window_halves.cuh"
 #include "formats/registry.h"
 
 namespace jax_ep::cuda {
@@ -12,6 +14,9 @@ namespace {
 template <typename Format>
 constexpr int64_t kFixedBytes =
     kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) + kTeamBytes<Format>;
+// Where the second half keeps its plan, before all else.
+constexpr int64_t kOwnPlanBytes = 128;
+static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -20,6 +25,20 @@ __device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
   FillWords(step.rows, step.shape.recv_rows * step.shape.row_bytes(), kNoValue);
   if (step.num_weights != 0) FillWords(step.row_weights, step.shape.recv_rows, kNoValue);
 }
+
+// The shared memory of a block.
+struct CachedShared {
+  __device__ CachedShared(uint8_t* memory, const CachedPlan& plan)
+      : zeros(memory),
+        stages(memory + kZeroBytes),
+        block(reinterpret_cast<CallBlock*>(stages + plan.rows.stages.bytes(kRowWarps))),
+        jobs(reinterpret_cast<TeamJob*>(block + 1)) {}
+
+  uint8_t* zeros;
+  uint8_t* stages;
+  CallBlock* block;
+  TeamJob* jobs;  // of quantised formats
+};
 
 #endif  // sm_90
 
@@ -30,25 +49,23 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                                const __grid_constant__ CachedPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  uint8_t* stage_memory = shared + kZeroBytes;
-  auto& block = *reinterpret_cast<CallBlock*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
-  auto* jobs = reinterpret_cast<TeamJob*>(&block + 1);
-  WindowCall call(group, CallKind::kDispatch, plan.call, block);
+  const CachedShared memory(shared, plan);
+  WindowCall call(group, CallKind::kDispatch, plan.call, *memory.block);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
   const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
-  BulkStages stages(plan.rows.stages, stage_memory, warp, kRowWarps, !helps);
-  FillWords(shared, kZeroBytes, 0);
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps, !helps);
+  FillWords(memory.zeros, kZeroBytes, 0);
   FenceProxyAsyncShared();
   __syncthreads();
   bool ok = call.Join();
   if (ok && helps) {
     if constexpr (kHelperWarps<Format> != 0) {
-      ok = HelpSenders<Format>(call, plan.encode, jobs, nullptr);
-      if (ok) HelpPlacers<Format>(plan, step, jobs);
+      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, nullptr);
+      if (ok) HelpPlacers<Format>(plan, step, memory.jobs);
     }
   } else if (ok) {
-    CachedWorker<Format> worker(step, plan, call, stages, shared, jobs);
+    CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
     const bool sends = warp < call.senders();
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
     // Senders need nothing of the others, and place what is left.
@@ -58,53 +75,156 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 #endif
 }
 
-}  // namespace
+template <typename Format>
+__global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
+    WindowCachedSendKernel(const __grid_constant__ WindowCachedDispatchStep step,
+                           const __grid_constant__ WindowGroup group,
+                           const __grid_constant__ CachedPlan plan, PendingCall* pending) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  const CachedShared memory(shared, plan);
+  WindowSendHalf call(group, CallKind::kDispatch, plan.call, *memory.block);
+  const uint32_t warp = static_cast<uint32_t>(Warp());
+  call.Begin();
+  const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps, !helps);
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok && helps) {
+    if constexpr (kHelperWarps<Format> != 0) {
+      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, nullptr);
+    }
+  } else if (ok) {
+    CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
+    ok = worker.Send(call.First(Queue::kSend));
+  }
+  EndRows(call, ok, [&] { call.Note(pending); }, [&] { FillWords(pending, 1, kNoValue); });
+#endif
+}
 
 template <typename Format>
-cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
-                                 cudaStream_t stream) {
+__global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
+    WindowCachedPlaceKernel(const __grid_constant__ WindowCachedDispatchStep step,
+                            const __grid_constant__ WindowGroup group,
+                            const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  auto& own = *reinterpret_cast<CallPlan*>(shared);
+  const CachedShared memory(shared + kOwnPlanBytes, plan);
+  WindowPlaceHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);
+  const uint32_t warp = static_cast<uint32_t>(Warp());
+  call.Begin(*pending);
+  const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
+  BulkStages stages(plan.rows.stages, memory.stages, warp, kRowWarps, !helps);
+  FillWords(memory.zeros, kZeroBytes, 0);
+  FenceProxyAsyncShared();
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok && helps) {
+    if constexpr (kHelperWarps<Format> != 0) HelpPlacers<Format>(plan, step, memory.jobs);
+  } else if (ok) {
+    CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
+    ok = worker.Place(call.First(Queue::kPlace));
+  }
+  EndRows(call, ok, [&] { *step.done = 0; }, [&] { Fail(step); });
+#endif
+}
+
+// All but the roles, where `spare` bytes of shared memory are left for others. False where it does
+// not fit.
+template <typename Format>
+bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;
   const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
   const auto message =
       CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
-  CachedPlan plan{};
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.call.work = {0, static_cast<uint32_t>(chunks),
                     PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
-  // Senders that do not encode also store the rows of their own rank.
-  plan.call.roles = RowRoles(group, plan.call.work, shape.tokens, 2, QuantizedFormat<Format>);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(1, shape.tokens, message.bytes, step.num_weights, step.site);
-  constexpr int64_t kBudget = kMaxSharedBytes - kFixedBytes<Format>;
-  bool fits = PlanRows(payload_bytes, message.scales, message.bytes, kBudget, plan.rows,
-                       QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes);
-  if constexpr (QuantizedFormat<Format>) {
-    fits = fits && PlanEncoding<Format>(shape.hidden, step.element, message.scales, message.weight,
-                                        message.bytes, kBudget, plan.encode, plan.rows.stages);
+  const int64_t budget = kMaxSharedBytes - kFixedBytes<Format> - spare;
+  if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows,
+                QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes)) {
+    return false;
   }
-  if (!fits) return cudaErrorInvalidConfiguration;
-  const int64_t shared = kFixedBytes<Format> + plan.rows.stages.bytes(kRowWarps);
-  const dim3 grid(plan.call.roles.blocks);
-  return Launch(WindowCachedDispatchKernel<Format>, grid, kRowBlockThreads<Format>,
-                static_cast<size_t>(shared), stream, step, group, plan);
+  if constexpr (QuantizedFormat<Format>) {
+    return PlanEncoding<Format>(shape.hidden, step.element, message.scales, message.weight,
+                                message.bytes, budget, plan.encode, plan.rows.stages);
+  }
+  return true;
+}
+
+template <typename Format>
+size_t SharedBytes(const CachedPlan& plan, int64_t spare = 0) {
+  return static_cast<size_t>(kFixedBytes<Format> + spare + plan.rows.stages.bytes(kRowWarps));
+}
+
+}  // namespace
+
+template <typename Format>
+cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
+                                 cudaStream_t stream) {
+  CachedPlan plan{};
+  if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
+  // Senders that do not encode also store the rows of their own rank.
+  plan.call.roles = RowRoles(group, plan.call.work, step.shape.tokens, 2, QuantizedFormat<Format>);
+  return Launch(WindowCachedDispatchKernel<Format>, dim3(plan.call.roles.blocks),
+                kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan);
+}
+
+template <typename Format>
+cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, PendingCall* pending,
+                                     const WindowGroup& group, cudaStream_t stream) {
+  CachedPlan plan{};
+  if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
+  plan.call.at_once = true;
+  plan.call.work.place_items = 0;
+  plan.call.roles = SendingRoles(group, kRowWarps, plan.call.work, QuantizedFormat<Format>);
+  return Launch(WindowCachedSendKernel<Format>, dim3(plan.call.roles.blocks),
+                kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan,
+                pending);
+}
+
+template <typename Format>
+cudaError_t WindowCachedDispatchPlace(const WindowCachedDispatchStep& step,
+                                      const PendingCall* pending, const WindowGroup& group,
+                                      cudaStream_t stream) {
+  CachedPlan plan{};
+  if (!MakePlan<Format>(step, plan, kOwnPlanBytes)) return cudaErrorInvalidConfiguration;
+  plan.call.work.send_items = 0;
+  plan.call.roles = PlacingRoles(group, kRowWarps, plan.call.work);
+  return Launch(WindowCachedPlaceKernel<Format>, dim3(plan.call.roles.blocks),
+                kRowBlockThreads<Format>, SharedBytes<Format>(plan, kOwnPlanBytes), stream, step,
+                group, plan, pending);
 }
 
 cudaError_t PreloadWindowCachedDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
     if constexpr (kAlongRoutes<Format>) {
-      if (error == cudaSuccess)
-        error = PreloadShared(WindowCachedDispatchKernel<Format>, kMaxSharedBytes);
+      const auto preload = [&](auto kernel) {
+        if (error == cudaSuccess) error = PreloadShared(kernel, kMaxSharedBytes);
+      };
+      preload(WindowCachedDispatchKernel<Format>);
+      preload(WindowCachedSendKernel<Format>);
+      preload(WindowCachedPlaceKernel<Format>);
     }
   });
   return error;
 }
 
-template cudaError_t WindowCachedDispatch<Bf16Format>(const WindowCachedDispatchStep&,
-                                                      const WindowGroup&, cudaStream_t);
-template cudaError_t WindowCachedDispatch<CombineFormat>(const WindowCachedDispatchStep&,
-                                                         const WindowGroup&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                      \
+  template cudaError_t WindowCachedDispatch<Format>(const WindowCachedDispatchStep&,    \
+                                                    const WindowGroup&, cudaStream_t);  \
+  template cudaError_t WindowCachedDispatchSend<Format>(                                \
+      const WindowCachedDispatchStep&, PendingCall*, const WindowGroup&, cudaStream_t); \
+  template cudaError_t WindowCachedDispatchPlace<Format>(                               \
+      const WindowCachedDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
+JAX_EP_INSTANTIATE(Bf16Format)
+JAX_EP_INSTANTIATE(CombineFormat)
+#undef JAX_EP_INSTANTIATE
 
 }  // namespace jax_ep::cuda

@@ -199,7 +199,7 @@ class CachedWorker {
       if (!kEncodes && own_row >= 0) StoreRow(own_row, piece, stage);
       if (slot < 0 || (!kEncodes && destination == call_.rank())) return;
       uint8_t* message =
-          call_.Region(destination, call_.rank()) + int64_t{slot} * rows.message_bytes;
+          call_.Region(destination, call_.PartAt(destination)) + int64_t{slot} * rows.message_bytes;
       if constexpr (kEncodes) {
         StoreEncoded<Format>(plan_.encode, piece, message, stage);
       } else {

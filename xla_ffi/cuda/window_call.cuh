@@ -98,6 +98,12 @@ class WindowCall {
 
   // ---- Addresses: in the window of `owner`, for this call's region ----
 
+  // What this rank sends lies in the destination's part of its own number; in what is staged for
+  // another node, in the part of the destination's.
+  __device__ uint32_t PartAt(uint32_t destination) const {
+    return (group_.far >> destination & 1) != 0 ? destination : group_.rank;
+  }
+
   __device__ uint8_t* Region(uint32_t owner, uint32_t source) const {
     return group_.windows[owner] + layout_.regions + Part(source) * layout_.region_bytes;
   }
@@ -105,7 +111,7 @@ class WindowCall {
     return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.counts) +
            Part(source) * layout_.count_cells;
   }
-  // Of the message of a token or slot, where calls have few.
+  // Of the message of a token or slot, where calls have few: never for other nodes.
   __device__ CountCell* Cells(uint32_t owner, uint32_t source, int64_t message) const {
     return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.cells) +
            Part(source) * layout_.cells_per_source + message * layout_.message_cells;
@@ -121,7 +127,7 @@ class WindowCall {
   // destination, once they are complete; plain stores of other lanes before a __syncwarp.
   __device__ void Publish(uint32_t destination, int64_t index, uint32_t first_slot,
                           uint32_t count) const {
-    PublishFlag(memory_, Flag(destination, group_.rank, index),
+    PublishFlag(memory_, Flag(destination, PartAt(destination), index),
                 {lease_.epoch, first_slot, static_cast<uint16_t>(count), plan_.tag});
   }
 
@@ -180,7 +186,7 @@ class WindowCall {
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.
   __device__ void PostCounts(uint32_t destination, int64_t cell, const int32_t (&counts)[3]) const {
-    memory_.Post(Counts(destination, group_.rank) + cell,
+    memory_.Post(Counts(destination, PartAt(destination)) + cell,
                  {{counts[0], counts[1], counts[2]}, CellStamp(lease_.epoch)});
   }
 
@@ -265,7 +271,7 @@ class WindowCall {
   // Threads below the number of ranks, in the last block.
   __device__ void ReturnCredits(uint32_t thread, uint32_t region, uint64_t epoch) const {
     if (thread < group_.ranks) {
-      ReturnCredit(memory_, Credit(thread, region, group_.rank), epoch);
+      ReturnCredit(memory_, Credit(thread, region, PartAt(thread)), epoch);
     }
   }
   // All words at once: the region depends on the epoch, and a load takes most of a microsecond.

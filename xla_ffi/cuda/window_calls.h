@@ -31,15 +31,23 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 
 // In two halves, with the results of the whole calls. A first half takes what senders of the step
 // read and writes what they write, and what the second is to be given; that takes and writes what
-// placers do, and of unquantised tokens the tokens again.
+// placers do, and of unquantised tokens the tokens again. `at_once`: the second half follows at
+// once, as a whole call, which along a route there is no other use of.
 template <typename Format>
 cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream);
+                               const WindowGroup& group, cudaStream_t stream, bool at_once = false);
 template <typename Format>
 cudaError_t WindowDispatchPlace(const WindowDispatchStep& step, const PendingCall* pending,
                                 const WindowGroup& group, cudaStream_t stream);
+template <typename Format>
+cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, PendingCall* pending,
+                                     const WindowGroup& group, cudaStream_t stream);
+template <typename Format>
+cudaError_t WindowCachedDispatchPlace(const WindowCachedDispatchStep& step,
+                                      const PendingCall* pending, const WindowGroup& group,
+                                      cudaStream_t stream);
 cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
-                              const WindowGroup& group, cudaStream_t stream);
+                              const WindowGroup& group, cudaStream_t stream, bool at_once = false);
 cudaError_t WindowCombinePlace(const WindowCombineStep& step, const PendingCall* pending,
                                const WindowGroup& group, cudaStream_t stream);
 

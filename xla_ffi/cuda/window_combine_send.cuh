@@ -120,7 +120,7 @@ class SendJob {
   }
   // From the chunk's first slot on.
   __device__ uint8_t* Messages() const {
-    return c_->call.Region(source_, c_->call.rank()) + First() * c_->plan.message.bytes;
+    return c_->call.Region(source_, c_->call.PartAt(source_)) + First() * c_->plan.message.bytes;
   }
 
   __device__ void SendWeightGrads() const {
@@ -189,8 +189,9 @@ class SendEntriesJob {
     to_load_ = to_store_ = rows_;
     from_ = static_cast<const uint8_t*>(c_->step.expert_out) + PieceBytes<Element>(place_.piece) +
             LaneBytes<Element, kCount>();
-    to_ = c_->call.Region(place_.source, c_->call.rank()) + First() * c_->plan.message.bytes +
-          c_->plan.message.row + PieceBytes<Wire>(place_.piece) + LaneBytes<Wire, kCount>();
+    to_ = c_->call.Region(place_.source, c_->call.PartAt(place_.source)) +
+          First() * c_->plan.message.bytes + c_->plan.message.row + PieceBytes<Wire>(place_.piece) +
+          LaneBytes<Wire, kCount>();
   }
 
   __device__ __forceinline__ bool Next(Term& term) {

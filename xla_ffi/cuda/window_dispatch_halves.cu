@@ -85,11 +85,12 @@ int64_t SharedBytes(const WindowDispatchStep& step, const DispatchPlan& plan) {
 
 template <typename Format>
 cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream) {
+                               const WindowGroup& group, cudaStream_t stream, bool at_once) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   WorkPlan& work = plan.call.work;
   work.place_items = 0;
+  plan.call.at_once = at_once;
   plan.call.roles = SendingRoles(group, kRowWarps, work, QuantizedFormat<Format>);
   return Launch(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
@@ -124,7 +125,7 @@ cudaError_t PreloadWindowDispatchHalves() {
 
 #define JAX_EP_INSTANTIATE(Format)                                                                \
   template cudaError_t WindowDispatchSend<Format>(const WindowDispatchStep&, PendingCall*,        \
-                                                  const WindowGroup&, cudaStream_t);              \
+                                                  const WindowGroup&, cudaStream_t, bool);        \
   template cudaError_t WindowDispatchPlace<Format>(const WindowDispatchStep&, const PendingCall*, \
                                                    const WindowGroup&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)

@@ -232,7 +232,8 @@ class Sender {
 
   __device__ void Store(uint32_t destination, uint32_t piece, int32_t slot, const uint8_t* stage) {
     const RowPlan& rows = plan_.rows;
-    uint8_t* message = call_.Region(destination, call_.rank()) + int64_t{slot} * rows.message_bytes;
+    uint8_t* message =
+        call_.Region(destination, call_.PartAt(destination)) + int64_t{slot} * rows.message_bytes;
     if constexpr (kEncodes) {
       StoreEncoded<Format>(plan_.encode, piece, message, stage);
     } else if (destination != call_.rank()) {

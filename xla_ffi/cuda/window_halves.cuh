@@ -37,6 +37,8 @@ class WindowSendHalf : public WindowCall {
   __device__ void Commit(bool failed) {
     if (failed) return EndGroup();
     if (threadIdx.x == 0) CommitSend(state_, lease_);
+    // The second half is launched before any other call of the kind.
+    if (plan_.at_once) return;
     __syncthreads();
     const uint32_t surplus = SurplusRegion(state_, group_.depth);
     if (surplus == kNoRegion) return;

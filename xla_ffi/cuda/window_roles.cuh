@@ -69,6 +69,7 @@ struct CallPlan {
   BlockRoles roles;
   Divisor ranks;
   uint16_t tag;
+  bool at_once;  // of a first half: it is that of a whole call
 };
 
 }  // namespace jax_ep::cuda

@@ -162,6 +162,24 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
   OnDevice(ordinal, [&] { WriteStart(window, layout, sizes, first_epoch); });
 }
 
+void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
+                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch) {
+  OnDevice(ordinal, [&] {
+    Stream stream;
+    stream.Fill(block, 0, static_cast<size_t>(bytes));
+    stream.Wait();
+    WriteStart(block, layout, sizes, first_epoch);
+    WriteStart(block + far.staged, layout, sizes, first_epoch);
+    const auto regions = static_cast<size_t>(sizes.depth * sizes.ranks);
+    const std::vector<uint64_t> marks(regions * kFarShares, StartMark(first_epoch));
+    for (const FarGroupLayout& group : far.groups) {
+      stream.Copy(block + group.arrived, marks.data(), marks.size() * sizeof(uint64_t));
+      stream.Copy(block + group.returned, marks.data(), regions * sizeof(uint64_t));
+    }
+    stream.Wait();
+  });
+}
+
 int ExportWindow(const Window& window, int32_t ordinal) {
   int descriptor = -1;
   OnDevice(ordinal, [&] { descriptor = window.Export(); });

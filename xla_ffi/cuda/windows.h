@@ -6,6 +6,7 @@
 #include <exception>
 #include <vector>
 
+#include "protocol/far.h"
 #include "protocol/window.h"
 
 namespace jax_ep::cuda {
@@ -68,6 +69,10 @@ std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const Wind
 // Makes memory of that device the window that calls from `first_epoch` on expect.
 void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
                  const WindowSizes& sizes, uint64_t first_epoch);
+
+// Likewise a block that has more than the window (protocol/far.h).
+void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
+                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch);
 
 // As Window::Export, of a window on that device.
 int ExportWindow(const Window& window, int32_t ordinal);

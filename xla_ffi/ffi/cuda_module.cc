@@ -3,11 +3,14 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -77,9 +80,23 @@ void ImportWindow(int64_t key, size_t ep_group, int32_t rank, int descriptor, in
   FindWindowed(key)->Import(ep_group, rank, {descriptor, bytes});
 }
 
+// Of FarAccess: pes, nodes, kernels.
+using Far = std::tuple<EpGroups, EpGroups, std::vector<uint64_t>>;
+
+std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
+  if (!far) return std::nullopt;
+  const auto& [pes, nodes, functions] = *far;
+  FarAccess access{pes, nodes, {}};
+  if (functions.size() != cuda::kNumFarKernels) {
+    throw std::invalid_argument("jax_ep: the native modules must be of one build");
+  }
+  std::copy(functions.begin(), functions.end(), access.kernels.functions);
+  return access;
+}
+
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
                     double timeout_s, int64_t num_sms, uint64_t first_epoch,
-                    const std::optional<GivenWindows>& given) {
+                    const std::optional<GivenWindows>& given, const std::optional<Far>& far) {
   nb::gil_scoped_release release;
   const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
@@ -91,7 +108,9 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
                                 "; leave it None to choose from the shape");
   }
   const WindowOptions options{timeout_s, num_sms, first_epoch};
-  auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given)
+  const std::optional<FarAccess> access = AccessOf(far);
+  auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given,
+                                                       access ? &*access : nullptr)
                      : std::make_shared<WindowedGroup>(ep_groups, sizes, options);
   const int64_t bytes = group->window_bytes();
   GroupRegistry::Get().Open(key, std::move(group));
@@ -124,15 +143,25 @@ NB_MODULE(_native_cuda, m) {
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
-        nb::arg("given") = nb::none(),
+        nb::arg("given") = nb::none(), nb::arg("far") = nb::none(),
         "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
         "ranks elsewhere must follow by import_window. `given`: where all windows are, by EP group "
-        "and "
-        "rank; then none is made, and local ones get their first contents.");
+        "and rank, 0 of ranks on other nodes; then none is made, and local ones get their first "
+        "contents. `far`: how those are reached, (pes, node numbers or nothing where "
+        "dispatches are not bundled, each by EP group and rank; kernels).");
   m.def(
       "window_bytes",
-      [](const WindowConfig& config) { return WindowLayout::Of(CheckedSizes(config)).bytes; },
-      nb::arg("config"), "Of a window that is given.");
+      [](const WindowConfig& config, bool far, std::pair<int64_t, int64_t> bundled) {
+        const WindowSizes sizes = CheckedSizes(config);
+        const WindowLayout layout = WindowLayout::Of(sizes);
+        if (!far) return layout.bytes;
+        return BundleLayout::Of(FarLayout::Of(layout, sizes), layout, sizes, bundled.first,
+                                bundled.second)
+            .bytes;
+      },
+      nb::arg("config"), nb::arg("far") = false, nb::arg("bundled") = std::pair(0, 0),
+      "Of a window that is given; `far`: with what reaches ranks on other nodes, `bundled`: the "
+      "number of nodes and of ranks in each, where dispatches are bundled.");
   m.def("given_windows_in_use", &GivenWindowsInUse,
         "Given windows of local ranks that must stay: of open groups and of those that failed to "
         "close.");

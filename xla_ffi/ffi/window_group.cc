@@ -168,13 +168,21 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
 
 WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
                              const WindowSizes& sizes, const WindowOptions& options,
-                             const GivenWindows& given)
+                             const GivenWindows& given, const FarAccess* far)
     : Group(Ordinals(ep_groups), Ranks(ep_groups)), sizes_(sizes), timeout_s_(options.timeout_s) {
-  if (given.size() != ep_groups.size()) {
+  if (given.size() != ep_groups.size() || (far != nullptr && far->pes.size() != given.size())) {
     throw std::invalid_argument("jax_ep: each EP group must be given its windows");
   }
   const WindowLayout layout = WindowLayout::Of(sizes);
-  window_bytes_ = layout.bytes;
+  const FarLayout far_layout = FarLayout::Of(layout, sizes);
+  const auto map_of = [&](size_t index) {
+    if (far == nullptr || far->nodes.empty()) return NodeMap{};
+    CheckRanks(far->nodes.at(index).size(), sizes);
+    return NodeMap::Of(far->nodes[index].data(), static_cast<uint32_t>(sizes.ranks));
+  };
+  const NodeMap first = map_of(0);
+  const BundleLayout bundles = BundleLayout::Of(far_layout, layout, sizes, first.nodes, first.size);
+  window_bytes_ = far != nullptr ? bundles.bytes : layout.bytes;
   for (size_t index = 0; index < ep_groups.size(); ++index) {
     const std::vector<int32_t>& ordinals = ep_groups[index];
     CheckRanks(ordinals.size(), sizes);
@@ -182,12 +190,39 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     WindowGroup group = Common(options);
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       group.windows[rank] = reinterpret_cast<uint8_t*>(given[index][rank]);
+      if (given[index][rank] == 0) group.far |= 1u << rank;
     }
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       if (ordinals[rank] == kElsewhere) continue;
-      cuda::StartWindow(ordinals[rank], group.windows[rank], layout, sizes, options.first_epoch);
-      AddLocal(group, static_cast<int32_t>(rank), ordinals[rank], options.first_epoch);
+      uint8_t* block = group.windows[rank];
+      if (block == nullptr || (group.far != 0 && far == nullptr)) {
+        throw std::invalid_argument("jax_ep: windows out of reach must be reached by puts");
+      }
+      const auto local = static_cast<int32_t>(rank);
       given_.push_back(given[index][rank]);
+      if (far == nullptr) {
+        cuda::StartWindow(ordinals[rank], block, layout, sizes, options.first_epoch);
+        AddLocal(group, local, ordinals[rank], options.first_epoch);
+        continue;
+      }
+      cuda::StartBlock(ordinals[rank], block, bundles.bytes, layout, far_layout, sizes,
+                       options.first_epoch);
+      WindowGroup own = group;
+      for (uint8_t*& window : own.windows) {
+        if (window == nullptr) window = block + far_layout.staged;
+      }
+      cuda::FarGroup reached{AddLocal(own, local, ordinals[rank], options.first_epoch),
+                             far_layout,
+                             bundles,
+                             map_of(index),
+                             {}};
+      if (reached.map.nodes != first.nodes || reached.map.size != first.size) {
+        throw std::invalid_argument("jax_ep: bundles need nodes of one size");
+      }
+      if (own.far == 0) continue;
+      std::copy_n(far->pes[index].begin(), std::min<size_t>(far->pes[index].size(), sizes.ranks),
+                  reached.pes);
+      far_of_device_.emplace(ordinals[rank], cuda::FarRank(reached, far->kernels));
     }
     ep_groups_.emplace_back(EpGroup{ordinals, {}});
   }
@@ -206,12 +241,12 @@ WindowGroup WindowedGroup::Common(const WindowOptions& options) const {
   return group;
 }
 
-void WindowedGroup::AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
-                             uint64_t first_epoch) {
+const WindowGroup& WindowedGroup::AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
+                                           uint64_t first_epoch) {
   group.rank = static_cast<uint32_t>(rank);
   group.control = cuda::LastingControl(ordinal, first_epoch);
   group.host_report = static_cast<WaitReport*>(cuda::LastingPinned(sizeof(WaitReport)));
-  of_device_[ordinal] = group;
+  return of_device_[ordinal] = group;
 }
 
 SharedWindow WindowedGroup::Export(int32_t ordinal) const {
@@ -242,6 +277,11 @@ void WindowedGroup::Import(size_t ep_group, int32_t rank, const SharedWindow& sh
 const WindowGroup* WindowedGroup::OfDevice(int32_t ordinal) const {
   const auto it = of_device_.find(ordinal);
   return it == of_device_.end() ? nullptr : &it->second;
+}
+
+const cuda::FarRank* WindowedGroup::FarOf(int32_t ordinal) const {
+  const auto it = far_of_device_.find(ordinal);
+  return it == far_of_device_.end() ? nullptr : &it->second;
 }
 
 std::vector<std::pair<int32_t, std::string>> WindowedGroup::Failures() const {

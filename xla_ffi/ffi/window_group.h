@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/far_calls.h"
 #include "cuda/windows.h"
 #include "ffi/group.h"
 #include "protocol/window.h"
@@ -36,8 +37,16 @@ struct SharedWindow {
 };
 
 // By EP group and rank, where this process has windows that somebody else has allocated, of ranks
-// here and elsewhere.
+// here and elsewhere; 0: on another node, out of its reach.
 using GivenWindows = std::vector<std::vector<uint64_t>>;
+
+// What reaches those: NVSHMEM's number of each rank, by EP group, and the kernels.
+struct FarAccess {
+  std::vector<std::vector<int32_t>> pes;
+  // Numbers of the ranks' nodes, by EP group, where dispatches are bundled: all of one size.
+  std::vector<std::vector<int32_t>> nodes;
+  cuda::FarKernels kernels;
+};
 
 // The blocks of GivenWindows that kernels of this process may still use: of open groups, and of
 // those that could not wait for their devices when they closed.
@@ -50,10 +59,10 @@ class WindowedGroup : public Group {
   // std::runtime_error.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
-  // Over given windows, all of them as large as the sizes want. Nobody may store into one before
-  // this has returned where it belongs.
+  // Over given windows, all of them as large as the sizes want; with `far`, all of them blocks of
+  // BundleLayout. Nobody may store into one before this has returned where it belongs.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
-                const WindowOptions& options, const GivenWindows& given);
+                const WindowOptions& options, const GivenWindows& given, const FarAccess* far);
   ~WindowedGroup() override { Close(); }
 
   // What other processes import of a local device. The descriptor is the caller's to close.
@@ -64,8 +73,10 @@ class WindowedGroup : public Group {
 
   // nullptr: not of this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
+  // nullptr: all ranks are on the node of this one.
+  const cuda::FarRank* FarOf(int32_t ordinal) const;
   const WindowSizes& sizes() const { return sizes_; }
-  // Device memory that each rank holds.
+  // Device memory that each rank holds, with all that belongs to its window.
   int64_t window_bytes() const { return window_bytes_; }
 
   // Of each local device whose calls have failed, the rank and why; by rank. One is enough for no
@@ -79,7 +90,8 @@ class WindowedGroup : public Group {
  private:
   // All of the group but its windows.
   WindowGroup Common(const WindowOptions& options) const;
-  void AddLocal(WindowGroup group, int32_t rank, int32_t ordinal, uint64_t first_epoch);
+  const WindowGroup& AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
+                              uint64_t first_epoch);
 
   struct EpGroup {
     std::vector<int32_t> ordinals;            // by rank
@@ -90,6 +102,7 @@ class WindowedGroup : public Group {
   const double timeout_s_;
   int64_t window_bytes_ = 0;
   std::map<int32_t, WindowGroup> of_device_;
+  std::map<int32_t, cuda::FarRank> far_of_device_;
   std::mutex closing_;
   std::vector<EpGroup> ep_groups_;
   std::vector<uint64_t> given_;  // of local ranks; until Close

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "protocol/layout.h"
+#include "protocol/pending.h"
 #include "protocol/shape.h"
 #include "protocol/signals.h"
 
@@ -189,6 +190,7 @@ enum class Gate : uint32_t { kOpen, kPoisoned, kClosed };
 struct alignas(128) WindowControl {
   Gate gate;
   CallState calls[kBufferGroups];
+  PendingCall whole[kBufferGroups];  // of whole calls that are run as their halves
 };
 
 // What a kernel knows of its group at one rank.
@@ -203,6 +205,10 @@ struct WindowGroup {
   uint32_t turns;
   uint32_t depth;
   uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
+  // Bits of the ranks that are on other nodes. Their place in `windows` is a staging area of this
+  // rank (protocol/far.h): laid out like a window, with parts by destination. Calls are then run
+  // as their halves.
+  uint32_t far;
 };
 
 // The tag of a call's flags: its kind and a digest of its shape. Ranks that are in different calls

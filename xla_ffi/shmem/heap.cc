@@ -23,6 +23,7 @@ struct Library {
   decltype(&nvshmemx_get_uniqueid) unique_id;
   decltype(&nvshmemx_set_attr_uniqueid_args) set_unique_id;
   decltype(&nvshmemx_hostlib_init_attr) start;
+  decltype(&nvshmemx_culibrary_init) start_library;
   decltype(&nvshmem_align) allocate;
   decltype(&nvshmem_free) free;
   decltype(&nvshmem_ptr) reached;
@@ -44,13 +45,13 @@ const Library& Opened() {
   return library;
 }
 
+}  // namespace
+
 // NVSHMEM works on the current device.
 void OnStarted(const std::function<void()>& work) {
   if (device < 0) throw std::runtime_error("jax_ep: NVSHMEM must be started first");
   cuda::OnDevice(device, work);
 }
-
-}  // namespace
 
 std::string Load(const std::string& path) {
   std::lock_guard<std::mutex> lock(opening);
@@ -64,6 +65,7 @@ std::string Load(const std::string& path) {
     Find(handle, "nvshmemx_get_uniqueid", found.unique_id);
     Find(handle, "nvshmemx_set_attr_uniqueid_args", found.set_unique_id);
     Find(handle, "nvshmemx_hostlib_init_attr", found.start);
+    Find(handle, "nvshmemx_culibrary_init", found.start_library);
     Find(handle, "nvshmem_align", found.allocate);
     Find(handle, "nvshmem_free", found.free);
     Find(handle, "nvshmem_ptr", found.reached);
@@ -108,6 +110,14 @@ void Start(const std::string& unique_id, int pe, int pes, int32_t ordinal) {
     }
   });
   device = ordinal;
+}
+
+void StartLibrary(CUlibrary started) {
+  if (const int error = Opened().start_library(started)) {
+    throw std::runtime_error("NVSHMEM does not take its device code: error " +
+                             std::to_string(error) + "; the library must be of the version " +
+                             "that jax_ep was built with");
+  }
 }
 
 uint64_t Allocate(int64_t bytes) {

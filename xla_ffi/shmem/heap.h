@@ -3,7 +3,10 @@
 // it.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace jax_ep::shmem {
@@ -24,10 +27,16 @@ std::string UniqueId();
 // Collective, once a process: this one is `pe` of `pes`, with this device and no other.
 void Start(const std::string& unique_id, int pe, int pes, int32_t ordinal);
 
+// Runs `work` where the device of Start is current; throws before it.
+void OnStarted(const std::function<void()>& work);
+
+// Tells device code that is linked with NVSHMEM about the start. On the device of Start.
+void StartLibrary(CUlibrary library);
+
 // Collective; 0 where the heap has no room. With any contents.
 uint64_t Allocate(int64_t bytes);
 
-// Collective; of an own block.
+// Collective; of an own block. Waits until all puts of all processes have arrived.
 void Free(uint64_t block);
 
 // Where this process's device reaches that block of `pe` by loads and stores; 0: it cannot.

@@ -2,8 +2,13 @@
 // for; it imports where there is no NVSHMEM, GPU or driver.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <iterator>
+#include <vector>
 
 #include "shmem/heap.h"
+#include "shmem/kernels.h"
 
 namespace nb = nanobind;
 
@@ -32,6 +37,15 @@ NB_MODULE(_native_shmem, m) {
       },
       nb::arg("unique_id"), nb::arg("pe"), nb::arg("pes"), nb::arg("ordinal"),
       "Collective, once a process, which is `pe` of `pes`.");
+  m.attr("HAS_KERNELS") = kHasKernels;
+  m.def(
+      "kernels",
+      [] {
+        nb::gil_scoped_release release;
+        const cuda::FarKernels kernels = LoadKernels();
+        return std::vector<uint64_t>(std::begin(kernels.functions), std::end(kernels.functions));
+      },
+      "After the start: those that reach ranks on other nodes.");
   m.def("allocate", &Allocate, nb::arg("bytes"), Released(),
         "Collective: a block of the heap; 0 where it has no room.");
   m.def("free", &Free, nb::arg("block"), Released(), "Collective.");

@@ -1,0 +1,73 @@
+"""Transport shmem without a GPU: which ranks share a node; what reaches the others."""
+
+from __future__ import annotations
+
+import pytest
+from test_shmem import CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, here
+from test_windows import make_groups
+
+from jax_ep import _windows
+
+
+@pytest.fixture(autouse=True)
+def no_start_changes_the_environment(monkeypatch):
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "0")
+
+
+def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
+    job = Job(ONE_EACH)
+    # Out of reach, as those of another node may be.
+    job.shared.unreached = {(0, 2), (1, 2), (2, 0), (2, 1)}
+    job.opens(7, FAR_BYTES, ranks_per_node=2)
+    for process, native in job.natives.items():
+        near = [0, 0, 2002] if process == 2 else [2, 1002, 0]
+        assert native.given[7] == [near]
+        # The last node is short of a rank.
+        assert native.far[7] == ([[0, 1, 2]], [], KERNELS)
+        assert native.bundled == (0, 0)
+    # Nodes as large as the groups need no puts.
+    job.shared.unreached = set()
+    job.opens(8, ranks_per_node=3)
+    assert {native.far[8] for native in job.natives.values()} == {None}
+
+
+def test_hosts_are_nodes(monkeypatch) -> None:
+    job = Job(CROSSED)
+    hosts = {0: "a", 1: "b", 2: "b", 3: "a"}
+    monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
+    job.opens(7)
+    hosts[0] = "b"
+    job.opens(8, FAR_BYTES)
+    far = {p: native.far[8] for p, native in job.natives.items()}
+    # PEs by rank, in each group.
+    for process, pes in {0: [3, 0], 1: [2, 1], 2: [2, 1], 3: [3, 0]}.items():
+        assert far[process] == ([pes], [], KERNELS)
+    given = {p: native.given[8][0] for p, native in job.natives.items()}
+    assert given == {0: [0, 3], 1: [2003, 1003], 2: [2003, 1003], 3: [3003, 0]}
+    job.modules[2].HAS_KERNELS = False
+    job.refused("libnvshmem_device.a", "[2]")
+    job.opens(9, ranks_per_node=2)
+
+
+def test_bundles_want_nodes_of_several_ranks() -> None:
+    groups = make_groups([[(0, 0), (1, 0), (2, 0), (3, 0)]])
+    for changes, shape in (
+        ({"ranks_per_node": 2}, (2, 2)),
+        ({"ranks_per_node": 2, "top_k": 1}, (0, 0)),
+        ({"ranks_per_node": 1}, (0, 0)),
+        ({"ranks_per_node": 3}, (0, 0)),
+    ):
+        job = Job(groups)
+        job.opens(7, FAR_BYTES, **changes)
+        for native in job.natives.values():
+            numbers = [[0, 0, 2, 2]] if shape[0] else []
+            assert native.far[7] == ([[0, 1, 2, 3]], numbers, KERNELS)
+            assert native.bundled == shape
+
+
+def test_forced_node_across_hosts() -> None:
+    job = Job(ONE_EACH)
+    job.shared.unreached = {(0, 1), (1, 0)}
+    for actor in job.run(1, ranks_per_node=2).values():
+        assert isinstance(actor.error, _windows.NotMapped)
+        assert "none for rank 1 (process 0)" in str(actor.error)

@@ -1,0 +1,58 @@
+// The image of far.cu's kernels, and its start by the driver and NVSHMEM.
+#include "shmem/kernels.h"
+
+#include <stdexcept>
+
+#include "cuda/driver.h"
+#include "shmem/heap.h"
+
+#if defined(JAX_EP_FAR_IMAGE)
+// A file that the build has made, whole.
+asm(".section .rodata\n"
+    ".balign 64\n"
+    "jax_ep_far_image:\n"
+    ".incbin \"" JAX_EP_FAR_IMAGE
+    "\"\n"
+    ".byte 0\n"
+    ".previous\n");
+extern "C" const char jax_ep_far_image[] __attribute__((visibility("hidden")));
+#endif
+
+namespace jax_ep::shmem {
+
+cuda::FarKernels LoadKernels() {
+#if defined(JAX_EP_FAR_IMAGE)
+  // Never unloaded: captured graphs keep its kernels.
+  static const cuda::FarKernels kernels = [] {
+    cuda::FarKernels loaded{};
+    OnStarted([&loaded] {
+      const cuda::Driver& driver = cuda::Driver::Get();
+      if (!driver.load_library || !driver.get_kernel || !driver.get_function || !driver.launch) {
+        throw std::runtime_error(
+            "jax_ep: the driver must know libraries, so be of CUDA 12 or newer");
+      }
+      CUlibrary library = nullptr;
+      cuda::Check(
+          driver.load_library(&library, jax_ep_far_image, nullptr, nullptr, 0, nullptr, nullptr, 0),
+          "loading the kernels of transport shmem");
+      StartLibrary(library);
+      const auto find = [&](const char* name) {
+        CUkernel kernel = nullptr;
+        CUfunction function = nullptr;
+        cuda::Check(driver.get_kernel(&kernel, library, name), name);
+        cuda::Check(driver.get_function(&function, kernel), name);
+        return reinterpret_cast<uint64_t>(function);
+      };
+      for (uint32_t i = 0; i < cuda::kNumFarKernels; ++i) {
+        loaded.functions[i] = find(cuda::kFarKernelNames[i]);
+      }
+    });
+    return loaded;
+  }();
+  return kernels;
+#else
+  throw std::runtime_error("jax_ep: must be built with NVSHMEM's device library");
+#endif
+}
+
+}  // namespace jax_ep::shmem
