@@ -53,7 +53,7 @@ def init(
             other's memory), "shmem" (the same with one process per GPU, over windows
             of NVSHMEM, whose puts reach ranks on other nodes), "collective" (XLA's
             all-to-all, on CPU and GPU), or "auto" for p2p where this build and these
-            devices have it, else collective.
+            devices have it, shmem where groups span hosts, else collective.
 
     Returns:
         An `EPHandle`.

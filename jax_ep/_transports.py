@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import _ffi, _shmem, _windows
+from jax_ep import _ffi, _nodes, _shmem, _windows
 from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
@@ -34,7 +34,18 @@ def choose(
     found = obstacle(mesh, names, meeting, shmem)
     if found is None:
         return "shmem" if shmem else "p2p"
+    if requested == "auto" and _puts_reach(mesh, names, meeting, config):
+        return "shmem"
     return instead_of_windows(requested, found)
+
+
+def _puts_reach(
+    mesh: Mesh, names: tuple[str, ...], meeting: Meeting, config: EPConfig
+) -> bool:
+    """Whether groups span nodes, and shmem serves them; the same in all processes."""
+    if meeting.alone or obstacle(mesh, names, meeting, config) is not None:
+        return False
+    return _nodes.several(ep_groups(mesh, names), config, _shmem.heap.hosts)
 
 
 def instead_of_windows(requested: str, found: Obstacle) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
+import helpers
 import pytest
+from test_meeting import act_all
 from test_shmem import CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, here
 from test_windows import make_groups
 
-from jax_ep import _windows
+from jax_ep import _ffi, _shmem, _transports, _windows
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +76,46 @@ def test_forced_node_across_hosts() -> None:
     for actor in job.run(1, ranks_per_node=2).values():
         assert isinstance(actor.error, _windows.NotMapped)
         assert "none for rank 1 (process 0)" in str(actor.error)
+
+
+class HeapHere:
+    """That of the process which a thread stands for."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job.heaps[here.process], name)
+
+
+def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
+    hosts = {0: "a", 1: "b", 2: "b"}
+    monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
+    mesh: Any = types.SimpleNamespace(
+        devices=ONE_EACH, axis_names=("dp", "ep"), shape={"dp": 1, "ep": 3}
+    )
+
+    def chosen(job: Job) -> str:
+        monkeypatch.setattr(_ffi, "native_for", lambda _: job.natives[here.process])
+        monkeypatch.setattr(_shmem, "heap", HeapHere(job))
+
+        def act(meeting):
+            here.process = meeting.own
+            config = helpers.make_config()
+            return _transports.choose(mesh, ("ep",), "auto", meeting, config)
+
+        actors = act_all(dict.fromkeys(job.processes, act)).values()
+        assert all(actor.error is None for actor in actors)
+        (found,) = {str(actor.result) for actor in actors}
+        return found
+
+    assert chosen(Job(ONE_EACH)) == "shmem"
+    job = Job(ONE_EACH)
+    job.modules[1].missing = "cannot open shared object file"
+    assert chosen(job) == "collective"
+    hosts.update({1: "a", 2: "a"})
+    assert chosen(Job(ONE_EACH)) == "p2p"
+    # What keeps p2p from a host is not the network.
+    job = Job(ONE_EACH)
+    job.natives[0].peer = ("peer access between all GPUs", "none")
+    assert chosen(job) == "collective"
