@@ -25,6 +25,8 @@ class FarRanks {
                .hidden = kHidden,
                .dispatch_message_bytes = kMessageBytes,
                .combine_message_bytes = kMessageBytes,
+               .few_dispatch_tokens = 0,  // far calls have no messages in cells
+               .few_message_bytes = kMessageBytes,
                .turns = 1,
                .depth = setup.depth},
         window_(WindowLayout::Of(sizes_)),

@@ -117,11 +117,10 @@ struct WindowSizes {
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
-  int64_t
-      few_dispatch_tokens;  // the most of a dispatch whose messages go in cells, and their bytes
-  int64_t few_message_bytes;
-  int64_t turns;  // regions that calls go round
-  int64_t depth;  // all of them, with those for calls beside pending ones
+  int64_t few_dispatch_tokens;  // the most of a dispatch whose messages go in cells
+  int64_t few_message_bytes;    // the largest of those
+  int64_t turns;                // regions that calls go round
+  int64_t depth;                // all of them, with those for calls beside pending ones
 };
 
 // One buffer group; offsets from the start of the window.
