@@ -295,9 +295,17 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
   } else if (request.call == Call::kCachedDispatch) {
     WindowCachedDispatchStep step = rank.cached_dispatch;
     step.shape = shape;
-    CHECK_CUDA(rank.quantized
-                   ? cuda::WindowCachedDispatch<CombineFormat>(step, rank.group, rank.stream)
-                   : cuda::WindowCachedDispatch<Bf16Format>(step, rank.group, rank.stream));
+    const auto launch = [&]<typename Format>(Format) {
+      if (rank.pending == nullptr) {
+        CHECK_CUDA(cuda::WindowCachedDispatch<Format>(step, rank.group, rank.stream));
+        return;
+      }
+      CHECK_CUDA(
+          cuda::WindowCachedDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(
+          cuda::WindowCachedDispatchPlace<Format>(step, rank.pending, rank.group, rank.stream));
+    };
+    rank.quantized ? launch(CombineFormat{}) : launch(Bf16Format{});
   } else {
     WindowCombineStep step = rank.combine;
     step.shape = shape;
