@@ -60,9 +60,10 @@ def test_warns_when_too_late() -> None:
 
 
 def test_import_time() -> None:
-    """At most 50 ms of a core above jax's; the best of several."""
+    """At most a tenth of jax's own, some 50 ms; both are slower on a busy machine."""
     program = (
-        "import jax, time; t = time.process_time(); import jax_ep;"
-        "print(time.process_time() - t)"
+        "from time import process_time as now\n"
+        "start = now()\nimport jax\nmiddle = now()\nimport jax_ep\n"
+        "print((now() - middle) / (middle - start))"
     )
-    assert min(float(python(program)) for _ in range(5)) < 0.050
+    assert min(float(python(program)) for _ in range(5)) < 0.1
