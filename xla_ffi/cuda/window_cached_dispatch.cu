@@ -1,5 +1,6 @@
 // The fused dispatch along a known route, for backward passes: no routing and no counts.
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_decode.cuh"
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                                const __grid_constant__ WindowGroup group,
                                const __grid_constant__ CachedPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* const shared = SharedBytes();
   uint8_t* stage_memory = shared + kZeroBytes;
   auto& block = *reinterpret_cast<CallBlock*>(stage_memory + plan.rows.stages.bytes(kRowWarps));
   auto* jobs = reinterpret_cast<TeamJob*>(&block + 1);
