@@ -16,6 +16,7 @@ struct Copy {
   uint32_t bytes;
   uint64_t* barrier;                 // of a load
   std::shared_ptr<BulkGroup> group;  // of a store
+  uint64_t delay;                    // rounds until it gets further
   bool read = false;
   std::vector<uint8_t> data{};
 
@@ -30,6 +31,12 @@ struct Mbarrier {
   uint16_t missing;
   int32_t bytes;  // that have yet to come; fewer than none where copies come before their arrival
 };
+
+// Some are much slower than others.
+uint64_t DrawDelay() {
+  if (GetSettings().eager) return 0;
+  return Random() % 8 == 0 ? Random() % 100 : Random() % 6;
+}
 
 bool TakesPart(const Mbarrier& state) { return state.phase <= 1 && state.arrivals != 0; }
 
@@ -95,7 +102,8 @@ void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrie
   auto* to = static_cast<uint8_t*>(shared);
   ExpectUnused(to, bytes);
   std::memset(to, kUnderWay, bytes);
-  copies.push_back({current->block, to, static_cast<const uint8_t*>(global), bytes, barrier, {}});
+  copies.push_back(
+      {current->block, to, static_cast<const uint8_t*>(global), bytes, barrier, {}, DrawDelay()});
 }
 
 void BulkStore(void* global, const void* shared, uint32_t bytes) {
@@ -104,7 +112,8 @@ void BulkStore(void* global, const void* shared, uint32_t bytes) {
   ++current->open->unread;
   ++current->open->unwritten;
   copies.push_back({current->block, static_cast<uint8_t*>(global),
-                    static_cast<const uint8_t*>(shared), bytes, nullptr, current->open});
+                    static_cast<const uint8_t*>(shared), bytes, nullptr, current->open,
+                    DrawDelay()});
 }
 
 void BulkCommit() {
@@ -150,25 +159,20 @@ bool MbarrierTryWait(uint64_t* barrier, uint32_t parity) {
 }
 
 void AdvanceCopies() {
-  const bool eager = GetSettings().eager;
   for (size_t i = 0; i < copies.size();) {
     Copy& copy = copies[i];
-    if (!eager && Random() % 4 != 0) {
+    if (copy.delay-- != 0) {
       ++i;
-      continue;
-    }
-    if (!copy.read) {
+    } else if (!copy.read) {
       copy.data.assign(copy.from, copy.from + copy.bytes);
       copy.read = true;
       if (copy.barrier == nullptr) --copy.group->unread;
-      if (!eager) {
-        ++i;
-        continue;
-      }
+      copy.delay = DrawDelay();
+    } else {
+      Complete(copy);
+      std::swap(copy, copies.back());
+      copies.pop_back();
     }
-    Complete(copy);
-    std::swap(copy, copies.back());
-    copies.pop_back();
   }
 }
 

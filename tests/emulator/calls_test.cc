@@ -1,6 +1,7 @@
-// Whole calls of the window kernels on emulated GPUs against the CPU steps (tests/cc/steps_world.h):
-// every table and row byte for byte, in all formats, element types and types of the wire, with
-// residuals and weight gradients, whole and in halves. Takes the seed of its draws as an argument.
+// Whole calls of the window kernels on emulated GPUs against the CPU steps
+// (tests/cc/steps_world.h): every table and row byte for byte, in all formats, element types and
+// types of the wire, with residuals and weight gradients, whole and in halves. Takes the seed of
+// its draws as an argument.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,8 @@ constexpr CallSite kSite = 0x5171;
 struct Draws {
   Options options;
   bool halves = false;
+  bool one_region = false;  // in the windows, as for many tokens
+  int64_t times = 1;        // that each call is made
 };
 
 std::string Text(const Draws& draws) {
@@ -36,7 +39,8 @@ std::string Text(const Draws& draws) {
   add("H", s.hidden), add("N", s.recv_rows), add("alignment", s.expert_alignment);
   add("element", int64_t(o.element)), add("wire", int64_t(o.wire)), add("tiled", o.tiled);
   add("zero_tail", o.zero_tail), add("weights", o.weights), add("residual", o.residual);
-  add("quantized_sums", o.quantized_sums), add("halves", draws.halves);
+  add("quantized_sums", o.quantized_sums), add("halves", draws.halves),
+      add("one_region", draws.one_region), add("times", draws.times);
   return text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
 
@@ -74,6 +78,8 @@ Draws Draw(Random& random) {
   options.weights = random.OneIn(2);
   options.residual = random.OneIn(2);
   draws.halves = random.OneIn(3);
+  draws.one_region = random.OneIn(2);
+  draws.times = random.OneIn(2) ? 1 : random.In(2, 4);
   return draws;
 }
 
@@ -130,23 +136,25 @@ void ExpectSame(const char* what, const void* got, const Buffer& expected, int64
   }
 }
 
+// The ranks of a world, with windows, and calls that follow each other without the host's waiting.
 class Gpus {
  public:
-  Gpus(const World& world, bool halves) : world_(world), halves_(halves) {
+  Gpus(const World& world, const Draws& draws) : world_(world), halves_(draws.halves) {
     const EpShape& shape = world.shape();
     WindowSizes sizes{};
-    CHECK(ffi_layer::SizesOf({.format = world.options.format,
-                              .hidden = shape.hidden,
-                              .element_bytes = shape.element_bytes,
-                              .wire_element_bytes = ElementBytes(world.options.wire),
-                              .tokens = shape.tokens,
-                              .dispatch_tokens = shape.tokens,
-                              .combine_tokens = shape.tokens,
-                              .top_k = shape.top_k,
-                              .ranks = shape.ranks,
-                              .local_experts = shape.local_experts,
-                              .pending_calls = 2},
-                             sizes));
+    CHECK(ffi_layer::SizesOf(
+        {.format = world.options.format,
+         .hidden = shape.hidden,
+         .element_bytes = shape.element_bytes,
+         .wire_element_bytes = ElementBytes(world.options.wire),
+         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : shape.tokens,
+         .dispatch_tokens = shape.tokens,
+         .combine_tokens = shape.tokens,
+         .top_k = shape.top_k,
+         .ranks = shape.ranks,
+         .local_experts = shape.local_experts,
+         .pending_calls = kPendingCalls},
+        sizes));
     WindowGroup group{};
     group.layout = WindowLayout::Of(sizes);
     group.timeout_ns = kTimeoutNs;
@@ -154,95 +162,101 @@ class Gpus {
     group.turns = static_cast<uint32_t>(sizes.turns);
     group.depth = static_cast<uint32_t>(sizes.depth);
     for (int64_t rank = 0; rank < shape.ranks; ++rank) {
-      group.windows[rank] = static_cast<uint8_t*>(emulator::Allocate(group.layout.bytes));
-      std::memset(group.windows[rank], 0, static_cast<size_t>(group.layout.bytes));
+      const Buffer zeros(group.layout.bytes);
+      std::memset(zeros.data(), 0, static_cast<size_t>(zeros.bytes()));
+      group.windows[rank] = Upload<uint8_t>(zeros);
     }
     WindowControl control{};
     for (CallState& calls : control.calls) calls = StartState(kFirstEpoch);
-    for (int64_t rank = 0; rank < shape.ranks; ++rank) {
-      group.rank = static_cast<uint32_t>(rank);
-      CHECK(cudaMalloc(&group.control, sizeof control) == cudaSuccess);
+    ranks_.resize(world.ranks.size());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      group.rank = static_cast<uint32_t>(i);
+      Must(cudaMalloc(&group.control, sizeof control));
       *group.control = control;
-      CHECK(cudaMalloc(&group.host_report, sizeof(WaitReport)) == cudaSuccess);
+      Must(cudaMalloc(&group.host_report, sizeof(WaitReport)));
       *group.host_report = WaitReport{};
-      groups_.push_back(group);
-      CHECK(cudaMalloc(&pending_.emplace_back(), sizeof(PendingCall)) == cudaSuccess);
-      CHECK(cudaStreamCreateWithFlags(&streams_.emplace_back(), cudaStreamNonBlocking) ==
-            cudaSuccess);
+      ranks_[i].group = group;
+      Must(cudaMalloc(&ranks_[i].pending, kPendingCalls * sizeof(PendingCall)));
+      Must(cudaStreamCreateWithFlags(&ranks_[i].stream, cudaStreamNonBlocking));
     }
   }
 
-  void Dispatch() {
-    std::vector<WindowDispatchStep> steps;
-    OnEachRank([&](size_t i) {
-      steps.push_back(DispatchStep(world_.ranks[i]));
-      return world_.options.format == std::string(Bf16Format::kName) ? Dispatch<Bf16Format>(i, steps[i])
-                                                                     : DispatchQuantized(i, steps[i]);
-    });
-    for (size_t i = 0; i < steps.size(); ++i) CheckDispatched(steps[i], world_.ranks[i]);
-  }
-
-  // In the formats that go along routes.
-  void CachedDispatch() {
-    const std::string format = world_.options.format;
-    if (format != Bf16Format::kName && format != CombineFormat::kName) return;
-    std::vector<WindowCachedDispatchStep> steps;
-    OnEachRank([&](size_t i) {
-      const Rank& rank = world_.ranks[i];
-      steps.push_back({.shape = world_.shape(),
-                       .element = world_.options.element,
-                       .site = kSite,
-                       .num_weights = world_.num_weights(),
-                       .tokens = Upload<void>(rank.tokens),
-                       .weights = Upload<float>(rank.weights),
-                       .slot_of = Upload<int32_t>(rank.slot_of),
-                       .row_of = Upload<int32_t>(rank.row_of),
-                       .row_slot = Upload<int32_t>(rank.row_slot),
-                       .rows = Blank<uint8_t>(rank.cached_rows),
-                       .row_weights = Blank<float>(rank.cached_row_weights),
-                       .done = Blank<int32_t>(rank.num_dropped)});
-      return format == Bf16Format::kName
-                 ? cuda::WindowCachedDispatch<Bf16Format>(steps[i], groups_[i], streams_[i])
-                 : cuda::WindowCachedDispatch<CombineFormat>(steps[i], groups_[i], streams_[i]);
-    });
-    for (size_t i = 0; i < steps.size(); ++i) {
-      ExpectSame("cached rows", steps[i].rows, world_.ranks[i].cached_rows);
-      if (world_.options.weights) {
-        ExpectSame("cached weights", steps[i].row_weights, world_.ranks[i].cached_row_weights);
-      }
+  // Each call `times` times.
+  void Run(int64_t times) {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Must(cudaSetDevice(static_cast<int>(i)));
+      Enqueue(world_.ranks[i], ranks_[i], times);
     }
-  }
-
-  void Combine() {
-    std::vector<WindowCombineStep> steps;
-    OnEachRank([&](size_t i) {
-      steps.push_back(CombineStep(world_.ranks[i]));
-      if (!halves_) return cuda::WindowCombine(steps[i], groups_[i], streams_[i]);
-      const cudaError_t error =
-          cuda::WindowCombineSend(steps[i], pending_[i], groups_[i], streams_[i]);
-      return error != cudaSuccess
-                 ? error
-                 : cuda::WindowCombinePlace(steps[i], pending_[i], groups_[i], streams_[i]);
-    });
-    for (size_t i = 0; i < steps.size(); ++i) {
-      ExpectSame("output", steps[i].output, world_.ranks[i].output);
-      if (world_.options.weights) {
-        ExpectSame("weight gradients", steps[i].output_weight_grads, world_.ranks[i].weight_grads);
-      }
+    Must(cudaDeviceSynchronize());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      CHECK(ranks_[i].group.host_report->status == WaitStatus::kArrived);
+      for (const auto& step : ranks_[i].dispatches) CheckDispatched(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].cached) CheckCached(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);
     }
   }
 
  private:
-  // Enqueues enqueue(rank) on all of them and runs them.
-  template <typename EnqueueCall>
-  void OnEachRank(EnqueueCall enqueue) {
-    for (size_t i = 0; i < groups_.size(); ++i) {
-      CHECK(cudaSetDevice(static_cast<int>(i)) == cudaSuccess);
-      CHECK(enqueue(i) == cudaSuccess);
-    }
-    CHECK(cudaDeviceSynchronize() == cudaSuccess);
-    for (const WindowGroup& group : groups_) {
-      CHECK(group.host_report->status == WaitStatus::kArrived);
+  static constexpr int64_t kPendingCalls = 2;
+
+  struct OnGpu {
+    WindowGroup group;
+    PendingCall* pending;
+    cudaStream_t stream;
+    std::vector<WindowDispatchStep> dispatches;
+    std::vector<WindowCachedDispatchStep> cached;
+    std::vector<WindowCombineStep> combines;
+  };
+
+  static void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
+
+  void Enqueue(const Rank& rank, OnGpu& gpu, int64_t times) {
+    for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
+    world_.OfFormat([&]<typename Format>(Format) {
+      EnqueueEach(
+          gpu, gpu.dispatches,
+          [&](const auto& step) {
+            return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream);
+          },
+          [&](const auto& step, PendingCall* pending) {
+            return cuda::WindowDispatchSend<Format>(step, pending, gpu.group, gpu.stream);
+          },
+          [&](const auto& step, PendingCall* pending) {
+            return cuda::WindowDispatchPlace<Format>(step, pending, gpu.group, gpu.stream);
+          });
+      if constexpr (cuda::kAlongRoutes<Format>) {
+        for (int64_t i = 0; i < times; ++i) {
+          gpu.cached.push_back(CachedStep(rank));
+          Must(cuda::WindowCachedDispatch<Format>(gpu.cached.back(), gpu.group, gpu.stream));
+        }
+      }
+    });
+    for (int64_t i = 0; i < times; ++i) gpu.combines.push_back(CombineStep(rank));
+    EnqueueEach(
+        gpu, gpu.combines,
+        [&](const auto& step) { return cuda::WindowCombine(step, gpu.group, gpu.stream); },
+        [&](const auto& step, PendingCall* pending) {
+          return cuda::WindowCombineSend(step, pending, gpu.group, gpu.stream);
+        },
+        [&](const auto& step, PendingCall* pending) {
+          return cuda::WindowCombinePlace(step, pending, gpu.group, gpu.stream);
+        });
+  }
+
+  // Whole calls, or as many first halves as may be pending and then their second ones.
+  template <typename Step, typename Whole, typename Send, typename Place>
+  void EnqueueEach(const OnGpu& gpu, const std::vector<Step>& steps, Whole whole, Send send,
+                   Place place) {
+    const auto count = static_cast<int64_t>(steps.size());
+    for (int64_t first = 0; first < count; first += kPendingCalls) {
+      const int64_t calls = std::min(kPendingCalls, count - first);
+      for (int64_t i = 0; i < calls; ++i) {
+        const Step& step = steps[static_cast<size_t>(first + i)];
+        Must(halves_ ? send(step, gpu.pending + i) : whole(step));
+      }
+      for (int64_t i = 0; halves_ && i < calls; ++i) {
+        Must(place(steps[static_cast<size_t>(first + i)], gpu.pending + i));
+      }
     }
   }
 
@@ -277,42 +291,19 @@ class Gpus {
     return step;
   }
 
-  template <typename Format>
-  cudaError_t Dispatch(size_t i, const WindowDispatchStep& step) {
-    if (!halves_) return cuda::WindowDispatch<Format>(step, groups_[i], streams_[i]);
-    const cudaError_t error =
-        cuda::WindowDispatchSend<Format>(step, pending_[i], groups_[i], streams_[i]);
-    return error != cudaSuccess
-               ? error
-               : cuda::WindowDispatchPlace<Format>(step, pending_[i], groups_[i], streams_[i]);
-  }
-  cudaError_t DispatchQuantized(size_t i, const WindowDispatchStep& step) {
-    cudaError_t error = cudaSuccess;
-    world_.OfFormat([&]<typename Format>(Format) { error = Dispatch<Format>(i, step); });
-    return error;
-  }
-
-  void CheckDispatched(const WindowDispatchStep& step, const Rank& rank) const {
-    const EpShape& shape = world_.shape();
-    ExpectSame("row_offsets", step.row_offsets, rank.row_offsets);
-    ExpectSame("group_sizes", step.group_sizes, rank.group_sizes);
-    ExpectSame("expert_counts", step.expert_counts, rank.expert_counts);
-    ExpectSame("expert_ids", step.expert_ids, rank.expert_ids);
-    ExpectSame("scales_offsets", step.scales_offsets, rank.scales_offsets);
-    ExpectSame("src_info", step.src_info, rank.src_info);
-    ExpectSame("row_weights", step.row_weights, rank.row_weights);
-    ExpectSame("num_dropped", step.num_dropped, rank.num_dropped);
-    ExpectSame("num_invalid", step.num_invalid, rank.num_invalid);
-    ExpectSame("slot_of", step.slot_of, rank.slot_of);
-    ExpectSame("row_of", step.row_of, rank.row_of);
-    ExpectSame("row_slot", step.row_slot, rank.row_slot);
-    ExpectSame("slot_counts", step.slot_counts, rank.slot_counts);
-    // Without zero_tail nobody says what lies behind the groups.
-    const int64_t rows =
-        world_.options.zero_tail ? shape.recv_rows : rank.row_offsets.as<int32_t>()[shape.local_experts];
-    ExpectSame("rows", step.rows, rank.rows, rows * world_.payload_bytes);
-    ExpectSame("scales", step.scales, rank.scales,
-               world_.options.tiled ? -1 : rows * world_.scale_bytes);
+  WindowCachedDispatchStep CachedStep(const Rank& rank) const {
+    return {.shape = world_.shape(),
+            .element = world_.options.element,
+            .site = kSite,
+            .num_weights = world_.num_weights(),
+            .tokens = Upload<void>(rank.tokens),
+            .weights = Upload<float>(rank.weights),
+            .slot_of = Upload<int32_t>(rank.slot_of),
+            .row_of = Upload<int32_t>(rank.row_of),
+            .row_slot = Upload<int32_t>(rank.row_slot),
+            .rows = Blank<uint8_t>(rank.cached_rows),
+            .row_weights = Blank<float>(rank.cached_row_weights),
+            .done = Blank<int32_t>(rank.num_dropped)};
   }
 
   WindowCombineStep CombineStep(const Rank& rank) const {
@@ -337,11 +328,44 @@ class Gpus {
     return step;
   }
 
+  void CheckDispatched(const WindowDispatchStep& step, const Rank& rank) const {
+    const EpShape& shape = world_.shape();
+    ExpectSame("row_offsets", step.row_offsets, rank.row_offsets);
+    ExpectSame("group_sizes", step.group_sizes, rank.group_sizes);
+    ExpectSame("expert_counts", step.expert_counts, rank.expert_counts);
+    ExpectSame("expert_ids", step.expert_ids, rank.expert_ids);
+    ExpectSame("scales_offsets", step.scales_offsets, rank.scales_offsets);
+    ExpectSame("src_info", step.src_info, rank.src_info);
+    ExpectSame("row_weights", step.row_weights, rank.row_weights);
+    ExpectSame("num_dropped", step.num_dropped, rank.num_dropped);
+    ExpectSame("num_invalid", step.num_invalid, rank.num_invalid);
+    ExpectSame("slot_of", step.slot_of, rank.slot_of);
+    ExpectSame("row_of", step.row_of, rank.row_of);
+    ExpectSame("row_slot", step.row_slot, rank.row_slot);
+    ExpectSame("slot_counts", step.slot_counts, rank.slot_counts);
+    // Without zero_tail nobody says what lies behind the groups.
+    const int64_t rows = world_.options.zero_tail
+                             ? shape.recv_rows
+                             : rank.row_offsets.as<int32_t>()[shape.local_experts];
+    ExpectSame("rows", step.rows, rank.rows, rows * world_.payload_bytes);
+    ExpectSame("scales", step.scales, rank.scales,
+               world_.options.tiled ? -1 : rows * world_.scale_bytes);
+  }
+
+  void CheckCached(const WindowCachedDispatchStep& step, const Rank& rank) const {
+    ExpectSame("cached rows", step.rows, rank.cached_rows);
+    if (step.num_weights == 0) return;
+    ExpectSame("cached weights", step.row_weights, rank.cached_row_weights);
+  }
+  void CheckCombined(const WindowCombineStep& step, const Rank& rank) const {
+    ExpectSame("output", step.output, rank.output);
+    if (step.num_weights == 0) return;
+    ExpectSame("weight gradients", step.output_weight_grads, rank.weight_grads);
+  }
+
   const World& world_;
   bool halves_;
-  std::vector<WindowGroup> groups_;
-  std::vector<PendingCall*> pending_;
-  std::vector<cudaStream_t> streams_;
+  std::vector<OnGpu> ranks_;
 };
 
 void RunWholeLayer(const Draws& draws, Random& random) {
@@ -349,14 +373,11 @@ void RunWholeLayer(const Draws& draws, Random& random) {
   CHECK(Validate(draws.options.shape) == nullptr);
   World world(draws.options, random);
   DrawIds(world, random);
-  Gpus gpus(world, draws.halves);
   world.Dispatch();
-  gpus.Dispatch();
   world.CachedDispatch();
-  gpus.CachedDispatch();
   FillExpertOutputs(world, random);
   world.Combine();
-  gpus.Combine();
+  Gpus(world, draws).Run(draws.times);
 }
 
 int Main(int argc, char** argv) {

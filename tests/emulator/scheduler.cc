@@ -163,11 +163,13 @@ bool BeginBlocks() {
   return later;
 }
 
-// Whether a thread ran.
+// Whether a thread ran or was held back.
 bool RunWarp(Block* block, uint32_t warp) {
-  bool ran = false;
   const uint32_t first = static_cast<uint32_t>(Random() % kWarpLanes);
-  for (uint32_t i = 0; i < kWarpLanes; ++i) {
+  // Lanes go apart where nothing holds them together.
+  const uint32_t lanes = OneIn(4) ? static_cast<uint32_t>(Random() % kWarpLanes) : kWarpLanes;
+  bool ran = lanes < kWarpLanes;
+  for (uint32_t i = 0; i < lanes; ++i) {
     Fiber* fiber = block->fibers[warp * kWarpLanes + (first + i) % kWarpLanes].get();
     if (fiber->done) continue;
     if (fiber->wait_on != nullptr && *fiber->wait_on == fiber->wait_value) continue;

@@ -24,7 +24,7 @@ T LoadAtOnce(const T* from, const char* what) {
 }
 template <typename T>
 void StoreAtOnce(T* to, const T& value, const char* what) {
-  emulator::Yield(what);
+  if (emulator::Random() % 2 == 0) emulator::Yield(what);
   emulator::CheckGlobal(to, sizeof(T), sizeof(T), what);
   *to = value;
 }
