@@ -10,7 +10,7 @@ const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind) {
   if (mask != ~0u) Die("%s of lanes %08x: only whole warps are emulated", kind, mask);
   if (warp.arrived == 0) {
     warp.kind = kind;
-  } else if (std::strcmp(warp.kind, kind) != 0) {
+  } else if (warp.kind != kind && std::strcmp(warp.kind, kind) != 0) {
     Die("lanes of a warp are at %s and at %s", warp.kind, kind);
   }
   const uint32_t generation = warp.generation;

@@ -62,6 +62,7 @@ void* scheduler_stack = nullptr;
 std::vector<Block*> blocks;
 std::vector<uint8_t*> free_stacks;
 uint64_t rounds = 0;
+std::mt19937_64 random_draws;
 
 // ---- Blocks -------------------------------------------------------------------------------------
 
@@ -254,10 +255,7 @@ void Die(const char* format, ...) {
   std::_Exit(9);
 }
 
-uint64_t Random() {
-  static std::mt19937_64 random(GetSettings().seed);
-  return random() >> 11;
-}
+uint64_t Random() { return random_draws() >> 11; }
 
 uint64_t ClockNs() { return rounds * GetSettings().ns_a_sweep; }
 
@@ -273,6 +271,11 @@ void SleepWhile(const uint32_t* word, uint32_t value, const char* where) {
 }
 
 void RunAll() {
+  const std::vector<Launch*> launches = FirstLaunches();
+  // Several host threads prepare ranks in any order, on null streams: that is to change nothing.
+  static uint64_t runs = 0;
+  runs += std::any_of(launches.begin(), launches.end(), [](Launch* l) { return l->on_stream; });
+  random_draws.seed(GetSettings().seed + (runs << 32));
   for (;;) {
     PopEnded();
     if (FirstLaunches().empty()) return;
