@@ -33,10 +33,7 @@ struct Mbarrier {
 };
 
 // Some are much slower than others.
-uint64_t DrawDelay() {
-  if (GetSettings().eager) return 0;
-  return Random() % 8 == 0 ? Random() % 100 : Random() % 6;
-}
+uint64_t DrawDelay() { return Random() % 8 == 0 ? Random() % 100 : Random() % 6; }
 
 bool TakesPart(const Mbarrier& state) { return state.phase <= 1 && state.arrivals != 0; }
 

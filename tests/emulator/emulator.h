@@ -41,8 +41,7 @@ struct Settings {
   int multiprocessors;  // EMULATED_SMS (6)
   unsigned resident;    // EMULATED_RESIDENT (all): blocks that run at once on a GPU
   uint64_t seed;        // EMULATED_SEED (random, and in the name of the device)
-  uint64_t ns_a_sweep;  // EMULATED_NS (2000): how far a GPU's clock goes in a round of all threads
-  bool eager;           // EMULATED_EAGER (0): nobody is held back, so that long calls end sooner
+  uint64_t ns_a_round;  // EMULATED_NS (2000): how far a GPU's clock goes in a round of all threads
   Fault missing;        // EMULATED_MISSING=RANK:LAUNCH: that launch and those after it never run
   Fault late;           // EMULATED_LATE=RANK:LAUNCH: that launch comes 6 s late
 };

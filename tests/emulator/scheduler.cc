@@ -129,7 +129,7 @@ void End(Block* block) {
 
 // ---- Turns --------------------------------------------------------------------------------------
 
-bool OneIn(uint64_t n) { return !GetSettings().eager && Random() % n == 0; }
+bool OneIn(uint64_t n) { return Random() % n == 0; }
 
 // Whether a launch may begin, of which no block has.
 bool Arrived(const Launch& launch) {
@@ -231,8 +231,7 @@ const Settings& GetSettings() {
       .multiprocessors = static_cast<int>(FromEnvironment("EMULATED_SMS", 6)),
       .resident = static_cast<unsigned>(FromEnvironment("EMULATED_RESIDENT", INT32_MAX)),
       .seed = static_cast<uint64_t>(FromEnvironment("EMULATED_SEED", std::random_device{}())),
-      .ns_a_sweep = static_cast<uint64_t>(FromEnvironment("EMULATED_NS", 2000)),
-      .eager = FromEnvironment("EMULATED_EAGER", 0) != 0,
+      .ns_a_round = static_cast<uint64_t>(FromEnvironment("EMULATED_NS", 2000)),
       .missing = FaultFromEnvironment("EMULATED_MISSING"),
       .late = FaultFromEnvironment("EMULATED_LATE"),
   };
@@ -257,7 +256,7 @@ void Die(const char* format, ...) {
 
 uint64_t Random() { return random_draws() >> 11; }
 
-uint64_t ClockNs() { return rounds * GetSettings().ns_a_sweep; }
+uint64_t ClockNs() { return rounds * GetSettings().ns_a_round; }
 
 void Yield(const char* where) {
   current->where = where;
