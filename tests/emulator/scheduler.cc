@@ -184,9 +184,18 @@ bool RunWarp(Block* block, uint32_t warp) {
   return ran;
 }
 
+// Now and then a rank, or none, becomes much slower than the others.
+int slow_rank = -1;
+void DrawSlowRank() {
+  constexpr uint64_t kRounds = 500;
+  if (!OneIn(kRounds)) return;
+  const int gpus = GetSettings().gpus;
+  slow_rank = static_cast<int>(Random() % static_cast<uint64_t>(2 * gpus)) - gpus;
+}
+
 // Whether a thread ran or was held back.
 bool RunBlock(Block* block) {
-  if (OneIn(3)) return true;
+  if (OneIn(3) || (block->launch->device == slow_rank && !OneIn(8))) return true;
   bool ran = false;
   const size_t warps = block->warps.size(), first = Random() % warps;
   for (size_t i = 0; i < warps; ++i) {
@@ -279,6 +288,7 @@ void RunAll() {
     PopEnded();
     if (FirstLaunches().empty()) return;
     ++rounds;
+    DrawSlowRank();
     bool goes_on = BeginBlocks();
     goes_on |= CopiesUnderWay();
     AdvanceCopies();
