@@ -59,6 +59,9 @@ PROMISES = (
     ("The protocol of flags and credits, under ThreadSanitizer and in a model "
      "that changes the order of steps",
      "ctest -R signals; pytest tests/test_protocol_model.py", ("ci",)),
+    ("p2p: the kernels, run thread by thread in random order without a GPU, give the "
+     "CPU's bytes, stay in their memory and end every wait; with an error put in, they "
+     "do not", "ctest -R calls; ctest -R kernels; ctest -R mutant", ("ci",)),
     ("Runs on the oldest and the newest JAX, Python 3.11 to 3.13, one wheel for all of "
      "3.12 and up; tells what to do when JAX changes",
      ".ci/run newest python313 readme; pytest tests/test_compatibility.py", ("ci",)),

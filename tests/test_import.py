@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import jax_ep
+
+
+# The package that this process has imported, whatever lies in the current folder.
+SAME = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONPATH": str(pathlib.Path(jax_ep.__file__).parent.parent),
+}
+
 
 def python(program: str, **env: str) -> str:
     """Standard output of `program` in a process of its own, on the CPU."""
     base = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    base |= SAME
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**base, "JAX_PLATFORMS": "cpu", **env},

@@ -44,7 +44,10 @@ def test_commands_name_what_exists(row) -> None:
         for file in files:
             assert (ROOT / file).exists(), file
         if program == "ctest":
-            cmake = (ROOT / "tests" / "cc" / "CMakeLists.txt").read_text()
+            cmake = "".join(
+                (ROOT / "tests" / folder / "CMakeLists.txt").read_text()
+                for folder in ("cc", "emulator")
+            )
             assert re.search(rf"\((\w*{words[-1]}\w*)", cmake), part
         if program == ".ci/run":
             text = (ROOT / ".ci" / "run").read_text()

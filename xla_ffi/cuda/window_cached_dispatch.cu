@@ -1,6 +1,7 @@
 // The fused dispatch along a known route, for backward passes: no routing and no counts. And its
 // halves, for groups over several nodes.
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_cached_worker.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_decode.cuh"
@@ -48,8 +49,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                                const __grid_constant__ WindowGroup group,
                                const __grid_constant__ CachedPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
-  const CachedShared memory(shared, plan);
+  const CachedShared memory(SharedBytes(), plan);
   WindowCall call(group, CallKind::kDispatch, plan.call, *memory.block);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                            const __grid_constant__ WindowGroup group,
                            const __grid_constant__ CachedPlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
-  const CachedShared memory(shared, plan);
+  const CachedShared memory(SharedBytes(), plan);
   WindowSendHalf call(group, CallKind::kDispatch, plan.call, *memory.block);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin();
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                             const __grid_constant__ WindowGroup group,
                             const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const CachedShared memory(shared + kOwnPlanBytes, plan);
   WindowPlaceHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);

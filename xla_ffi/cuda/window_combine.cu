@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_combine_place.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
                         const __grid_constant__ WindowGroup group,
                         const __grid_constant__ CombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ CallBlock block;
+  auto& block = SharedObject<CallBlock>();
   WindowCall call(group, CallKind::kCombine, plan.call, block);
   call.Begin();
   __syncthreads();

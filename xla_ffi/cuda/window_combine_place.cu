@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_combine_place.cuh"
 #include "cuda/window_combine_plan.cuh"
@@ -17,8 +18,8 @@ __global__ void __launch_bounds__(kSumThreads, 1)
                              const __grid_constant__ WindowGroup group,
                              const __grid_constant__ CombinePlan plan, const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ CallBlock block;
-  __shared__ CallPlan own;
+  auto& block = SharedObject<CallBlock>();
+  auto& own = SharedObject<CallPlan>();
   WindowPlaceHalf call(group, CallKind::kCombine, plan.call, block, own);
   call.Begin(*pending);
   __syncthreads();

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_combine_plan.cuh"
 #include "cuda/window_combine_send.cuh"
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
                             const __grid_constant__ WindowGroup group,
                             const __grid_constant__ CombinePlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ CallBlock block;
+  auto& block = SharedObject<CallBlock>();
   WindowSendHalf call(group, CallKind::kCombine, plan.call, block);
   call.Begin();
   __syncthreads();

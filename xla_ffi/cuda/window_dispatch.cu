@@ -1,6 +1,7 @@
 // The fused dispatch of the window transports: senders store messages into the destinations'
 // windows while placers move what has arrived to its rows.
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_dispatch_plan.cuh"
@@ -18,7 +19,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                          const __grid_constant__ WindowGroup group,
                          const __grid_constant__ DispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* const shared = SharedBytes();
   const DispatchShared<Format> memory(shared, step.shape, plan.rows);
   WindowCall call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());

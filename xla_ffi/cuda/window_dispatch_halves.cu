@@ -1,6 +1,7 @@
 // A dispatch of the window transports in two halves: the kernels of window_dispatch.cu, cut between
 // sending and placing.
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_dispatch_plan.cuh"
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
                              const __grid_constant__ WindowGroup group,
                              const __grid_constant__ DispatchPlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* const shared = SharedBytes();
   const DispatchShared<Format> memory(shared, step.shape, plan.rows);
   WindowSendHalf call(group, CallKind::kDispatch, plan.call, *memory.call);
   const uint32_t warp = static_cast<uint32_t>(Warp());
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
                               const __grid_constant__ DispatchPlan plan,
                               const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const DispatchShared<Format> memory(shared + kOwnPlanBytes, step.shape, plan.rows);
   WindowPlaceHalf call(group, CallKind::kDispatch, plan.call, *memory.call, own);

@@ -6,6 +6,7 @@
 #include "cuda/elements.cuh"
 #include "cuda/launch.h"
 #include "cuda/primitives.cuh"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_few.cuh"
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                            const __grid_constant__ WindowGroup group,
                            const __grid_constant__ FewCombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  __shared__ FewBlock block;
+  auto& block = SharedObject<FewBlock>();
   WindowCall call(group, CallKind::kCombine, plan.call, block.call);
   call.BeginInOrder(block.item);
   if (threadIdx.x == 0) block.failed = false;

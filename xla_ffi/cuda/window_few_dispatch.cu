@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/launch.h"
+#include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
 #include "cuda/window_calls.h"
 #include "cuda/window_dispatch_place.cuh"
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                             const __grid_constant__ WindowGroup group,
                             const __grid_constant__ FewDispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ FewShared<Format> shared;
+  uint8_t* const memory = SharedBytes();
+  auto& shared = SharedObject<FewShared<Format>>();
   WindowCall call(group, CallKind::kDispatch, plan.call, shared.block.call);
   call.BeginInOrder(shared.block.item);
   LoadEntries(step, shared);

@@ -1,0 +1,182 @@
+// Runs CUDA kernels on the host, every thread a fiber: what the headers in include/ are made of.
+// CMakeLists.txt beside this file says what is checked and what cannot be.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <typeindex>
+#include <vector>
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+
+struct EmulatedStream;
+
+namespace jax_ep::emulator {
+
+inline constexpr uint32_t kWarpLanes = 32;
+inline constexpr uint32_t kBarriers = 16;
+inline constexpr size_t kMostSharedBytes = 227 << 10;
+// Bulk copies; shared memory is aligned so too.
+inline constexpr size_t kSharedAlign = 128, kCopyAlign = 16;
+// Memory that nobody has written, and the destination of a load under way.
+inline constexpr uint8_t kUnwritten = 0xCD, kUnderWay = 0xDB;
+
+// ---- Settings, from the environment -------------------------------------------------------------
+
+// A rank and the number of the launch on its stream, 0 the first, from which on something happens.
+struct Fault {
+  int device = -1;
+  int launch = 0;
+};
+
+struct Settings {
+  int gpus;             // EMULATED_GPUS (2)
+  int multiprocessors;  // EMULATED_SMS (6)
+  unsigned resident;    // EMULATED_RESIDENT (all): blocks that run at once on a GPU
+  uint64_t seed;        // EMULATED_SEED (random, and in the name of the device)
+  uint64_t ns_a_round;  // EMULATED_NS (2000): how far a GPU's clock goes in a round of all threads
+  Fault missing;        // EMULATED_MISSING=RANK:LAUNCH: that launch and those after it never run
+  Fault late;           // EMULATED_LATE=RANK:LAUNCH: that launch comes 6 s late
+};
+
+const Settings& GetSettings();
+
+// ---- What runs ----------------------------------------------------------------------------------
+
+struct Warp {
+  // By parity of the generation: a lane may be one collective ahead of those that still read.
+  uint64_t values[2][kWarpLanes];
+  uint32_t generation = 0, arrived = 0;
+  const char* kind = nullptr;
+};
+
+struct Barrier {
+  uint32_t expected = 0, arrived = 0, generation = 0;
+  bool all = true, result[2] = {};
+  std::vector<uint32_t> by_warp;
+};
+
+// The copies between two commits of a thread.
+struct BulkGroup {
+  int unread = 0, unwritten = 0;
+};
+
+struct Launch {
+  int device = 0;
+  bool on_stream = false;  // rather than the null stream
+  int number = 0;          // on its stream
+  dim3 grid;
+  uint32_t threads = 0;
+  size_t shared_bytes = 0;
+  std::function<void()> body;
+  unsigned started = 0, ended = 0;
+};
+
+// Memory that ends where a page without access begins, and begins not far behind one.
+struct Guarded {
+  uint8_t* at = nullptr;
+  size_t bytes = 0;
+  uint8_t* mapping = nullptr;
+  size_t mapped = 0;
+};
+
+struct Fiber;
+
+struct Block {
+  Launch* launch = nullptr;
+  dim3 index;
+  Guarded shared;
+  std::map<std::type_index, Guarded> objects;  // of shared memory that the launch does not size
+  std::vector<Warp> warps;
+  Barrier barriers[kBarriers];
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  uint32_t live = 0;
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  uint8_t* stack = nullptr;
+  Block* block = nullptr;
+  dim3 thread;
+  // Sleeps while *wait_on is wait_value.
+  const uint32_t* wait_on = nullptr;
+  uint32_t wait_value = 0;
+  bool done = false;
+  const char* where = "not begun";
+  std::vector<std::shared_ptr<BulkGroup>> groups;
+  std::shared_ptr<BulkGroup> open;
+};
+
+// Of the thread that runs; null on the host.
+extern Fiber* current;
+
+// ---- Scheduling (scheduler.cc) ------------------------------------------------------------------
+
+// Prints what is wrong, who did it and the seed, and ends the process with status 9.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void Die(const char* format, ...);
+// Lets others run.
+void Yield(const char* where);
+void SleepWhile(const uint32_t* word, uint32_t value, const char* where);
+void RunAll();
+uint64_t ClockNs();
+uint64_t Random();
+const std::vector<Block*>& RunningBlocks();
+
+// ---- Collectives (collectives.cc) ---------------------------------------------------------------
+
+// What each lane of the warp came with.
+const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind);
+// Whether all came with true. Without `wait` the thread only arrives.
+bool Sync(uint32_t barrier, uint32_t threads, bool value, bool wait);
+void ExpectNoArrivals(const Block& block);
+
+// ---- Bulk copies and mbarriers (bulk.cc) --------------------------------------------------------
+
+void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
+void BulkStore(void* global, const void* shared, uint32_t bytes);
+void BulkCommit();
+void BulkWait(int pending, bool read);
+void MbarrierInit(uint64_t* barrier, uint32_t arrivals);
+void MbarrierExpect(uint64_t* barrier, uint32_t bytes);
+bool MbarrierTryWait(uint64_t* barrier, uint32_t parity);
+// Some of the copies under way get further.
+void AdvanceCopies();
+bool CopiesUnderWay();
+void ExpectNoCopies(const Block& block);
+
+// ---- Memory and streams (runtime.cc) ------------------------------------------------------------
+
+Guarded AllocateGuarded(size_t bytes, size_t align);
+void FreeGuarded(const Guarded& memory);
+// Dies unless the bytes are aligned and of one allocation.
+void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what);
+void Enqueue(Launch launch, EmulatedStream* stream);
+// The first launch of each stream that has one.
+std::vector<Launch*> FirstLaunches();
+void PopEnded();
+
+inline uint8_t* SharedBytes() { return current->block->shared.at; }
+
+template <typename T>
+T& SharedObject() {
+  Guarded& memory = current->block->objects[typeid(T)];
+  if (memory.at == nullptr) memory = AllocateGuarded(sizeof(T), kSharedAlign);
+  return *reinterpret_cast<T*>(memory.at);
+}
+
+template <typename To, typename From>
+To Bits(From value) {
+  static_assert(sizeof(To) == sizeof(From) || sizeof(To) == 8 || sizeof(From) == 8);
+  To to{};
+  std::memcpy(&to, &value, sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To));
+  return to;
+}
+
+}  // namespace jax_ep::emulator

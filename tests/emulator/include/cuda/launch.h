@@ -1,0 +1,25 @@
+// xla_ffi/cuda/launch.h with launches on emulated GPUs. Found before it on the include path.
+#pragma once
+
+#include "cuda_runtime.h"
+
+// The launch by CUDA's runtime stays a template that nobody instantiates.
+#define Launch LaunchByRuntime
+#include_next "cuda/launch.h"
+#undef Launch
+
+namespace jax_ep::cuda {
+
+template <typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+  emulator::Launch launch;
+  launch.grid = grid;
+  launch.threads = static_cast<uint32_t>(threads);
+  launch.shared_bytes = shared_bytes;
+  launch.body = [=] { kernel(params...); };
+  emulator::Enqueue(std::move(launch), stream);
+  return cudaSuccess;
+}
+
+}  // namespace jax_ep::cuda

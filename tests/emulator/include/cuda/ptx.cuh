@@ -1,0 +1,100 @@
+// Takes the place of xla_ffi/cuda/ptx.cuh on the include path: its functions, name by name, over
+// emulator.h. Accesses take effect at once and in order, so fences do nothing; where the order
+// among threads matters other threads run first.
+#pragma once
+
+#include <cstdint>
+
+#include "emulator.h"
+
+namespace jax_ep::cuda {
+
+struct alignas(16) Bits128 {
+  uint64_t low;
+  uint64_t high;
+};
+
+// ---- Loads, stores, counters --------------------------------------------------------------------
+
+template <typename T>
+T LoadAtOnce(const T* from, const char* what) {
+  emulator::Yield(what);
+  emulator::CheckGlobal(from, sizeof(T), sizeof(T), what);
+  return *from;
+}
+template <typename T>
+void StoreAtOnce(T* to, const T& value, const char* what) {
+  if (emulator::Random() % 2 == 0) emulator::Yield(what);
+  emulator::CheckGlobal(to, sizeof(T), sizeof(T), what);
+  *to = value;
+}
+
+inline uint64_t LoadRelaxedSystem(const uint64_t* from) {
+  return LoadAtOnce(from, "ld.relaxed.sys");
+}
+inline Bits128 LoadRelaxedSystem(const Bits128* from) {
+  return LoadAtOnce(from, "ld.relaxed.sys.b128");
+}
+inline uint64_t LoadAcquireSystem(const uint64_t* from) {
+  return LoadAtOnce(from, "ld.acquire.sys");
+}
+inline Bits128 LoadAcquireSystem(const Bits128* from) {
+  return LoadAtOnce(from, "ld.acquire.sys.b128");
+}
+inline void StoreRelaxedSystem(uint64_t* to, uint64_t value) {
+  StoreAtOnce(to, value, "st.relaxed.sys");
+}
+inline void StoreRelaxedSystem(Bits128* to, const Bits128& value) {
+  StoreAtOnce(to, value, "st.relaxed.sys.b128");
+}
+inline void FenceAcqRelSystem() {}
+
+template <typename T>
+T LoadAroundL1(const T* from) {
+  emulator::CheckGlobal(from, sizeof(T), sizeof(T), "ld.cg");
+  return *from;
+}
+
+inline uint32_t LoadRelaxedGpu(const uint32_t* from) { return LoadAtOnce(from, "ld.relaxed.gpu"); }
+inline void StoreRelaxedGpu(uint32_t* to, uint32_t value) {
+  StoreAtOnce(to, value, "st.relaxed.gpu");
+}
+inline uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
+  const uint32_t before = LoadAtOnce(counter, "atom.add.gpu");
+  *counter = before + value;
+  return before;
+}
+inline uint32_t FetchAddAcqRelGpu(uint32_t* counter, uint32_t value) {
+  return FetchAddRelaxedGpu(counter, value);
+}
+
+// ---- Barriers and time --------------------------------------------------------------------------
+
+inline void NamedBarrier(uint32_t id, uint32_t threads) { emulator::Sync(id, threads, true, true); }
+inline void ArriveAtBarrier(uint32_t id, uint32_t threads) {
+  emulator::Sync(id, threads, true, false);
+}
+inline uint64_t GlobalTimerNs() { return emulator::ClockNs(); }
+
+// ---- Bulk copies and their barriers -------------------------------------------------------------
+
+inline void FenceProxyAsyncShared() {}
+inline void FenceProxyAsyncGlobal() {}
+
+using emulator::BulkCommit;
+using emulator::BulkLoad;
+using emulator::BulkStore;
+using emulator::MbarrierExpect;
+using emulator::MbarrierInit;
+using emulator::MbarrierTryWait;
+
+template <int kPending>
+void BulkWait() {
+  emulator::BulkWait(kPending, false);
+}
+template <int kPending>
+void BulkWaitRead() {
+  emulator::BulkWait(kPending, true);
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,304 @@
+// Fibers and whose turn it is: blocks, warps and lanes in random order, some held back for a while.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "emulator.h"
+
+// Saves what a function must leave as it was, keeps the stack pointer in *save, and goes on from
+// `load`. The settings of floating point are the same in all fibers.
+extern "C" void EmulatorSwitch(void** save, void* load);
+asm(R"(
+.text
+.globl EmulatorSwitch
+EmulatorSwitch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.section .note.GNU-stack,"",@progbits
+.text
+)");
+
+namespace jax_ep::emulator {
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr uint64_t kStackEnd = 0x5AFE5AFE5AFE5AFEu;
+constexpr uint64_t kLateNs = 6'000'000'000;
+
+int64_t FromEnvironment(const char* name, int64_t fallback) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? fallback : std::atoll(text);
+}
+
+Fault FaultFromEnvironment(const char* name) {
+  const char* text = std::getenv(name);
+  Fault fault;
+  if (text == nullptr) return fault;
+  if (std::sscanf(text, "%d:%d", &fault.device, &fault.launch) != 2) {
+    Die("%s=%s is not RANK:LAUNCH", name, text);
+  }
+  return fault;
+}
+
+void* scheduler_stack = nullptr;
+std::vector<Block*> blocks;
+std::vector<uint8_t*> free_stacks;
+uint64_t rounds = 0;
+std::mt19937_64 random_draws;
+
+// ---- Blocks -------------------------------------------------------------------------------------
+
+void RunThread() {
+  current->block->launch->body();
+  if (current->open != nullptr) Die("a thread ends with bulk copies that it has not committed");
+  current->done = true;
+  EmulatorSwitch(&current->stack_pointer, scheduler_stack);
+  std::abort();
+}
+
+uint8_t* TakeStack() {
+  if (free_stacks.empty()) {
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED) Die("no memory for stacks");
+    free_stacks.push_back(static_cast<uint8_t*>(stack));
+  }
+  uint8_t* stack = free_stacks.back();
+  free_stacks.pop_back();
+  std::memcpy(stack, &kStackEnd, sizeof kStackEnd);
+  return stack;
+}
+
+std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
+  constexpr int kSavedRegisters = 6;
+  auto fiber = std::make_unique<Fiber>();
+  fiber->block = block;
+  fiber->thread = dim3(thread, 0, 0);
+  fiber->stack = TakeStack();
+  auto** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
+  *--top = nullptr;  // a return address: functions begin 8 bytes off a multiple of 16
+  *--top = reinterpret_cast<void*>(&RunThread);
+  for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
+  fiber->stack_pointer = top;
+  return fiber;
+}
+
+void Begin(Launch* launch) {
+  auto* block = new Block;
+  block->launch = launch;
+  block->index = dim3(launch->started++, 0, 0);
+  block->warps.resize(launch->threads / kWarpLanes);
+  for (Barrier& barrier : block->barriers) barrier.by_warp.resize(block->warps.size());
+  block->shared = AllocateGuarded(launch->shared_bytes, kSharedAlign);
+  for (uint32_t i = 0; i < launch->threads; ++i) block->fibers.push_back(MakeFiber(block, i));
+  block->live = launch->threads;
+  blocks.push_back(block);
+}
+
+void End(Block* block) {
+  blocks.erase(std::find(blocks.begin(), blocks.end(), block));
+  ExpectNoCopies(*block);
+  ExpectNoArrivals(*block);
+  for (const auto& fiber : block->fibers) {
+    if (std::memcmp(fiber->stack, &kStackEnd, sizeof kStackEnd) != 0) Die("a stack is too small");
+    free_stacks.push_back(fiber->stack);
+  }
+  FreeGuarded(block->shared);
+  for (const auto& [type, memory] : block->objects) FreeGuarded(memory);
+  ++block->launch->ended;
+  delete block;
+}
+
+// ---- Turns --------------------------------------------------------------------------------------
+
+bool OneIn(uint64_t n) { return Random() % n == 0; }
+
+// Whether a launch may begin, of which no block has.
+bool Arrived(const Launch& launch) {
+  static const Launch* waits = nullptr;
+  static uint64_t since = 0;
+  const Fault& late = GetSettings().late;
+  if (!launch.on_stream || launch.device != late.device || launch.number != late.launch) {
+    return true;
+  }
+  if (waits != &launch) waits = &launch, since = ClockNs();
+  return ClockNs() - since >= kLateNs;
+}
+
+// Some of the blocks that fit. Whether any could not begin only for lack of luck or time.
+bool BeginBlocks() {
+  std::map<int, unsigned> resident;
+  for (const Block* block : blocks) ++resident[block->launch->device];
+  bool later = false;
+  for (Launch* launch : FirstLaunches()) {
+    unsigned& running = resident[launch->device];
+    if (launch->started == 0 && !Arrived(*launch)) {
+      later = true;
+      continue;
+    }
+    while (launch->started < launch->grid.x && running < GetSettings().resident) {
+      if (launch->started != 0 && OneIn(2)) break;
+      Begin(launch);
+      ++running;
+    }
+    later |= launch->started < launch->grid.x && running < GetSettings().resident;
+  }
+  return later;
+}
+
+// Whether a thread ran or was held back.
+bool RunWarp(Block* block, uint32_t warp) {
+  const uint32_t first = static_cast<uint32_t>(Random() % kWarpLanes);
+  // Lanes go apart where nothing holds them together.
+  const uint32_t lanes = OneIn(4) ? static_cast<uint32_t>(Random() % kWarpLanes) : kWarpLanes;
+  bool ran = lanes < kWarpLanes;
+  for (uint32_t i = 0; i < lanes; ++i) {
+    Fiber* fiber = block->fibers[warp * kWarpLanes + (first + i) % kWarpLanes].get();
+    if (fiber->done) continue;
+    if (fiber->wait_on != nullptr && *fiber->wait_on == fiber->wait_value) continue;
+    fiber->wait_on = nullptr;
+    ran = true;
+    current = fiber;
+    EmulatorSwitch(&scheduler_stack, fiber->stack_pointer);
+    current = nullptr;
+    if (fiber->done) --block->live;
+  }
+  return ran;
+}
+
+// Now and then a rank, or none, becomes much slower than the others.
+int slow_rank = -1;
+void DrawSlowRank() {
+  constexpr uint64_t kRounds = 500;
+  if (!OneIn(kRounds)) return;
+  const int gpus = GetSettings().gpus;
+  slow_rank = static_cast<int>(Random() % static_cast<uint64_t>(2 * gpus)) - gpus;
+}
+
+// Whether a thread ran or was held back.
+bool RunBlock(Block* block) {
+  if (OneIn(3) || (block->launch->device == slow_rank && !OneIn(8))) return true;
+  bool ran = false;
+  const size_t warps = block->warps.size(), first = Random() % warps;
+  for (size_t i = 0; i < warps; ++i) {
+    ran |= OneIn(4) || RunWarp(block, static_cast<uint32_t>((first + i) % warps));
+  }
+  if (block->live == 0) End(block);
+  return ran;
+}
+
+// Who waits where.
+void Describe() {
+  std::map<std::string, int> waiting;
+  for (const Block* block : blocks) {
+    const std::string name = "rank " + std::to_string(block->launch->device) + ", block " +
+                             std::to_string(block->index.x);
+    for (const auto& fiber : block->fibers) {
+      if (fiber->done) continue;
+      const std::string warp = std::to_string(fiber->thread.x / kWarpLanes);
+      ++waiting[name + ", warp " + warp + ": " + fiber->where];
+    }
+    for (uint32_t id = 0; id < kBarriers; ++id) {
+      const Barrier& barrier = block->barriers[id];
+      if (barrier.arrived == 0) continue;
+      const std::string of = std::to_string(barrier.expected) + " are at barrier ";
+      waiting[name + ", of " + of + std::to_string(id)] = static_cast<int>(barrier.arrived);
+    }
+  }
+  for (const auto& [what, threads] : waiting) {
+    std::fprintf(stderr, "  %s: %d threads\n", what.c_str(), threads);
+  }
+}
+
+}  // namespace
+
+Fiber* current = nullptr;
+
+const std::vector<Block*>& RunningBlocks() { return blocks; }
+
+const Settings& GetSettings() {
+  static const Settings settings{
+      .gpus = static_cast<int>(FromEnvironment("EMULATED_GPUS", 2)),
+      .multiprocessors = static_cast<int>(FromEnvironment("EMULATED_SMS", 6)),
+      .resident = static_cast<unsigned>(FromEnvironment("EMULATED_RESIDENT", INT32_MAX)),
+      .seed = static_cast<uint64_t>(FromEnvironment("EMULATED_SEED", std::random_device{}())),
+      .ns_a_round = static_cast<uint64_t>(FromEnvironment("EMULATED_NS", 2000)),
+      .missing = FaultFromEnvironment("EMULATED_MISSING"),
+      .late = FaultFromEnvironment("EMULATED_LATE"),
+  };
+  return settings;
+}
+
+void Die(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::fflush(stdout);
+  std::fprintf(stderr, "emulator: ");
+  std::vfprintf(stderr, format, arguments);
+  va_end(arguments);
+  if (current != nullptr) {
+    std::fprintf(stderr, "; rank %d, block %u, thread %u", current->block->launch->device,
+                 current->block->index.x, current->thread.x);
+  }
+  std::fprintf(stderr, "; EMULATED_SEED=%llu\n",
+               static_cast<unsigned long long>(GetSettings().seed));
+  std::_Exit(9);
+}
+
+uint64_t Random() { return random_draws() >> 11; }
+
+uint64_t ClockNs() { return rounds * GetSettings().ns_a_round; }
+
+void Yield(const char* where) {
+  current->where = where;
+  EmulatorSwitch(&current->stack_pointer, scheduler_stack);
+}
+
+void SleepWhile(const uint32_t* word, uint32_t value, const char* where) {
+  current->wait_on = word;
+  current->wait_value = value;
+  Yield(where);
+}
+
+void RunAll() {
+  const std::vector<Launch*> launches = FirstLaunches();
+  // Several host threads prepare ranks in any order, on null streams: that is to change nothing.
+  static uint64_t runs = 0;
+  runs += std::any_of(launches.begin(), launches.end(), [](Launch* l) { return l->on_stream; });
+  random_draws.seed(GetSettings().seed + (runs << 32));
+  for (;;) {
+    PopEnded();
+    if (FirstLaunches().empty()) return;
+    ++rounds;
+    DrawSlowRank();
+    bool goes_on = BeginBlocks();
+    goes_on |= CopiesUnderWay();
+    AdvanceCopies();
+    std::vector<Block*> order = blocks;
+    for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[Random() % i]);
+    for (Block* block : order) goes_on |= RunBlock(block);
+    if (goes_on || blocks.empty()) continue;
+    Describe();
+    Die("deadlock");
+  }
+}
+
+}  // namespace jax_ep::emulator
