@@ -11,7 +11,6 @@ import pytest
 
 import jax_ep
 
-
 # The package that this process has imported, whatever lies in the current folder.
 SAME = {
     "PYTHONSAFEPATH": "1",
