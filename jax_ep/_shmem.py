@@ -151,7 +151,7 @@ class Heap:
         """Opens the group `key` over blocks of the heap; returns a window's bytes.
 
         Raises:
-            NotMapped: GPUs do not reach each other through NVSHMEM.
+            NotMapped: NVSHMEM does not start, or GPUs do not reach each other by it.
             RuntimeError: no room, here or in another process, or one that did not come.
         """
         own = _windows.local_groups(groups, meeting.own)
@@ -257,9 +257,17 @@ class Heap:
         (device,) = (d for d in groups.flat if d.process_index == meeting.own)
         pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
         ordinal = _windows.ordinal(device)
-        self._bounded(
-            self._module().start, timeout_s, bytes.fromhex(name), pe, pes, ordinal
-        )
+        start = self._module().start
+        failure = None
+        try:
+            # Half of the time: a process that fails at once waits for the others.
+            self._bounded(start, timeout_s / 2, bytes.fromhex(name), pe, pes, ordinal)
+        except RuntimeError:
+            failure = ("NVSHMEM to start in all processes", str(self.broken))
+        found = _windows.first(meeting.gather("started", failure))
+        if found is not None:
+            self.broken = self.broken or "a start that another process failed in"
+            raise NotMapped(found)
         self.processes, self.ordinal = tuple(meeting.processes), ordinal
 
     def _free_closed(
