@@ -281,21 +281,6 @@ def test_nvshmem_that_waits_for_ever() -> None:
     job.refused("a wait of NVSHMEM that has not ended")
 
 
-def test_start_that_one_process_fails_in() -> None:
-    """The others stand in it, and hear of it."""
-    job = Job(ONE_EACH)
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("no network")
-
-    job.modules[2].start = fails
-    job.shared.barrier = threading.Barrier(3)
-    for actor in job.run(1, timeout_s=2.0).values():
-        assert isinstance(actor.error, _windows.NotMapped)
-    job.shared.barrier.abort()
-    job.refused("NVSHMEM to work")
-
-
 def test_library_is_looked_for_at_home_first(monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", "/somewhere")
     first, *_, last = _shmem.candidates()

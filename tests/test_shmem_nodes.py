@@ -1,7 +1,8 @@
-"""Transport shmem without a GPU: which ranks share a node; what reaches the others."""
+"""Transport shmem without a GPU: which ranks share a node; what reaches others."""
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
@@ -119,3 +120,18 @@ def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     job = Job(ONE_EACH)
     job.natives[0].peer = ("peer access between all GPUs", "none")
     assert chosen(job) == "collective"
+
+
+def test_start_that_one_process_fails_in() -> None:
+    """The others stand in it, and hear of it."""
+    job = Job(ONE_EACH)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no network")
+
+    job.modules[2].start = fails
+    job.shared.barrier = threading.Barrier(3)
+    for actor in job.run(1, timeout_s=2.0).values():
+        assert isinstance(actor.error, _windows.NotMapped)
+    job.shared.barrier.abort()
+    job.refused("NVSHMEM to work")
