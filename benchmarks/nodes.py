@@ -22,6 +22,7 @@ import sys
 import time
 
 CALLS, REPEATS = 10, 15  # calls of a program, and its runs
+LIMIT_S = 540  # for all processes: one that waits for a dead one is ended
 TOP_K, EXPERTS = 8, 256
 # Transport, ranks of a node, whether dispatches may be bundled.
 WAYS = {
@@ -153,7 +154,15 @@ def main():
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, env=environment)
         for i in range(count)
     ]
-    results = [json.loads(each.communicate()[0].splitlines()[-1]) for each in started]
+    end = time.monotonic() + LIMIT_S
+    try:
+        outputs = [
+            each.communicate(timeout=end - time.monotonic())[0] for each in started
+        ]
+    finally:
+        for each in started:
+            each.kill()
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
     rows = [
         {
             "tokens": n,
