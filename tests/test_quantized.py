@@ -226,6 +226,36 @@ def test_combine_format(weighted: bool, dtype: str) -> None:
         helpers.assert_sums(y, wanted[position], f"y of rank {position}")
 
 
+@each_format
+def test_rows_without_a_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are decoded by the format they came in, whatever else has its dtypes."""
+    known = jax_ep.formats._FORMATS
+    twin = known[name] | {"name": "twin", "block": 64}
+    monkeypatch.setattr(jax_ep.formats, "_FORMATS", {"twin": twin, **known})
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, helpers.make_config(**config_of(name, dtype="float16")))
+    inputs = helpers.make_inputs(np.random.default_rng(12), ep.config, ep.ep_size)
+    tokens, ids = (helpers.put(mesh, part) for part in (inputs.tokens, inputs.ids))
+
+    def body(tokens: Any, ids: Any) -> Any:
+        d = jax_ep.dispatch(ep, tokens, ids)
+        bare = dataclasses.replace(d, grad_port=None)
+        return bare, jax_ep.dequantize(bare), jax_ep.dequantize(d)
+
+    spec = P("ep")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    d, rows, wanted = jax.jit(mapped)(tokens, ids)
+    assert d.grad_port is None
+    assert (d.format, d.rows_dtype, rows.dtype) == (name, "float16", np.float16)
+    assert rows.shape == (ep.ep_size * ep.recv_capacity, 256)
+    helpers.assert_bits(rows, wanted)
+    helpers.assert_bits(jax_ep.sharded.dequantize(ep, d), wanted)
+    with pytest.raises(
+        ValueError, match=f"the scales of its format '{name}', got none"
+    ):
+        jax_ep.dequantize(dataclasses.replace(d, scales=None))
+
+
 def test_global_arrays() -> None:
     """jax_ep.sharded takes and gives what left shard_map."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
