@@ -99,12 +99,16 @@ def test_steps_of_copies_are_measured_and_right(worker, monkeypatch):
         arrangements=["copy_halves"],
     )
     run.run()
-    (failed,) = (row for row in rows if "error" in row)
-    assert failed["beside"] == "mosaic"
-    assert not any(row["wrong"] for row in rows if row is not failed)
+    failed = [row for row in rows if "error" in row]
+    # Pallas has kernels for GPUs alone.
+    assert [row["beside"] for row in failed] == ["mosaic"] * (
+        jax.default_backend() == "cpu"
+    )
+    assert not any(row["wrong"] for row in rows if row not in failed)
     us = {row["arrangement"]: row["us"] for row in rows if row["beside"] is None}
     assert set(overlap_report.PARTS) < us.keys()
-    (found,) = (row for row in rows if row["arrangement"] == "copy_halves")
+    copies = [row for row in rows if row["arrangement"] == "copy_halves"]
+    found = next(row for row in copies if row["beside"] == "attention")
     both = us["pack"] + us["place"]
     assert found["over_parts_us"] == pytest.approx(found["exposed_us"] - both)
 

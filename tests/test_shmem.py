@@ -298,7 +298,8 @@ def test_library_of_the_package(monkeypatch, tmp_path) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     importlib.invalidate_caches()
-    wheel, last = _nvshmem.candidates()
+    # Behind it what else is installed.
+    wheel, *_, last = _nvshmem.candidates()
     assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / _nvshmem.LIBRARY)
     assert last == _nvshmem.LIBRARY
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
