@@ -115,7 +115,8 @@ def trace(mesh, operation, unrolled, iterations, tie):
 
 
 def _opcodes(text):
-    found = re.findall(r" (fusion|copy|copy-start|custom-call|call|while)\(", text)
+    names = "fusion|copy|copy-start|custom-call|call|while|all-to-all|async-start"
+    found = re.findall(rf" ({names})\(", text)
     return {name: found.count(name) for name in dict.fromkeys(found)}
 
 

@@ -62,19 +62,40 @@ def sms(data, table):
     return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
 
 
+def _runs(data):
+    """As `_source`, of each of the runs that a record was made of."""
+    sources = dict.fromkeys(_source({**data, **r}, r["command"]) for r in data["runs"])
+    return "; ".join(sources)
+
+
 def overlap(data, table):
     """What stays exposed beside other work."""
     failures = overlap_report.failures(data)
     if failures:
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
     head = (
-        f"{_source(data, data['command'])}, jax {data['jax']}: {data['tokens']} tokens "
+        f"{_runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
         f"a rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
         "bfloat16; microseconds."
     )
-    return f"{head}\n\n" + table(
-        overlap_report.header(), list(overlap_report.cells(data))
-    )
+    shown = [head, table(overlap_report.header(), list(overlap_report.cells(data)))]
+    parts = list(overlap_report.parts(data))
+    if parts:
+        shown += [
+            'The steps of a call with `overlap="copy"`, each alone. Packing and '
+            "placing stay exposed; `over pack+place` is what else does, at most "
+            f"{overlap_report.TARGET_US} us where all is well and the work longer than "
+            "the copies:",
+            table(overlap_report.PARTS_HEADER, parts),
+        ]
+    batches = list(overlap_report.batches(data))
+    if batches:
+        shown += [
+            "Two micro-batches through dispatch, experts and combine, one after the "
+            "other and each one's exchange under the other's experts:",
+            table(overlap_report.BATCHES_HEADER, batches),
+        ]
+    return "\n\n".join(shown)
 
 
 def graphs(data, table):
@@ -82,7 +103,7 @@ def graphs(data, table):
     rows = list(overlap_report.graphs(data))
     if not rows:
         return "No run is recorded yet."
-    head = f"{_source(data, data['command'])}; of programs of many calls."
+    head = f"{_runs(data)}; of programs of many calls."
     return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
 
 
