@@ -201,8 +201,8 @@ def _captured(row):
     captured, streamed = row.get("captured"), row.get("streamed")
     if captured is None:
         return number(row["us"], 1)
-    # Before it captures a program XLA may run it once.
-    if captured == 0 or streamed * 10 > row["calls"]:
+    # A program's body may run once before it is captured; uncaptured calls count all.
+    if captured == 0 or 2 * streamed > row["calls"]:
         return "not captured"
     return number(row["us"], 1)
 

@@ -144,7 +144,7 @@ def test_what_is_missing_is_said_and_the_rest_shown():
 
 def test_graphs_that_were_not_captured():
     on = graph_row(1, 12.0, True)
-    rows = [on | {"streamed": 65}, graph_row(1, 30.0, False)]
+    rows = [on | {"streamed": 321}, graph_row(1, 30.0, False)]
     (cells,) = overlap_report.graphs(record(graphs=rows))
     assert cells[3:5] == ("not captured", "")
 

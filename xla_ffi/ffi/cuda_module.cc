@@ -123,6 +123,8 @@ NB_MODULE(_native_cuda, m) {
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.attr("FIRST_EPOCH") = kFirstEpoch;
   m.attr("ELSEWHERE") = kElsewhere;
+  m.def("launch_counts", &LaunchCounts,
+        "(captured, not captured) calls of this process so far; replays do not count.");
   m.def("device_count", &DeviceCount, "GPUs that this process can use; 0 without a driver.");
   nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
       .def(
