@@ -24,6 +24,17 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+# What skip_a2a, which sends nothing, refuses.
+_OF_SENDING = ("combine_dtype", "combine_format", "grad_format", "overlap")
+
+
+def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `given` in a mode, less those that it refuses."""
+    made = given | MODES[mode]
+    sends = not made.get("skip_a2a")
+    return {k: v for k, v in made.items() if sends or k not in _OF_SENDING}
+
+
 def make_inputs(
     rng: np.random.Generator, config: Any, ranks: int, **options: Any
 ) -> helpers.Inputs:

@@ -72,6 +72,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "combine_format": "fp8_block128",
         "grad_format": "fp8_block128",
     },
+    "copied": {"overlap": "copy"},
+    "coded_copied": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "combine_format": "fp8_block128",
+        "overlap": "copy",
+    },
 }
 
 
@@ -89,9 +96,7 @@ def _cases() -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize(("mode", "shape", "few"), _cases())
 def test_same_as_collective(mode: str, shape: str, few: int) -> None:
     changes = {"max_tokens_per_rank": 600, "hidden_size": 64} | SHAPES[shape]
-    if options.MODES[mode].get("skip_a2a"):
-        changes = {k: v for k, v in changes.items() if not k.endswith("_format")}
-    config = helpers.make_config(**(changes | options.MODES[mode]))
+    config = helpers.make_config(**options.changes(mode, changes))
     with twins.Twins(twins.p2p_mesh(), config) as pair:
         assert pair.p2p.transport == "p2p"
         plain, whole, split = (
