@@ -9,6 +9,8 @@ import helpers
 import numpy as np
 import oracle
 
+import jax_ep
+
 FUSED, SKIP = {"fused_shared_expert": True}, {"skip_a2a": True}
 SOURCE, NONE = {"reduce": "source"}, {"reduce": "none"}
 MODES: dict[str, dict[str, Any]] = {
@@ -24,6 +26,18 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def split_dispatch(ep: Any, *args: Any) -> Any:
+    """jax_ep.dispatch in halves."""
+    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
+
+
+def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
+    """jax_ep.combine in halves."""
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
+
+
+# A dispatch and a combine.
+WHOLE, SPLIT = (jax_ep.dispatch, jax_ep.combine), (split_dispatch, split_combine)
 # What skip_a2a, which sends nothing, refuses.
 _OF_SENDING = ("combine_dtype", "combine_format", "grad_format", "overlap")
 

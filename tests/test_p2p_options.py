@@ -19,16 +19,6 @@ import jax_ep
 
 pytestmark = pytest.mark.gpu
 
-WHOLE = (jax_ep.dispatch, jax_ep.combine)
-
-
-def split_dispatch(ep: Any, *args: Any) -> Any:
-    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
-
-
-def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
-    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
-
 
 def results(ep: Any, calls: Any, o: twins.Operands) -> dict[str, Any]:
     """Both calls and both backward passes, with NaN in all that may not be read."""
@@ -102,9 +92,9 @@ def test_same_as_collective(mode: str, shape: str, few: int) -> None:
         plain, whole, split = (
             twins.mapped(pair.mesh, functools.partial(results, ep, calls))
             for ep, calls in (
-                (pair.collective, WHOLE),
-                (pair.p2p, WHOLE),
-                (pair.p2p, (split_dispatch, split_combine)),
+                (pair.collective, options.WHOLE),
+                (pair.p2p, options.WHOLE),
+                (pair.p2p, options.SPLIT),
             )
         )
         for n in (few, 600):
