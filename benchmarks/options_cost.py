@@ -108,7 +108,7 @@ def main(arguments=None):
     name = f"options-{recording.short_device(record['device'])}x{record['count']}"
     recording.write(name, record, args.results)
     options_report.print_tables(record)
-    return 1 if options_report.failures(record) else 0
+    return int(options_report.unfit(record))
 
 
 if __name__ == "__main__":

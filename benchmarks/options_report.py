@@ -38,6 +38,11 @@ def failures(record):
     return [line(row) for row in record["results"] if row.get("wrong")]
 
 
+def unfit(record):
+    """Whether a run has failed: something is wrong, or nothing was measured."""
+    return bool(failures(record)) or all("us" not in r for r in record["results"])
+
+
 def missing(record):
     """What was not measured."""
     rows = [line(row) for row in record["results"] if "us" not in row]

@@ -122,6 +122,8 @@ def test_tables():
     text = performance_tables.halves(record(), generate.table)
     assert "| dispatch | 128 | 10.0 | 14.0 (1.40) |" in text
     assert len(options_report.missing(record())) == 1
+    assert not options_report.unfit(record())
+    assert options_report.unfit(record(results=[]))
     wrong = record(results=[row("plain", "dispatch", 1.0, wrong=True)])
     for part in (performance_tables.options, performance_tables.halves):
         with pytest.raises(SystemExit, match="unfit"):

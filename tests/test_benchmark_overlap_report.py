@@ -139,6 +139,8 @@ def test_what_is_missing_is_said_and_the_rest_shown():
     assert mosaic[1:5] == ("mosaic", "", "", "failed")
     assert overlap_report.failures(data) == []
     assert len(overlap_report.missing(data)) == 4
+    assert not overlap_report.unfit(data)
+    assert overlap_report.unfit(data | {"results": results[1:], "graphs": []})
     assert "| no time | failed |" in performance_tables.overlap(data, generate.table)
 
 
