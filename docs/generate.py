@@ -94,6 +94,10 @@ def from_newest(prefix, part):
     return part(data, table) if data else "No run is recorded yet."
 
 
+def targets():
+    return performance_tables.targets(newest("p2p"), newest("formats"), table)
+
+
 def newest_suites():
     """By transport and devices; a record without a transport is collective's."""
     found = {}
@@ -101,8 +105,8 @@ def newest_suites():
         devices = data["devices"]
         if devices.get("platform", "gpu") != "gpu":
             continue
-        transport = data.get("transport", "collective")
-        found[devices["kind"], transport, devices["count"]] = data
+        suite = reliability_table.suite_name(data)
+        found[devices["kind"], suite, devices["count"]] = data
     return found
 
 
@@ -235,7 +239,7 @@ def suite_part(suites):
     rows = [
         (
             f"{count} x {kind}",
-            f"`{transport}`",
+            transport,
             data["passed"],
             len(data["failed"]),
             sum(data["skipped"].values()),
@@ -291,7 +295,8 @@ def main():
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
-        (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
+        (PERFORMANCE, "targets", targets()),
+        (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
