@@ -247,7 +247,7 @@ def main(arguments=None):
     name = f"overlap-{recording.short_device(record['device'])}x{record['count']}"
     recording.write(name, record, args.results)
     overlap_report.print_table(record)
-    return 1 if overlap_report.failures(record) else 0
+    return int(overlap_report.unfit(record))
 
 
 if __name__ == "__main__":

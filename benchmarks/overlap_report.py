@@ -73,6 +73,11 @@ def failures(record):
     return [line(row) for row in _rows(record) if row.get("wrong")]
 
 
+def unfit(record):
+    """Whether a run has failed: something is wrong, or nothing was measured."""
+    return bool(failures(record)) or all("us" not in row for row in _rows(record))
+
+
 def missing(record):
     """What was not measured; the tables say so in its place."""
     rows = [line(row) for row in _rows(record) if "us" not in row]

@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+OPTIONS = ROOT / "docs" / "options.md"
 OVERLAP = ROOT / "docs" / "overlap.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
 LAYERS = ROOT / "docs" / "layers.md"
@@ -301,6 +302,8 @@ def main():
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
+        (OVERLAP, "halves", from_newest("options", performance_tables.halves)),
+        (OPTIONS, "options", from_newest("options", performance_tables.options)),
         *((SCALE, name, body) for name, body in scale_model.parts(table).items()),
     ):
         old = path.read_text()

@@ -1,6 +1,7 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
 import layer_report
+import options_report
 import overlap_report
 import p2p_report
 
@@ -157,6 +158,32 @@ def graphs(data, table):
         return "No run is recorded yet."
     head = f"{_runs(data)}; of programs of many calls."
     return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
+
+
+def _options(data):
+    failures = options_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest options file is unfit: {failures}")
+    return f"{_source(data, data['command'])}, jax {data['jax']}"
+
+
+def options(data, table):
+    """What each option costs against plain calls."""
+    head = (
+        f"{_options(data)}: microseconds of a call of T tokens a rank, hidden "
+        f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16; in "
+        "brackets, how many times the plain call's. A dispatch not listed is the plain "
+        "one."
+    )
+    rows = list(options_report.cells(data))
+    return f"{head}\n\n" + table(options_report.header(data), rows)
+
+
+def halves(data, table):
+    """First halves alone by the number of multiprocessors."""
+    head = f"{_options(data)}: microseconds; in brackets, over the default's."
+    rows = list(options_report.halves(data))
+    return f"{head}\n\n" + table(options_report.halves_header(data), rows)
 
 
 def _speed_up(row):
