@@ -1,5 +1,6 @@
 from typing import Any
 
+CUDA_VERSION: int
 MAX_WINDOW_RANKS: int
 FIRST_EPOCH: int
 ELSEWHERE: int

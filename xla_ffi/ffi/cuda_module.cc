@@ -120,6 +120,7 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
 NB_MODULE(_native_cuda, m) {
   m.doc() = "CUDA handlers of jax_ep, and the windows of its GPU transports.";
   DefineCommon(m, CudaTargets());
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.attr("FIRST_EPOCH") = kFirstEpoch;
   m.attr("ELSEWHERE") = kElsewhere;
