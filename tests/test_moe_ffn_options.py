@@ -13,6 +13,8 @@ from test_moe_ffn import N, config, expert_parallel
 import jax_ep
 from jax_ep.router import Router
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def test_experts_of_ones_own():
     mesh = helpers.make_mesh(helpers.some_ranks(2))
