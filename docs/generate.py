@@ -293,6 +293,7 @@ def main():
         (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
+        (LAYERS, "train", from_newest("train", performance_tables.train)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),

@@ -150,3 +150,38 @@ def layers(data, table):
             table(("size", "pass", "way", "ms"), alone),
         ]
     )
+
+
+def train(data, table):
+    """The curves of examples/train.py, from a dozen steps."""
+    curves = data["curves"]
+    names = [name for name in curves if name != "dense"]
+    apart = {
+        name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
+        for name in names
+    }
+    before = {name: max(gaps[: data["alike"][name]]) for name, gaps in apart.items()}
+    if not names or max(before.values()) > 1e-4:
+        raise SystemExit(f"the newest train file is unfit: {before}")
+    steps = len(curves["dense"])
+    shown = [0, *range(steps // 12 - 1, steps, max(1, steps // 12))]
+    rows = [
+        (step + 1, *(f"{curves[name][step]:.4f}" for name in ("dense", *names)))
+        for step in dict.fromkeys(max(0, step) for step in shown)
+    ]
+    sizes = data["sizes"]
+    found = ", ".join(
+        f"{name} {before[name]:.1e} in {data['alike'][name]} steps and "
+        f"{max(apart[name]):.1e} in all {steps}"
+        for name in names
+    )
+    head = (
+        f"{_source(data, data['command'])}, jax {data['jax']}, mesh "
+        f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
+        f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
+        f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
+        f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
+        "Largest difference from the dense curve before a near tie of a router turned "
+        f"the first token to another expert, and with what came of it: {found}."
+    )
+    return f"{head}\n\n" + table(("step", "dense", *names), rows)
