@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep.flax
 
 # Sums are taken in another order, so that some day a near tie of a router turns one
-# token: the losses, until then equal within rounding, are of two trainings from there on.
+# token. The losses, until then equal within rounding, are those of two runs afterwards.
 TOLERANCE = 1e-4  # of a loss before; rounding makes some 3e-6
 FEWEST = 5  # steps that there must be before
 LATER = 0.05  # of a loss after
@@ -91,7 +91,7 @@ def make_model(sizes, mesh, layer, seed):
 
 
 def train(model, text_batches, sharding=None, load=None, rate=3e-3):
-    """Of each step nats a byte and every expert's share; the load in the first layer."""
+    """Each step's nats a byte and share of every expert; the first layer's load."""
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -204,7 +204,6 @@ def parse(arguments):
 
 
 def main(arguments=None):
-    arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
     devices = jax.devices()
     sizes = lm.Sizes(experts=2 * len(devices), sequences=4 * len(devices))
@@ -221,7 +220,8 @@ def main(arguments=None):
         "mesh": dict(mesh.shape),
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["examples/train.py", *arguments]),
+        "command": f"examples/train.py --layer {' '.join(args.layer)} --steps {steps}"
+        + " --quick" * args.quick,
         "sizes": dataclasses.asdict(sizes),
         "seed": args.seed,
         "alike": {},
