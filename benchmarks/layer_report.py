@@ -89,6 +89,7 @@ def summary(record):
 
 # The row of jax_ep's layer with the experts that a user has who chooses none.
 DEFAULT_EXPERTS = "p2p, default experts"
+COUNTED = "p2p, stats"  # p2p's layer with jax_ep.stats.update
 PER_RANK = "decomposer"  # p2p.RAGGED: one update a rank, with XLA's better flags
 # What p2p's speed-up is said over.
 BASELINES = {
@@ -157,6 +158,18 @@ def matmuls(record):
             yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
 
 
+def stats_cost(record):
+    """What jax_ep.stats.update adds to p2p's layer: case, pass, ms without and with."""
+    for case in record["cases"]:
+        for each in PASSES:
+            at = {"case": case, "pass": each}
+            ours = best(record["results"], layer="p2p", format="bf16", **at)
+            counted = best(record["results"], layer=COUNTED, **at)
+            if ours and counted:
+                change = f"{100 * (counted['ms'] / ours['ms'] - 1):+.1f}%"
+                yield case, each, number(ours["ms"]), number(counted["ms"]), change
+
+
 def print_table(record):
     print(
         f"\n{record['count']} x {record['device']}, {record['tokens']} tokens a rank, "
@@ -169,6 +182,8 @@ def print_table(record):
     print("\nexperts alone")
     for case, each, matmul, ms in matmuls(record):
         print(f"{case:>10} {each:<8} {matmul:<11} {ms:>9} ms")
+    for case, each, without, counted, change in stats_cost(record):
+        print(f"{case:>10} {each:<8} {without} ms, with stats {counted} ms, {change}")
     for row in record["results"]:
         if "error" in row or row.get("wrong"):
             print(line(row))

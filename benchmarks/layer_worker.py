@@ -22,6 +22,7 @@ import layer_report
 import numpy as np
 import p2p_check
 import worker
+from jax.sharding import NamedSharding
 from p2p_programs import COMPILER_THREADS
 
 import jax_ep
@@ -151,10 +152,21 @@ class Worker:
             layer = layer_kinds.over_ragged(case.sizes, experts, case.capacity, updates)
             yield facts, functools.partial(lambda layer: (layer, None), layer)
         asked = any(transport == "p2p" for transport, _ in self.spec["ours"])
+        if asked:
+            facts = {"layer": layer_report.COUNTED, "format": "bf16", "flags": ""}
+            yield facts, functools.partial(self.counted, experts)
         if asked and matmul != DEFAULT:
             facts = {"layer": layer_report.DEFAULT_EXPERTS, "format": "bf16"}
             facts |= {"flags": "", "matmul": DEFAULT}
             yield facts, functools.partial(self.ours, "p2p", "bf16", None)
+
+    def counted(self, experts):
+        """p2p's layer with jax_ep.stats, and what it has counted so far."""
+        _, ep = self.ours("p2p", "bf16", experts)
+        shape = (self.case.mesh.size, ep.local_experts, 2)
+        sharding = NamedSharding(self.case.mesh, layer_cases.ROWS)
+        words = jax.device_put(np.zeros(shape, np.int32), sharding)
+        return layer_kinds.counted(ep, experts), ep, words
 
     def ours(self, transport, name, experts):
         sizes = self.case.sizes
@@ -219,9 +231,9 @@ class Worker:
                 self.row(**{"matmul": matmul, **facts}, error="no time left")
                 continue
             try:
-                layer, ep = make()
+                layer, ep, *operands = make()
                 handles.append(ep)
-                found = layer_cases.compiling(self.case, layer)
+                found = layer_cases.compiling(self.case, layer, *operands)
             except (RuntimeError, ValueError) as error:
                 self.row(**{"matmul": matmul, **facts}, **_error(error))
                 continue

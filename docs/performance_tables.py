@@ -148,8 +148,16 @@ def layers(data, table):
             table(layer_report.COLUMNS, list(layer_report.cells(data))),
             "The experts alone, by way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
+            *_stats_cost(data, table),
         ]
     )
+
+
+def _stats_cost(data, table):
+    rows = list(layer_report.stats_cost(data))
+    if rows:
+        yield "What `jax_ep.stats.update` adds to p2p's layer:"
+        yield table(("size", "pass", "ms", "with it", ""), rows)
 
 
 def train(data, table):

@@ -235,6 +235,7 @@ def record():
         row("ragged", 1.0, flags="decomposer", wrong=True),
         row("dense", 6.0),
         row(layer_report.DEFAULT_EXPERTS, 9.0, exchange_share=None),
+        row(layer_report.COUNTED, 4.04),
         {"case": "mid", "layer": "experts", "matmul": "mosaic", "error": "no"},
     ]
     return {
@@ -274,6 +275,7 @@ def test_table_of_the_docs():
     assert row.split(" | ")[0] == "| 2048 x 1024, 64 experts"
     assert "| 8.00 (75%) | 1.50 | 10.00 |  | 2.00 |" in row
     assert "(here padded;" in text
+    assert "| mid | both | 4.00 | 4.04 | +1.0% |" in text
     assert "fastest of default, update an expert;" in text
 
 
