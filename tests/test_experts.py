@@ -9,6 +9,8 @@ import pytest
 
 from jax_ep import experts
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 L, H, F, N = 3, 128, 128, 64
 
 
@@ -53,8 +55,9 @@ def both_ways(run, reference, sizes, dtype="float32"):
 
 
 @pytest.mark.parametrize("sizes", [(10, 0, 30), (24, 24, 16)], ids=str)
-@pytest.mark.parametrize("run", [experts.ragged_dot, experts.Padded(32)], ids=str)
-def test_equal_the_formula(run, sizes):
+@pytest.mark.parametrize("name", ["ragged_dot", "padded"])
+def test_equal_the_formula(name, sizes):
+    run = experts.ragged_dot if name == "ragged_dot" else experts.Padded(32)
     assert max(both_ways(run, formula, sizes)) < 1e-5
 
 
