@@ -299,6 +299,7 @@ def main():
         (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
+        (LAYERS, "train", from_newest("train", performance_tables.train)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep._config import EPConfig
@@ -41,7 +42,7 @@ class Param:
 
         def make(key: jax.Array, dtype: Any) -> jax.Array:
             place = partial(draw, shape=self.shape, dtype=dtype)
-            if explicit and isinstance(key, jax.core.Tracer):
+            if explicit and isinstance(key, Tracer):
                 # There a sharding is part of a type: what is traced is moved to it, and
                 # out_shardings would only be compared with what it has.
                 return jax.sharding.reshard(place(key), sharding)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _api, _checks, _split
+from jax_ep import experts as _experts
 from jax_ep import router as routers
 from jax_ep._varying import vary_alike
 
@@ -110,7 +111,8 @@ def moe_ffn(
         experts: what the experts do to rows, in place of SwiGLU by
             `jax.lax.ragged_dot`: a function of (rows `[N, H]`, "gate_up", "down",
             group_sizes) that returns `[N, H]` in the dtype of the rows; what it makes
-            of rows past the last group is not read. For grouped matmuls of your own.
+            of rows past the last group is not read. `jax_ep.experts` has others, and
+            grouped matmuls of your own serve.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -151,7 +153,7 @@ def moe_ffn(
     else:
         d = _api.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
-        run = swiglu if experts is None else experts
+        run = _experts.ragged_dot if experts is None else experts
         gate_up, down = params["gate_up"], params["down"]
         if fused:
             gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
@@ -171,18 +173,6 @@ def moe_ffn(
         d.num_invalid,
     )
     return y, aux
-
-
-def swiglu(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """SwiGLU experts on rows `[N, H]` that are grouped by expert."""
-    groups, hidden, _, inner = gate_up.shape
-    wide = gate_up.astype(rows.dtype).reshape(groups, hidden, 2 * inner)
-    both = jax.lax.ragged_dot(rows, wide, group_sizes)
-    gate, up = jnp.split(both, 2, axis=-1)
-    down = down.astype(rows.dtype)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
 
 
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:

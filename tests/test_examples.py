@@ -54,8 +54,10 @@ def test_training_follows_the_dense_model(tmp_path):
     dense = np.array(record["curves"].pop("dense"))
     assert dense.shape == (12,)
     assert set(record["curves"]) == {"flax", "sharded"}
-    for curve in record["curves"].values():
-        np.testing.assert_allclose(curve, dense, atol=2e-3)
+    for name, curve in record["curves"].items():
+        alike = record["alike"][name]
+        assert alike >= 5
+        np.testing.assert_allclose(curve[:alike], dense[:alike], atol=1e-4)
         assert curve[-1] < curve[0] - 1
     assert done.stdout.count("the same curve") == 2
     assert "--plot" not in words or "<svg" in drawn.read_text()

@@ -1,4 +1,6 @@
-"""What only a machine with GPUs can show: the CPU's bits, captured graphs."""
+"""What only a machine with GPUs can show: the CPU's bits, captured graphs, traces."""
+
+import warnings
 
 import gpus
 import helpers
@@ -81,3 +83,25 @@ def test_captured_graphs_replay_after_close():
         assert result["right"] == result["calls"]
     else:
         assert result["nothing"] + result["refused"] == result["calls"]
+
+
+def test_kernels_show_by_name_in_a_trace(tmp_path):
+    config, ranks = helpers.make_config(), helpers.some_ranks(4)
+    with jax.profiler.trace(str(tmp_path)):
+        round_trip("gpu", config, ranks, 3, helpers.TRANSPORT)
+    (path,) = tmp_path.glob("**/*.xplane.pb")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of its binding
+        data = jax.profiler.ProfileData.from_file(str(path))
+        names = {
+            event.name
+            for plane in data.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            for event in line.events
+        }
+    wanted = ("DispatchKernel", "CombineKernel")
+    if helpers.TRANSPORT == "collective":
+        wanted = ("PackKernel", "CombinePackKernel", "CombineUnpackKernel")
+    for word in wanted:
+        assert any(word in name for name in names), (word, sorted(names))

@@ -92,7 +92,7 @@ class MoE(nnx.Module):
             spec: how `[..., hidden]` lies on the mesh, for instance `P("dp", "ep")`;
                 default: dimension 0 over all axes but tp_axis_name.
             transport: as in `jax_ep.init`.
-            experts: grouped matmuls of your own, as in `jax_ep.moe_ffn`.
+            experts: one of `jax_ep.experts`, or of your own as in `jax_ep.moe_ffn`.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
