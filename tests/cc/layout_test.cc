@@ -75,6 +75,14 @@ void TestFieldsForManySizes() {
                  {combine.scales, scales, 4},
                  {combine.weight_grad, weights * 4, 4}},
                 combine.bytes);
+
+    const int64_t slots = random.In(0, 300);
+    const auto known = CachedRegion::Of(slots, cached.bytes);
+    CheckFields({{known.sent, slots, 1}, {known.messages, slots * cached.bytes, 128}}, known.bytes,
+                1);
+    const auto home = CombineRegion::Of(slots, combine.bytes);
+    CheckFields({{home.num_sums, 4, 4}, {home.messages, slots * combine.bytes, 128}}, home.bytes,
+                1);
   }
 }
 
