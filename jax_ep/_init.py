@@ -238,7 +238,7 @@ def _open(
     except BaseException:
         native.close_group(key)
         raise
-    return EPHandle(
+    return EPHandle._opened(
         mesh=mesh,
         axis_names=names,
         config=config,
