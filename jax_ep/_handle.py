@@ -141,7 +141,8 @@ class EPHandle:
 
         A trace after this is a ValueError. Functions compiled before still run on the
         collective transport, whose programs carry all they need, and raise
-        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight.
+        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight: up
+        to three times `timeout_s`, after which their windows are left to the process.
         In a forked child it releases nothing: what the parent holds is the parent's.
         """
         self._closed = True
