@@ -23,7 +23,7 @@ import threading
 _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
-# Open at a giver: far more than a mesh has processes, far fewer than a process may open.
+# Open at a giver: more than processes have devices, fewer than files may be opened.
 _MOST_TAKERS = 256
 # Of Linux's SO_PEERCRED: process, user, group.
 _CREDENTIALS = struct.Struct("3i")
