@@ -76,6 +76,11 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
             f"jax_ep.{function}: route must be the `route` of a Dispatched, got "
             f"{type(route).__name__}; pass d.route of the dispatch"
         )
+    if type(route.key) is not int:
+        raise TypeError(
+            f"jax_ep.{function}: route.key must be the int that dispatch gave it, got "
+            f"{route.key!r}; pass d.route as it is"
+        )
     if route.key != ep.key:
         raise ValueError(
             f"jax_ep.{function}: route must come from a dispatch of the same ep, got "
@@ -83,7 +88,8 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
             "dispatched"
         )
     for name in ("slot_of", "row_of", "row_slot", "slot_counts"):
-        require_dtype(function, f"route.{name}", getattr(route, name), "int32")
+        table = as_array(function, f"route.{name}", getattr(route, name))
+        require_dtype(function, f"route.{name}", table, "int32")
     return route
 
 

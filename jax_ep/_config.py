@@ -17,6 +17,7 @@ SCALE_LAYOUTS = ("rows", "tiled_128x4")
 OVERLAPS = ("sm", "copy")
 WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
+MAX_TIMEOUT_S = 1e6  # every wait ends
 _CAPACITY_MULTIPLE = 128
 
 
@@ -115,6 +116,10 @@ class EPConfig:
         self._check_sizes()
         self._check_options()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Validates what a pickle holds: it may have been changed."""
+        type(self).__init__(self, **state)
+
     def _check_sizes(self) -> None:
         _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
         _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
@@ -150,8 +155,8 @@ class EPConfig:
                 "1.25 is a usual factor",
             )
         _require(
-            _is_number(self.timeout_s) and self.timeout_s > 0,
-            "timeout_s must be a positive number of seconds",
+            _is_number(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S,
+            f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:g} seconds",
             self.timeout_s,
             "100.0 is the default",
         )

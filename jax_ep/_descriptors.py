@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -21,12 +23,19 @@ import threading
 _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
+# Open at a giver: more than processes have devices, fewer than files may be opened.
+_MOST_TAKERS = 256
+# Of Linux's SO_PEERCRED: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
+_PAUSE_S = 0.05
 
 
 class Giver:
     """Hands out descriptors by number, from a thread, to whoever knows its address.
 
-    The address holds a secret: other users of the host can see the socket.
+    The address holds a secret: other users of the host can see the socket. They are
+    left before they can ask, and nobody can keep it from serving: takers above
+    `_MOST_TAKERS` replace the oldest, and where no more files can be opened it waits.
     """
 
     def __init__(self) -> None:
@@ -61,6 +70,8 @@ class Giver:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             for source in (self._listener, woken):
                 selector.register(opened.enter_context(source), selectors.EVENT_READ)
+            takers: dict[socket.socket, None] = {}  # oldest first
+            opened.callback(lambda: [taker.close() for taker in takers])
             while True:
                 for key, _ in selector.select():
                     source = key.fileobj
@@ -68,13 +79,36 @@ class Giver:
                     if source is woken:
                         return
                     if source is self._listener:
-                        with contextlib.suppress(OSError):
-                            taker = opened.enter_context(source.accept()[0])
-                            taker.setblocking(False)
-                            selector.register(taker, selectors.EVENT_READ)
-                    elif not self._answer(source):
-                        selector.unregister(source)
-                        source.close()
+                        taker = self._accept(woken)
+                        if taker is None:
+                            continue
+                        selector.register(taker, selectors.EVENT_READ)
+                        takers[taker] = None
+                        if len(takers) <= _MOST_TAKERS:
+                            continue
+                        source = next(iter(takers))
+                    elif source not in takers or self._answer(source):
+                        # Left already, for the sake of a later one, or served.
+                        continue
+                    del takers[source]
+                    selector.unregister(source)
+                    source.close()
+
+    def _accept(self, woken: socket.socket) -> socket.socket | None:
+        """The next taker; None for one of another user, or that is gone again."""
+        try:
+            taker = self._listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                # It stays in the queue, and select() would return at once for ever.
+                select.select([woken], [], [], _PAUSE_S)
+            return None
+        taker.setblocking(False)
+        raw = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(raw)[1] == os.getuid():
+            return taker
+        taker.close()
+        return None
 
     def _answer(self, taker: socket.socket) -> bool:
         """Whether more may follow. Never blocks; whoever asks amiss is left."""

@@ -35,12 +35,12 @@ class InvalidIdError(ValueError):
     """An id outside [-1, num_experts) reached a dispatch; see `EPHandle.check`."""
 
 
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class EPHandle:
     """One expert-parallel layer on a mesh: what `jax_ep.init` returns.
 
-    Hashable and static: jitted functions close over it. Handles never share state,
-    not even those of equal content.
+    Hashable, static and fixed: jitted functions close over it. Handles never share
+    state, not even those of equal content; there are no copies.
 
     Attributes:
         mesh: the mesh it was made for.
@@ -68,14 +68,36 @@ class EPHandle:
     dev_ptrs: np.ndarray
     my_rank: np.ndarray
     key: int
+    local_experts: int
+    groups: int
+    route_ranks: int
+    recv_capacity: int
     _native: ModuleType
 
-    def __post_init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Refuses: a second handle of a key would close the first one's group."""
+        raise TypeError(
+            "jax_ep.EPHandle: a handle must come from jax_ep.init, got a call of its "
+            "class or dataclasses.replace; call jax_ep.init with another config"
+        )
+
+    @classmethod
+    def _opened(cls, **fields: Any) -> EPHandle:
+        """Of a group that was opened; `fields` are all but the derived ones."""
+        self = object.__new__(cls)
+        vars(self).update(fields)
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
         """Derives sizes and ties the group's life to the handle's."""
-        self.local_experts = self.config.num_experts // self.ep_size
-        self.groups = self.local_experts + self.config.fused_shared_expert
-        self.route_ranks = 1 if self.config.skip_a2a else self.ep_size
-        self.recv_capacity = self.config.capacity(self.ep_size)
+        config, ep_size = self.config, self.ep_size
+        vars(self).update(
+            local_experts=config.num_experts // ep_size,
+            groups=config.num_experts // ep_size + config.fused_shared_expert,
+            route_ranks=1 if config.skip_a2a else ep_size,
+            recv_capacity=config.capacity(ep_size),
+        )
         self._closed = False
         _handles[self.key] = self
         # Programs of jax_ep.sharded, which live as long as the handle.
@@ -87,6 +109,22 @@ class EPHandle:
         )
         # The end of the process frees all it holds, without waiting for its devices.
         self._release.atexit = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses: programs that were compiled hold what the attributes said."""
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"jax_ep.EPHandle: a handle must stay as init made it, got {name} = "
+                f"{value!r}; call jax_ep.init with another config"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """Refuses, likewise."""
+        raise AttributeError(
+            f"jax_ep.EPHandle: a handle must stay as init made it, got del {name}; "
+            "close it where it is not needed"
+        )
 
     @property
     def closed(self) -> bool:
@@ -103,7 +141,8 @@ class EPHandle:
 
         A trace after this is a ValueError. Functions compiled before still run on the
         collective transport, whose programs carry all they need, and raise
-        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight.
+        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight: up
+        to three times `timeout_s`, after which their windows are left to the process.
         In a forked child it releases nothing: what the parent holds is the parent's.
         """
         self._closed = True

@@ -183,7 +183,8 @@ def _local_ranks(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[Any, int]]:
 
 def _content(mesh: Mesh, names: tuple[str, ...], config: EPConfig) -> tuple[Any, ...]:
     ids = [device.id for device in mesh.devices.flat]
-    return ids, mesh.axis_names, mesh.devices.shape, names, config
+    version = _ffi.native.WIRE_VERSION
+    return version, ids, mesh.axis_names, mesh.devices.shape, names, config
 
 
 def _new_key(
@@ -238,7 +239,7 @@ def _open(
     except BaseException:
         native.close_group(key)
         raise
-    return EPHandle(
+    return EPHandle._opened(
         mesh=mesh,
         axis_names=names,
         config=config,

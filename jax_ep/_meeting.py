@@ -134,7 +134,12 @@ class Meeting:
         failed have left behind, here or in others, is never taken for an answer, and
         processes that failed at different times meet again.
         """
-        _locks[self._series].acquire()
+        if not _locks[self._series].acquire(timeout=self._timeout_s):
+            raise RuntimeError(
+                "jax_ep.init: one init of the same processes must run at a time, got "
+                f"another one's that did not end within timeout_s = {self._timeout_s:g}"
+                " s; make inits of a mesh from one thread"
+            )
         self._locked = True
         cards = self._cards
         self._put(

@@ -1,6 +1,7 @@
 from typing import Any
 
 FFI_VERSION: tuple[int, int]
+WIRE_VERSION: int
 MAX_TOP_K: int
 MAX_EXPERTS: int
 MAX_INDEX: int

@@ -1,6 +1,10 @@
 """Arguments at the edge of what is allowed: meshes, tables, weak types, names."""
 
+import copy
+import dataclasses
 import gc
+import math
+import pickle
 import weakref
 
 import helpers
@@ -8,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import twins
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -69,6 +74,45 @@ def test_route_of_another_dtype(ep):
     cast = jax.tree.map(lambda a: a.astype(jnp.bfloat16), d.route)
     with pytest.raises(TypeError, match=r"route.slot_of must be int32, got bfloat16"):
         jax_ep.sharded.combine(ep, d.tokens, cast)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"slot_of": None}, TypeError, r"route.slot_of must be an array, got NoneType"),
+        ({"row_slot": [1, 2]}, TypeError, r"route.row_slot must be an array, got list"),
+        ({"key": "7"}, TypeError, r"route.key must be the int .* got '7'"),
+        ({"key": [7]}, TypeError, r"route.key must be the int .* got \[7\]"),
+        ({"key": True}, TypeError, r"route.key must be the int .* got True"),
+        ({"key": 7}, ValueError, r"route must come from a dispatch of the same ep"),
+    ],
+)
+def test_route_of_other_things(mesh, ep, change, error, words):
+    def body(tokens, ids):
+        d = jax_ep.dispatch(ep, tokens, ids)
+        return jax_ep.combine(ep, d.tokens, dataclasses.replace(d.route, **change))
+
+    with pytest.raises(error, match=r"jax_ep.combine: .*" + words):
+        jax.eval_shape(twins.mapped(mesh, body), *operands(ep))
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, -math.inf, math.nan, 1e300])
+def test_timeouts_end(seconds):
+    with pytest.raises(ValueError, match=r"timeout_s must be a positive number of at"):
+        helpers.make_config(timeout_s=seconds)
+    for large in (10**400, 1_000_001):
+        with pytest.raises(ValueError, match=r"timeout_s must be .* at most 1e\+06"):
+            helpers.make_config(timeout_s=large)
+    assert helpers.make_config(timeout_s=10**6).timeout_s == 10**6
+
+
+def test_pickles_of_configs_are_validated():
+    config = helpers.make_config()
+    for name, value in (("timeout_s", math.inf), ("top_k", -1), ("dtype", "int4")):
+        changed = copy.copy(config)
+        object.__setattr__(changed, name, value)
+        with pytest.raises((ValueError, TypeError), match=rf"jax_ep.EPConfig: {name}"):
+            pickle.loads(pickle.dumps(changed))
 
 
 def test_results_are_never_weakly_typed(mesh):

@@ -17,6 +17,7 @@ import jaxlib
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep import _ffi
 from jax_ep._varying import varying
 
@@ -154,8 +155,30 @@ def test_types_inside_shard_map() -> None:
     jax.eval_shape(run, jax.ShapeDtypeStruct((6,), jnp.float32))
 
 
+def test_store_of_jax_distributed() -> None:
+    """What jax_ep/_meeting.py takes of it, by private names."""
+    from jax._src import distributed
+    from jaxlib import _jax
+
+    how = (
+        "inits of several processes meet there: find its successor for "
+        "jax_ep/_meeting.py"
+    )
+    state = getattr(distributed, "global_state", None)
+    assert hasattr(state, "client"), f"jax.distributed's global_state is gone; {how}"
+    client = getattr(_jax, "DistributedRuntimeClient", None)
+    used = set(re.findall(r"self\._store\.(\w+)\(", _source("_meeting.py")))
+    assert len(used) == 4
+    for name in used:
+        assert callable(getattr(client, name, None)), f"{name} is gone; {how}"
+
+
+def _source(name: str) -> str:
+    return pathlib.Path(jax_ep.__file__).with_name(name).read_text()
+
+
 def test_backend_can_be_asked_whether_it_started() -> None:
-    """The one private name that is used; without it `import jax_ep` still works."""
+    """A private name; without it `import jax_ep` still works."""
     from jax._src import xla_bridge
 
     found = getattr(xla_bridge, "backends_are_initialized", None)

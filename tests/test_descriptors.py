@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -171,6 +172,64 @@ def test_whoever_asks_amiss_gets_nothing(giver) -> None:
         assert take_content(good, 1) == b"here"
     good.close()
     silent.close()
+
+
+def test_other_users_are_left(giver, monkeypatch) -> None:
+    """Before they can ask, and whatever they know."""
+    giver.give(1, make_file())
+    user = os.getuid()
+    monkeypatch.setattr(_descriptors.os, "getuid", lambda: user + 1)
+    with (
+        contextlib.closing(Taker(giver.address, 20.0)) as taker,
+        pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
+    ):
+        taker.take(1)
+    monkeypatch.undo()
+    with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+        assert take_content(taker, 1) == b"here"
+
+
+def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
+    """Silent ones make room, oldest first, for those who come."""
+    monkeypatch.setattr(_descriptors, "_MOST_TAKERS", 4)
+    giver.give(1, make_file())
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(contextlib.closing(Taker(giver.address, 20.0)))
+            for _ in range(40)
+        ]
+        for taker in (silent[-1], Taker(giver.address, 20.0)):
+            stack.enter_context(contextlib.closing(taker))
+            assert take_content(taker, 1) == b"here"
+        for taker in silent[:36]:
+            assert taker._socket.recv(1) == b""
+
+
+def test_no_more_files_to_open(giver) -> None:
+    """It waits without turning round and round, and goes on when there are some."""
+    giver.give(1, make_file())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as s:
+        # The least that is not taken; whatever is opened next would be it.
+        least = os.dup(s.fileno())
+        os.close(least)
+        raw = bytes.fromhex(giver.address)
+        s.settimeout(0.3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+        try:
+            s.connect(_descriptors._PREFIX + raw[:8].hex().encode())
+            s.send(_descriptors._MESSAGE.pack(_descriptors._MAGIC, raw[8:], 1))
+            before = time.process_time()
+            with pytest.raises(TimeoutError):
+                s.recv(100)
+            assert time.process_time() - before < 0.15
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        s.settimeout(20)
+        data, files, _, _ = socket.recv_fds(s, 100, 4)
+        assert data
+        assert len(files) == 1
+        os.close(files[0])
 
 
 def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -21,6 +22,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _ffi, _init
 
 WORKER = pathlib.Path(__file__).with_name("handle_worker.py")
 
@@ -264,6 +266,22 @@ def worker(*args: str, env: dict[str, str] | None = None) -> dict:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_persistent_cache_of_another_version(mesh, monkeypatch) -> None:
+    """Its programs hold another key, so none of them is found."""
+    changes = {"timeout_s": 98.5}  # nobody else's, whose keys are drawn again
+    config, texts = helpers.make_config(**changes), []
+    for version in (_ffi.native.WIRE_VERSION, _ffi.native.WIRE_VERSION + 1):
+        monkeypatch.setattr(_ffi.native, "WIRE_VERSION", version)
+        monkeypatch.setattr(_init, "_instances", collections.Counter())
+        with helpers.init(mesh, **changes) as ep:
+            inputs = helpers.make_inputs(np.random.default_rng(0), config, mesh.size)
+            operands = [helpers.put(mesh, part) for part in vars(inputs).values()]
+            lowered = helpers.dispatch_fn(ep, mesh, P("ep")).lower(*operands)
+            texts.append(lowered.as_text())
+            assert str(ep.key) in texts[-1]
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.slow

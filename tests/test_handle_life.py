@@ -107,3 +107,31 @@ def test_collected_in_any_order() -> None:
 def test_exit_with_calls_in_flight(how: str) -> None:
     """The interpreter goes while calls run: no hang, no crash, the right status."""
     assert worker(f"exit_{how}")[-1] == "leaving"
+
+
+@pytest.mark.parametrize("changes", [{}, {"key": 7}])
+def test_no_twins(mesh, changes: dict) -> None:
+    """A second handle of a group could close it under the first one."""
+    with helpers.init(mesh) as ep:
+        with pytest.raises(TypeError) as caught:
+            dataclasses.replace(ep, **changes)
+        check_form(caught, "EPHandle", "replace", "jax_ep.init")
+        with pytest.raises(TypeError) as caught:
+            type(ep)(**{f.name: getattr(ep, f.name) for f in dataclasses.fields(ep)})
+        check_form(caught, "EPHandle", "jax_ep.init")
+        inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+        d = helpers.run_dispatch(ep, mesh, inputs)
+        helpers.assert_dispatched(ep.config, d, inputs)
+
+
+def test_attributes_stay(mesh) -> None:
+    with helpers.init(mesh) as ep:
+        names = [f.name for f in dataclasses.fields(ep) if f.name[0] != "_"]
+        assert {"key", "config", "transport", "recv_capacity"} <= set(names)
+        for name in (*names, "new"):
+            with pytest.raises(AttributeError) as caught:
+                setattr(ep, name, 7)
+            check_form(caught, "EPHandle", name)
+        with pytest.raises(AttributeError) as caught:
+            del ep.key
+        check_form(caught, "EPHandle", "key")

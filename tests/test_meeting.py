@@ -98,6 +98,24 @@ def test_no_store_where_jax_distributed_was_not_initialized() -> None:
         assert not meeting.possible
 
 
+def test_second_init_of_the_same_processes() -> None:
+    """It waits for the first one, but not for ever."""
+    store = imagined.Store()
+    first = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 3.0, subject="", store=store)
+    while not any("card" in key for key in list(store.values)):
+        time.sleep(0.01)
+    second = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 0.2, subject="", store=store)
+    second.join(20)
+    with pytest.raises(RuntimeError) as caught:
+        raise second.error
+    check_form(caught, "init", "timeout_s = 0.2", "one thread")
+    assert first.is_alive()
+    other = Actor(lambda m: m.gather("a", 2), [0, 1], 1, 3.0, subject="", store=store)
+    for actor in (first, other):
+        actor.join(20)
+        assert actor.result == {0: 1, 1: 2}, actor.error
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_missing_process(steps: int) -> None:
     """It never comes, or dies in the middle: all others say so, and in time."""

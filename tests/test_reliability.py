@@ -81,7 +81,10 @@ def test_a_suite_on_cpus_is_none_on_gpus() -> None:
         "tests": {"test_determinism.py::test_same_bytes": 3},
     }
     found = reliability_table.promises(records(suites=[suite]), generate.table)
-    assert "GPUs: not yet run" in row_of(found, "test_determinism.py")
+    row = row_of(found, "test_determinism.py")
+    assert "GPUs: not yet run" in row
+    assert "8 x cpu, 2001-02-03, 0123456789ab: 3 passed, 0 failed" in row
+    assert "no record" in row_of(found, "test_concurrency.py")
 
 
 def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
@@ -198,9 +201,28 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     )
     assert "CPU: not yet run" in row_of(found, "minutes 15")
     found = reliability_table.figures(generate.records, generate.table)
-    for row in ("faults injected", "bad inputs"):
+    for row in ("faults injected, p2p", "bad inputs, GPUs"):
         assert re.search(r": \d{2,} passed, 0 failed", row_of(found, row))
+    for row in ("faults injected, init", "bad inputs, CPUs"):
+        assert "no record" in row_of(found, row)
     assert "1200 calls" in row_of(found, "soaked, GPUs")
+
+
+@pytest.mark.parametrize(
+    "command", [reliability_table.FAULTS, reliability_table.FAULTS_ON_CPUS]
+)
+def test_faults_are_tests_in_which_something_fails(command) -> None:
+    chosen, left = set(), set()
+    for file in reliability_table._files(command):
+        counts = {f"{file}::{name}": 1 for name in functions_of(file)}
+        for name, one in counts.items():
+            found = reliability_table._named(command, {name: one})[file]
+            (chosen if found else left).add(name)
+    assert len(chosen) > 5
+    assert not any(
+        re.search("semantics|bits|memory|content|alone", name) for name in chosen
+    )
+    assert any(re.search("bits|alone|memory", name) for name in left)
 
 
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:

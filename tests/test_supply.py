@@ -58,6 +58,37 @@ def test_native_modules_link_the_system_alone(name: str) -> None:
     assert not re.search("R(UN)?PATH", text), "a search path of the build machine"
 
 
+def test_wheel_is_compared_with_the_repository() -> None:
+    """`.ci/run` looks at the wheel that it builds; here: what that look finds."""
+    path = ROOT / ".ci" / "check_wheel.py"
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository")
+    spec = importlib.util.spec_from_file_location("check_wheel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    tracked = check.tracked_files()
+    names = [name for name in tracked if name.startswith("jax_ep/")]
+    names += ["jax_ep/_native_cpu.abi3.so", "jax_ep/_benchmarks/soak.py"]
+    names += ["jax_ep/_benchmarks/xla_ffi/protocol/layout.h"]
+    names += [f"jax_ep-0.1.0.dist-info/{name}" for name in check.METADATA]
+    assert check.faults(names, tracked) == []
+    for extra in (
+        "jax_ep/notes.txt",
+        "jax_ep/_native_gpu.so",
+        "jax_ep/_native_cpu.cpython-311.so",
+        "jax_ep/_benchmarks/results/soak.json",
+        "jax_ep/_benchmarks/key.pem",
+        "other/__init__.py",
+        "jax_ep-0.1.0.dist-info/licenses/OTHER",
+    ):
+        assert len(check.faults([*names, extra], tracked)) == 1, extra
+    for index, name in enumerate(names):
+        if "_benchmarks" not in name:
+            assert check.faults(names[:index] + names[index + 1 :], tracked), name
+
+
 def test_requirements_are_few() -> None:
     needed = importlib.metadata.requires("jax_ep") if _installed() else None
     needed = needed or PROJECT["project"]["dependencies"]

@@ -10,6 +10,7 @@ import re
 
 import gpus
 import helpers
+import jax
 import numpy as np
 import pytest
 import twins
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 SLACK_S = 30.0  # of compiling
+TABLES = ("slot_of", "row_of", "row_slot", "slot_counts")
+SENTINEL = 2.0**40
 HOSTILE = (helpers.INT_MIN, -2, helpers.INT_MAX, 2**30)
 
 
@@ -51,6 +54,60 @@ def test_out_of_range_is_absent(mesh, table: str) -> None:
         helpers.assert_bits(sums[1], sums[0])
         whole = np.asarray(run(d.tokens, d.route, d.router_weights, None))
         assert (sums[0] != whole).any()
+
+
+@pytest.mark.parametrize("way", ["slot_counts", "slot_of", "by_entry", "backward"])
+def test_nothing_of_others_shows(mesh, way: str) -> None:
+    """In-range indices that are not the route's: no value of another handle comes out.
+
+    Wire buffers are memory that XLA gives out unwritten, here what `other` has freed.
+    """
+    changes = {"dtype": "float32", "hidden_size": 256, "max_tokens_per_rank": 64}
+    if way == "by_entry":
+        changes["reduce"] = "source"
+    config = helpers.make_config(**changes)
+    rng = np.random.default_rng(5)
+    inputs = helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
+    spoiled = dataclasses.replace(inputs, tokens=np.full_like(inputs.tokens, SENTINEL))
+    with (
+        jax_ep.init(mesh, "ep", config, transport="collective") as ep,
+        jax_ep.init(mesh, "ep", config, transport="collective") as other,
+    ):
+        layers = [twins.mapped(mesh, there_and_back(handle)) for handle in (ep, other)]
+        d, theirs = (
+            helpers.run_dispatch(handle, mesh, given)
+            for handle, given in ((ep, inputs), (other, spoiled))
+        )
+        tables = {name: np.array(getattr(d.route, name)) for name in TABLES}
+        slots = mesh.size * config.max_tokens_per_rank
+        if way == "slot_counts":
+            tables[way][:] = 0
+        if way in ("slot_of", "by_entry"):
+            tables["slot_of"][:] = rng.integers(0, slots, tables["slot_of"].shape)
+        if way == "backward":
+            # Nothing is sent, and all is expected; then rows that no slot names.
+            tables["slot_of"][:] = -1
+            tables["row_of"][::2] = -1
+        changed = {
+            name: helpers.put(mesh, [table.astype(np.int32)], P("ep"))
+            for name, table in tables.items()
+        }
+        route = dataclasses.replace(d.route, **changed)
+        for _ in range(3):
+            # Their buffers are free again when this one runs.
+            jax.block_until_ready(layers[1](theirs.route, theirs.tokens))
+            for array in jax.tree.leaves(layers[0](route, d.tokens)):
+                assert np.abs(np.asarray(array)).max() < SENTINEL / 2
+
+
+def there_and_back(ep):
+    """Combine of rows, and its backward, whose cotangents are the sums themselves."""
+
+    def run(route, rows):
+        y, pull = jax.vjp(lambda rows: jax_ep.combine(ep, rows, route), rows)
+        return y, pull(y)
+
+    return run
 
 
 def check_outcomes(found: dict) -> None:

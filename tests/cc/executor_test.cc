@@ -8,14 +8,17 @@
 #include <condition_variable>
 #include <cstdio>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "cuda/bounded.h"
 
 // The pool reports failures through these two types, whose contents are XLA's own.
 struct XLA_FFI_Error {
@@ -305,6 +308,26 @@ void TestDenormals() {
 void TestDenormals() {}
 #endif
 
+// A wait that does not end is left alone, and may still end when nobody looks.
+void TestEndsWithin() {
+  using cuda::EndsWithin;
+  constexpr auto kLong = std::chrono::seconds(60);
+  const auto ended = std::make_shared<std::atomic<bool>>(false);
+  CHECK(EndsWithin(kLong, [ended] { ended->store(true); }) && ended->load());
+  CHECK(!EndsWithin(kLong, [] { throw std::runtime_error("no such device"); }));
+  auto gate = std::make_shared<std::promise<void>>();
+  ended->store(false);
+  const auto wait = [ended, gone = gate->get_future().share()] {
+    gone.wait();
+    ended->store(true);
+  };
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(!EndsWithin(std::chrono::milliseconds(30), wait) && !ended->load());
+  CHECK(std::chrono::steady_clock::now() - start < kLong / 2);
+  gate->set_value();
+  while (!ended->load()) std::this_thread::yield();
+}
+
 }  // namespace
 }  // namespace jax_ep::ffi_layer
 
@@ -315,6 +338,7 @@ int main() {
   jax_ep::ffi_layer::TestRunDoesNotBlock();
   jax_ep::ffi_layer::TestEmptyAndFailed();
   jax_ep::ffi_layer::TestDenormals();
+  jax_ep::ffi_layer::TestEndsWithin();
   std::printf("executor_test: ok\n");
   return 0;
 }

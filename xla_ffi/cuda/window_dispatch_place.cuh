@@ -164,8 +164,10 @@ class Placer {
     const int k = Lane();
     if (k >= shape.top_k) return {-1, 0};
     const int64_t flat = source * shape.tokens + slot;
-    const int32_t expert = Int32At(stage, message.expert)[k] -
-                           static_cast<int32_t>(call_.rank() * shape.local_experts);
+    // Without a sign, so that whatever a peer has stored wraps.
+    const auto first = static_cast<uint32_t>(call_.rank() * shape.local_experts);
+    const auto stored = static_cast<uint32_t>(Int32At(stage, message.expert)[k]);
+    const auto expert = static_cast<int32_t>(stored - first);
     const int32_t row = groups_.RowOf(source, expert, Int32At(stage, message.position)[k]);
     step_.row_of[flat * shape.top_k + k] = row;
     if (row < 0) return {-1, 0};

@@ -133,7 +133,9 @@ class FewPlacer {
     int32_t row = -1, expert = 0;
     if (HasEntry()) {
       const CountCell& entry = seen[kEntry];
-      expert = entry.counts[0] - static_cast<int32_t>(call_.rank() * shape.local_experts);
+      // Without a sign, so that whatever a peer has stored wraps.
+      const auto first = static_cast<uint32_t>(call_.rank() * shape.local_experts);
+      expert = static_cast<int32_t>(static_cast<uint32_t>(entry.counts[0]) - first);
       row = groups_.RowOf(message.source, expert, entry.counts[1]);
       if (message.first_piece && Warp() == 0) Record(message, slot, row, entry);
     }

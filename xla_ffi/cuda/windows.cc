@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "cuda/bounded.h"
 #include "cuda/driver.h"
 
 namespace jax_ep::cuda {
@@ -192,17 +193,14 @@ Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& o
   return std::move(*window);
 }
 
-bool Quiesce(const std::vector<DeviceControl>& controls) {
-  try {
+bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanoseconds limit) {
+  const auto wait = [controls] {
+    for (const DeviceControl& each : controls) {
+      OnDevice(each.device, [] { Check(SynchronizeDevice(), "waiting for a device"); });
+    }
+  };
+  const auto close_gates = [controls] {
     const Gate closed = Gate::kClosed;
-    const auto wait = [&] {
-      for (const DeviceControl& each : controls) {
-        OnDevice(each.device, [] { Check(SynchronizeDevice(), "waiting for a device"); });
-      }
-    };
-    // Calls that were enqueued run to their end before the gates close; what a graph replays after
-    // that finds them closed, or has found one open and ends by itself.
-    wait();
     for (const auto& [device, control] : controls) {
       OnDevice(device, [gate = &control->gate, &closed] {
         Stream stream;
@@ -210,11 +208,13 @@ bool Quiesce(const std::vector<DeviceControl>& controls) {
         stream.Wait();
       });
     }
-    wait();
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
+  };
+  // Calls that were enqueued run to their end before the gates close; what a graph replays after
+  // that finds them closed, or has found one open and ends by itself. Where a device does not come
+  // to its end the gates close all the same: controls last, and what begins later ends at once.
+  const bool ended = EndsWithin(limit, wait);
+  const bool shut = EndsWithin(limit, close_gates);
+  return ended && shut && EndsWithin(limit, wait);
 }
 
 }  // namespace jax_ep::cuda

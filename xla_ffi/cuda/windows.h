@@ -2,6 +2,7 @@
 // of other processes by way of file descriptors. Opened by jax_ep.init, freed by close().
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <vector>
@@ -87,7 +88,8 @@ struct DeviceControl {
 };
 
 // Closes the gates and waits for every device: no call that touches a window runs after it. False
-// where CUDA gave no such answer.
-bool Quiesce(const std::vector<DeviceControl>& controls);
+// where a device did not come to its end within the limit, for each of three waits, or CUDA gave no
+// such answer.
+bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanoseconds limit);
 
 }  // namespace jax_ep::cuda

@@ -84,6 +84,7 @@ NB_MODULE(_native_cpu, m) {
   m.doc() = "CPU handlers of jax_ep, and the sizes that its Python side asks for.";
   DefineCommon(m, CpuTargets());
   m.attr("FFI_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("WIRE_VERSION") = kWireVersion;
   m.attr("MAX_TOP_K") = kMaxTopK;
   m.attr("MAX_EXPERTS") = kMaxExperts;
   m.attr("MAX_INDEX") = kMaxIndex;

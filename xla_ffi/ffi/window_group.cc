@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -300,7 +301,7 @@ void WindowedGroup::Close() {
   if (ep_groups_.empty()) return;
   std::vector<cuda::DeviceControl> controls;
   for (const auto& [ordinal, group] : of_device_) controls.push_back({ordinal, group.control});
-  if (cuda::Quiesce(controls)) {
+  if (cuda::Quiesce(controls, std::chrono::nanoseconds(Nanoseconds(timeout_s_)))) {
     std::lock_guard<std::mutex> given_lock(Given().mutex);
     for (const uint64_t block : given_) Given().in_use.erase(block);
   } else {

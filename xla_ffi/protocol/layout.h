@@ -10,6 +10,10 @@
 
 namespace jax_ep {
 
+// Of the wire, the tables and the targets. Raise it with a change of any of them: it is part of the
+// keys of handles, so that a program in a persistent cache is never met by another version.
+inline constexpr int64_t kWireVersion = 2;
+
 // Yields the offset of each field and the running end together, so that sizes and offsets agree.
 struct LayoutCursor {
   int64_t end = 0;

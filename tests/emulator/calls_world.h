@@ -1,0 +1,346 @@
+// The ranks of a world on emulated GPUs, for calls_test.cc: windows, calls, and what they are
+// compared with. Compiled as nvcc compiles the kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "calls_draws.h"
+#include "cuda/window_calls.h"
+#include "cuda_runtime_api.h"
+#include "ffi/window_sizes.h"
+
+namespace jax_ep {
+
+inline constexpr uint64_t kTimeoutNs = 20'000'000'000;
+inline constexpr CallSite kSite = 0x5171;
+
+// Not written yet.
+template <typename T>
+T* Blank(const Buffer& like) {
+  return static_cast<T*>(emulator::Allocate(static_cast<size_t>(like.bytes())));
+}
+template <typename T>
+T* Upload(const Buffer& from) {
+  T* memory = Blank<T>(from);
+  std::memcpy(memory, from.data(), static_cast<size_t>(from.bytes()));
+  return memory;
+}
+
+inline void ExpectSame(const char* what, const void* got, const Buffer& expected,
+                       int64_t bytes = -1) {
+  if (bytes < 0) bytes = expected.bytes();
+  const auto* at = static_cast<const uint8_t*>(got);
+  for (int64_t i = 0; i < bytes; ++i) {
+    if (at[i] == expected.data()[i]) continue;
+    CurrentCase() += std::string("; ") + what + ", byte " + std::to_string(i) + " is " +
+                     std::to_string(at[i]) + ", not " + std::to_string(expected.data()[i]);
+    CHECK(at[i] == expected.data()[i]);
+  }
+}
+
+// The ranks of a world, with windows, and calls that follow each other without the host's waiting.
+class Gpus {
+ public:
+  Gpus(const World& world, const Draws& draws, uint64_t timeout_ns = kTimeoutNs)
+      : world_(world), halves_(draws.halves) {
+    const EpShape& shape = world.shape();
+    WindowSizes sizes{};
+    CHECK(ffi_layer::SizesOf(
+        {.format = world.options.format,
+         .hidden = shape.hidden,
+         .element_bytes = shape.element_bytes,
+         .wire_element_bytes = ElementBytes(world.options.wire),
+         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : shape.tokens,
+         .dispatch_tokens = shape.tokens,
+         .combine_tokens = shape.tokens,
+         .top_k = shape.top_k,
+         .ranks = shape.ranks,
+         .local_experts = shape.local_experts,
+         .pending_calls = kPendingCalls},
+        sizes));
+    WindowGroup group{};
+    group.layout = WindowLayout::Of(sizes);
+    group.timeout_ns = timeout_ns;
+    group.ranks = static_cast<uint32_t>(shape.ranks);
+    group.turns = static_cast<uint32_t>(sizes.turns);
+    group.depth = static_cast<uint32_t>(sizes.depth);
+    for (int64_t rank = 0; rank < shape.ranks; ++rank) {
+      const Buffer zeros(group.layout.bytes);
+      std::memset(zeros.data(), 0, static_cast<size_t>(zeros.bytes()));
+      group.windows[rank] = Upload<uint8_t>(zeros);
+    }
+    WindowControl control{};
+    for (CallState& calls : control.calls) calls = StartState(kFirstEpoch);
+    ranks_.resize(world.ranks.size());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      group.rank = static_cast<uint32_t>(i);
+      Must(cudaMalloc(&group.control, sizeof control));
+      *group.control = control;
+      Must(cudaMalloc(&group.host_report, sizeof(WaitReport)));
+      *group.host_report = WaitReport{};
+      ranks_[i].group = group;
+      Must(cudaMalloc(&ranks_[i].pending, kPendingCalls * sizeof(PendingCall)));
+      Must(cudaStreamCreateWithFlags(&ranks_[i].stream, cudaStreamNonBlocking));
+    }
+  }
+
+  // What calls before have left in the regions.
+  void FillRegions(int fill) {
+    for (int64_t rank = 0; rank < world_.shape().ranks; ++rank) {
+      const WindowGroup& group = ranks_[0].group;
+      for (const BufferGroupLayout& calls : group.layout.groups) {
+        std::memset(group.windows[rank] + calls.regions, fill,
+                    static_cast<size_t>(calls.region_bytes * group.depth * group.ranks));
+      }
+    }
+  }
+
+  // A combine at each rank, of tables that may be any: right, bit for bit, unless a wait fails.
+  bool Combine() {
+    Step(Part::kWhole, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
+    if (!AllArrived()) return false;
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      CheckCombined(ranks_[i].combines.back(), world_.ranks[i]);
+    }
+    return true;
+  }
+
+  // Every call once, waits that fail as well. `spoil(window, group)` comes between the halves of a
+  // call. Whole ones it precedes, and rank `silent` makes none: what is there in its name stays.
+  template <typename Spoil>
+  void RunSpoiled(int64_t silent, Spoil spoil) {
+    const auto spoil_all = [&] {
+      const WindowGroup& group = ranks_[0].group;
+      for (uint32_t rank = 0; rank < group.ranks; ++rank) spoil(group.windows[rank], group);
+    };
+    const auto run = [&]<typename Format>(Format, auto steps, auto make) {
+      if (halves_) Step<Format>(Part::kSend, steps, make);
+      spoil_all();
+      Step<Format>(halves_ ? Part::kPlace : Part::kWhole, steps, make, silent);
+    };
+    world_.OfFormat([&]<typename Format>(Format format) {
+      run(format, &OnGpu::dispatches, [&](const Rank& rank) { return DispatchStep(rank); });
+      if constexpr (cuda::kAlongRoutes<Format>) {
+        spoil_all();
+        for (size_t i = 0; i < ranks_.size(); ++i) {
+          const WindowCachedDispatchStep step = CachedStep(world_.ranks[i]);
+          Must(cudaSetDevice(static_cast<int>(i)));
+          Must(cuda::WindowCachedDispatch<Format>(step, ranks_[i].group, ranks_[i].stream));
+        }
+        Must(cudaDeviceSynchronize());
+      }
+    });
+    run(Bf16Format{}, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
+  }
+
+  // Each call `times` times.
+  void Run(int64_t times) {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Must(cudaSetDevice(static_cast<int>(i)));
+      Enqueue(world_.ranks[i], ranks_[i], times);
+    }
+    Must(cudaDeviceSynchronize());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      CHECK(ranks_[i].group.host_report->status == WaitStatus::kArrived);
+      for (const auto& step : ranks_[i].dispatches) CheckDispatched(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].cached) CheckCached(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPendingCalls = 2;
+
+  struct OnGpu {
+    WindowGroup group;
+    PendingCall* pending;
+    cudaStream_t stream;
+    std::vector<WindowDispatchStep> dispatches;
+    std::vector<WindowCachedDispatchStep> cached;
+    std::vector<WindowCombineStep> combines;
+  };
+
+  static void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
+
+  void Enqueue(const Rank& rank, OnGpu& gpu, int64_t times) {
+    for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
+    world_.OfFormat([&]<typename Format>(Format) {
+      EnqueueEach<Format>(gpu, gpu.dispatches);
+      if constexpr (cuda::kAlongRoutes<Format>) {
+        for (int64_t i = 0; i < times; ++i) {
+          gpu.cached.push_back(CachedStep(rank));
+          Must(cuda::WindowCachedDispatch<Format>(gpu.cached.back(), gpu.group, gpu.stream));
+        }
+      }
+    });
+    for (int64_t i = 0; i < times; ++i) gpu.combines.push_back(CombineStep(rank));
+    EnqueueEach<Bf16Format>(gpu, gpu.combines);
+  }
+
+  enum class Part { kWhole, kSend, kPlace };
+
+  template <typename Format>
+  static cudaError_t Launch(Part part, const WindowDispatchStep& step, PendingCall* pending,
+                            const OnGpu& gpu) {
+    if (part == Part::kWhole) return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream);
+    return part == Part::kSend
+               ? cuda::WindowDispatchSend<Format>(step, pending, gpu.group, gpu.stream)
+               : cuda::WindowDispatchPlace<Format>(step, pending, gpu.group, gpu.stream);
+  }
+  template <typename Format>
+  static cudaError_t Launch(Part part, const WindowCombineStep& step, PendingCall* pending,
+                            const OnGpu& gpu) {
+    if (part == Part::kWhole) return cuda::WindowCombine(step, gpu.group, gpu.stream);
+    return part == Part::kSend ? cuda::WindowCombineSend(step, pending, gpu.group, gpu.stream)
+                               : cuda::WindowCombinePlace(step, pending, gpu.group, gpu.stream);
+  }
+
+  // Part of a call at every rank; the first one makes its step.
+  template <typename Format = Bf16Format, typename Steps, typename Make>
+  void Step(Part part, Steps OnGpu::* steps, Make make, int64_t without = -1) {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      if (static_cast<int64_t>(i) == without) continue;
+      Must(cudaSetDevice(static_cast<int>(i)));
+      Steps& made = ranks_[i].*steps;
+      if (part != Part::kPlace) made.push_back(make(world_.ranks[i]));
+      Must(Launch<Format>(part, made.back(), ranks_[i].pending, ranks_[i]));
+    }
+    Must(cudaDeviceSynchronize());
+  }
+
+  bool AllArrived() const {
+    bool all = true;
+    for (const OnGpu& gpu : ranks_) all &= gpu.group.host_report->status == WaitStatus::kArrived;
+    return all;
+  }
+
+  // Whole calls, or as many first halves as may be pending and then their second ones.
+  template <typename Format, typename Step>
+  void EnqueueEach(const OnGpu& gpu, const std::vector<Step>& steps) const {
+    const auto count = static_cast<int64_t>(steps.size());
+    for (int64_t first = 0; first < count; first += kPendingCalls) {
+      const int64_t calls = std::min(kPendingCalls, count - first);
+      for (int64_t i = 0; i < calls; ++i) {
+        const Step& step = steps[static_cast<size_t>(first + i)];
+        Must(Launch<Format>(halves_ ? Part::kSend : Part::kWhole, step, gpu.pending + i, gpu));
+      }
+      for (int64_t i = 0; halves_ && i < calls; ++i) {
+        const Step& step = steps[static_cast<size_t>(first + i)];
+        Must(Launch<Format>(Part::kPlace, step, gpu.pending + i, gpu));
+      }
+    }
+  }
+
+  WindowDispatchStep DispatchStep(const Rank& rank) const {
+    WindowDispatchStep step{};
+    step.shape = world_.shape();
+    step.zero_tail = world_.options.zero_tail;
+    step.element = world_.options.element;
+    step.scale_layout = world_.options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
+    step.site = kSite;
+    step.tokens = Upload<void>(rank.tokens);
+    step.ids = Upload<int32_t>(rank.ids);
+    step.weights = Upload<float>(rank.weights);
+    Buffer input_scale(sizeof(float));
+    *input_scale.as<float>() = world_.options.input_scale;
+    step.input_scale = Upload<float>(input_scale);
+    step.rows = Blank<uint8_t>(rank.rows);
+    step.scales = Blank<uint8_t>(rank.scales);
+    step.row_offsets = Blank<int32_t>(rank.row_offsets);
+    step.group_sizes = Blank<int32_t>(rank.group_sizes);
+    step.expert_counts = Blank<int32_t>(rank.expert_counts);
+    step.expert_ids = Blank<int32_t>(rank.expert_ids);
+    step.scales_offsets = Blank<int32_t>(rank.scales_offsets);
+    step.src_info = Blank<int32_t>(rank.src_info);
+    step.row_weights = Blank<float>(rank.row_weights);
+    step.num_dropped = Blank<int32_t>(rank.num_dropped);
+    step.num_invalid = Blank<int32_t>(rank.num_invalid);
+    step.slot_of = Blank<int32_t>(rank.slot_of);
+    step.row_of = Blank<int32_t>(rank.row_of);
+    step.row_slot = Blank<int32_t>(rank.row_slot);
+    step.slot_counts = Blank<int32_t>(rank.slot_counts);
+    return step;
+  }
+
+  WindowCachedDispatchStep CachedStep(const Rank& rank) const {
+    return {.shape = world_.shape(),
+            .element = world_.options.element,
+            .site = kSite,
+            .num_weights = world_.num_weights(),
+            .tokens = Upload<void>(rank.tokens),
+            .weights = Upload<float>(rank.weights),
+            .slot_of = Upload<int32_t>(rank.slot_of),
+            .row_of = Upload<int32_t>(rank.row_of),
+            .row_slot = Upload<int32_t>(rank.row_slot),
+            .rows = Blank<uint8_t>(rank.cached_rows),
+            .row_weights = Blank<float>(rank.cached_row_weights),
+            .done = Blank<int32_t>(rank.num_dropped)};
+  }
+
+  WindowCombineStep CombineStep(const Rank& rank) const {
+    const bool weights = world_.options.weights;
+    WindowCombineStep step{};
+    step.shape = world_.shape();
+    step.site = kSite;
+    step.element = world_.options.element;
+    step.wire = world_.options.wire;
+    step.quantized = world_.options.quantized_sums;
+    step.num_weights = world_.num_weights();
+    step.expert_out = Upload<void>(rank.expert_out);
+    step.row_weights = weights ? Upload<float>(rank.row_weights) : nullptr;
+    step.weight_grads = weights ? Upload<float>(rank.row_grads) : nullptr;
+    step.row_of = Upload<int32_t>(rank.row_of);
+    step.slot_counts = Upload<int32_t>(rank.slot_counts);
+    step.slot_of = Upload<int32_t>(rank.slot_of);
+    step.residual = world_.options.residual ? Upload<void>(rank.residual) : nullptr;
+    step.output = Blank<void>(rank.output);
+    step.output_weight_grads = weights ? Blank<float>(rank.weight_grads) : nullptr;
+    step.done = Blank<int32_t>(rank.num_dropped);
+    return step;
+  }
+
+  void CheckDispatched(const WindowDispatchStep& step, const Rank& rank) const {
+    const EpShape& shape = world_.shape();
+    ExpectSame("row_offsets", step.row_offsets, rank.row_offsets);
+    ExpectSame("group_sizes", step.group_sizes, rank.group_sizes);
+    ExpectSame("expert_counts", step.expert_counts, rank.expert_counts);
+    ExpectSame("expert_ids", step.expert_ids, rank.expert_ids);
+    ExpectSame("scales_offsets", step.scales_offsets, rank.scales_offsets);
+    ExpectSame("src_info", step.src_info, rank.src_info);
+    ExpectSame("row_weights", step.row_weights, rank.row_weights);
+    ExpectSame("num_dropped", step.num_dropped, rank.num_dropped);
+    ExpectSame("num_invalid", step.num_invalid, rank.num_invalid);
+    ExpectSame("slot_of", step.slot_of, rank.slot_of);
+    ExpectSame("row_of", step.row_of, rank.row_of);
+    ExpectSame("row_slot", step.row_slot, rank.row_slot);
+    ExpectSame("slot_counts", step.slot_counts, rank.slot_counts);
+    // Without zero_tail nobody says what lies behind the groups.
+    const int64_t rows = world_.options.zero_tail
+                             ? shape.recv_rows
+                             : rank.row_offsets.as<int32_t>()[shape.local_experts];
+    ExpectSame("rows", step.rows, rank.rows, rows * world_.payload_bytes);
+    ExpectSame("scales", step.scales, rank.scales,
+               world_.options.tiled ? -1 : rows * world_.scale_bytes);
+  }
+
+  void CheckCached(const WindowCachedDispatchStep& step, const Rank& rank) const {
+    ExpectSame("cached rows", step.rows, rank.cached_rows);
+    if (step.num_weights == 0) return;
+    ExpectSame("cached weights", step.row_weights, rank.cached_row_weights);
+  }
+  void CheckCombined(const WindowCombineStep& step, const Rank& rank) const {
+    ExpectSame("output", step.output, rank.output);
+    if (step.num_weights == 0) return;
+    ExpectSame("weight gradients", step.output_weight_grads, rank.weight_grads);
+  }
+
+  const World& world_;
+  bool halves_;
+  std::vector<OnGpu> ranks_;
+};
+
+}  // namespace jax_ep
