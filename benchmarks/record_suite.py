@@ -39,10 +39,13 @@ HOST_ONLY = (
     "formats_errors",
     "generate",
     "import",
+    "launch",
     "protocol_model",
     "readme",
     "supply",
 )
+# Files that choose their transport themselves, none of them collective.
+P2P_ONLY = ("test_p2p", "test_processes_gpu", "test_shmem_gpu")
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
 # Less time than it takes to start one.
@@ -233,7 +236,7 @@ def run_all(args, arguments, folder):
             suites.append((count, suite))
             for file in files:
                 # What tests p2p by name needs no second run beside the other transport.
-                if transport != "p2p" and file.name.startswith("test_p2p"):
+                if transport != "p2p" and file.name.startswith(P2P_ONLY):
                     continue
                 # Small suites leave no GPU to the large ones alone.
                 first = len(jobs) * count % (len(gpus) // count * count)

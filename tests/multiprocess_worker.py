@@ -8,7 +8,6 @@ Every process checks its own ranks; all must come to the end.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 
 import jax_ep
@@ -21,7 +20,7 @@ import moe
 import numpy as np
 import oracle
 from jax.sharding import PartitionSpec as P
-from launch import bound_life
+from launch import bound_life, local_ids
 
 
 def start(port: str, processes: int, process: int, devices: str) -> None:
@@ -30,9 +29,7 @@ def start(port: str, processes: int, process: int, devices: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     count, local = int(devices.removeprefix("gpu")), None
     if devices.startswith("gpu"):
-        # Where CUDA_VISIBLE_DEVICES is set the process sees no others.
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:
-            local = list(range(process * count, (process + 1) * count))
+        local = local_ids(process, count)
     else:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -11,7 +11,7 @@ import pathlib
 import helpers
 import pytest
 import twins
-from launch import Ended, launch, tails
+from launch import Ended, launch, shares, tails
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
@@ -39,16 +39,6 @@ def start(
     timeout_s: float = TIMEOUT_S,
 ) -> list[Ended]:
     """`own`: each process sees its GPUs alone, as under many schedulers."""
-    visible = None
-    if own:
-        visible = [
-            {
-                "CUDA_VISIBLE_DEVICES": ",".join(
-                    str(gpu) for gpu in range(i * devices, (i + 1) * devices)
-                )
-            }
-            for i in range(processes)
-        ]
     return launch(
         script,
         processes,
@@ -56,7 +46,7 @@ def start(
         folder,
         timeout_s,
         ENVIRONMENT,
-        visible,
+        shares(processes, devices) if own else None,
         dying,
     )
 
