@@ -100,8 +100,8 @@ def newest_suites():
         devices = data["devices"]
         if devices.get("platform", "gpu") != "gpu":
             continue
-        transport = data.get("transport", "collective")
-        found[devices["kind"], transport, devices["count"]] = data
+        suite = reliability_table.suite_name(data)
+        found[devices["kind"], suite, devices["count"]] = data
     return found
 
 
@@ -234,7 +234,7 @@ def suite_part(suites):
     rows = [
         (
             f"{count} x {kind}",
-            f"`{transport}`",
+            transport,
             data["passed"],
             len(data["failed"]),
             sum(data["skipped"].values()),

@@ -20,7 +20,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import helpers
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
-jax.config.update("jax_num_cpu_devices", 8)
+# lockstep.py has started processes of fewer devices each.
+if not helpers.IN_PROCESSES:
+    jax.config.update("jax_num_cpu_devices", 8)
 # Gradients are compared with a dense formula: TF32 would hide errors behind noise.
 jax.config.update("jax_default_matmul_precision", "highest")
 

@@ -39,7 +39,7 @@ def config(**changes):
         "max_tokens_per_rank": N,
         "dtype": "float32",
     }
-    return jax_ep.EPConfig(**(fields | changes))
+    return jax_ep.EPConfig(**(fields | helpers.on_nodes() | changes))
 
 
 def param_specs(params, tp):
