@@ -47,7 +47,7 @@ PROMISES = (
     ("p2p: a process that raises and closes while the others are inside: they get the "
      "error, and all go on together",
      "pytest tests/test_processes_gpu.py -k raises", ("gpu",)),
-    ("shmem: the same bytes as p2p, and the same with a process that raises",
+    ("shmem: the same bytes as p2p, and the same with a process that raises or dies",
      "pytest tests/test_shmem_gpu.py", ("gpu",)),
     ("p2p: a process that is killed in a call: the others get the error, and go on "
      "over the living; before, at any step of or after its `init`: theirs ends in time "

@@ -112,11 +112,10 @@ def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
     assert failures == 2 * (count - 1)
 
 
-def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
-    """The others' calls end with an error in time, and they can go on without it."""
+def check_process_that_is_killed(folder: pathlib.Path) -> None:
     count = gpu_count()
     dead = count - 1
-    ended = start("processes_worker.py", count, 1, tmp_path, "kill", dying=(dead,))
+    ended = start("processes_worker.py", count, 1, folder, "kill", dying=(dead,))
     assert [one.code for one in ended] == [0] * dead + [-9], tails(ended)
     errors = []
     for one in ended[:dead]:
@@ -127,6 +126,11 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
             errors.append(named(failure["error"]))
     # Others may have waited for ranks that waited for the dead one.
     assert any(awaited == dead for _, awaited in errors), errors
+
+
+def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
+    """The others' calls end with an error in time, and they can go on without it."""
+    check_process_that_is_killed(tmp_path)
 
 
 def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:

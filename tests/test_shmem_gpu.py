@@ -65,6 +65,11 @@ def test_process_that_raises(tmp_path: pathlib.Path) -> None:
     test_processes_gpu.check_process_that_raises(tmp_path, own=False)
 
 
+def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
+    """The others get the error in time, and go on over p2p."""
+    test_processes_gpu.check_process_that_is_killed(tmp_path)
+
+
 def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     """The results of nodes_worker.py, by process; `node` are its last arguments."""
     count, ranks = test_processes_gpu.gpu_count(), int(node.split()[0])
