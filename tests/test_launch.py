@@ -1,8 +1,10 @@
-"""Which GPUs the processes of a test see, where the test itself sees a part of them."""
+"""How processes are started: which GPUs they see, and the job file of examples/."""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
 
 import launch
 import pytest
@@ -55,3 +57,22 @@ def test_others_gpus_are_left_by_number(monkeypatch, visible) -> None:
 def test_too_few_visible_gpus_are_said(monkeypatch) -> None:
     with pytest.raises(AssertionError, match=r"2 x 1 of \['5'\]"):
         environments(monkeypatch, "5", own=True)
+
+
+def test_job_of_one_process_per_host(tmp_path) -> None:
+    """What examples/per_host.sbatch has srun do."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$XLA_PYTHON_CLIENT_MEM_FRACTION" "$@"\n')
+    srun.chmod(0o755)
+    job = launch.TESTS.parent / "examples" / "per_host.sbatch"
+    done = subprocess.run(
+        ["bash", str(job), "train.py", "--steps=3"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    fraction, *words = done.stdout.split()
+    assert float(fraction) < 1
+    assert words[-3:] == ["python", "train.py", "--steps=3"]
+    assert all(word.startswith("--") for word in words[:-3])
