@@ -122,16 +122,33 @@ def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     assert chosen(job) == "collective"
 
 
-def test_start_that_one_process_fails_in() -> None:
-    """The others stand in it, and hear of it."""
-    job = Job(ONE_EACH)
+@pytest.mark.parametrize(
+    ("process", "step", "ending"),
+    [
+        (0, "unique_id", "raises"),
+        (0, "unique_id", "hangs"),
+        (2, "start", "raises"),
+        (1, "kernels", "raises"),
+        (1, "kernels", "hangs"),
+    ],
+)
+def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -> None:
+    """The others stand in it, and hear of it; `auto` can go on without."""
+    job, over = Job(ONE_EACH), threading.Event()
 
     def fails(*args: Any) -> None:
-        raise RuntimeError("no network")
+        if ending == "raises":
+            raise RuntimeError("no network")
+        over.wait(10)
 
-    job.modules[2].start = fails
-    job.shared.barrier = threading.Barrier(3)
-    for actor in job.run(1, timeout_s=2.0).values():
+    setattr(job.modules[process], step, fails)
+    words = {"raises": "no network", "hangs": "not ended in 0.5 s"}[ending]
+    for actor in job.run(1, timeout_s=1.0, ranks_per_node=2).values():
         assert isinstance(actor.error, _windows.NotMapped)
+        # The lowest one that has failed is named, if it stands in the start itself.
+        if step != "start":
+            assert words in str(actor.error)
+            assert f"(process {process})" in str(actor.error)
     job.shared.barrier.abort()
+    over.set()
     job.refused("NVSHMEM to work")
