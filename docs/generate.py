@@ -93,6 +93,10 @@ def from_newest(prefix, part):
     return part(data, table) if data else "No run is recorded yet."
 
 
+def targets():
+    return performance_tables.targets(newest("p2p"), newest("formats"), table)
+
+
 def newest_suites():
     """By transport and devices; a record without a transport is collective's."""
     found = {}
@@ -290,7 +294,8 @@ def main():
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
-        (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
+        (PERFORMANCE, "targets", targets()),
+        (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),

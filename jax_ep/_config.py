@@ -199,10 +199,11 @@ class EPConfig:
             self.allreduce_world_size,
             "leave it None or set skip_a2a=True",
         )
-        for name in ("combine_format", "grad_format"):
+        unsent = {"combine_dtype": self.dtype, "overlap": "sm"}
+        for name in ("combine_format", "grad_format", *unsent):
             _require(
-                not self.skip_a2a or getattr(self, name) is None,
-                f"{name} must be None with skip_a2a, which sends nothing",
+                not self.skip_a2a or getattr(self, name) in (None, unsent.get(name)),
+                f"{name} must be {unsent.get(name)} with skip_a2a, which sends nothing",
                 getattr(self, name),
                 "leave it out",
             )

@@ -33,6 +33,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module")
+def quick_compiles():
+    """For modules whose time is XLA's and whose results are compared within rounding.
+
+    Programs of whole layers compile in half the time; what runs is slower.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
 def ep(mesh):
     """Of one module alone: other tests leave invalid ids for their handles' check.
 

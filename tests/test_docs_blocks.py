@@ -29,7 +29,7 @@ RUN = {
     ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 1,
     ("docs/layers.md", "bash"): 1,
-    ("docs/layers.md", "python"): 5,  # test_docs_layers.py
+    ("docs/layers.md", "python"): 6,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 4,  # test_docs_layers.py
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,

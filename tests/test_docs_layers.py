@@ -14,11 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_readme import ROOT, python_blocks
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 HIDDEN, INNER, TOP_K, N = 16, 8, 2, 8
 
 
-def test_layers_page_runs():
-    pytest.importorskip("flax")
+def test_layers_page_runs(tmp_path):
+    for name in ("flax", "optax", "orbax.checkpoint"):
+        pytest.importorskip(name)
     names: dict = {}
     exec("\n".join(python_blocks("docs/layers.md")), names)
     assert names["y"].shape == (names["devices"] * 32, 64)
@@ -26,6 +29,12 @@ def test_layers_page_runs():
     assert np.abs(grads).max() > 0
     assert float(names["balance_loss"]) > 0.5
     names["ep"].close()
+    moe, optimizer = (names[name] for name in ("moe", "optimizer"))
+    before = np.asarray(moe.down[...])
+    names["save"](tmp_path / "state", moe, optimizer)
+    moe.down[...] = 0 * moe.down[...]
+    names["restore"](tmp_path / "state", names["mesh"], moe, optimizer)
+    np.testing.assert_array_equal(moe.down[...], before)
 
 
 def reference_exchange():

@@ -59,6 +59,7 @@ def replay(mode, transport, flags):
 
 def test_captured_graphs_replay_with_changing_routing():
     result = replay("open", helpers.TRANSPORT, CAPTURE)
+    gpus.assert_captured(result.pop("launches"), result["calls"])
     assert result == {"transport": helpers.TRANSPORT, "calls": 400, "wrong": 0}
 
 
@@ -66,12 +67,14 @@ def test_independent_calls_of_concurrent_graphs():
     """Where XLA runs side by side what nothing orders, the calls of a handle wait."""
     twins.p2p_mesh()
     result = replay("open", "p2p", CONCURRENT)
+    gpus.assert_captured(result.pop("launches"), result["calls"])
     assert result == {"transport": "p2p", "calls": 400, "wrong": 0}
 
 
 def test_captured_graphs_replay_after_close():
     """Right results or none at all, as the transport promises, and no fault."""
     result = replay("close", helpers.TRANSPORT, CAPTURE)
+    assert result["launches"][0] > 0
     assert result["wrong"] == 0
     assert result["right_afterwards"]
     if helpers.TRANSPORT == "collective":

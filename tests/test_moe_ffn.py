@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.router import Router
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROUTERS = {
     "softmax": Router(),
     "softmax as is": Router(normalize=False),

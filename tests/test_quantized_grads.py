@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -238,6 +239,29 @@ def test_gradient_of_global_arrays() -> None:
     count = (np.concatenate(inputs.ids) >= 0).sum(axis=1)
     wanted = np.broadcast_to(3 * count[:, None], tokens.shape).astype(np.float32)
     np.testing.assert_array_equal(jax.grad(loss)(tokens), wanted)
+
+
+def test_no_gradient_passes_without_a_port() -> None:
+    """It is an error, not zero; where none is asked for nothing is raised."""
+    mesh, ep = handle(dispatch_format="mxfp8", dtype="float32")
+    inputs = helpers.make_inputs(
+        np.random.default_rng(7), ep.config, ep.ep_size, fill=helpers.normal
+    )
+    tokens, ids = (helpers.put(mesh, part) for part in (inputs.tokens, inputs.ids))
+
+    def loss(tokens: Any, scale: Any, stop: Any = lambda rows: rows) -> Any:
+        d = jax_ep.sharded.dispatch(ep, tokens, ids)
+        bare = dataclasses.replace(d, grad_port=None)
+        return jnp.sum(stop(jax_ep.sharded.dequantize(ep, bare)) * scale)
+
+    with pytest.raises(
+        ValueError, match=r"jax_ep\.dequantize: d must have the grad_port"
+    ):
+        jax.grad(loss)(tokens, 2.0)
+    stopped = jax.grad(functools.partial(loss, stop=jax.lax.stop_gradient))
+    assert not np.asarray(stopped(tokens, 2.0)).any()
+    total = jax.grad(loss, argnums=1)(tokens, 2.0)
+    np.testing.assert_allclose(loss(tokens, 2.0), 2 * total, rtol=1e-5)
 
 
 def test_vmap_is_refused() -> None:

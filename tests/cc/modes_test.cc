@@ -22,10 +22,20 @@ class Call {
   Call(const Case& made, Random& random) : made_(made) {
     const EpShape& shape = made_.shape;
     const CombineMessage message = CombineMessage::Of(shape.row_bytes(), 0, 0);
-    messages_ = shape.slots() * (made_.by_entry ? shape.top_k : 1);
-    recv_.resize(static_cast<size_t>(messages_ * message.bytes));
-    for (int64_t i = 0; i < messages_; ++i) {
-      Fill(random, recv_.data() + i * message.bytes, shape.hidden);
+    slots_ = shape.tokens * (made_.by_entry ? shape.top_k : 1);
+    messages_ = shape.ranks * slots_;
+    const auto region = CombineRegion::Of(slots_, message.bytes);
+    recv_.resize(static_cast<size_t>(shape.ranks * region.bytes));
+    for (int64_t rank = 0; rank < shape.ranks; ++rank) {
+      uint8_t* from = recv_.data() + rank * region.bytes;
+      // Some send too little, or say nonsense: what lies behind is not theirs.
+      const int64_t said = random.OneIn(4) ? random.In(-3, slots_ + 3) : slots_;
+      sent_.push_back(said);
+      const auto num_sums = static_cast<int32_t>(said);
+      std::memcpy(from + region.num_sums, &num_sums, sizeof num_sums);
+      for (int64_t i = 0; i < slots_; ++i) {
+        Fill(random, from + region.messages + i * message.bytes, shape.hidden);
+      }
     }
     const auto tokens = static_cast<size_t>(shape.tokens * shape.row_bytes());
     output_.resize(tokens), residual_.resize(tokens);
@@ -63,6 +73,7 @@ class Call {
   void Check() const {
     const EpShape& shape = made_.shape;
     const CombineMessage message = CombineMessage::Of(shape.row_bytes(), 0, 0);
+    const auto region = CombineRegion::Of(slots_, message.bytes);
     for (int64_t token = 0; token < shape.tokens; ++token) {
       for (int64_t h = 0; h < shape.hidden; ++h) {
         float sum = 0.0f;
@@ -73,8 +84,12 @@ class Call {
           if (!made_.by_entry) slot = Next(token, seen.empty() ? -1 : seen.back());
           if (slot < 0 || slot >= messages_) continue;
           seen.push_back(slot);
+          const int64_t rank = slot / slots_, at = slot % slots_;
+          if (at >= sent_[static_cast<size_t>(rank)]) continue;
+          const uint8_t* from =
+              recv_.data() + rank * region.bytes + region.messages + at * message.bytes;
           const float weight = made_.weighted ? weights_[static_cast<size_t>(entry)] : 1.0f;
-          const float product = weight * Load(recv_.data() + slot * message.bytes, h);
+          const float product = weight * Load(from, h);
           sum = sum + product;
         }
         const int64_t row = token - made_.part[0];
@@ -108,7 +123,8 @@ class Call {
   }
 
   Case made_;
-  int64_t messages_ = 0;
+  int64_t slots_ = 0, messages_ = 0;  // of a rank, of all
+  std::vector<int64_t> sent_;
   std::vector<uint8_t> recv_, output_, residual_, shared_;
   std::vector<int32_t> slot_of_;
   std::vector<float> weights_;

@@ -237,22 +237,23 @@ class World {
            shape().tokens * DispatchMessage::Of(payload_bytes, scale_bytes, shape().top_k).bytes;
   }
   int64_t CachedRegionBytes() const {
-    return shape().tokens *
-           CachedDispatchMessage::Of(payload_bytes, scale_bytes, num_weights()).bytes;
+    const auto message = CachedDispatchMessage::Of(payload_bytes, scale_bytes, num_weights());
+    return CachedRegion::Of(shape().tokens, message.bytes).bytes;
   }
   int64_t CombineRegionBytes() const {
-    return shape().tokens *
-           CombineMessageOf(shape().hidden, options.wire, options.quantized_sums, num_weights())
-               .bytes;
+    const CombineMessage message =
+        CombineMessageOf(shape().hidden, options.wire, options.quantized_sums, num_weights());
+    return CombineRegion::Of(shape().tokens, message.bytes).bytes;
   }
   // Starts as bytes that mean something else each time if they are read: a row of expert 0, an
-  // absent row, a NaN.
+  // absent row, a NaN; or as `wire_fill`.
   Buffer Wire(int64_t region_bytes) {
     Buffer wire(shape().ranks * region_bytes, options.offset == 0 ? 0 : kIndexBytes);
-    const int fills[] = {0x00, kPoison, 0xFF};
-    std::memset(wire.data(), fills[random_.In(0, 2)], static_cast<size_t>(wire.bytes()));
+    const int fills[] = {0x00, kPoison, 0xFF}, drawn = fills[random_.In(0, 2)];
+    std::memset(wire.data(), wire_fill < 0 ? drawn : wire_fill, static_cast<size_t>(wire.bytes()));
     return wire;
   }
+  int wire_fill = -1;
 
   template <typename Visit>
   void OfFormat(Visit&& visit) const {

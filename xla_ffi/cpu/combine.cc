@@ -61,6 +61,17 @@ void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, c
   }
 }
 
+// The sum of a slot, numbered rank * slots + slot; nullptr: its rank has sent none.
+const uint8_t* MessageOf(const CombineUnpackStep& step, const CombineRegion& region,
+                         const CombineMessage& message, int32_t slot) {
+  if (slot < 0 || slot >= step.messages()) return nullptr;
+  const int64_t source = slot / step.slots_of_rank(), at = slot % step.slots_of_rank();
+  const uint8_t* from = step.recv + source * region.bytes;
+  int32_t num_sums;
+  std::memcpy(&num_sums, from + region.num_sums, sizeof num_sums);
+  return at < num_sums ? from + region.messages + at * message.bytes : nullptr;
+}
+
 // The terms of a token's sum, in their order.
 struct Terms {
   int32_t messages[kMaxTopK];
@@ -72,12 +83,13 @@ template <typename Element, typename Wire>
 void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& message, int64_t token,
                      const Terms& terms) {
   const EpShape& shape = step.shape;
+  const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
   alignas(64) float sum[kSumElements];
   for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
     const int64_t count = Min(kSumElements, shape.hidden - begin);
     std::fill_n(sum, count, 0.0f);
     for (int64_t i = 0; i < terms.count; ++i) {
-      const uint8_t* from = step.recv + terms.messages[i] * message.bytes;
+      const uint8_t* from = MessageOf(step, region, message, terms.messages[i]);
       AddTo<Wire>(sum, terms.weights[i], begin, count, from + message.row, from + message.scales);
     }
     const int64_t offset = token * shape.hidden + begin;
@@ -92,15 +104,15 @@ void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& messag
   }
 }
 
-// The entries of a token, or its distinct slots by rank, ascending: slots are numbered
-// rank * n + slot.
-Terms TermsOf(const CombineUnpackStep& step, int64_t token) {
+// The entries of a token, or its distinct slots by rank, ascending.
+Terms TermsOf(const CombineUnpackStep& step, const CombineMessage& message, int64_t token) {
   const EpShape& shape = step.shape;
+  const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
   Terms terms;
   for (int64_t k = 0; k < shape.top_k; ++k) {
     const int64_t entry = token * shape.top_k + k;
     const int32_t slot = step.slot_of[entry];
-    if (slot < 0 || slot >= step.messages()) continue;
+    if (MessageOf(step, region, message, slot) == nullptr) continue;
     terms.messages[terms.count] = slot;
     terms.weights[terms.count++] = step.entry_weights != nullptr ? step.entry_weights[entry] : 1.0f;
   }
@@ -115,12 +127,19 @@ Terms TermsOf(const CombineUnpackStep& step, int64_t token) {
 RowTask CombinePack(const CombinePackStep& step) {
   const EpShape& shape = step.shape;
   const CombineMessage message = CombineMessageOf(step);
+  const auto region = CombineRegion::Of(shape.tokens, message.bytes);
+  for (int64_t source = 0; source < shape.ranks; ++source) {
+    const int32_t num_sums =
+        std::clamp<int32_t>(step.slot_counts[source], 0, static_cast<int32_t>(shape.tokens));
+    std::memcpy(step.send + source * region.bytes + region.num_sums, &num_sums, sizeof num_sums);
+  }
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t item = begin; item < end; ++item) {
-      if (item % shape.tokens >= step.slot_counts[item / shape.tokens]) continue;
+      const int64_t source = item / shape.tokens, slot = item % shape.tokens;
+      if (slot >= step.slot_counts[source]) continue;
       const int32_t* rows = step.row_of + item * shape.top_k;
-      uint8_t* to = step.send + item * message.bytes;
+      uint8_t* to = step.send + source * region.bytes + region.messages + slot * message.bytes;
       VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
         SumRowsOfSlot<Element, Wire>(step, message, rows, to);
       });
@@ -138,21 +157,19 @@ RowTask CombinePack(const CombinePackStep& step) {
 RowTask CombineUnpack(const CombineUnpackStep& step) {
   const EpShape& shape = step.shape;
   const CombineMessage message = CombineMessageOf(step);
+  const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* slot_of = step.slot_of + token * shape.top_k;
-      const Terms terms = TermsOf(step, token);
+      const Terms terms = TermsOf(step, message, token);
       VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
         SumTermsOfToken<Element, Wire>(step, message, token, terms);
       });
       for (int64_t k = 0; k < step.num_weights; ++k) {
         float grad = 0.0f;
-        if (slot_of[k] >= 0 && slot_of[k] < step.messages()) {
-          std::memcpy(
-              &grad,
-              step.recv + slot_of[k] * message.bytes + message.weight_grad + k * kWeightBytes,
-              kWeightBytes);
+        if (const uint8_t* from = MessageOf(step, region, message, slot_of[k]); from != nullptr) {
+          std::memcpy(&grad, from + message.weight_grad + k * kWeightBytes, kWeightBytes);
         }
         step.weight_grads[token * step.num_weights + k] = grad;
       }

@@ -315,6 +315,11 @@ RowTask CachedPack(const CachedPackStep& step) {
   const EpShape& shape = step.shape;
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  for (int64_t rank = 0; rank < shape.ranks; ++rank) {
+    std::memset(step.send + rank * region.bytes + region.sent, 0,
+                static_cast<size_t>(shape.tokens));
+  }
   const int64_t sent = Min(shape.tokens * shape.top_k, shape.slots());  // at most
   const bool streaming = Streaming<Format>(shape, sent);
   auto run = [=](int64_t begin, int64_t end) {
@@ -325,7 +330,9 @@ RowTask CachedPack(const CachedPackStep& step) {
       ForEachSlot(shape, step.slot_of + token * shape.top_k, [&](int32_t slot, int64_t) {
         if (!made) encoder.Make(step.tokens, step.element, token, kNoInputScale);
         made = true;
-        uint8_t* to = step.send + slot * message.bytes;
+        uint8_t* to_region = step.send + (slot / shape.tokens) * region.bytes;
+        to_region[region.sent + slot % shape.tokens] = 1;
+        uint8_t* to = to_region + region.messages + (slot % shape.tokens) * message.bytes;
         encoder.CopyTo(to + message.payload, streaming);
         if (step.num_weights != 0) {
           std::memcpy(to + message.weight, step.weights + token * step.num_weights,
@@ -343,7 +350,20 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
   const EpShape& shape = step.shape;
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
   const bool streaming = shape.recv_rows * shape.row_bytes() > kStreamingBytes;
+  // Tables come back from the caller's program, each changed by itself perhaps.
+  const auto message_of = [=](int64_t slot) -> const uint8_t* {
+    const uint8_t* from = step.recv + (slot / step.shape.tokens) * region.bytes;
+    const int64_t at = slot % step.shape.tokens;
+    return from[region.sent + at] != 0 ? from + region.messages + at * message.bytes : nullptr;
+  };
+  const auto is_filled = [=](int64_t row) {
+    const int64_t slot = step.row_slot[row], top_k = step.shape.top_k;
+    if (slot < 0 || slot >= step.shape.slots() || message_of(slot) == nullptr) return false;
+    const int32_t* rows = step.row_of + slot * top_k;
+    return std::find(rows, rows + top_k, static_cast<int32_t>(row)) != rows + top_k;
+  };
   // As in Unpack: slots, then rows that nothing fills.
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
@@ -351,7 +371,8 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
     std::vector<uint8_t> decoded;
     if constexpr (QuantizedFormat<Format>) decoded.resize(static_cast<size_t>(row_bytes));
     for (int64_t item = begin; item < Min(end, shape.slots()); ++item) {
-      const uint8_t* message_of_slot = step.recv + item * message.bytes;
+      const uint8_t* message_of_slot = message_of(item);
+      if (message_of_slot == nullptr) continue;
       const uint8_t* from = nullptr;
       for (int64_t k = 0; k < shape.top_k; ++k) {
         const int32_t row = RowOrDropped(step.row_of[item * shape.top_k + k], shape.recv_rows);
@@ -369,7 +390,7 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
     }
     for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0); row < end - shape.slots();
          ++row) {
-      if (step.row_slot[row] >= 0) continue;
+      if (is_filled(row)) continue;
       ClearRow(step.rows + row * row_bytes, row_bytes, streaming);
       if (step.num_weights != 0) step.row_weights[row] = 0.0f;
     }

@@ -86,21 +86,30 @@ __device__ void ForEachVector(int64_t part, int64_t row_bytes, Visit visit) {
 
 template <typename Element, typename Wire>
 __global__ void __launch_bounds__(kBlockThreads)
-    CombinePackKernel(const __grid_constant__ CombinePackStep step, CombineMessage message) {
+    CombinePackKernel(const __grid_constant__ CombinePackStep step, CombineRegion region,
+                      CombineMessage message) {
   constexpr int kCount = kLaneElements<Element>;
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int64_t row_bytes = shape.hidden * static_cast<int64_t>(sizeof(Element));
   const int lane = Lane();
+  if (blockIdx.x == 0) {
+    for (int64_t source = threadIdx.x; source < shape.ranks; source += kBlockThreads) {
+      const int64_t sums = Min<int64_t>(step.slot_counts[source], shape.tokens);
+      *Int32At(step.send + source * region.bytes, region.num_sums) =
+          static_cast<int32_t>(sums < 0 ? 0 : sums);
+    }
+  }
   ForEachPart(shape.slots(), row_bytes, [&](int64_t item, int64_t part) {
-    const uint32_t slot = static_cast<uint32_t>(item);
-    if (static_cast<int32_t>(slot % tokens) >= step.slot_counts[slot / tokens]) return;
+    const uint32_t source = static_cast<uint32_t>(item) / tokens;
+    const uint32_t slot = static_cast<uint32_t>(item) % tokens;
+    if (static_cast<int32_t>(slot) >= step.slot_counts[source]) return;
     const int32_t row = lane < shape.top_k
                             ? RowOrDropped(step.row_of[item * shape.top_k + lane], shape.recv_rows)
                             : -1;
     const float weight = row >= 0 && step.row_weights != nullptr ? step.row_weights[row] : 1.0f;
     const TermList terms = TermsOfLanes(row, weight);
-    uint8_t* to = step.send + item * message.bytes;
+    uint8_t* to = step.send + source * region.bytes + region.messages + slot * message.bytes;
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
       const auto* base = static_cast<const uint8_t*>(step.expert_out) + vector * kVectorBytes;
@@ -121,25 +130,39 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
+// Where the sum of a slot, numbered rank * slots + slot, begins, in lines of kMessageStrideBytes;
+// -1 where its rank has sent none. 31 bits of lines are 256 GiB.
+__device__ int32_t LineOfSlot(const CombineUnpackStep& step, const CombineRegion& region,
+                              const CombineMessage& message, int32_t slot) {
+  if (slot < 0 || slot >= step.messages()) return -1;
+  const uint32_t slots = static_cast<uint32_t>(step.slots_of_rank());
+  const uint32_t source = static_cast<uint32_t>(slot) / slots;
+  const uint32_t at = static_cast<uint32_t>(slot) % slots;
+  const int64_t begin = source * region.bytes;
+  if (static_cast<int32_t>(at) >= *Int32At(step.recv + begin, region.num_sums)) return -1;
+  return static_cast<int32_t>((begin + region.messages + at * message.bytes) / kMessageStrideBytes);
+}
+
 template <typename Element, typename Wire>
 __global__ void __launch_bounds__(kBlockThreads)
-    CombineUnpackKernel(const __grid_constant__ CombineUnpackStep step, CombineMessage message) {
+    CombineUnpackKernel(const __grid_constant__ CombineUnpackStep step, CombineRegion region,
+                        CombineMessage message) {
   constexpr int kCount = kLaneElements<Element>;
   const EpShape& shape = step.shape;
   const int64_t row_bytes = shape.hidden * static_cast<int64_t>(sizeof(Element));
   const int lane = Lane();
   ForEachPart(shape.tokens, row_bytes, [&](int64_t token, int64_t part) {
     const int64_t entry = token * shape.top_k + lane;
-    int32_t slot = lane < shape.top_k ? step.slot_of[entry] : -1;
-    if (slot >= step.messages()) slot = -1;
+    const int32_t slot = lane < shape.top_k ? step.slot_of[entry] : -1;
+    const int32_t line = LineOfSlot(step, region, message, slot);
     TermList terms;
     if (step.by_entry) {
-      const bool weighted = slot >= 0 && step.entry_weights != nullptr;
-      terms = TermsOfLanes(slot, weighted ? step.entry_weights[entry] : 1.0f);
+      const bool weighted = line >= 0 && step.entry_weights != nullptr;
+      terms = TermsOfLanes(line, weighted ? step.entry_weights[entry] : 1.0f);
     } else {
-      // The distinct slots, ascending, which is by rank: slots are numbered rank * n + slot.
+      // The distinct messages, ascending, which is by rank.
       for (int32_t floor = 0;; ++terms.count) {
-        const unsigned candidate = slot >= floor ? static_cast<unsigned>(slot) : UINT32_MAX;
+        const unsigned candidate = line >= floor ? static_cast<unsigned>(line) : UINT32_MAX;
         const unsigned next = __reduce_min_sync(kFullWarp, candidate);
         if (next == UINT32_MAX) break;
         if (lane == terms.count) terms.row = static_cast<int32_t>(next);
@@ -149,8 +172,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int64_t shared_row = SharedRowOf(step, token);
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {
       float sum[kCount] = {};
-      AddTerms<WireVector<Wire, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t slot) {
-        const uint8_t* from = step.recv + slot * message.bytes;
+      AddTerms<WireVector<Wire, kCount>>(sum, terms, in_row, [&](auto& loaded, int32_t line) {
+        const uint8_t* from = step.recv + line * kMessageStrideBytes;
         if constexpr (QuantizedFormat<Wire>) {
           loaded.Load(from + message.row, from + message.scales, vector);
         } else {
@@ -171,7 +194,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
     if (part == 0 && lane < step.num_weights) {
       step.weight_grads[token * step.num_weights + lane] =
-          slot < 0 ? 0.0f : FloatAt(step.recv + slot * message.bytes, message.weight_grad)[lane];
+          line < 0 ? 0.0f
+                   : FloatAt(step.recv + line * kMessageStrideBytes, message.weight_grad)[lane];
     }
   });
 }
@@ -184,7 +208,8 @@ cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream) {
   const CombineMessage message = CombineMessageOf(step);
   return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
     return Launch(CombinePackKernel<Element, Wire>, RowGrid(shape.slots(), shape.row_bytes()),
-                  kBlockThreads, 0, stream, step, message);
+                  kBlockThreads, 0, stream, step, CombineRegion::Of(shape.tokens, message.bytes),
+                  message);
   });
 }
 
@@ -194,7 +219,8 @@ cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream) {
   const CombineMessage message = CombineMessageOf(step);
   return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
     return Launch(CombineUnpackKernel<Element, Wire>, RowGrid(shape.tokens, shape.row_bytes()),
-                  kBlockThreads, 0, stream, step, message);
+                  kBlockThreads, 0, stream, step,
+                  CombineRegion::Of(step.slots_of_rank(), message.bytes), message);
   });
 }
 

@@ -125,12 +125,21 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <typename Part>
 __global__ void __launch_bounds__(kBlockThreads)
-    CachedPackKernel(const __grid_constant__ CachedPackStep step, CachedDispatchMessage message) {
+    CachedPackKernel(const __grid_constant__ CachedPackStep step, CachedRegion region,
+                     CachedDispatchMessage message) {
   const EpShape& shape = step.shape;
+  const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int lane = Lane();
   ForEachPart(shape.tokens, shape.row_bytes(), [&](int64_t token, int64_t part) {
-    const auto message_at = [&](int32_t slot) { return step.send + slot * message.bytes; };
-    const auto annotate = [&](uint8_t* to, int32_t, int32_t) {
+    const auto region_of = [&](int32_t slot) {
+      return step.send + (static_cast<uint32_t>(slot) / tokens) * region.bytes;
+    };
+    const auto message_at = [&](int32_t slot) {
+      return region_of(slot) + region.messages +
+             (static_cast<uint32_t>(slot) % tokens) * message.bytes;
+    };
+    const auto annotate = [&](uint8_t* to, int32_t slot, int32_t) {
+      if (lane == 0) region_of(slot)[region.sent + static_cast<uint32_t>(slot) % tokens] = 1;
       if (lane >= step.num_weights) return;
       FloatAt(to, message.weight)[lane] = step.weights[token * step.num_weights + lane];
     };
@@ -166,9 +175,14 @@ cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream) {
   if (shape.tokens == 0) return cudaSuccess;
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  const cudaError_t error = cudaMemset2DAsync(
+      step.send + region.sent, static_cast<size_t>(region.bytes), 0,
+      static_cast<size_t>(shape.tokens), static_cast<size_t>(shape.ranks), stream);
+  if (error != cudaSuccess) return error;
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
     return Launch(CachedPackKernel<Part>, RowGrid(shape.tokens, shape.row_bytes()), kBlockThreads,
-                  0, stream, step, message);
+                  0, stream, step, region, message);
   });
 }
 

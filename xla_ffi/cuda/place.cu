@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 // gives num_weights = 0; along a route rows are of elements, and no scales are kept.
 struct PlaceStep {
   EpShape shape;
+  const uint8_t* sent;      // of source 0, [n]: whether a slot has a message; nullptr: all have
   const uint8_t* messages;  // of source 0
   int64_t region_bytes;     // from one source's messages to the next one's
   int64_t message_bytes;
@@ -114,6 +115,23 @@ __device__ void PlaceScales(const uint8_t* from, uint8_t* scale_rows, int64_t sc
   }
 }
 
+__device__ bool IsSent(const PlaceStep& step, uint32_t slot) {
+  const uint32_t tokens = static_cast<uint32_t>(step.shape.tokens);
+  if (step.sent == nullptr) return true;
+  return step.sent[(slot / tokens) * step.region_bytes + slot % tokens] != 0;
+}
+
+// Whole warp: whether an item of slots writes the row. Along a known route the tables come back
+// from the caller's program, each changed by itself perhaps.
+__device__ bool IsFilled(const PlaceStep& step, int64_t row) {
+  const int32_t slot = step.row_slot[row];
+  if (slot < 0 || step.sent == nullptr) return slot >= 0;
+  if (slot >= step.shape.slots() || !IsSent(step, static_cast<uint32_t>(slot))) return false;
+  const bool names = Lane() < step.shape.top_k &&
+                     step.row_of[slot * step.shape.top_k + Lane()] == static_cast<int32_t>(row);
+  return __any_sync(kFullWarp, names) != 0;
+}
+
 // Items are slots, whose payload is read once for all its rows, then rows that nothing fills.
 template <typename Part>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -126,7 +144,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   ForEachPart(slots + zeros, step.row_bytes, [&](int64_t item, int64_t part) {
     if (item >= slots) {
       const int64_t row = item - slots;
-      if (step.row_slot[row] >= 0) return;
+      if (IsFilled(step, row)) return;
       RowPart(part, step.row_bytes).StoreZeros(step.rows + row * step.row_bytes);
       if (part != 0) return;
       if (step.num_weights != 0 && lane == 0) step.row_weights[row] = 0.0f;
@@ -139,6 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
     const uint32_t slot = static_cast<uint32_t>(item);
+    if (!IsSent(step, slot)) return;
     const uint8_t* message =
         step.messages + (slot / tokens) * step.region_bytes + (slot % tokens) * step.message_bytes;
     Part placed(part, step.row_bytes);
@@ -230,6 +249,7 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return LaunchPlace<PlacedPart>(
       {.shape = shape,
+       .sent = nullptr,
        .messages = step.recv + header.bytes,
        .region_bytes = region_bytes,
        .message_bytes = message.bytes,
@@ -253,9 +273,11 @@ cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
+  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
   const PlaceStep place{.shape = shape,
-                        .messages = step.recv,
-                        .region_bytes = shape.tokens * message.bytes,
+                        .sent = step.recv + region.sent,
+                        .messages = step.recv + region.messages,
+                        .region_bytes = region.bytes,
                         .message_bytes = message.bytes,
                         .payload = message.payload,
                         .scales = message.scales,

@@ -39,15 +39,17 @@ class PlaceJob {
       const uint8_t* message =
           c_->call.Region(c_->call.rank(), source) + at * c_->plan.message.bytes;
       // By rank: a token's slots at one rank are one slot.
-      int from = kOptions && c_->step.by_entry
-                     ? Lane()
-                     : SortedDistinct(lanes_, c_->plan.top_k.int_value(), slot);
+      const bool by_entry = kOptions && c_->step.by_entry;
+      int from = by_entry ? Lane() : SortedDistinct(lanes_, c_->plan.top_k.int_value(), slot);
       bool sent = false;
-      if (!c_->AwaitChunks(slot >= 0, source, at, piece_, sent)) return false;
+      if (!c_->AwaitChunks(by_entry, slot >= 0, source, at, piece_, sent)) return false;
       if constexpr (kOptions) from = Entry(slot >= 0, sent, from);
-      if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(slot >= 0, message);
-      message_ = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(message), from);
-      message_ = from < 0 ? 0 : message_ + c_->plan.message.row + PieceBytes<Wire>(piece_);
+      if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(sent, message);
+      // Of a lane's own slot, and then of the slot whose turn it has.
+      message_ = sent ? reinterpret_cast<uint64_t>(message) : 0;
+      message_ = __shfl_sync(kFullWarp, message_, from);
+      if (from < 0) message_ = 0;
+      if (message_ != 0) message_ += c_->plan.message.row + PieceBytes<Wire>(piece_);
       SumPiece<Wire, kCount, kOptions>(c_->step.shape.hidden, piece_, *this);
     }
     return true;
@@ -116,11 +118,11 @@ class PlaceJob {
     return has_slot && sent ? from : -1;
   }
 
-  __device__ void PlaceWeightGrad(bool has_slot, const uint8_t* message) const {
+  __device__ void PlaceWeightGrad(bool sent, const uint8_t* message) const {
     if (!lanes_.In(end_ - token_)) return;
     const float* grads = FloatAt(message, c_->plan.message.weight_grad);
     c_->step.output_weight_grads[token_ * c_->plan.top_k.int_value() + Lane()] =
-        has_slot ? LoadAroundL1(grads + lanes_.place()) : 0.0f;
+        sent ? LoadAroundL1(grads + lanes_.place()) : 0.0f;
   }
 
   const Combine* c_;

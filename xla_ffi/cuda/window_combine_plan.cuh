@@ -97,15 +97,15 @@ struct Combine {
   }
 
   // Whole warp: each lane with a slot waits for its chunk of a source. `sent` is then what the
-  // chunk's flag says of the slot, where rows travel one by one.
-  __device__ bool AwaitChunks(bool has_slot, uint32_t source, uint32_t slot, uint32_t piece,
-                              bool& sent) const {
+  // chunk's flag says of the slot: what was not sent is what an earlier call has left there.
+  __device__ bool AwaitChunks(bool by_entry, bool has_slot, uint32_t source, uint32_t slot,
+                              uint32_t piece, bool& sent) const {
     bool arrived = true;
     if (has_slot) {
       uint32_t rest;
       FlagCell flag;
       arrived = call.AwaitFlag(source, FlagOf(plan.chunk_slots.Divide(slot, rest), piece), flag);
-      sent = (flag.first_slot >> rest & 1) != 0;
+      sent = by_entry ? (flag.first_slot >> rest & 1) != 0 : rest < flag.count;
     }
     return AllSucceed(arrived);
   }

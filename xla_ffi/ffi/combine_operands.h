@@ -87,7 +87,7 @@ struct DecodedCombinePack {
         .template Arg<F32>()        // weight_grads [N] or [0]
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // slot_counts [R]
-        .template Ret<Wire>()       // send [R, n * message]
+        .template Ret<Wire>()       // send [R, region]
         .template Attr<bool>("weighted")
         .template Attr<bool>("with_weight_grads")
         .template Attr<std::string_view>("combine_dtype");
@@ -111,7 +111,8 @@ struct DecodedCombinePack {
     const RowOperands operands{expert_out,  row_weights, weight_grads,     row_of,
                                slot_counts, weighted,    with_weight_grads};
     operands.Decode(check, step);
-    CheckWire(check, *send, shape.ranks, shape.tokens * CombineMessageOf(step).bytes);
+    CheckWire(check, *send, shape.ranks,
+              CombineRegion::Of(shape.tokens, CombineMessageOf(step).bytes).bytes);
     if (!check.ok()) return check.error();
     step.send = Bytes(*send);
     return ffi::Error::Success();
@@ -124,7 +125,7 @@ struct DecodedCombineUnpack {
   template <typename Binding>
   static auto Bind(Binding binding) {
     return std::move(binding)
-        .template Arg<Wire>()       // recv [R, n * message]
+        .template Arg<Wire>()       // recv [R, region]
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
         .template Arg<F32>()        // router_weights [n, K] or [0, K], of by_entry
@@ -170,8 +171,8 @@ struct DecodedCombineUnpack {
                   "shared_rows must have the dtype of the output");
     check.Dims("shared_rows", shared_rows, {shape.recv_rows, shape.hidden});
     check.Dims("shared_part", shared_part, {with_shared ? 2 : 0});
-    const int64_t entries = by_entry ? shape.top_k : 1;
-    CheckWire(check, recv, shape.ranks, shape.tokens * entries * CombineMessageOf(step).bytes);
+    CheckWire(check, recv, shape.ranks,
+              CombineRegion::Of(step.slots_of_rank(), CombineMessageOf(step).bytes).bytes);
     check.Shape(shape);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);

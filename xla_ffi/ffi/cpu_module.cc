@@ -105,7 +105,8 @@ NB_MODULE(_native_cpu, m) {
       [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
          int64_t num_weights) {
         const auto [payload, scales] = Encoded(format, hidden, element_bytes);
-        return tokens * CachedDispatchMessage::Of(payload, scales, num_weights).bytes;
+        const int64_t message = CachedDispatchMessage::Of(payload, scales, num_weights).bytes;
+        return CachedRegion::Of(tokens, message).bytes;
       },
       nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
       nb::arg("num_weights"), "Bytes of one region of a dispatch along a known route.");
@@ -114,7 +115,8 @@ NB_MODULE(_native_cpu, m) {
       [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
          int64_t num_weights) {
         const auto [row, scales] = Encoded(format, hidden, element_bytes);
-        return tokens * CombineMessage::Of(row, scales, num_weights).bytes;
+        const int64_t message = CombineMessage::Of(row, scales, num_weights).bytes;
+        return CombineRegion::Of(tokens, message).bytes;
       },
       nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
       nb::arg("num_weights"), "Bytes of one region of a combine.");

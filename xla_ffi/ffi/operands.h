@@ -124,6 +124,11 @@ struct DecodedUnpack {
 inline CachedDispatchMessage CachedMessageOf(const Encoding& encoding, int64_t num_weights) {
   return CachedDispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, num_weights);
 }
+template <typename Step>
+int64_t CachedRegionBytes(const Step& step, const Encoding& encoding) {
+  const int64_t message_bytes = CachedMessageOf(encoding, step.num_weights).bytes;
+  return CachedRegion::Of(step.shape.tokens, message_bytes).bytes;
+}
 
 struct DecodedCachedPack {
   CachedPackStep step{};
@@ -135,7 +140,7 @@ struct DecodedCachedPack {
         .template Arg<AnyBuffer>()  // tokens [n, H]
         .template Arg<F32>()        // weights [n, K] or [n, 0]
         .template Arg<I32>()        // slot_of [n, K]
-        .template Ret<Wire>()       // send [R, n * message]
+        .template Ret<Wire>()       // send [R, region]
         .template Attr<std::string_view>("format");
   }
   ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of, Out<Wire> send,
@@ -159,8 +164,7 @@ struct DecodedCachedPack {
     if (!check.ok()) return check.error();
     const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     if (!check.ok()) return check.error();
-    CheckWire(check, *send, shape.ranks,
-              shape.tokens * CachedMessageOf(encoding, step.num_weights).bytes);
+    CheckWire(check, *send, shape.ranks, CachedRegionBytes(step, encoding));
     if (!check.ok()) return check.error();
     step.tokens = tokens.untyped_data();
     step.weights = weights.typed_data();
@@ -177,7 +181,7 @@ struct DecodedCachedUnpack {
   template <typename Binding>
   static auto Bind(Binding binding) {
     return std::move(binding)
-        .template Arg<Wire>()       // recv [R, n * message]
+        .template Arg<Wire>()       // recv [R, region]
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // row_slot [N]
         .template Ret<AnyBuffer>()  // rows [N, H]
@@ -205,8 +209,7 @@ struct DecodedCachedUnpack {
     if (!check.ok()) return check.error();
     const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     if (!check.ok()) return check.error();
-    CheckWire(check, recv, shape.ranks,
-              shape.tokens * CachedMessageOf(encoding, step.num_weights).bytes);
+    CheckWire(check, recv, shape.ranks, CachedRegionBytes(step, encoding));
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
     step.row_of = row_of.typed_data();

@@ -109,11 +109,45 @@ struct CombineMessage {
   }
 };
 
+// What one rank sends to one other along a known route, and home, on the collective transport. Both
+// say which slots have a message: routes come back from the caller's program, and where nothing was
+// packed a wire buffer holds whatever lay in that memory before.
+struct CachedRegion {
+  int64_t sent;      // uint8 [n]: whether the slot has a message
+  int64_t messages;  // the first one
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr CachedRegion Of(int64_t tokens, int64_t message_bytes) {
+    LayoutCursor cursor;
+    CachedRegion region{};
+    region.sent = cursor.Take(tokens, 1);
+    region.messages = cursor.Take(tokens * message_bytes, kMessageStrideBytes);
+    region.bytes = cursor.end;
+    return region;
+  }
+};
+struct CombineRegion {
+  int64_t num_sums;  // int32: slots before it have a message
+  int64_t messages;  // the first one
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE static constexpr CombineRegion Of(int64_t slots, int64_t message_bytes) {
+    LayoutCursor cursor;
+    CombineRegion region{};
+    region.num_sums = cursor.Take(kIndexBytes, kIndexBytes);
+    region.messages = cursor.Take(slots * message_bytes, kMessageStrideBytes);
+    region.bytes = cursor.end;
+    return region;
+  }
+};
+
 static_assert(RegionHeader::Of(64).expert_counts == 4);
 static_assert(RegionHeader::Of(64).bytes == 272);
 static_assert(DispatchMessage::Of(14336, 0, 8).source_token == 14336);
 static_assert(DispatchMessage::Of(14336, 0, 8).bytes == 14336 + 128);
 static_assert(CachedDispatchMessage::Of(14336, 0, 0).bytes == 14336);
 static_assert(CombineMessage::Of(14336, 0, 8).bytes == 14336 + 128);
+static_assert(CachedRegion::Of(129, 256).messages == 256);
+static_assert(CombineRegion::Of(3, 256).bytes == 128 + 3 * 256);
 
 }  // namespace jax_ep

@@ -72,7 +72,7 @@ struct CachedPackStep {
   const void* tokens;      // [n, H]
   const float* weights;    // [n, num_weights]
   const int32_t* slot_of;  // [n, K]
-  uint8_t* send;           // [R, n * message]
+  uint8_t* send;           // [R, CachedRegion]
 };
 
 // decode and place along a known route; padding and tail become zero.
@@ -80,7 +80,7 @@ struct CachedUnpackStep {
   EpShape shape;
   ElementType element;      // of rows
   int64_t num_weights;      // K or 0
-  const uint8_t* recv;      // [R, n * message]
+  const uint8_t* recv;      // [R, CachedRegion]
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
@@ -99,7 +99,7 @@ struct CombinePackStep {
   const float* weight_grads;   // [N] or unused
   const int32_t* row_of;       // [R, n, K]
   const int32_t* slot_counts;  // [R]
-  uint8_t* send;               // [R, n * message]
+  uint8_t* send;               // [R, CombineRegion]
 };
 
 // reduce at the source: sums of the ranks, ascending -> tokens. With `by_entry` each row has come
@@ -111,20 +111,22 @@ struct CombineUnpackStep {
   ElementType wire;
   bool quantized;
   int64_t num_weights;
-  const uint8_t* recv;     // [R, n * message]
+  const uint8_t* recv;     // [R, CombineRegion]
   const int32_t* slot_of;  // [n, K]
   const void* residual;    // [n, H] or nullptr
   void* output;            // [n, H]
   float* weight_grads;     // [n, num_weights]
-  bool by_entry = false;   // recv is [R, n * K * message], slot_of the message of each entry
+  bool by_entry = false;   // regions are of n * K slots, slot_of is the message of each entry
   const float* entry_weights = nullptr;  // [n, K] of by_entry, nullptr = 1
   const void* shared_rows = nullptr;     // [N, H] or nullptr
   // [2]: first token and number of those whose shared rows are the first of shared_rows.
   const int32_t* shared_part = nullptr;
 
-  JAX_EP_HOST_DEVICE int64_t messages() const {
-    return shape.slots() * (by_entry ? shape.top_k : 1);
+  // Of one rank, and of all.
+  JAX_EP_HOST_DEVICE int64_t slots_of_rank() const {
+    return shape.tokens * (by_entry ? shape.top_k : 1);
   }
+  JAX_EP_HOST_DEVICE int64_t messages() const { return shape.ranks * slots_of_rank(); }
 };
 
 // The shared row of a token of a combine, or -1.

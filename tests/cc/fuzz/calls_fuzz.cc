@@ -110,13 +110,18 @@ Call MakeCall(DecodedUnpack*, const Sizes& s, FuzzInput& input) {
   return call;
 }
 
+int64_t CachedBytes(const Sizes& s, int64_t weights) {
+  const auto message = CachedDispatchMessage::Of(s.payload, s.scale, weights);
+  return CachedRegion::Of(s.n, message.bytes).bytes;
+}
+
 Call MakeCall(DecodedCachedPack*, const Sizes& s, FuzzInput& input) {
   Call call;
   const int64_t weights = input.Flag() ? s.K : 0;
   call.Add(s.dtype, {s.n, s.H});
   call.Add(ffi::F32, {s.n, weights});
   call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::U32, s.Wire(s.n * CachedDispatchMessage::Of(s.payload, s.scale, weights).bytes));
+  call.Add(ffi::U32, s.Wire(CachedBytes(s, weights)));
   call.attributes = {s.format};
   return call;
 }
@@ -125,7 +130,7 @@ Call MakeCall(DecodedCachedUnpack*, const Sizes& s, FuzzInput& input) {
   Call call;
   const bool weighted = s.N > 0 && input.Flag();
   const int64_t weights = weighted ? s.K : 0;
-  call.Add(ffi::U32, s.Wire(s.n * CachedDispatchMessage::Of(s.payload, s.scale, weights).bytes));
+  call.Add(ffi::U32, s.Wire(CachedBytes(s, weights)));
   call.Add(ffi::S32, {s.R, s.n, s.K});
   call.Add(ffi::S32, {s.N});
   call.Add(s.dtype, {s.N, s.H});
@@ -153,7 +158,7 @@ Call MakeCall(DecodedCombinePack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::F32, {grads ? s.N : 0});
   call.Add(ffi::S32, {s.R, s.n, s.K});
   call.Add(ffi::S32, {s.R});
-  call.Add(ffi::U32, s.Wire(s.n * message));
+  call.Add(ffi::U32, s.Wire(CombineRegion::Of(s.n, message).bytes));
   call.attributes = {weighted, grads, wire};
   return call;
 }
@@ -164,7 +169,7 @@ Call MakeCall(DecodedCombineUnpack*, const Sizes& s, FuzzInput& input) {
   const bool weighted = by_entry && input.Flag();
   const int64_t weights = by_entry || input.Flag() ? 0 : s.K;
   const auto [wire, message] = Sums(s, weights, input);
-  call.Add(ffi::U32, s.Wire(s.n * (by_entry ? s.K : 1) * message));
+  call.Add(ffi::U32, s.Wire(CombineRegion::Of(s.n * (by_entry ? s.K : 1), message).bytes));
   call.Add(ffi::S32, {s.n, s.K});
   call.Add(s.dtype, {residual ? s.n : 0, s.H});
   call.Add(ffi::F32, {weighted ? s.n : 0, s.K});

@@ -97,6 +97,10 @@ void Sizes(FuzzInput& input) {
         CombineMessage::Of(row, row, k).bytes}) {
     FUZZ_CHECK(message > 0 && shape.ranks * (header.bytes + n * k * message) >= 0);
   }
+  FUZZ_CHECK(
+      shape.ranks * CachedRegion::Of(n, CachedDispatchMessage::Of(row, row, k).bytes).bytes >= 0);
+  FUZZ_CHECK(shape.ranks * CombineRegion::Of(n * k, CombineMessage::Of(row, row, k).bytes).bytes >=
+             0);
   FUZZ_CHECK(shape.recv_rows * row >= 0);
   const auto tiles = ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden);
   FUZZ_CHECK(tiles.tiles * tiles.column_words * kTileRows * kTileColumns >= 0);
