@@ -298,6 +298,7 @@ def main():
         (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
+        (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
