@@ -196,6 +196,11 @@ def run(args, record):
         "NCCL_NVLS_ENABLE": "0",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip(),
     }
+    if args.platform == "gpu":
+        # Both kinds of processes see as many as there are ranks.
+        names = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = names.split(",") if names else map(str, range(args.ranks))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(list(names)[: args.ranks])
     end = time.monotonic() + args.budget
     jobs = {}
     try:

@@ -25,6 +25,7 @@ import worker
 
 from jax_ep import _nodes
 
+TIMEOUT_S = 60.0
 # A guess of a call's microseconds a token, to size programs; and of a call without any.
 _A_TOKEN_US = 0.15
 _EMPTY_US = {"p2p": 10, "shmem": 25, "collective": 120}
@@ -76,7 +77,10 @@ class Process:
         """A way: compared with the collective transport, its programs compiled."""
         _nodes.bundled = self.bundled if bundles else lambda *args: (0, 0)
         case = self.reference.case
-        config = dataclasses.replace(case.config, ranks_per_node=node)
+        # NVSHMEM has half of the time to start in.
+        config = dataclasses.replace(
+            case.config, ranks_per_node=node, timeout_s=TIMEOUT_S
+        )
         case = dataclasses.replace(case, config=config)
         self.transport = p2p_transports.Transport(case, transport)
         p2p_transports.call_all(self.transport)
