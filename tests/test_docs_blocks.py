@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
 
 import helpers
 import jax
@@ -27,7 +28,7 @@ RUN = {
     ("docs/cluster.md", "bash"): 1,  # here, as all below
     ("docs/cluster.md", "python"): 2,
     ("docs/extending.md", "cpp"): 2,
-    ("docs/formats.md", "python"): 1,
+    ("docs/formats.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 6,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 4,  # test_docs_layers.py
@@ -60,7 +61,7 @@ def test_every_block_is_run():
 
 def run_block(name, transport, extra):
     """The names that a page's block leaves, run inside shard_map; N rows each."""
-    (code,) = python_blocks(name)
+    code = python_blocks(name)[0]
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     experts = 4 * mesh.size
     config = jax_ep.EPConfig(
@@ -100,6 +101,21 @@ def test_formats_page():
     got = np.asarray(rows, np.float32)[at]
     np.testing.assert_allclose(got, sent, rtol=0.07, atol=0.01)
     np.testing.assert_allclose(np.asarray(hidden, np.float32)[at], got, rtol=0.01)
+
+
+def test_scaled_matmul_of_formats_page():
+    """Traced: not every JAX runs it on every device."""
+    code = python_blocks("docs/formats.md")[1]
+
+    def body(tokens, w):
+        codes, scales = jax_ep.formats.quantize(tokens, "mxfp8")
+        d = types.SimpleNamespace(tokens=codes, scales=scales)
+        names = {"jax": jax, "jax_ep": jax_ep, "d": d, "w": w}
+        exec(code, names)
+        return names["hidden"]
+
+    shapes = (jax.ShapeDtypeStruct((rows, HIDDEN), "bfloat16") for rows in (N, 64))
+    assert jax.eval_shape(body, *shapes).shape == (N, 64)
 
 
 @pytest.mark.parametrize("page", ["options", "overlap"])

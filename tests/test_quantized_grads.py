@@ -257,11 +257,18 @@ def test_no_gradient_passes_without_a_port() -> None:
     with pytest.raises(
         ValueError, match=r"jax_ep\.dequantize: d must have the grad_port"
     ):
-        jax.grad(loss)(tokens, 2.0)
-    stopped = jax.grad(functools.partial(loss, stop=jax.lax.stop_gradient))
-    assert not np.asarray(stopped(tokens, 2.0)).any()
-    total = jax.grad(loss, argnums=1)(tokens, 2.0)
-    np.testing.assert_allclose(loss(tokens, 2.0), 2 * total, rtol=1e-5)
+        jax.eval_shape(jax.grad(loss), tokens, 2.0)
+
+    @jax.jit
+    def others(tokens: Any) -> Any:
+        stopped = jax.grad(functools.partial(loss, stop=jax.lax.stop_gradient))
+        total = jax.grad(loss, argnums=1)(tokens, 2.0)
+        return stopped(tokens, 2.0), loss(tokens, 2.0), total
+
+    stopped, value, total = others(tokens)
+    assert not np.asarray(stopped).any()
+    assert value != 0
+    np.testing.assert_allclose(value, 2 * total, rtol=1e-5)
 
 
 def test_vmap_is_refused() -> None:
