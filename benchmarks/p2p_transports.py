@@ -144,7 +144,7 @@ class Transport:
                 ],
                 draws=[(ids, case.weights) for ids in case.ids],
                 shared=case.tokens,
-                target="ep_dispatch" if self.name == "p2p" else "ep_pack",
+                target="ep_pack" if self.name == "collective" else "ep_dispatch",
             )
         return p2p_programs.Operation(
             step=lambda weights, route, rows: [
@@ -152,7 +152,7 @@ class Transport:
             ],
             draws=[(d.router_weights, d.route) for d in self.dispatched],
             shared=case.expert_out,
-            target="ep_combine" if self.name == "p2p" else "ep_combine_pack",
+            target="ep_combine_pack" if self.name == "collective" else "ep_combine",
         )
 
     def outputs(self, op):

@@ -36,6 +36,7 @@ TRANSPORTS = ("p2p", "collective")
 HERE = pathlib.Path(__file__).resolve()
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
+    "benchmark_nodes",
     "benchmark_report",
     "compatibility",
     "demo",

@@ -300,6 +300,7 @@ def main():
         (README, "layers", layers),
         (LAYERS, "layers", layers),
         (LAYERS, "train", from_newest("train", performance_tables.train)),
+        (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),

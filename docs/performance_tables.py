@@ -98,6 +98,25 @@ def formats(data, table):
     return f"{head}\n\n" + table(columns, rows)
 
 
+def nodes(data, table):
+    """What several processes and forced nodes cost against one process's p2p."""
+    rows = [
+        (
+            row["op"],
+            row["tokens"],
+            row["way"],
+            f"{row['us']:.1f}",
+            f"{row['us_least']:.1f} to {row['us_most']:.1f}",
+            p2p_report.number(row["to_one_process"], 3),
+            "no" if row["differences"] else "yes",
+        )
+        for row in sorted(data["rows"], key=lambda row: (row["op"], row["tokens"]))
+    ]
+    columns = ("", "T a rank", "", "us", "least to most", "of one process")
+    head = f"{_source(data, data['command'])}; seed {data['seed']}.\n\n"
+    return head + table((*columns, "bits of collective"), rows)
+
+
 def sms(data, table):
     """Microseconds of the kernels alone by the number of multiprocessors."""
     counts = sorted({row["sms"] for row in data["results"]})

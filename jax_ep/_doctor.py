@@ -74,8 +74,10 @@ def versions() -> dict[str, str | None]:
 
 
 def _build() -> dict[str, bool]:
-    shmem = _native.shmem() is not None
-    return {"cpu": True, "cuda": _ffi.native_cuda is not None, "shmem": shmem}
+    shmem = _native.shmem()
+    nodes = bool(getattr(shmem, "HAS_KERNELS", False))
+    found = {"cpu": True, "cuda": _ffi.native_cuda is not None}
+    return found | {"shmem": shmem is not None, "shmem over nodes": nodes}
 
 
 def _device(device: Any) -> dict[str, Any]:

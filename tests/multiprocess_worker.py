@@ -1,8 +1,8 @@
 """A jax.distributed process of test_multiprocess.py or test_processes_gpu.py.
 
 Arguments: port of the coordinator, number of processes, this process, devices of each:
-"2" of the CPU, "gpu2" GPUs. The transport is JAX_EP_TEST_TRANSPORT.
-Every process checks its own ranks; all must come to the end.
+"2" of the CPU, "gpu2" GPUs; with any more there are few cases. The transport is
+JAX_EP_TEST_TRANSPORT. Every process checks its own ranks; all must come to the end.
 """
 
 from __future__ import annotations
@@ -116,11 +116,27 @@ def invalid_ids(mesh) -> None:
             assert ep.check() is None
 
 
-def main(port: str, processes: str, process: str, devices: str) -> None:
+def part() -> None:
+    """A mesh of the last devices, in whose processes alone there are calls."""
+    devices = jax.devices()[:0:-1]
+    if not any(device.process_index == jax.process_index() for device in devices):
+        return
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    count = len(devices)
+    semantics(mesh, "ep", P("ep"), [range(count)], num_experts=3 * count)
+
+
+def main(port: str, processes: str, process: str, devices: str, *few: str) -> None:
     start(port, int(processes), int(process), devices)
     size = jax.device_count()
     mesh = helpers.make_mesh(size)
     ranks = [range(size)]
+    if helpers.TRANSPORT != "shmem":  # NVSHMEM serves all processes or none
+        part()
+    if few:
+        semantics(mesh, "ep", P("ep"), ranks, routing="invalid", recv_capacity=9)
+        print("right", flush=True)
+        return
     for changes in (
         {},
         {"dtype": "float32", "combine_dtype": "bfloat16", "expert_alignment": 4},
