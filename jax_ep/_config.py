@@ -17,7 +17,7 @@ SCALE_LAYOUTS = ("rows", "tiled_128x4")
 OVERLAPS = ("sm", "copy")
 WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
-MAX_TIMEOUT_S = 1e6  # every wait ends
+MAX_TIMEOUT_S = 1e6
 _CAPACITY_MULTIPLE = 128
 
 
@@ -311,11 +311,7 @@ def _dtype_name(field: str, value: Any) -> str:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
-    _require(
-        name in DTYPES,
-        f"{field} must be one of {list(DTYPES)}",
-        value,
-        "cast tokens to one of them",
-    )
+    problem = f"{field} must be one of {list(DTYPES)}"
+    _require(name in DTYPES, problem, value, "cast tokens to one of them")
     assert name is not None
     return name
