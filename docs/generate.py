@@ -43,7 +43,7 @@ def table(header, rows):
 
 def layout():
     rows = native.layout_table("bf16", 7168, 2, 8, 64)
-    named = [(f"`{s}`", f"`{f}`" if t else "size", t, offset) for s, f, t, offset in rows]
+    named = [(f"`{s}`", f"`{f}`" if t else "size", t, at) for s, f, t, at in rows]
     return table(("structure", "field", "type", "offset"), named)
 
 
