@@ -9,7 +9,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import layer_experts
 import ragged
 from jax import lax
 
@@ -34,6 +33,32 @@ def ours(ep, experts):
     def layer(tokens, params):
         y, _ = jax_ep.moe_ffn(ep, tokens, params, experts=experts)
         return y, jnp.zeros(tokens.shape[0], bool)
+
+    return layer
+
+
+def counted(ep, experts):
+    """As `ours`, with `jax_ep.stats.update` of what is accumulated in `words`.
+
+    `words` is int32 [1, L, 2], rows of each expert so far; the rest begins at zero. No
+    token is ever marked as dropped, but it takes all of the new `Load` to know.
+    """
+
+    def layer(tokens, params, words):
+        y, aux = jax_ep.moe_ffn(ep, tokens, params, experts=experts)
+        none, zero = jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1)
+        load = jax_ep.stats.Load(
+            rows=lax.bitcast_convert_type(words, jnp.uint32),
+            dropped=none,
+            steps=jnp.zeros(1, jnp.int32),
+            imbalance=zero,
+            worst=zero,
+            fullest=jnp.zeros(1, jnp.int32),
+            invalid=none,
+        )
+        leaves = jax.tree.leaves(jax_ep.stats.update(load, aux))
+        used = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
+        return y, jnp.broadcast_to(jnp.isnan(used), tokens.shape[:1])
 
     return layer
 
@@ -70,7 +95,8 @@ def slots(sizes):
 def batched_experts(rows, gate_up, down):
     """SwiGLU experts on [L, rows, H]."""
     wide = gate_up.reshape(*gate_up.shape[:2], -1)
-    inner = layer_experts.swiglu(jnp.einsum("lnh,lhf->lnf", rows, wide))
+    gate, up = jnp.split(jnp.einsum("lnh,lhf->lnf", rows, wide), 2, axis=-1)
+    inner = jax.nn.silu(gate) * up
     return jnp.einsum("lnf,lfh->lnh", inner, down)
 
 

@@ -25,7 +25,7 @@ def line(row):
         tail += f"  WRONG: {row['errors']}"
     if row.get("tokens_with_drops"):
         tail += f"  {row['tokens_with_drops']} tokens lost rows"
-    if "exchange_share" in row:
+    if row.get("exchange_share") is not None:
         tail = f"exchange {100 * row['exchange_share']:3.0f}%  {tail}"
     return (
         f"{head} {PASSES[row['pass']]:<18} {row['ms']:9.3f} ms "
@@ -69,40 +69,66 @@ def summary(record):
         for each in PASSES:
             at = {"case": case, "pass": each}
             ours = best(rows, layer="p2p", format="bf16", **at)
-            ragged = best(rows, layer="ragged", **at)
-            found.append(
-                {
-                    **at,
-                    "p2p": ours,
-                    "p2p_fp8": best(rows, layer="p2p", format="fp8_block128", **at),
-                    "collective": best(rows, layer="collective", format="bf16", **at),
-                    "dense": best(rows, layer="dense", **at),
-                    "ragged_default": best(rows, layer="ragged", flags="default", **at),
-                    "ragged": ragged,
-                    "speed_up": ragged["ms"] / ours["ms"] if ours and ragged else None,
-                }
-            )
+            layers = {
+                "p2p": ours,
+                "p2p_fp8": best(rows, layer="p2p", format="fp8_block128", **at),
+                "p2p_default": best(rows, layer=DEFAULT_EXPERTS, **at),
+                "collective": best(rows, layer="collective", format="bf16", **at),
+                "dense": best(rows, layer="dense", **at),
+                "ragged_default": best(rows, layer="ragged", flags="default", **at),
+                "ragged_rank": best(rows, layer="ragged", flags=PER_RANK, **at),
+                "ragged": best(rows, layer="ragged", **at),
+            }
+            speed_ups = {
+                key: layers[key]["ms"] / ours["ms"] if ours and layers[key] else None
+                for key in BASELINES
+            }
+            found.append({**at, **layers, "speed_ups": speed_ups})
     return [each for each in found if any(each[key] for key in _LAYERS)]
 
 
-_LAYERS = ("p2p", "p2p_fp8", "collective", "dense", "ragged_default", "ragged")
+# The row of jax_ep's layer with the experts that a user has who chooses none.
+DEFAULT_EXPERTS = "p2p, default experts"
+COUNTED = "p2p, stats"  # p2p's layer with jax_ep.stats.update
+PER_RANK = "decomposer"  # p2p.RAGGED: one update a rank, with XLA's better flags
+# What p2p's speed-up is said over.
+BASELINES = {
+    "dense": "over dense",
+    "ragged_default": "over ragged",
+    "ragged_rank": "over ragged, flags",
+    "ragged": "over ragged, best",
+}
+_LAYERS = (
+    "p2p",
+    "p2p_fp8",
+    "p2p_default",
+    "collective",
+    "dense",
+    "ragged_default",
+    "ragged_rank",
+    "ragged",
+)
 COLUMNS = (
     "layer",
     "",
     "experts ms",
     "p2p",
     "p2p, fp8",
+    "p2p, default experts",
     "collective",
     "dense",
     "ragged",
+    "ragged, flags",
     "ragged, best",
-    "speed-up",
+    *BASELINES.values(),
 )
 
 
 def _time(row):
     if row is None:
         return ""
+    if row["exchange_share"] is None:
+        return f"{row['ms']:.2f}"
     return f"{row['ms']:.2f} ({100 * row['exchange_share']:.0f}%)"
 
 
@@ -110,13 +136,14 @@ def cells(record):
     """The table's cells, as text."""
     for each in summary(record):
         sizes = record["cases"][each["case"]]
-        sparse = [each[key] for key in _LAYERS if each[key] and key != "dense"]
+        apart = ("dense", "p2p_default")  # have other experts than the rest
+        sparse = [each[key] for key in _LAYERS if each[key] and key not in apart]
         yield (
             f"{sizes['hidden']} x {sizes['inner']}, {sizes['experts']} experts",
             PASSES[each["pass"]],
             number(sparse[0]["experts_ms"] if sparse else None),
             *(_time(each[key]) for key in _LAYERS),
-            number(each["speed_up"]),
+            *(number(each["speed_ups"][key]) for key in BASELINES),
         )
 
 
@@ -131,6 +158,18 @@ def matmuls(record):
             yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
 
 
+def stats_cost(record):
+    """What jax_ep.stats.update adds to p2p's layer: case, pass, ms without and with."""
+    for case in record["cases"]:
+        for each in PASSES:
+            at = {"case": case, "pass": each}
+            ours = best(record["results"], layer="p2p", format="bf16", **at)
+            counted = best(record["results"], layer=COUNTED, **at)
+            if ours and counted:
+                change = f"{100 * (counted['ms'] / ours['ms'] - 1):+.1f}%"
+                yield case, each, number(ours["ms"]), number(counted["ms"]), change
+
+
 def print_table(record):
     print(
         f"\n{record['count']} x {record['device']}, {record['tokens']} tokens a rank, "
@@ -143,6 +182,8 @@ def print_table(record):
     print("\nexperts alone")
     for case, each, matmul, ms in matmuls(record):
         print(f"{case:>10} {each:<8} {matmul:<11} {ms:>9} ms")
+    for case, each, without, counted, change in stats_cost(record):
+        print(f"{case:>10} {each:<8} {without} ms, with stats {counted} ms, {change}")
     for row in record["results"]:
         if "error" in row or row.get("wrong"):
             print(line(row))

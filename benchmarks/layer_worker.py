@@ -22,6 +22,7 @@ import layer_report
 import numpy as np
 import p2p_check
 import worker
+from jax.sharding import NamedSharding
 from p2p_programs import COMPILER_THREADS
 
 import jax_ep
@@ -29,6 +30,7 @@ import jax_ep
 # Of the fastest forward pass; slower ways of multiplying are tried no further.
 _HOPELESS = 3
 _REFERENCE = ("collective", "bf16")
+DEFAULT = "ragged_dot"  # of jax_ep.moe_ffn
 
 
 def _error(error):
@@ -60,7 +62,7 @@ class Worker:
 
     def __init__(self, spec, case, name, emit):
         self.spec, self.case, self.name, self.emit = spec, case, name, emit
-        self.experts_ms = {}
+        self.experts_ms = {}  # by way of multiplying and pass
 
     def row(self, **entries):
         facts = {"case": self.name, "recv_capacity": self.case.capacity}
@@ -130,15 +132,13 @@ class Worker:
             for name, each in times.items():
                 extra = {"pass": name, "errors": errors, "wrong": wrong}
                 self.row(**facts, **extra, **each)
-            total = sum(each["ms"] for each in times.values())
+            self.experts_ms[matmul] = {name: t["ms"] for name, t in times.items()}
+            total = sum(self.experts_ms[matmul].values())
             if matmul in good and not wrong and (best is None or total < best[0]):
-                best = (total, matmul, times)
-        if best is None:
-            return None
-        self.experts_ms = {name: each["ms"] for name, each in best[2].items()}
-        return best[1]
+                best = (total, matmul)
+        return best and best[1]
 
-    def layers(self, experts):
+    def layers(self, experts, matmul):
         """(facts, how to make the layer and its handle) of the specification."""
         case = self.case
         for transport, name in self.spec["ours"]:
@@ -151,6 +151,22 @@ class Worker:
             facts = {"layer": "ragged", "format": "bf16", "flags": label}
             layer = layer_kinds.over_ragged(case.sizes, experts, case.capacity, updates)
             yield facts, functools.partial(lambda layer: (layer, None), layer)
+        asked = any(transport == "p2p" for transport, _ in self.spec["ours"])
+        if asked:
+            facts = {"layer": layer_report.COUNTED, "format": "bf16", "flags": ""}
+            yield facts, functools.partial(self.counted, experts)
+        if asked and matmul != DEFAULT:
+            facts = {"layer": layer_report.DEFAULT_EXPERTS, "format": "bf16"}
+            facts |= {"flags": "", "matmul": DEFAULT}
+            yield facts, functools.partial(self.ours, "p2p", "bf16", None)
+
+    def counted(self, experts):
+        """p2p's layer with jax_ep.stats, and what it has counted so far."""
+        _, ep = self.ours("p2p", "bf16", experts)
+        shape = (self.case.mesh.size, ep.local_experts, 2)
+        sharding = NamedSharding(self.case.mesh, layer_cases.ROWS)
+        words = jax.device_put(np.zeros(shape, np.int32), sharding)
+        return layer_kinds.counted(ep, experts), ep, words
 
     def ours(self, transport, name, experts):
         sizes = self.case.sizes
@@ -186,15 +202,16 @@ class Worker:
         found = layer_cases.errors(result, reference or result)
         times = {name: self.time(program) for name, program in programs.items()}
         dense = facts["layer"] == "dense"
-        experts_ms = self.time_dense_experts() if dense else self.experts_ms
+        matmul = "batched" if dense else facts.get("matmul", matmul)
+        alone = self.time_dense_experts() if dense else self.experts_ms.get(matmul, {})
         for name, timing in times.items():
+            experts_ms = alone.get(name)  # None: too slow to be timed alone
+            share = None if experts_ms is None else 1 - experts_ms / timing["ms"]
             self.row(
-                **facts,
-                matmul="batched" if dense else matmul,
-                **{"pass": name},
+                **{"matmul": matmul, **facts, "pass": name},
                 **timing,
-                experts_ms=experts_ms[name],
-                exchange_share=1 - experts_ms[name] / timing["ms"],
+                experts_ms=experts_ms,
+                exchange_share=share,
                 errors=found,
                 wrong=max(found.values()) > layer_cases.TOLERANCES[facts["format"]],
                 tokens_with_drops=int(np.asarray(result[0][1]).sum()),
@@ -209,16 +226,16 @@ class Worker:
         gc.collect()
         experts = layer_experts.make(matmul, self.case.largest)
         layers, finishers, handles = [], {}, []
-        for facts, make in self.layers(experts):
+        for facts, make in self.layers(experts, matmul):
             if self.late():
-                self.row(**facts, matmul=matmul, error="no time left")
+                self.row(**{"matmul": matmul, **facts}, error="no time left")
                 continue
             try:
-                layer, ep = make()
+                layer, ep, *operands = make()
                 handles.append(ep)
-                found = layer_cases.compiling(self.case, layer)
+                found = layer_cases.compiling(self.case, layer, *operands)
             except (RuntimeError, ValueError) as error:
-                self.row(**facts, matmul=matmul, **_error(error))
+                self.row(**{"matmul": matmul, **facts}, **_error(error))
                 continue
             index = len(layers)
             layers.append((facts, ep))
@@ -232,11 +249,15 @@ class Worker:
         reference = None
         if "reference" in programs:
             reference = raised(programs["reference"])(self.case.tokens[0])
-        # First what the others are compared with.
-        order = sorted(
-            range(len(layers)),
-            key=lambda i: (layers[i][0]["layer"], layers[i][0]["format"]) != _REFERENCE,
-        )
+
+        # First what the others are compared with, last what may be very slow.
+        def place(index):
+            facts = layers[index][0]
+            if (facts["layer"], facts["format"]) == _REFERENCE:
+                return 0
+            return 2 if facts["layer"] == layer_report.DEFAULT_EXPERTS else 1
+
+        order = sorted(range(len(layers)), key=place)
         for index in order:
             facts, ep = layers[index]
             by_pass = {name: programs[index, name] for name in layer_cases.PASSES}
@@ -246,7 +267,7 @@ class Worker:
                 if ep is not None:
                     ep.check()
             except Exception as error:  # of one layer of many
-                self.row(**facts, matmul=matmul, **_error(error))
+                self.row(**{"matmul": matmul, **facts}, **_error(error))
             result = None
             gc.collect()
         for ep in handles:

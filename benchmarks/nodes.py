@@ -1,189 +1,296 @@
-"""What forced nodes cost on one host: dispatch and combine over p2p and shmem.
+"""What several processes and forced nodes cost on one host, against one process.
 
-    python benchmarks/nodes.py [--tokens 4096,128] [--hidden 7168]
+    python benchmarks/nodes.py [--tokens 4096 128] [--hidden 7168] [--ways ...]
 
-One process a GPU. p2p, shmem with all ranks on a node, with two ranks a node
-(dispatches in bundles, and direct), and with one rank a node: there puts are stores
-over NVLink, so this is the cost of staging, of the steps between the halves and of
-their launches, and says nothing about a network. Writes
-benchmarks/results/nodes-<device>x<n>-<date>.json.
+dispatch and combine over p2p in one process of all GPUs and with a process for each,
+and over shmem with all ranks on a node, with two ranks a node (dispatches in bundles,
+and direct) and with one rank a node: there puts are stores over NVLink, so this is the
+cost of staging, of the steps between the halves and of their launches, and says nothing
+about a network. Both kinds of processes are there all the time and run in turn, so that
+what changes on the host changes for both.
+
+A time is that of a whole program of many calls, by the host's clock, from a start that
+all processes know before until the last one's end, divided by its calls; median, least
+and most of the repeats. Routing is drawn from a printed seed, 4 draws a program in
+turn. Each way's results are compared with the collective transport's bit for bit,
+before and after, and checksums of the timed programs; wrong ones are marked, and the
+command then exits 1. Writes benchmarks/results/nodes-<device>x<n>-<date>.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import json
 import os
+import pathlib
+import secrets
+import shlex
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
-CALLS, REPEATS = 10, 15  # calls of a program, and its runs
-LIMIT_S = 540  # for all processes: one that waits for a dead one is ended
-TOP_K, EXPERTS = 8, 256
-# Transport, ranks of a node, whether dispatches may be bundled.
+import recording
+
+GRAPHS = "--xla_gpu_graph_min_graph_size=1"
+AHEAD_S = 0.05  # from a command to the start that it names
+ONE = "one process"
+# Whether in one process; transport, ranks of a node, whether dispatches may be bundled.
 WAYS = {
-    "p2p": ("p2p", None, True),
-    "shmem, one node": ("shmem", None, True),
-    "two a node, bundled": ("shmem", 2, True),
-    "two a node, direct": ("shmem", 2, False),
-    "one a node": ("shmem", 1, False),
+    f"p2p, {ONE}": (True, "p2p", None, True),
+    "p2p": (False, "p2p", None, True),
+    "shmem, one node": (False, "shmem", None, True),
+    "shmem, two a node, bundled": (False, "shmem", 2, True),
+    "shmem, two a node, direct": (False, "shmem", 2, False),
+    "shmem, one a node": (False, "shmem", 1, False),
+    f"collective, {ONE}": (True, "collective", None, True),
+    "collective": (False, "collective", None, True),
 }
 
 
-def programs(mesh, ep, hidden, n, rank_of):
-    """Jitted runs of CALLS dispatches, and of CALLS combines, each after the other."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
+class Job:
+    """Processes that get the same commands."""
 
-    import jax_ep
-
-    spec, rng = P("ep"), np.random.default_rng(rank_of)
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-
-    def put(a):
-        sharding = NamedSharding(mesh, spec)
-        shape = (mesh.size * len(a), *a.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, a, shape)
-
-    ids = np.argsort(rng.random((n, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-    tokens = put(rng.standard_normal((n, hidden)).astype(jnp.bfloat16))
-    ids = put(ids)
-
-    # A handle's calls are chained, so that none is dropped or moved.
-    @jax.jit
-    @mapped
-    def dispatches(tokens, ids):
-        return [jax_ep.dispatch(ep, tokens, ids) for _ in range(CALLS)][-1]
-
-    @jax.jit
-    @mapped
-    def combines(rows, route):
-        return [jax_ep.combine(ep, rows, route) for _ in range(CALLS)][-1]
-
-    d = dispatches(tokens, ids)
-    rows = jax.block_until_ready(d.tokens)
-    return {
-        "dispatch": functools.partial(dispatches, tokens, ids),
-        "combine": functools.partial(combines, rows, d.route),
-    }
-
-
-def timed(run, meet):
-    """Microseconds of a call, the median of runs that begin together."""
-    import jax
-
-    found = []
-    jax.block_until_ready(run())
-    for _ in range(REPEATS):
-        meet()
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        found.append((time.perf_counter() - begin) / CALLS * 1e6)
-    return statistics.median(found)
-
-
-def work(port, count, own, hidden, sizes):
-    """A process: its medians, as the last line."""
-    import jax
-
-    import jax_ep
-    from jax_ep import _nodes
-
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, own, local_device_ids=[own])
-    from jax._src.distributed import global_state
-
-    client = global_state.client
-    assert client is not None
-    mesh, rounds = jax.make_mesh((count,), ("ep",)), iter(range(1 << 30))
-
-    def meet():
-        client.wait_at_barrier(f"nodes/{next(rounds)}", 60_000)
-
-    bundled, medians = _nodes.bundled, []
-    for n in sizes:
-        for name, (transport, node, bundles) in WAYS.items():
-            _nodes.bundled = bundled if bundles else lambda *args: (0, 0)
-            config = jax_ep.EPConfig(
-                num_experts=EXPERTS,
-                top_k=TOP_K,
-                hidden_size=hidden,
-                max_tokens_per_rank=n,
-                capacity_factor=1.25,
-                zero_tail=False,
-                ranks_per_node=node,
+    def __init__(self, count, each, spec, environment, end):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        spec = spec | {"port": port, "processes": count, "devices": each}
+        script = str(pathlib.Path(__file__).with_name("nodes_process.py"))
+        self.started = [
+            subprocess.Popen(
+                [sys.executable, script, json.dumps(spec | {"process": process})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
             )
-            with jax_ep.init(mesh, "ep", config, transport=transport) as ep:
-                for op, run in programs(mesh, ep, hidden, n, own).items():
-                    medians.append([n, name, op, timed(run, meet)])
-                ep.check()
-                if own == 0:
-                    print(*medians[-2], *medians[-1], file=sys.stderr, flush=True)
-    kind = jax.local_devices()[0].device_kind
-    print(json.dumps({"device": kind, "medians": medians}), flush=True)
-    meet()
-    os._exit(0)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", default="4096,128")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--process", nargs=3, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    sizes = [int(n) for n in args.tokens.split(",")]
-    if args.process:
-        port, count, own = args.process
-        return work(port, count, own, args.hidden, sizes)
-    import recording
-
-    count = len(os.listdir("/proc/driver/nvidia/gpus"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, __file__, "--tokens", args.tokens]
-    command += ["--hidden", str(args.hidden), "--process", str(port), str(count)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
-    started = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, env=environment)
-        for i in range(count)
-    ]
-    end = time.monotonic() + LIMIT_S
-    try:
-        outputs = [
-            each.communicate(timeout=end - time.monotonic())[0] for each in started
+            for process in range(count)
         ]
+        # An answer that never comes ends with its process.
+        self.timer = threading.Timer(max(0, end - time.monotonic()), self.kill)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def tell(self, name, *arguments):
+        """Sends a command; `answers` has what comes of it."""
+        line = json.dumps([name, arguments]) + "\n"
+        for process in self.started:
+            process.stdin.write(line)
+            process.stdin.flush()
+
+    def answers(self):
+        """One of each process."""
+        found = []
+        for process in self.started:
+            for line in process.stdout:
+                if line.startswith("answer "):
+                    found.append(json.loads(line.removeprefix("answer ")))
+                    break
+                print(line, end="", file=sys.stderr)
+            else:
+                raise RuntimeError("nodes.py: a process ended without an answer")
+        errors = [answer["error"] for answer in found if answer and "error" in answer]
+        if errors:
+            raise RuntimeError(f"nodes.py: {errors[0]}")
+        return found
+
+    def ask(self, name, *arguments):
+        """The answers to a command."""
+        self.tell(name, *arguments)
+        return self.answers()
+
+    def kill(self):
+        """Ends all processes."""
+        for process in self.started:
+            with contextlib.suppress(OSError):
+                process.kill()
+
+    def close(self):
+        """Ends all processes and waits for them."""
+        self.timer.cancel()
+        self.kill()
+        for process in self.started:
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+def timed(job, op, calls):
+    """Microseconds a call of one run, and whether its results were right."""
+    for _ in range(10):
+        found = job.ask("time", op, time.monotonic() + AHEAD_S)
+        if not any(answer["late"] for answer in found):
+            break
+    us = max(answer["seconds"] for answer in found) / calls * 1e6
+    return us, all(answer["right"] for answer in found)
+
+
+def measure(jobs, ways, repeats):
+    """Rows of `ways` that run in turn, at most one of them in each job."""
+    opened, rows, times = {}, {}, {}
+    for way in ways:
+        one, *how = WAYS[way]
+        opened[way] = jobs[one].ask("open", *how)
+    for op in ("dispatch", "combine"):
+        for _ in range(repeats):
+            for way in ways:
+                calls = opened[way][0]["calls"][op]
+                us, right = timed(jobs[WAYS[way][0]], op, calls)
+                times.setdefault((way, op), []).append((us, right, calls))
+    for way in ways:
+        again = jobs[WAYS[way][0]].ask("close")
+        differences = {}
+        for answer in [*opened[way], *again]:
+            differences |= answer["differences"]
+        for op in ("dispatch", "combine"):
+            found = times[way, op]
+            us = [each for each, _, _ in found]
+            if not all(right for _, right, _ in found):
+                differences[f"checksum of the timed {op}"] = 1
+            rows[way, op] = {
+                "way": way,
+                "op": op,
+                "us": statistics.median(us),
+                "us_least": min(us),
+                "us_most": max(us),
+                "repeats": repeats,
+                "calls": found[0][2],
+                "differences": differences,
+            }
+    return rows
+
+
+def turns(chosen):
+    """Ways that are measured beside each other: a transport in both kinds of job."""
+    rest = list(chosen)
+    while rest:
+        way = rest.pop(0)
+        other = way.removesuffix(f", {ONE}")
+        yield (way, other) if other != way and other in rest else (way,)
+        if other != way and other in rest:
+            rest.remove(other)
+
+
+def run(args, record):
+    """Fills the record's rows."""
+    spec = {
+        "platform": args.platform,
+        "hidden": args.hidden,
+        "dtype": "bfloat16",
+        "format": "bf16",
+        "combine_format": None,
+        "experts": args.experts,
+        "top_k": args.top_k,
+        "seed": args.seed,
+        "unrolled": args.unrolled,
+        "milliseconds": args.milliseconds,
+        "peak_gb_s": None,
+    }
+    environment = os.environ | {
+        # Two contexts on each GPU, and windows beside.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3",
+        "NCCL_NVLS_ENABLE": "0",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip(),
+    }
+    if args.platform == "gpu":
+        # Both kinds of processes see as many as there are ranks.
+        names = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = names.split(",") if names else map(str, range(args.ranks))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(list(names)[: args.ranks])
+    end = time.monotonic() + args.budget
+    jobs = {}
+    try:
+        if any(WAYS[way][0] for way in args.ways):
+            jobs[True] = Job(1, args.ranks, spec, environment, end)
+        if not all(WAYS[way][0] for way in args.ways):
+            jobs[False] = Job(args.ranks, 1, spec, environment, end)
+        for job in jobs.values():
+            record |= job.answers()[0]
+        for tokens in args.tokens:
+            for job in jobs.values():
+                job.tell("case", tokens)
+            for job in jobs.values():
+                facts = job.answers()[0]
+                assert facts["dropped"] == 0, f"{facts['dropped']} rows do not fit"
+                assert facts["ranks"] == args.ranks, facts
+            for ways in turns(args.ways):
+                rows = measure(jobs, ways, args.repeats)
+                for row in rows.values():
+                    base = rows.get((f"{row['way']}, {ONE}", row["op"]))
+                    ratio = row["us"] / base["us"] if base else None
+                    row |= {"tokens": tokens, "to_one_process": ratio}
+                    record["rows"].append(row)
+                    print(line(row), flush=True)
+            for job in jobs.values():
+                job.ask("forget")
     finally:
-        for each in started:
-            each.kill()
-    results = [json.loads(output.splitlines()[-1]) for output in outputs]
-    rows = [
-        {
-            "tokens": n,
-            "way": way,
-            "op": op,
-            "us": max(r["medians"][i][3] for r in results),
-        }
-        for i, (n, way, op, _) in enumerate(results[0]["medians"])
+        for job in jobs.values():
+            job.close()
+
+
+def line(row):
+    """A row as text."""
+    text = f"{row['tokens']:6} {row['op']:9} {row['way']:28} {row['us']:9.1f} us"
+    text += f" ({row['us_least']:.1f} to {row['us_most']:.1f})"
+    if row["to_one_process"]:
+        text += f", {row['to_one_process']:.3f} of {ONE}"
+    return text + (f"  WRONG: {row['differences']}" if row["differences"] else "")
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128])
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of GPUs")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs")
+    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--milliseconds", type=float, default=150, help="of a program")
+    parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
+    parser.add_argument("--seed", type=int, help="of routing and tokens")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    args = parser.parse_args(arguments)
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    if args.ranks is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = (
+            visible.split(",") if visible else os.listdir("/proc/driver/nvidia/gpus")
+        )
+        args.ranks = len(names)
+    nodes = {way: WAYS[way][2] for way in args.ways or WAYS}
+    # A node of all ranks is none.
+    args.ways = [
+        way
+        for way, node in nodes.items()
+        if (node or 0) < args.ranks and (args.ways or not way.startswith("collective"))
     ]
+    return args
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    print(f"seed {args.seed}")
     record = {
         "date": recording.date(),
         "commit": recording.commit(),
-        "device": results[0]["device"],
-        "gpus": count,
+        "command": shlex.join(["benchmarks/nodes.py", *(arguments or sys.argv[1:])]),
+        "seed": args.seed,
+        "count": args.ranks,
         "hidden": args.hidden,
-        "rows": rows,
+        "rows": [],
     }
-    for row in rows:
-        print(f"{row['tokens']:6} {row['op']:9} {row['way']:20} {row['us']:9.1f} us")
-    recording.write(f"nodes-{recording.short_device(record['device'])}x{count}", record)
-    return None
+    run(args, record)
+    device = recording.short_device(record["device"])
+    recording.write(f"nodes-{device}x{args.ranks}", record, args.results)
+    return 1 if any(row["differences"] for row in record["rows"]) else 0
 
 
 if __name__ == "__main__":

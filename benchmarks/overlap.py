@@ -8,28 +8,39 @@ and both in one program, calls that do not depend on each other. The other work:
 
 * "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": of as many rows as take 1.2
   times as long as the exchange;
-* "grouped": the first grouped matmul of the experts, of rows as dispatch groups them
-  (by Mosaic on Hopper, else `jax.lax.ragged_dot`);
+* "ragged_dot" and "mosaic": the first grouped matmul of the experts, of rows as
+  dispatch groups them, by `jax.lax.ragged_dot` and by JAX's own kernel for Hopper;
+* "attention": causal, of one sequence of T tokens;
 * "elementwise": reads and writes 1 GB.
+
+"two_batches" is no such work: two micro-batches through dispatch, experts and combine,
+one after the other, and each one's exchange under the other's experts.
 
 The arrangements: "whole" calls and "halves" with the work between them, both on the
 one stream that XLA has by default; "stream_whole" and "stream_halves": the call, or its
 first half, under `compute_on("gpu_stream:collective")`, with several `num_sms`, with
 XLA's default flags and with its latency-hiding scheduler; "copy_halves": halves of a
-handle with `overlap="copy"`, that scheduler and XLA's copies by copy engines.
+handle with `overlap="copy"`, that scheduler and XLA's copies by copy engines; of these
+packing, copies and placing are timed alone too.
 
 A time is that of a program of many calls tied by data (p2p_programs.py), median of the
 repeats. Exposed is the time of both less that of the work alone; hidden is the share of
 the whole call's own time that is not exposed. Results are compared with the collective
-transport's bit for bit; wrong ones are marked, and the command then exits 1.
+transport's bit for bit; wrong ones are marked, and the command then exits 1. With
+--trace a call of each arrangement is profiled: when each stream began and ended what,
+and how many copies went between GPUs.
 
 Then the time of a call of few tokens with XLA's CUDA graphs and without, each in a
 process of its own.
 
-Writes benchmarks/results/overlap-<gpu>x<n>-<date>.json and prints tables last.
+Writes benchmarks/results/overlap-<gpu>x<n>-<date>.json and prints tables last. Rows of
+the records that --merge names join it, those measured again replaced, so that several
+runs make one: `--beside --graph-tokens --merge A.json B.json` only joins.
 """
 
 import argparse
+import functools
+import json
 import pathlib
 import secrets
 import sys
@@ -40,13 +51,21 @@ import overlap_report
 import p2p
 import recording
 
-BESIDE = ("matmul", "matmul_fitted", "grouped", "elementwise")
+# "mosaic", which ran on few machines, where asked for.
+BESIDE = (
+    *("matmul", "matmul_fitted", "ragged_dot", "elementwise", "attention"),
+    *("two_batches", "mosaic"),
+)
 ARRANGEMENTS = tuple(overlap_report.COLUMNS)
 COPIES = "--xla_gpu_use_memcpy_local_p2p=true"
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
 # Whether calls are captured, and the flags for it.
 GRAPHS = {True: p2p.GRAPHS, False: "--xla_gpu_enable_command_buffer="}
 WORKER = "overlap_worker.py"
+OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
+OF_A_CASE = (
+    *("device", "count", "jax", "transport", "tokens", "hidden", "top_k", "experts"),
+)
 _GRAPHS_SHARE = 0.25  # of the time
 
 
@@ -60,7 +79,7 @@ def parse(arguments):
     parser.add_argument("--matmul", type=int, default=8192, help="its size")
     parser.add_argument("--megabytes", type=int, default=1000, help="of elementwise")
     parser.add_argument("--transport", default="p2p")
-    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=BESIDE)
+    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=BESIDE[:-1])
     parser.add_argument(
         "--arrangements", nargs="+", choices=ARRANGEMENTS, default=ARRANGEMENTS
     )
@@ -74,6 +93,10 @@ def parse(arguments):
     parser.add_argument("--milliseconds", type=float, default=60, help="of a program")
     parser.add_argument("--seed", type=int, help="of routing and tokens")
     parser.add_argument("--budget", type=float, default=540, help="seconds in all")
+    parser.add_argument("--trace", action="store_true", help="profile a call each")
+    parser.add_argument(
+        "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
+    )
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args(arguments)
     if args.seed is None:
@@ -108,6 +131,7 @@ def overlap_workers(args):
         "megabytes": args.megabytes,
         "num_sms": args.num_sms,
         "overlap": "sm",
+        "trace": args.trace,
     }
     if not args.beside:
         return
@@ -123,6 +147,35 @@ def overlap_workers(args):
         yield flags, {**spec, "flags": flags, **changes}
     if streams and ours:
         yield SCHEDULER, {**spec, "flags": SCHEDULER, "arrangements": streams}
+
+
+def _key(row):
+    names = ("op", "beside", "arrangement", "num_sms", "flags", "graphs", "tokens")
+    return tuple(row.get(name) for name in names)
+
+
+def _joined(before, after):
+    """Rows of both; of two of the same the later, unless only the other has a time."""
+    rows = {_key(row): row for row in before}
+    for row in after:
+        old = rows.get(_key(row), row)
+        # What was wrong once stays so.
+        if not old.get("wrong") and ("us" in row or "us" not in old):
+            rows[_key(row)] = row
+    return list(rows.values())
+
+
+def merged(before, after):
+    """One record of two runs of the same case on the same devices."""
+    for name in OF_A_CASE:
+        if before[name] != after[name]:
+            raise SystemExit(
+                f"overlap.py: records to merge must have the same {name}, got "
+                f"{before[name]!r} and {after[name]!r}; leave one of them out"
+            )
+    rows = {name: _joined(before[name], after[name]) for name in ("results", "graphs")}
+    lists = {name: [*before[name], *after[name]] for name in ("problems", "runs")}
+    return {**after, **rows, **lists}
 
 
 def graph_spec(args):
@@ -171,6 +224,7 @@ def main(arguments=None):
             record["problems"].append({"flags": flags, "problem": problem})
 
     workers = list(overlap_workers(args))
+    earlier = [json.loads(path.read_text()) for path in args.merge]
     share = 1 - _GRAPHS_SHARE if args.graph_tokens else 1
     # By what each has to measure.
     weights = [1 + len(s["arrangements"]) * (1 + len(s["num_sms"])) for _, s in workers]
@@ -186,10 +240,14 @@ def main(arguments=None):
             spec = graph_spec(args) | {"deadline": start + until * args.budget}
             run(flags, spec, "p2p_worker.py", "graphs", graphs=graphs)
     record["seconds"] = round(time.time() - start, 1)
+    if record["count"] or not earlier:
+        record["runs"] = [{name: record[name] for name in OF_A_RUN}]
+        earlier.append(record)
+    record = functools.reduce(merged, earlier)
     name = f"overlap-{recording.short_device(record['device'])}x{record['count']}"
     recording.write(name, record, args.results)
     overlap_report.print_table(record)
-    return 1 if overlap_report.failures(record) else 0
+    return int(overlap_report.unfit(record))
 
 
 if __name__ == "__main__":

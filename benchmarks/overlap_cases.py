@@ -5,6 +5,7 @@ Everything here is of one rank's arrays, but for operands, which are global.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import layer_cases
 import layer_experts
 import numpy as np
+import p2p_check
 import p2p_programs
 from jax import lax
 from jax.sharding import NamedSharding
@@ -20,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-NAMES = ("matmul", "matmul_fitted", "grouped", "elementwise")
+NAMES = (
+    "matmul",
+    "matmul_fitted",
+    "ragged_dot",
+    "elementwise",
+    "mosaic",
+    "attention",
+)
 # How the exchange and what is beside it stand in a program, and whether the exchange,
 # or its first half, is on XLA's stream of collectives.
 ARRANGEMENTS = {
@@ -34,6 +43,7 @@ ARRANGEMENTS = {
 _STREAM_SINCE = (0, 11, 1)
 # A matmul "fitted" to the exchange takes so much longer that all of it could hide.
 _LONGER = 1.2
+_HEAD = 128  # elements of an attention head
 _NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
 
 
@@ -82,16 +92,33 @@ def fitted_matmul(mesh, size, us, exchange_us):
     return matmul(mesh, size, rows, "matmul_fitted")
 
 
-def grouped(mesh, case, group_sizes, inner):
-    """The first grouped matmul of the experts, on rows as a dispatch groups them."""
+def grouped(mesh, case, group_sizes, inner, way):
+    """The first grouped matmul of the experts, on rows as a dispatch groups them.
+
+    `way` is "ragged_dot", `jax.lax.ragged_dot`, or "mosaic", JAX's own for Hopper.
+    """
     hidden = case.config.hidden_size
-    sizes = {"hidden": hidden, "inner": inner}
-    way = "mosaic" if layer_experts.available("mosaic", sizes) else "ragged_dot"
+    if not layer_experts.available(way, {"hidden": hidden, "inner": inner}):
+        raise ValueError(f"{way} is not for this device or these sizes")
     run = layer_experts.grouped_matmul if way == "mosaic" else lax.ragged_dot
     rows = _normal(mesh, 3, (case.expert_out.shape[0], hidden))
     weights = _normal(mesh, 4, (case.config.num_experts, hidden, inner))
-    facts = {"way": way, "inner": inner}
-    return Beside("grouped", run, (rows, weights, group_sizes), facts)
+    shape = [case.expert_out.shape[0] // mesh.size, hidden, inner]
+    return Beside(way, run, (rows, weights, group_sizes), {"shape": shape})
+
+
+def attention(mesh, case):
+    """Causal, of one sequence of a rank's tokens, with heads of 128."""
+    tokens = case.config.max_tokens_per_rank
+    heads = max(1, case.config.hidden_size // _HEAD)
+    shape = (mesh.size, tokens, heads, _HEAD)
+    operands = tuple(_normal(mesh, seed, shape) for seed in (6, 7, 8))
+    # XLA's own writes the scores to memory.
+    way = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    run = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=way
+    )
+    return Beside("attention", run, operands, {"shape": [*shape[1:]], "way": way})
 
 
 def elementwise(mesh, megabytes):
@@ -103,6 +130,20 @@ def elementwise(mesh, megabytes):
         return array * jnp.bfloat16(1.5) + jnp.bfloat16(1)
 
     return Beside("elementwise", run, (array,), {"megabytes": megabytes})
+
+
+def once_us(mesh, beside):
+    """About how long one run of it takes, by the host's clock."""
+
+    def last(operands):
+        result = lax.optimization_barrier(beside.run(*operands))
+        return p2p_programs.last_element(result)[None]
+
+    run = p2p_check.mapped(mesh, last)
+    jax.block_until_ready(run(beside.operands))
+    start = time.perf_counter()
+    jax.block_until_ready(run(beside.operands))
+    return (time.perf_counter() - start) * 1e6
 
 
 # Of each operation: whole, begin, end and the order of its operands (first, rest,

@@ -5,6 +5,10 @@ Used by docs/generate.py too.
 
 from p2p_report import number
 
+NO_TIME = "no time left"
+TARGET_US = 30  # that overlap="copy" may leave exposed beside its packing and placing
+PARTS = ("pack", "copies", "place")
+TWO_BATCHES = "two_batches"
 COLUMNS = {
     "whole": "one stream, whole",
     "halves": "one stream, halves",
@@ -23,6 +27,17 @@ def exposed(us, beside_us, alone_us):
         "alone_us": alone_us,
         "exposed_us": rest,
         "hidden": share,
+    }
+
+
+def over_parts(row, pack_us, copies_us, place_us):
+    """What a row has exposed over packing and placing, each of which took so long."""
+    if None in (row["exposed_us"], pack_us, place_us):
+        return {}
+    return {
+        "over_parts_us": row["exposed_us"] - pack_us - place_us,
+        # Else not all copies can hide.
+        "longer": copies_us is not None and row["beside_us"] >= copies_us,
     }
 
 
@@ -49,77 +64,192 @@ def line(row):
     return f"{head}{row['us']:9.1f} us{tail}"
 
 
+def _rows(record):
+    return [*record["results"], *record["graphs"]]
+
+
 def failures(record):
-    """What makes a record unfit: wrong or missing rows, workers that ended early."""
-    rows = [
-        line(row)
-        for row in [*record["results"], *record["graphs"]]
-        if row.get("wrong") or "us" not in row
-    ]
+    """What makes a record unfit: wrong results."""
+    return [line(row) for row in _rows(record) if row.get("wrong")]
+
+
+def unfit(record):
+    """Whether a run has failed: something is wrong, or nothing was measured."""
+    return bool(failures(record)) or all("us" not in row for row in _rows(record))
+
+
+def missing(record):
+    """What was not measured; the tables say so in its place."""
+    rows = [line(row) for row in _rows(record) if "us" not in row]
     return [*rows, *(problem["problem"] for problem in record["problems"])]
 
 
-def _best(rows, **wanted):
-    """The right row of these entries with the least exposed, or None."""
+def _best(rows):
+    """The right row with the least exposed, or None."""
     found = [
-        row
-        for row in rows
-        if row.get("exposed_us") is not None
-        and not row["wrong"]
-        and all(row[name] == value for name, value in wanted.items())
+        row for row in rows if row.get("exposed_us") is not None and not row["wrong"]
     ]
     return min(found, key=lambda row: row["exposed_us"], default=None)
 
 
-def _cell(row):
-    if row is None:
+def _absent(rows):
+    """Why none of these rows has a time."""
+    if not rows:
         return ""
+    late = all(row.get("error") == NO_TIME for row in rows)
+    return "no time" if late else "failed"
+
+
+def _noted(row, text):
     notes = [] if row["num_sms"] is None else [f"{row['num_sms']} SMs"]
     if "latency_hiding" in row["flags"]:
         notes.append("scheduler")
-    noted = f" [{', '.join(notes)}]" if notes else ""
-    return f"{row['exposed_us']:.0f} ({100 * row['hidden']:.0f}%){noted}"
+    return f"{text} [{', '.join(notes)}]" if notes else text
+
+
+def _cell(rows):
+    row = _best(rows)
+    if row is None:
+        return _absent(rows)
+    return _noted(row, f"{row['exposed_us']:.0f} ({100 * row['hidden']:.0f}%)")
+
+
+def _over(rows):
+    """Of the copy engines' best row: over pack + place, and whether that is little."""
+    row = _best(rows)
+    if row is None or row.get("over_parts_us") is None:
+        return ""
+    over = row["over_parts_us"]
+    verdict = " (met)" if over <= TARGET_US else " (missed)"
+    return f"{over:.0f}{verdict if row['longer'] else ''}"
 
 
 def cells(record):
     """Rows of the table, least exposed of all `num_sms` and flags."""
-    rows = record["results"]
-    for op, name in dict.fromkeys(
-        (row["op"], row["beside"]) for row in rows if row.get("exposed_us") is not None
-    ):
-        found = [_best(rows, op=op, beside=name, arrangement=each) for each in COLUMNS]
-        first = next((row for row in found if row), None)
-        if first is not None:
-            times = (number(first["alone_us"]), number(first["beside_us"]))
-            yield (op, name, *times, *map(_cell, found))
+    rows = [r for r in record["results"] if r["beside"] not in (None, TWO_BATCHES)]
+    measured = dict.fromkeys(
+        (row["op"], row["beside"]) for row in rows if row["op"] and row["arrangement"]
+    )
+    seen = {name for _, name in measured}
+    for op, name in measured:
+        found = [
+            [
+                row
+                for row in rows
+                if (row["op"], row["beside"], row["arrangement"]) == (op, name, each)
+            ]
+            for each in COLUMNS
+        ]
+        first = next((best for best in map(_best, found) if best), {})
+        times = (number(first.get("alone_us")), number(first.get("beside_us")))
+        yield (op, name, *times, *map(_cell, found), _over(found[-1]))
+    # What could not even be made, or had no time left.
+    for name in dict.fromkeys(row["beside"] for row in rows):
+        if name not in seen:
+            reason = _absent([row for row in rows if row["beside"] == name])
+            yield ("", name, "", "", *[reason] * len(COLUMNS), "")
 
 
 def header():
-    return ("", "beside", "alone us", "beside us", *COLUMNS.values())
+    return ("", "beside", "alone us", "beside us", *COLUMNS.values(), "over pack+place")
+
+
+def parts(record):
+    """(op, microseconds of each step of the calls that copy engines do)."""
+    for op in ("dispatch", "combine"):
+        found = [
+            [
+                row
+                for row in record["results"]
+                if (row["op"], row["beside"], row["arrangement"]) == (op, None, part)
+            ]
+            for part in PARTS
+        ]
+        if any(found):
+            yield (op, *map(_time, found))
+
+
+def _time(rows):
+    times = [row["us"] for row in rows if "us" in row and not row["wrong"]]
+    return number(min(times)) if times else _absent(rows) or "not measured"
+
+
+PARTS_HEADER = ("", "pack us", "copies us", "place us")
+
+
+def batches(record):
+    """(arrangement, flags, ms of it, of one batch after the other, speed-up)."""
+    rows = [row for row in record["results"] if row["beside"] == TWO_BATCHES]
+    before = {
+        row["flags"]: row["us"]
+        for row in rows
+        if row["arrangement"] is None and "us" in row and not row["wrong"]
+    }
+    for row in rows:
+        if row["arrangement"] is None:
+            continue
+        name, flags = COLUMNS[row["arrangement"]], row["flags"] or "default"
+        base = before.get(row["flags"])
+        shown = number(base and base / 1e3, 2)
+        if "us" not in row or row["wrong"]:
+            yield name, f"`{flags}`", _absent([row]), shown, ""
+            continue
+        ratio = number(base and base / row["us"], 2)
+        yield name, f"`{flags}`", number(row["us"] / 1e3, 2), shown, ratio
+
+
+BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
+
+
+def _captured(row):
+    """The time of calls in graphs, if handlers were seen under capture alone."""
+    captured, streamed = row.get("captured"), row.get("streamed")
+    if captured is None:
+        return number(row["us"], 1)
+    # A program's body may run once before it is captured; uncaptured calls count all.
+    if captured == 0 or 2 * streamed > row["calls"]:
+        return "not captured"
+    return number(row["us"], 1)
 
 
 def graphs(record):
-    """(T, op, microseconds without graphs, with them, ratio)."""
+    """(T, op, microseconds without graphs, with them, ratio, handlers' launches)."""
     found = {
-        (row["tokens"], row["op"], row["graphs"]): row["us"]
+        (row["tokens"], row["op"], row["graphs"]): row
         for row in record["graphs"]
-        if "us" in row and not row["wrong"]
+        if "op" in row and not row.get("wrong")
     }
     for tokens, op in sorted({key[:2] for key in found}):
-        off, on = (found.get((tokens, op, state)) for state in (False, True))
-        ratio = number(off / on if off and on else None, 2)
-        yield tokens, op, number(off, 1), number(on, 1), ratio
+        off, on = (found.get((tokens, op, state), {}) for state in (False, True))
+        us_off, us_on = off.get("us"), on.get("us")
+        shown = _captured(on) if us_on else "failed"
+        ratio = us_off / us_on if us_off and us_on else None
+        seen = [
+            f"{row.get('captured', '')}/{row.get('streamed', '')}" for row in (off, on)
+        ]
+        yield (
+            *(tokens, op, number(us_off, 1) or "failed", shown),
+            number(None if shown == "not captured" else ratio, 2),
+            *("" if each == "/" else each for each in seen),
+        )
 
 
-GRAPHS_HEADER = ("T a rank", "", "without us", "captured us", "ratio")
+GRAPHS_HEADER = (
+    *("T a rank", "", "without us", "captured us", "ratio"),
+    *("launches captured/not, without", "with"),
+)
 
 
 def print_table(record):
-    tables = (header(), list(cells(record))), (GRAPHS_HEADER, list(graphs(record)))
-    for head, rows in tables:
-        if not rows:
-            continue
+    for head, rows in (
+        (header(), cells(record)),
+        (PARTS_HEADER, parts(record)),
+        (BATCHES_HEADER, batches(record)),
+        (GRAPHS_HEADER, graphs(record)),
+    ):
         shown = [[str(cell) for cell in row] for row in (head, *rows)]
+        if len(shown) == 1:
+            continue
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         print()
         for row in shown:
@@ -127,3 +257,5 @@ def print_table(record):
             print("  ".join(padded).rstrip())
     for each in failures(record):
         print(f"FAILED: {each}")
+    for each in missing(record):
+        print(f"MISSING: {each}")

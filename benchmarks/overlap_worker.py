@@ -16,8 +16,11 @@ import time
 
 import jax
 import numpy as np
+import overlap_batches
 import overlap_cases
+import overlap_parts
 import overlap_report
+import overlap_trace
 import p2p_check
 import p2p_programs
 import p2p_transports
@@ -42,7 +45,8 @@ class Worker:
         self.case.config = config
         self.other = p2p_transports.reference(self.case)
         self.transports = {}
-        self.alone_us, self.beside_us = {}, {}
+        self.alone_us, self.beside_us, self.parts_us = {}, {}, {}
+        self.once_us = 0
 
     def row(self, **entries):
         facts = {name: self.case.facts[name] for name in ("tokens", "recv_capacity")}
@@ -60,12 +64,16 @@ class Worker:
             raise RuntimeError(f"results differ from the reference's: {found}")
         self.transports[num_sms] = transport
 
+    def sizes(self):
+        """Calls in a loop's body, and iterations."""
+        each_us = _UNROLLED * max(_EXPECTED_US, self.once_us)
+        iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
+        return _UNROLLED, iterations
+
     def compiling(self, transport, op, arrangement, beside):
         """Functions that compile what is timed and what is compared."""
         made = overlap_cases.operation(transport, op, arrangement, beside)
-        each_us = _UNROLLED * _EXPECTED_US
-        iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
-        sizes = (_UNROLLED, iterations)
+        sizes = self.sizes()
         # By data: on two streams the order of what is launched is not enough.
         timed = p2p_programs.compiling(self.mesh, made, *sizes, tie="data")
         found = {"timed": timed}
@@ -96,9 +104,37 @@ class Worker:
         ]
         if arrangement is None:
             last = [np.zeros_like(each) for each in last]
-        wanted = p2p_programs.expected_checksum(program, last)
-        right = checksum is not None and np.array_equal(checksum, wanted)
-        return timing, {} if right else {"checksum of the timed calls": 1}
+        return timing, _unlike(program, checksum, last)
+
+    def measure_parts(self):
+        """Times the steps of overlap="copy" alone."""
+        for op in _OPS:
+            facts = {"op": op, "num_sms": None, "beside": None}
+            try:
+                parts = overlap_parts.Parts(self.transports[None], op)
+                different = parts.differences(self.other)
+                programs = compile_all(
+                    {
+                        part: parts.compiling(part, *self.sizes())
+                        for part in overlap_report.PARTS
+                    }
+                )
+            except Exception as error:  # of one operation of two
+                self.row(**facts, arrangement="pack", **_error(error))
+                continue
+            for part, program in programs.items():
+                facts["arrangement"] = part
+                try:
+                    program = raised(program)
+                    timing, checksum = p2p_programs.measure(
+                        program, self.spec["repeats"]
+                    )
+                except Exception as error:  # of one program of many
+                    self.row(**facts, **_error(error))
+                    continue
+                wrong = different | _unlike(program, checksum, parts.last(part))
+                self.parts_us[op, part] = timing["us"]
+                self.row(**facts, **timing, differences=wrong, wrong=bool(wrong))
 
     def measure(self, wanted, beside):
         """Times each (op, arrangement, num_sms) of `wanted` with `beside`."""
@@ -108,7 +144,7 @@ class Worker:
             op, arrangement, num_sms = key
             facts = {"op": op, "arrangement": arrangement, "num_sms": num_sms}
             if self.late():
-                self.row(**facts, beside=name, error="no time left")
+                self.row(**facts, beside=name, error=overlap_report.NO_TIME)
                 continue
             try:
                 found = self.compiling(
@@ -132,6 +168,13 @@ class Worker:
                     different = self.check(transport, op, checked, beside)
                 timing, wrong = self.time(programs[(*key, "timed")], op, arrangement)
                 transport.ep.check()
+                if self.spec["trace"] and (*key, "checked") in programs:
+                    timing["trace"] = overlap_trace.traced(
+                        programs[(*key, "checked")],
+                        transport.inputs(op, 0),
+                        beside.operands,
+                    )
+                    overlap_trace.require_copies(arrangement, timing["trace"])
             except Exception as error:  # of one program of many
                 self.row(**facts, beside=name, **_error(error))
                 continue
@@ -151,6 +194,9 @@ class Worker:
         else:
             x_us = self.beside_us.get(beside.name)
             row |= overlap_report.exposed(us, x_us, self.alone_us.get(op))
+            if self.spec["overlap"] == "copy":
+                parts = [self.parts_us.get((op, part)) for part in overlap_report.PARTS]
+                row |= overlap_report.over_parts(row, *parts)
         self.row(**row)
 
     def besides(self):
@@ -161,20 +207,46 @@ class Worker:
             "matmul_fitted": lambda: overlap_cases.fitted_matmul(
                 mesh, size, self.beside_us["matmul"], max(self.alone_us.values())
             ),
-            "grouped": lambda: overlap_cases.grouped(
-                mesh,
-                self.case,
-                self.transports[None].dispatched[0].group_sizes,
-                spec["inner"],
-            ),
+            "attention": lambda: overlap_cases.attention(mesh, self.case),
             "elementwise": lambda: overlap_cases.elementwise(mesh, spec["megabytes"]),
         }
+        for way in ("ragged_dot", "mosaic"):
+            make[way] = functools.partial(self.grouped, way)
         for name in spec["beside"]:
+            if name == overlap_batches.NAME:
+                continue
+            facts = {"op": None, "arrangement": None, "num_sms": None, "beside": name}
+            if self.late():
+                self.row(**facts, error=overlap_report.NO_TIME)
+                continue
             try:
-                yield make[name]()
-            except (KeyError, ValueError) as error:  # nothing to fit it to
-                self.row(op=None, arrangement=None, num_sms=None, beside=name)
-                print(f"  {name}: {type(error).__name__}: {error}", flush=True)
+                beside = make[name]()
+                self.once_us = overlap_cases.once_us(mesh, beside)
+            except Exception as error:  # nothing to fit it to, not for this device
+                self.row(**facts, **_error(error))
+                continue
+            yield beside
+
+    def measure_batches(self, arrangements):
+        """Times two micro-batches, one after the other and each under the other."""
+        facts = {"op": "layer", "beside": overlap_batches.NAME, "num_sms": None}
+        forms = [None, *(a for a in arrangements if a.endswith("halves"))]
+        if self.late():
+            for form in forms:
+                self.row(**facts, arrangement=form, error=overlap_report.NO_TIME)
+            return
+        with overlap_batches.Batches(self.transports[None], self.spec) as batches:
+            for form in forms:
+                try:
+                    found = batches.measure(form)
+                except Exception as error:  # of one arrangement of several
+                    found = _error(error)
+                self.row(**facts, arrangement=form, **found)
+
+    def grouped(self, way):
+        sizes = self.transports[None].dispatched[0].group_sizes
+        inner = self.spec["inner"]
+        return overlap_cases.grouped(self.mesh, self.case, sizes, inner, way)
 
     def run(self):
         for num_sms in [None, *self.spec["num_sms"]]:
@@ -189,6 +261,8 @@ class Worker:
             for num_sms in self.transports
         ]
         self.measure(alone, None)
+        if self.spec["overlap"] == "copy":
+            self.measure_parts()
         # Of the other multiprocessors something is left to others on a second stream.
         wanted = [
             (op, name, num_sms)
@@ -201,6 +275,8 @@ class Worker:
             self.measure([("dispatch", None, None)], beside)
             self.measure(wanted, beside)
             gc.collect()
+        if overlap_batches.NAME in self.spec["beside"]:
+            self.measure_batches(chosen)
         for transport in (*self.transports.values(), self.other):
             transport.ep.close()
 
@@ -209,6 +285,13 @@ def _result(run, operands, others):
     """What `run` gives, with the last element of the other result alone."""
     result, other = run(operands, others)
     return result, p2p_programs.last_element(jax.lax.optimization_barrier(other))[None]
+
+
+def _unlike(program, checksum, last):
+    """What is wrong with a timed program's checksum, {} if nothing."""
+    wanted = p2p_programs.expected_checksum(program, last)
+    right = checksum is not None and np.array_equal(checksum, wanted)
+    return {} if right else {"checksum of the timed calls": 1}
 
 
 def _error(error):

@@ -2,6 +2,7 @@
 
     python benchmarks/p2p.py [--quick] [--num-sms 16 24 32] [--only p2p]
     python benchmarks/p2p.py --format mxfp8 --combine-format fp8_block128
+    python benchmarks/p2p.py --formats bf16 fp8_block128 mxfp8 mxfp4 nvfp4
 
 On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
 GPU at once), then dispatch and combine of each transport, then the same by sorting and
@@ -10,15 +11,20 @@ ones. Routing is drawn anew from a printed seed, 4 draws a program in turn; toke
 random. `recv_capacity` is 1.25 * T * K rounded up to 128, or what skewed routing needs,
 and `zero_tail=False`; one more row has the defaults.
 
+Of several `--formats`, dispatch is measured in each, one after the other on each case,
+so that times can be divided by each other; combine with the first of them, and, given a
+`--combine-format`, also in that, with the second. JAX's own path has no formats.
+
 A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
 by its calls; nothing is subtracted; median of the repeats. Bytes are those of the rank
 that sends or receives most: a row for each (token, other rank). Results are compared
 bit for bit with the collective transport's (ragged's sums within a tolerance); wrong
 ones are marked, and the command then exits 1.
 
-Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json, of other formats than bf16 under a
-name that begins with theirs, and a picture of it where matplotlib is installed (draw.py
-makes it elsewhere), and prints a table last.
+Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json, of another format than bf16 under a
+name that begins with it, of several formats-<gpu>x<n>-<date>.json, and of one format a
+picture where matplotlib is installed (draw.py makes it elsewhere), and prints a table
+last.
 """
 
 import argparse
@@ -39,6 +45,7 @@ import recording
 
 TOKENS = (4096, 128, 1, 1024, 8192, 512, 32, 8)  # what matters most comes first
 QUICK_TOKENS = (4096, 128, 1, 1024)
+FORMATS_TOKENS = (4096, 128, 1024, 8192)
 TRANSPORTS = ("p2p", "collective", "ragged")
 EXPERTS, TOP_K = 256, 8
 GRAPHS = "--xla_gpu_graph_min_graph_size=1"
@@ -68,7 +75,9 @@ def parse(arguments):
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--format", default="bf16", help="dispatch_format")
+    parser.add_argument(
+        "--formats", "--format", nargs="+", default=["bf16"], help="dispatch_format"
+    )
     parser.add_argument("--combine-format", help="default None")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--milliseconds", type=float, default=100, help="of a program")
@@ -79,11 +88,37 @@ def parse(arguments):
     args = parser.parse_args(arguments)
     if args.seed is None:
         args.seed = secrets.randbits(31)
-    args.tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
+    args.formats = list(dict.fromkeys(args.formats))
+    few = args.quick or several(args)
+    tokens = FORMATS_TOKENS if several(args) else TOKENS
+    args.tokens = args.tokens or (QUICK_TOKENS if args.quick else tokens)
     args.ragged_tokens = args.ragged_tokens or args.tokens
-    args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
-    args.transports = args.transports or (["p2p"] if args.quick else TRANSPORTS)
+    args.routing = args.routing or (["uniform"] if few else ["uniform", "zipf"])
+    plain = args.formats == ["bf16"] and args.combine_format is None
+    if args.transports is None:
+        args.transports = ["p2p"] if few else TRANSPORTS if plain else TRANSPORTS[:2]
+    if "ragged" in args.transports and not plain:
+        parser.error("ragged has no formats: leave it, or --formats and the like, out")
     return args
+
+
+def several(args):
+    return len(args.formats) > 1
+
+
+def variants(args):
+    """The handles of each case: what a specification says of each."""
+    if not several(args):
+        (name,) = args.formats
+        return [{"format": name, "combine_format": args.combine_format}]
+    found = [
+        {"format": name, "combine_format": None, "ops": ["dispatch"]}
+        for name in args.formats
+    ]
+    found[0]["ops"] = ["dispatch", "combine"]
+    if args.combine_format:
+        found[1] |= {"combine_format": args.combine_format, "ops": found[0]["ops"]}
+    return found
 
 
 def find_peak():
@@ -98,8 +133,7 @@ def workers(args):
     common = {
         "hidden": args.hidden,
         "dtype": args.dtype,
-        "format": args.format,
-        "combine_format": args.combine_format,
+        "variants": variants(args),
         "experts": args.experts,
         "top_k": args.top_k,
         "seed": args.seed,
@@ -112,11 +146,12 @@ def workers(args):
     }
     ours = [name for name in args.transports if name != "ragged"]
     if ours:
-        defaults_at = 0 if args.quick else min(4096, max(args.tokens))
+        few = args.quick or several(args)
+        defaults_at = 0 if few else min(4096, max(args.tokens))
         yield (
             p2p_report.OURS,
             GRAPHS,
-            0.65,
+            0.65 if "ragged" in args.transports else 1,
             {
                 **common,
                 "transports": ours,
@@ -170,7 +205,7 @@ def main(arguments=None):
     shown = p2p_report.number(peak, 1) or "not measured"
     print(f"peer write peak, GB/s: {shown}; {time.time() - start:.0f} s")
     record = {
-        "kind": "p2p",
+        "kind": "formats" if several(args) else "p2p",
         "device": peak_report.get("device", "unknown"),
         "count": int(peak_report.get("count", 0)),
         "driver": gpu_limits.driver(),
@@ -180,7 +215,7 @@ def main(arguments=None):
         "command": command("p2p.py", arguments or sys.argv[1:]),
         "hidden": args.hidden,
         "dtype": args.dtype,
-        "format": args.format,
+        "formats": args.formats,
         "combine_format": args.combine_format,
         "top_k": args.top_k,
         "experts": args.experts,
@@ -204,7 +239,7 @@ def main(arguments=None):
             record["problems"].append({"worker": name, "problem": problem})
     record["seconds"] = round(time.time() - start, 1)
     path = save(args, record)
-    if draw.available():
+    if draw.available() and not several(args):
         draw.save(record, path.with_suffix(".svg"))
     p2p_report.print_table(record)
     return 1 if p2p_report.failures(record) else 0
@@ -220,9 +255,14 @@ def command(script, arguments):
 
 def save(args, record):
     device = recording.short_device(record["device"])
-    kind = "quick-p2p" if args.quick else "p2p"
     # The README's table is of tokens as they are.
-    for name in (args.combine_format, args.format):
+    names = [args.combine_format, *args.formats]
+    kind = "p2p"
+    if several(args):
+        names, kind = [], "formats"
+    if args.quick:
+        kind = f"quick-{kind}"
+    for name in names:
         if name not in (None, "bf16"):
             kind = f"{name}-{kind}"
     return recording.write(f"{kind}-{device}x{record['count']}", record, args.results)

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +57,8 @@ def _fields(d):
 
 
 def _names(counts):
-    found = {name: int(np.asarray(count).sum()) for name, count in counts.items()}
+    # jnp: a count may be of several processes.
+    found = {name: int(jnp.sum(count)) for name, count in counts.items()}
     return {name: count for name, count in found.items() if count}
 
 

@@ -29,6 +29,8 @@ import p2p_check
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax_ep import _native
+
 COMPILER_THREADS = 8
 _NEVER = 0xFFFFFFFF  # no checksum of one call: their elements have at most 16 bits
 
@@ -115,7 +117,8 @@ def trace(mesh, operation, unrolled, iterations, tie):
 
 
 def _opcodes(text):
-    found = re.findall(r" (fusion|copy|copy-start|custom-call|call|while)\(", text)
+    names = "fusion|copy|copy-start|custom-call|call|while|all-to-all|async-start"
+    found = re.findall(rf" ({names})\(", text)
     return {name: found.count(name) for name in dict.fromkeys(found)}
 
 
@@ -169,8 +172,18 @@ def expected_checksum(program, last):
     return (total * program.iterations).astype(np.uint32)
 
 
+def launches():
+    """(captured, not captured) calls of this process so far; replays do not count.
+
+    Zeros where there is no module for GPUs, or an older one.
+    """
+    count = getattr(_native.cuda, "launch_counts", None)
+    return count() if count else (0, 0)
+
+
 def measure(program, repeats):
     """Microseconds a call: median, least and most of the repeats; and the checksum."""
+    before = launches()
     checksum = np.asarray(jax.block_until_ready(program.run()))
     times = []
     for _ in range(repeats):
@@ -178,7 +191,12 @@ def measure(program, repeats):
         result = jax.block_until_ready(program.run())
         times.append((time.perf_counter() - start) / program.calls * 1e6)
     same = np.array_equal(checksum, np.asarray(result))
+    captured, streamed = (
+        now - then for now, then in zip(launches(), before, strict=True)
+    )
     return {
+        "captured": captured,
+        "streamed": streamed,
         "us": statistics.median(times),
         "us_least": min(times),
         "us_most": max(times),

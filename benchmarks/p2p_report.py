@@ -1,6 +1,8 @@
 """What p2p.py prints: a line for each row and the table at the end."""
 
 OURS = "transports"  # the worker that measures jax_ep
+PLAIN = "bf16"  # of rows that name no format, too
+RECOVERED_AIM = 0.85  # of the ratio of bytes, at 4096 tokens
 
 
 def number(value, digits=0):
@@ -10,6 +12,8 @@ def number(value, digits=0):
 def variant(row):
     """A row's transport, with what tells it from others of that name."""
     name = row.get("transport", "")
+    if row.get("format", PLAIN) != PLAIN:
+        name += f" {row['format']}"
     if row.get("num_sms"):
         name += f", {row['num_sms']} SMs"
     if row.get("flags"):
@@ -59,21 +63,22 @@ def fastest(rows, **wanted):
         for row in rows
         if "us" in row
         and not row.get("wrong")
-        and all(row.get(key) == value for key, value in wanted.items())
+        and all(({"format": PLAIN} | row).get(key) == wanted[key] for key in wanted)
     ]
     return min(found, key=lambda row: row["us"], default=None)
 
 
 def summary(rows):
-    """A dict for every (routing, op, T) at N that fits: what the table shows."""
+    """A dict for every (routing, op, T, format) at N that fits: what tables show."""
     keys = {
-        (row["routing"], row["op"], row["tokens"])
+        (row["routing"], row["op"], row["tokens"], row.get("format", PLAIN))
         for row in rows
         if "us" in row and row["zero_tail"] is False
     }
     result = []
-    for routing, op, tokens in sorted(keys):
-        wanted = {"routing": routing, "op": op, "tokens": tokens, "zero_tail": False}
+    for routing, op, tokens, name in sorted(keys):
+        wanted = {"routing": routing, "op": op, "tokens": tokens, "format": name}
+        wanted["zero_tail"] = False
         p2p = fastest(rows, transport="p2p", num_sms=None, **wanted)
         collective = fastest(rows, transport="collective", **wanted)
         default = fastest(rows, transport="ragged", flags="default", **wanted)
@@ -98,9 +103,55 @@ def summary(rows):
     return result
 
 
+def formats(rows):
+    """summary's rows of p2p beside the same in bfloat16, where there is such a row.
+
+    `recovered` is the part of the ratio of bytes that is found in the times: 1 where a
+    call takes as much less time as its wire has fewer bytes.
+    """
+    rows = [row for row in summary(rows) if row["p2p"]]
+    keys = ("routing", "op", "tokens")
+    plain = {
+        tuple(row[key] for key in keys): row for row in rows if row["format"] == PLAIN
+    }
+    result = []
+    for row in rows:
+        base = plain.get(tuple(row[key] for key in keys))
+        us = row["p2p"]["us"]
+        found = dict.fromkeys(("bytes_ratio", "us_ratio", "recovered"))
+        if base is not None:
+            found["bytes_ratio"] = row["bytes"] / base["bytes"]
+            found["us_ratio"] = us / base["p2p"]["us"]
+            found["recovered"] = found["bytes_ratio"] / found["us_ratio"]
+        result.append(row | {"us": us} | found)
+    return sorted(
+        result,
+        key=lambda row: (row["op"] != "dispatch", row["tokens"], -row["bytes"]),
+    )
+
+
+def print_formats(rows):
+    """p2p in formats against bfloat16."""
+    found = formats(rows)
+    if all(row["format"] == PLAIN for row in found):
+        return
+    print(
+        f"\n{'':>8}{'':>10}{'T':>6} {'format':<13}{'floor':>9}{'p2p':>9}"
+        f"{'bytes':>7}{'time':>7}{'recovered':>11}"
+    )
+    for row in found:
+        print(
+            f"{row['routing']:>8}{row['op']:>10}{row['tokens']:>6} {row['format']:<13}"
+            f"{number(row['floor_us'], 1):>9}{number(row['us'], 1):>9}"
+            f"{number(row['bytes_ratio'], 3):>7}{number(row['us_ratio'], 3):>7}"
+            f"{number(row['recovered'], 2):>11}"
+        )
+
+
 def print_sweep(rows):
     """p2p over the numbers of SMs tried."""
     swept = [r for r in rows if r.get("transport") == "p2p" and "us" in r]
+    one = len({r.get("format", PLAIN) for r in swept}) == 1
     sms = sorted({r["num_sms"] or 0 for r in swept})
     if len(sms) < 2:
         return
@@ -109,11 +160,11 @@ def print_sweep(rows):
     found = {}
     for r in swept:
         if r["zero_tail"] is False:
-            key = (r["routing"], r["op"], r["tokens"])
+            key = (r["routing"], r["op"], r["tokens"], r.get("format", PLAIN))
             found.setdefault(key, {})[r["num_sms"] or 0] = r["us"]
-    for (routing, op, tokens), by_sms in sorted(found.items()):
+    for (routing, op, tokens, name), by_sms in sorted(found.items()):
         times = "".join(f"{number(by_sms.get(each), 1):>9}" for each in sms)
-        print(f"{routing:>8}{op:>10}{tokens:>6}{times}")
+        print(f"{routing:>8}{op:>10}{tokens:>6}{times}  {'' if one else name}")
 
 
 def print_table(record):
@@ -140,7 +191,9 @@ def print_table(record):
             f"{number(s['ragged_default_us'], 0):>10}"
             f"{number(s['ragged_flags_us'], 0):>10}{number(best, 0):>10}"
             f"{number(best / p2p['us'] if best and p2p else None, 1):>9}"
+            f"  {'' if s['format'] == PLAIN else s['format']}".rstrip()
         )
+    print_formats(rows)
     for row in rows:
         if "us" in row and row["zero_tail"]:
             print(line(row))

@@ -35,7 +35,7 @@ class Case:
     weights: jax.Array
     expert_out: jax.Array
     facts: dict  # of every row of this case
-    wires: dict[str, dict]  # bytes of each operation, in its format
+    wires: dict[str, dict]  # each measured operation's format, and bytes in it
 
 
 def _normal(mesh, key, shape, dtype):
@@ -81,8 +81,12 @@ def make_case(mesh, spec, tokens, routing, defaults):
     sharding = NamedSharding(mesh, P("ep"))
 
     def wire(name):
-        row_bytes = _row_bytes(name or "bf16", hidden, dtype.name)
-        return p2p_cases.wire(draws, ranks, experts, row_bytes, spec["peak_gb_s"])
+        name = name or "bf16"
+        row_bytes = _row_bytes(name, hidden, dtype.name)
+        bytes_us = p2p_cases.wire(draws, ranks, experts, row_bytes, spec["peak_gb_s"])
+        return {"format": name, **bytes_us}
+
+    formats = {"dispatch": config.dispatch_format, "combine": config.combine_format}
 
     return Case(
         mesh=mesh,
@@ -98,10 +102,7 @@ def make_case(mesh, spec, tokens, routing, defaults):
             "zero_tail": config.zero_tail,
             **wire("bf16"),
         },
-        wires={
-            "dispatch": wire(config.dispatch_format),
-            "combine": wire(config.combine_format),
-        },
+        wires={op: wire(formats[op]) for op in spec.get("ops", _OPS)},
     )
 
 
@@ -143,7 +144,7 @@ class Transport:
                 ],
                 draws=[(ids, case.weights) for ids in case.ids],
                 shared=case.tokens,
-                target="ep_dispatch" if self.name == "p2p" else "ep_pack",
+                target="ep_pack" if self.name == "collective" else "ep_dispatch",
             )
         return p2p_programs.Operation(
             step=lambda weights, route, rows: [
@@ -151,7 +152,7 @@ class Transport:
             ],
             draws=[(d.router_weights, d.route) for d in self.dispatched],
             shared=case.expert_out,
-            target="ep_combine" if self.name == "p2p" else "ep_combine_pack",
+            target="ep_combine_pack" if self.name == "collective" else "ep_combine",
         )
 
     def outputs(self, op):
@@ -165,8 +166,9 @@ class Transport:
         case = self.case
         for a, b in zip(self.dispatched, other.dispatched, strict=True):
             found |= p2p_check.dispatched(case.mesh, case.config, a, b)
-        for a, b in zip(self.combined, other.combined, strict=True):
-            found |= p2p_check.combined(a, b)
+        if "combine" in case.wires:
+            for a, b in zip(self.combined, other.combined, strict=True):
+                found |= p2p_check.combined(a, b)
         return found
 
 
@@ -216,18 +218,19 @@ def measure_transport(spec, case, other, name, num_sms):
         if transport is not other:
             call_all(transport)
         found = transport.differences(other)
-        wire_us = case.facts["bytes"] / _GUESSED_GB_S / 1e3
+        ops = tuple(case.wires)
+        wire_us = max(case.wires[op]["bytes"] for op in ops) / _GUESSED_GB_S / 1e3
         expected_us = 10 + 1.2 * wire_us if name == "p2p" else 120 + 2 * wire_us
         sizes = _sizes(spec, case, expected_us)
         programs = p2p_programs.compile_all(
             {
                 op: p2p_programs.compiling(case.mesh, transport.operation(op), *sizes)
-                for op in _OPS
+                for op in ops
             }
         )
-        rows = [_timed(spec, transport, other, programs, op) for op in _OPS]
+        rows = [_timed(spec, transport, other, programs, op) for op in ops]
         if transport is not other:
-            for op in _OPS:
+            for op in ops:
                 transport.run(op)
             found |= transport.differences(other)
             transport.ep.check()
@@ -239,7 +242,7 @@ def measure_transport(spec, case, other, name, num_sms):
 
 def call_all(transport):
     """Runs both operations on every draw."""
-    for op in _OPS:
+    for op in transport.case.wires:
         p2p_programs.compile_all({op: transport.compiling(op)})
         transport.run(op)
 
@@ -264,6 +267,7 @@ def measure_case(spec, mesh, emit, tokens, routing, defaults):
                 rows = measure_transport(spec, case, other, name, num_sms)
             except (RuntimeError, ValueError) as error:
                 facts = {"transport": name, "num_sms": num_sms, **case.facts}
+                facts["format"] = case.config.dispatch_format
                 rows = [{**facts, "error": f"{type(error).__name__}: {error}"}]
             for row in rows:
                 emit(row)

@@ -21,11 +21,14 @@ from jax_ep._demo.progress import Progress
 
 
 def _cases(spec):
+    # Variants one after the other, so that what disturbs one disturbs all.
+    variants = spec.get("variants", [{}])
     for tokens in spec["tokens"]:
         for routing in spec["routings"]:
-            yield tokens, routing, False
+            for variant in variants:
+                yield tokens, routing, False, variant
     if spec["defaults_at"]:
-        yield spec["defaults_at"], "uniform", True
+        yield spec["defaults_at"], "uniform", True, variants[0]
 
 
 def main():
@@ -37,14 +40,15 @@ def main():
         Progress(title, len(cases)) as progress,
         worker.reporting(sys.argv[2], p2p_report.line, progress.say) as emit,
     ):
-        for tokens, routing, defaults in cases:
+        for tokens, routing, defaults, variant in cases:
             if time.time() > spec["deadline"]:
                 facts = {"tokens": tokens, "routing": routing, "zero_tail": defaults}
+                facts["format"] = (spec | variant)["format"]
                 name = "ragged" if spec["ragged"] else "jax_ep"
                 emit({**facts, "transport": name, "error": "no time left"})
                 continue
             module = p2p_ragged if spec["ragged"] else p2p_transports
-            module.measure_case(spec, mesh, emit, tokens, routing, defaults)
+            module.measure_case(spec | variant, mesh, emit, tokens, routing, defaults)
             progress.update(f"T {tokens}")
             gc.collect()
 

@@ -2,18 +2,21 @@
 
     python benchmarks/record_suite.py [pytest arguments]
     python benchmarks/record_suite.py --gpus 4 2 1 --jobs 6 [pytest arguments]
+    python benchmarks/record_suite.py --processes 4 [--ranks-per-node 2]
+        --transports shmem [pytest arguments]
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
 a file of tests a process, --jobs of them side by side; it leaves out what no device
-runs. Each suite leaves a file suite-<transport>-<device>x<n>-<date>.json, which says
-which devices, JAX and commit, which tests passed and failed and how many were skipped
-for which reason, and which files were not run if --limit-s was over: the record behind
+runs. The third runs the files of lockstep_run.SEMANTICS, each in so many processes that
+share out the GPUs (without any: a CPU device each). Each suite leaves a file
+suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which says which
+devices, JAX and commit, which tests passed and failed and how many were skipped for
+which reason, and which files were not run if --limit-s was over: the record behind
 every claim that something runs on a GPU.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -23,34 +26,37 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import xml.etree.ElementTree as ET
 
+import lockstep_run
 import recording
+from suite_record import Suite
 
 TRANSPORTS = ("p2p", "collective")
 HERE = pathlib.Path(__file__).resolve()
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
+    "benchmark_nodes",
     "benchmark_report",
     "compatibility",
     "demo",
     "formats_errors",
     "generate",
     "import",
+    "launch",
+    "lockstep",
     "protocol_model",
     "readme",
     "supply",
 )
+# Files that choose their transport themselves, none of them collective.
+P2P_ONLY = ("test_p2p", "test_processes_gpu", "test_shmem_gpu")
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
 ALONE_S = 30  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
-# How a test may end without having passed.
-ENDS = ("failure", "error", "skipped")
 LONG = (
     "test_p2p.py",
     "test_p2p_formats.py",
@@ -76,62 +82,6 @@ def devices():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     return json.loads(run.stdout.splitlines()[-1])
-
-
-class Suite:
-    """What pytest says of the files of one suite."""
-
-    def __init__(self, transport, arguments):
-        self.transport, self.arguments = transport, arguments
-        self.total, self.seconds = 0, 0.0
-        self.skipped, self.failed, self.not_run = collections.Counter(), [], []
-        self.tests = collections.Counter()  # that passed, of all parameters together
-        self.lock = threading.Lock()
-
-    def add(self, report):
-        """Takes a report of pytest's in."""
-        suite = ET.parse(report).getroot().find("testsuite")
-        with self.lock:
-            self._add(suite)
-
-    def _add(self, suite):
-        self.total += int(suite.get("tests"))
-        self.seconds += float(suite.get("time"))
-        self.skipped += collections.Counter(
-            item.get("message", "") for item in suite.iter("skipped")
-        )
-        self.tests += collections.Counter(
-            f"{case.get('classname').split('.')[-1]}.py::"
-            f"{case.get('name').split('[')[0]}"
-            for case in suite.iter("testcase")
-            if not any(case.find(end) is not None for end in ENDS)
-        )
-        self.failed += [
-            f"{case.get('classname')}::{case.get('name')}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
-
-    def write(self, found):
-        """Writes and prints the record, of a suite on the devices `found`."""
-        record = {
-            "kind": "test suite",
-            "transport": self.transport,
-            "devices": found,
-            "commit": recording.commit(),
-            "date": recording.date(),
-            "python": sys.version.split()[0],
-            "arguments": self.arguments,
-            "passed": self.total - len(self.failed) - sum(self.skipped.values()),
-            "failed": self.failed,
-            "not_run": self.not_run,
-            "skipped": dict(self.skipped),
-            "tests": dict(sorted(self.tests.items())),
-            "seconds": round(self.seconds, 1),
-        }
-        name = recording.short_device(found["kind"])
-        recording.write(f"suite-{self.transport}-{name}x{found['count']}", record)
-        print(json.dumps(record, indent=1))
 
 
 def pytest_command(report, arguments):
@@ -214,8 +164,7 @@ class Job:
 def run_all(args, arguments, folder):
     """Every transport on every number of GPUs, the largest first."""
     here = devices()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else list(map(str, range(here["count"])))
+    gpus = visible_gpus(here)
     if max(args.gpus) > len(gpus):
         raise SystemExit(f"{max(args.gpus)} GPUs were asked for, {len(gpus)} are here")
     host_only = {f"test_{name}.py" for name in HOST_ONLY}
@@ -233,7 +182,7 @@ def run_all(args, arguments, folder):
             suites.append((count, suite))
             for file in files:
                 # What tests p2p by name needs no second run beside the other transport.
-                if transport != "p2p" and file.name.startswith("test_p2p"):
+                if transport != "p2p" and file.name.startswith(P2P_ONLY):
                     continue
                 # Small suites leave no GPU to the large ones alone.
                 first = len(jobs) * count % (len(gpus) // count * count)
@@ -254,6 +203,47 @@ def run_all(args, arguments, folder):
     return 0 if all(good) else 1
 
 
+def visible_gpus(here):
+    """Their names in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else list(map(str, range(here["count"])))
+
+
+def run_in_processes(args, arguments, folder):
+    """The semantics suite over each transport, each file in args.processes at once."""
+    here, count = devices(), args.processes
+    each, environment = "1", {"JAX_PLATFORMS": "cpu"}
+    if here["platform"] == "gpu":
+        gpus = len(visible_gpus(here)) // count
+        if not gpus:
+            raise SystemExit(f"{count} processes need a GPU each, {here['count']} here")
+        each, environment = f"gpu{gpus}", lockstep_run.SHARED_GPUS
+    nodes = args.ranks_per_node
+    if nodes:
+        environment = environment | {"JAX_EP_TEST_RANKS_PER_NODE": str(nodes)}
+    here["count"] = count * int(each.removeprefix("gpu"))
+    end, good = time.monotonic() + args.limit_s, True
+    for transport in args.transports:
+        suite = Suite(transport, arguments, count, nodes)
+        shared = environment | {"JAX_EP_TEST_TRANSPORT": transport}
+
+        def one(name, suite=suite, shared=shared):
+            file, started = recording.ROOT / f"tests/test_{name}.py", time.monotonic()
+            place = folder / suite.transport / name
+            found = lockstep_run.run(
+                [str(file), *arguments], count, each, place, end, shared
+            )
+            seconds = time.monotonic() - started
+            print(f"-- {suite.transport}: {file.name}: {seconds:.0f} s", flush=True)
+            suite.take(file.name, found)
+            return found.good
+
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            good = all(list(pool.map(one, args.files))) and good
+        suite.write(here)
+    return 0 if good else 1
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="other arguments go to pytest"
@@ -262,7 +252,15 @@ def main():
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument("--jobs", type=int, default=4, help="files at a time")
     parser.add_argument("--limit-s", type=float, default=3600, help="for all of it")
+    parser.add_argument("--processes", type=int, help="in which tests run together")
+    parser.add_argument("--ranks-per-node", type=int, help="forced nodes of shmem")
+    parser.add_argument(
+        "--files", nargs="+", default=lockstep_run.SEMANTICS, help="with --processes"
+    )
     args, arguments = parser.parse_known_args()
+    if args.processes:
+        with tempfile.TemporaryDirectory() as folder:
+            return run_in_processes(args, arguments, pathlib.Path(folder))
     if not args.gpus:
         return run_suite(arguments)
     with tempfile.TemporaryDirectory() as folder:

@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+OPTIONS = ROOT / "docs" / "options.md"
 OVERLAP = ROOT / "docs" / "overlap.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
 LAYERS = ROOT / "docs" / "layers.md"
@@ -42,10 +43,7 @@ def table(header, rows):
 
 def layout():
     rows = native.layout_table("bf16", 7168, 2, 8, 64)
-    named = [
-        (f"`{structure}`", f"`{field}`" if kind else "size", kind, offset)
-        for structure, field, kind, offset in rows
-    ]
+    named = [(f"`{s}`", f"`{f}`" if t else "size", t, offset) for s, f, t, offset in rows]
     return table(("structure", "field", "type", "offset"), named)
 
 
@@ -93,6 +91,10 @@ def from_newest(prefix, part):
     return part(data, table) if data else "No run is recorded yet."
 
 
+def targets():
+    return performance_tables.targets(newest("p2p"), newest("formats"), table)
+
+
 def newest_suites():
     """By transport and devices; a record without a transport is collective's."""
     found = {}
@@ -100,8 +102,8 @@ def newest_suites():
         devices = data["devices"]
         if devices.get("platform", "gpu") != "gpu":
             continue
-        transport = data.get("transport", "collective")
-        found[devices["kind"], transport, devices["count"]] = data
+        suite = reliability_table.suite_name(data)
+        found[devices["kind"], suite, devices["count"]] = data
     return found
 
 
@@ -234,7 +236,7 @@ def suite_part(suites):
     rows = [
         (
             f"{count} x {kind}",
-            f"`{transport}`",
+            transport,
             data["passed"],
             len(data["failed"]),
             sum(data["skipped"].values()),
@@ -290,12 +292,17 @@ def main():
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
-        (PERFORMANCE, "targets", from_newest("p2p", performance_tables.targets)),
+        (PERFORMANCE, "targets", targets()),
+        (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", layers),
         (LAYERS, "layers", layers),
+        (LAYERS, "train", from_newest("train", performance_tables.train)),
+        (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
+        (OVERLAP, "halves", from_newest("options", performance_tables.halves)),
+        (OPTIONS, "options", from_newest("options", performance_tables.options)),
         *((SCALE, name, body) for name, body in scale_model.parts(table).items()),
     ):
         old = path.read_text()

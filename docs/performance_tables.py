@@ -1,20 +1,23 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
 import layer_report
+import options_report
 import overlap_report
 import p2p_report
 
-# (op, T, must be below, aimed at), microseconds of a whole call on 4 H200s, hidden
-# 7168, bfloat16, top-8 of 256, uniform routing.
+# (op, format, T, must be below, aimed at), microseconds of a whole call on 4 H200s,
+# hidden 7168, bfloat16 tokens, top-8 of 256, uniform routing.
 TARGETS = (
-    ("dispatch", 1, 12, 8),
-    ("dispatch", 128, 28, 20),
-    ("dispatch", 4096, 560, 495),
-    ("dispatch", 8192, 1100, 990),
-    ("combine", 1, 12, 8),
-    ("combine", 128, 30, 20),
-    ("combine", 4096, 560, 495),
-    ("combine", 8192, 1080, 990),
+    ("dispatch", "bf16", 1, 12, 8),
+    ("dispatch", "bf16", 128, 28, 20),
+    ("dispatch", "bf16", 4096, 560, 495),
+    ("dispatch", "bf16", 8192, 1100, 990),
+    ("dispatch", "fp8_block128", 128, 22, 14),
+    ("dispatch", "fp8_block128", 4096, 330, 267),
+    ("combine", "bf16", 1, 12, 8),
+    ("combine", "bf16", 128, 30, 20),
+    ("combine", "bf16", 4096, 560, 495),
+    ("combine", "bf16", 8192, 1080, 990),
 )
 
 
@@ -25,24 +28,93 @@ def _source(data, command):
     )
 
 
-def targets(data, table):
-    """What was aimed at beside what was measured."""
-    found = {
-        (row["op"], row["tokens"]): row
-        for row in p2p_report.summary(data["results"])
-        if row["routing"] == "uniform" and row["p2p"]
-    }
+def targets(plain, formats, table):
+    """What was aimed at beside what was measured.
+
+    `plain` is the newest record of bfloat16, `formats` of formats; None where there is
+    none.
+    """
+    found, sources = {}, []
+    for data, wanted in ((plain, "bf16"), (formats, "fp8_block128")):
+        if data is None:
+            continue
+        _must_be_fit(data)
+        found |= {
+            (row["op"], row["format"], row["tokens"]): row
+            for row in p2p_report.summary(data["results"])
+            if row["routing"] == "uniform" and row["p2p"] and row["format"] == wanted
+        }
+        sources.append(f"`{wanted}`: {_source(data, data['command'])}.")
     rows = []
-    for op, tokens, limit, aim in TARGETS:
-        row = found.get((op, tokens))
+    for op, name, tokens, limit, aim in TARGETS:
+        row = found.get((op, name, tokens))
         if row is None:
+            rows.append((op, f"`{name}`", tokens, "", limit, aim, "", "not recorded"))
             continue
         us = row["p2p"]["us"]
         verdict = "reached" if us <= aim else "met" if us <= limit else "missed"
         floor = p2p_report.number(row["floor_us"], 1)
-        rows.append((op, tokens, floor, limit, aim, f"{us:.1f}", verdict))
-    columns = ("", "T a rank", "floor us", "target us", "aim us", "measured us", "")
-    return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
+        rows.append((op, f"`{name}`", tokens, floor, limit, aim, f"{us:.1f}", verdict))
+    columns = ("", "format", "T a rank", "floor us", "target us", "aim us")
+    columns += ("measured us", "")
+    return "\n\n".join([*sources, table(columns, rows)])
+
+
+def _must_be_fit(data):
+    failures = p2p_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest {data['kind']} file is unfit: {failures}")
+
+
+def formats(data, table):
+    """What fewer bytes gain."""
+    _must_be_fit(data)
+    rows = []
+    for row in p2p_report.formats(data["results"]):
+        recovered, verdict = row["recovered"], ""
+        if row["tokens"] == 4096 and recovered and row["format"] != "bf16":
+            missed = recovered < p2p_report.RECOVERED_AIM
+            verdict = "missed" if missed else "reached"
+        rows.append(
+            (
+                row["op"],
+                row["tokens"],
+                f"`{row['format']}`",
+                p2p_report.number(row["floor_us"], 1),
+                p2p_report.number(row["us"], 1),
+                p2p_report.number(row["bytes_ratio"], 3),
+                p2p_report.number(row["us_ratio"], 3),
+                p2p_report.number(recovered, 2),
+                verdict,
+            )
+        )
+    columns = ("", "T a rank", "format", "floor us", "measured us")
+    columns += ("bytes of bf16's", "time of bf16's", "recovered", "")
+    peak = p2p_report.number(data["peak_gb_s"], 0)
+    head = (
+        f"{_source(data, data['command'])}, seed {data['seed']}; peak {peak} GB/s. At "
+        f"T = 4096 the aim is {p2p_report.RECOVERED_AIM} of the bytes."
+    )
+    return f"{head}\n\n" + table(columns, rows)
+
+
+def nodes(data, table):
+    """What several processes and forced nodes cost against one process's p2p."""
+    rows = [
+        (
+            row["op"],
+            row["tokens"],
+            row["way"],
+            f"{row['us']:.1f}",
+            f"{row['us_least']:.1f} to {row['us_most']:.1f}",
+            p2p_report.number(row["to_one_process"], 3),
+            "no" if row["differences"] else "yes",
+        )
+        for row in sorted(data["rows"], key=lambda row: (row["op"], row["tokens"]))
+    ]
+    columns = ("", "T a rank", "", "us", "least to most", "of one process")
+    head = f"{_source(data, data['command'])}; seed {data['seed']}.\n\n"
+    return head + table((*columns, "bits of collective"), rows)
 
 
 def sms(data, table):
@@ -62,19 +134,40 @@ def sms(data, table):
     return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
 
 
+def _runs(data):
+    """As `_source`, of each of the runs that a record was made of."""
+    sources = dict.fromkeys(_source({**data, **r}, r["command"]) for r in data["runs"])
+    return "; ".join(sources)
+
+
 def overlap(data, table):
     """What stays exposed beside other work."""
     failures = overlap_report.failures(data)
     if failures:
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
     head = (
-        f"{_source(data, data['command'])}, jax {data['jax']}: {data['tokens']} tokens "
+        f"{_runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
         f"a rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
         "bfloat16; microseconds."
     )
-    return f"{head}\n\n" + table(
-        overlap_report.header(), list(overlap_report.cells(data))
-    )
+    shown = [head, table(overlap_report.header(), list(overlap_report.cells(data)))]
+    parts = list(overlap_report.parts(data))
+    if parts:
+        shown += [
+            'The steps of a call with `overlap="copy"`, each alone. Packing and '
+            "placing stay exposed; `over pack+place` is what else does, at most "
+            f"{overlap_report.TARGET_US} us where all is well and the work longer than "
+            "the copies:",
+            table(overlap_report.PARTS_HEADER, parts),
+        ]
+    batches = list(overlap_report.batches(data))
+    if batches:
+        shown += [
+            "Two micro-batches through dispatch, experts and combine, one after the "
+            "other and each one's exchange under the other's experts:",
+            table(overlap_report.BATCHES_HEADER, batches),
+        ]
+    return "\n\n".join(shown)
 
 
 def graphs(data, table):
@@ -82,8 +175,34 @@ def graphs(data, table):
     rows = list(overlap_report.graphs(data))
     if not rows:
         return "No run is recorded yet."
-    head = f"{_source(data, data['command'])}; of programs of many calls."
+    head = f"{_runs(data)}; of programs of many calls."
     return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
+
+
+def _options(data):
+    failures = options_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest options file is unfit: {failures}")
+    return f"{_source(data, data['command'])}, jax {data['jax']}"
+
+
+def options(data, table):
+    """What each option costs against plain calls."""
+    head = (
+        f"{_options(data)}: microseconds of a call of T tokens a rank, hidden "
+        f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16; in "
+        "brackets, how many times the plain call's. A dispatch not listed is the plain "
+        "one."
+    )
+    rows = list(options_report.cells(data))
+    return f"{head}\n\n" + table(options_report.header(data), rows)
+
+
+def halves(data, table):
+    """First halves alone by the number of multiprocessors."""
+    head = f"{_options(data)}: microseconds; in brackets, over the default's."
+    rows = list(options_report.halves(data))
+    return f"{head}\n\n" + table(options_report.halves_header(data), rows)
 
 
 def _speed_up(row):
@@ -127,13 +246,15 @@ def layers(data, table):
         "every gradient in the second row of each size, and in brackets the share of "
         "them that the same router and experts do not take on rows that are there "
         "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        f"(`benchmarks/ragged.py`) with default flags, and the fastest of "
-        f"{seen('flags', 'ragged')}; "
+        "(`benchmarks/ragged.py`): an update a rank with default flags, the same with "
+        f"XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
         "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
-        "dropped, and batched matmuls; `speed-up` is p2p's over the fastest ragged. "
+        "dropped, and batched matmuls; `default experts` is p2p's with "
+        "`jax_ep.experts.ragged_dot`, what a layer has that names none; the last "
+        "columns are p2p's speed-up over each other layer. "
         "The others multiply by the fastest of several ways in each size (here "
         f"{seen('matmul', *layer_report.OURS)}; "
-        "`benchmarks/layer_experts.py`). All results and gradients were compared in "
+        "`jax_ep.experts`). All results and gradients were compared in "
         "this run, within rounding."
     )
     alone = [
@@ -146,5 +267,48 @@ def layers(data, table):
             table(layer_report.COLUMNS, list(layer_report.cells(data))),
             "The experts alone, by way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
+            *_stats_cost(data, table),
         ]
     )
+
+
+def _stats_cost(data, table):
+    rows = list(layer_report.stats_cost(data))
+    if rows:
+        yield "What `jax_ep.stats.update` adds to p2p's layer:"
+        yield table(("size", "pass", "ms", "with it", ""), rows)
+
+
+def train(data, table):
+    """The curves of examples/train.py, from a dozen steps."""
+    curves = data["curves"]
+    names = [name for name in curves if name != "dense"]
+    apart = {
+        name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
+        for name in names
+    }
+    before = {name: max(gaps[: data["alike"][name]]) for name, gaps in apart.items()}
+    if not names or max(before.values()) > 1e-4:
+        raise SystemExit(f"the newest train file is unfit: {before}")
+    steps = len(curves["dense"])
+    shown = [0, *range(steps // 12 - 1, steps, max(1, steps // 12))]
+    rows = [
+        (step + 1, *(f"{curves[name][step]:.4f}" for name in ("dense", *names)))
+        for step in dict.fromkeys(max(0, step) for step in shown)
+    ]
+    sizes = data["sizes"]
+    found = ", ".join(
+        f"{name} {before[name]:.1e} in {data['alike'][name]} steps and "
+        f"{max(apart[name]):.1e} in all {steps}"
+        for name in names
+    )
+    head = (
+        f"{_source(data, data['command'])}, jax {data['jax']}, mesh "
+        f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
+        f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
+        f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
+        f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
+        "Largest difference from the dense curve before a near tie of a router turned "
+        f"the first token to another expert, and with what came of it: {found}."
+    )
+    return f"{head}\n\n" + table(("step", "dense", *names), rows)

@@ -5,8 +5,9 @@ Also what README.md says of a soak.
 
 import collections
 
-# (promise, command, where its runs are recorded). A place is "ci", a kind of record, or
-# "gpu": the newest suite on GPUs that has run the command's tests.
+# (promise, command, where its runs are recorded). A place is "ci", a kind of record,
+# "gpu": the newest suite on GPUs that has run the command's tests, or "processes": the
+# suites that ran in several at once.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
@@ -48,15 +49,19 @@ PROMISES = (
     ("p2p: a process that raises and closes while the others are inside: they get the "
      "error, and all go on together",
      "pytest tests/test_processes_gpu.py -k raises", ("gpu",)),
-    ("shmem: the same bytes as p2p, and the same with a process that raises",
+    ("shmem: the same bytes as p2p, and the same with a process that raises or dies",
      "pytest tests/test_shmem_gpu.py", ("gpu",)),
-    ("p2p: a process that dies, before or after `init`: the others get the error, and "
-     "go on over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
-    ("Processes that meet in `init`, without GPUs: one that is killed, gives up, comes "
-     "late or with other arguments ends it for all, in time; descriptors go to the "
-     "job's own processes alone",
+    ("p2p: a process that is killed in a call: the others get the error, and go on "
+     "over the living", "pytest tests/test_processes_gpu.py -k killed", ("gpu",)),
+    ("Processes that meet in `init`, without GPUs: one that is killed before, at any "
+     "step or after, gives up, comes late or with other arguments ends it for all, in "
+     "time, and is named; descriptors go to the job's own processes alone",
      "pytest tests/test_multiprocess_windows.py tests/test_meeting.py "
      "tests/test_descriptors.py", ("ci",)),
+    ("The semantics with a process a GPU: p2p, and shmem over forced nodes",
+     "python benchmarks/record_suite.py --processes 4 --transports p2p; "
+     "python benchmarks/record_suite.py --processes 4 --ranks-per-node 2 "
+     "--transports shmem", ("processes",)),
     ("p2p: calls keep their order, also from threads, graphs and beside XLA's "
      "collectives", "pytest tests/test_p2p_order.py", ("gpu",)),
     ("A whole layer in CUDA graphs, also in halves, replayed 10,000 times with routing "
@@ -104,6 +109,9 @@ def _of_suite(records, command, platform):
             continue
         if set(_files(command)) & set(data.get("not_run", ())):
             continue
+        # Of the semantics in several processes, which have a row of their own.
+        if data.get("processes"):
+            continue
         passed = _named(command, data.get("tests", {}))
         failed = _named(command, collections.Counter(_plain(data["failed"])))
         # Where a file's tests were all skipped nothing was run.
@@ -115,6 +123,34 @@ def _of_suite(records, command, platform):
             )
             return f"{count} x {kind}, {_source(data)}: {tail}"
     return None
+
+
+def suite_name(data):
+    """The transport of a suite, and over how many processes and forced nodes it ran."""
+    # A record without a transport is collective's.
+    name = f"`{data.get('transport', 'collective')}`"
+    if data.get("processes"):
+        name += f", {data['processes']} processes"
+    if data.get("ranks_per_node"):
+        name += f", {data['ranks_per_node']} GPUs a node"
+    return name
+
+
+def _of_processes(records, command):
+    """The newest suite of each transport, processes and nodes, in several processes."""
+    newest = {
+        (suite_name(data), data["devices"]["count"]): data
+        for data in records("suite")
+        if data.get("processes") and data["devices"].get("platform", "gpu") == "gpu"
+    }
+    found = []
+    for (name, count), data in sorted(newest.items()):
+        text = f"{name} on {count} x {data['devices']['kind']}, {_source(data)}: "
+        text += f"{data['passed']} passed, {len(data['failed'])} failed"
+        if data["not_run"]:
+            text += f", {len(data['not_run'])} files not run to their end"
+        found.append(text)
+    return "; ".join(found) or f"GPUs: {NOT_YET}"
 
 
 def _plain(failed):
@@ -177,6 +213,7 @@ def _of_sanitize(records, command):
 _LAST = {
     "ci": _of_ci,
     "gpu": _of_gpus,
+    "processes": _of_processes,
     "fuzz": _of_fuzz,
     "soak-cpu": _of_soak("cpu"),
     "soak-gpu": _of_soak("gpu"),

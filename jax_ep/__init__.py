@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _runtime, formats, router, sharded, stats
+from jax_ep import _ffi, _runtime, experts, formats, router, sharded, stats
 from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
@@ -28,6 +28,7 @@ __all__ = [
     "dispatch",
     "dispatch_async",
     "dispatch_wait",
+    "experts",
     "formats",
     "init",
     "moe_ffn",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_ep import _autodiff, _autodiff_combine, _dequantize, _operands
+from jax_ep import _autodiff, _autodiff_combine, _dequantize, _operands, formats
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -104,8 +104,9 @@ def dequantize(d: Dispatched) -> jax.Array:
     """Rows of a dispatch in the token dtype, differentiable.
 
     The derivative is straight-through: a cotangent of the rows is one of the tokens
-    that were sent, as if nothing had been quantised. `d.tokens` and `d.scales` of a
-    quantised format carry none.
+    that were sent, as if nothing had been quantised. It goes through `d.grad_port`: a
+    quantised `d` whose port was replaced by None has rows, and no derivative.
+    `d.tokens` and `d.scales` of a quantised format carry none.
 
     Args:
         d: what `jax_ep.dispatch` returned, on one rank; `jax_ep.sharded.dequantize`
@@ -116,7 +117,8 @@ def dequantize(d: Dispatched) -> jax.Array:
 
     Raises:
         TypeError: `d` is no `Dispatched`.
-        ValueError: `d` is of several ranks.
+        ValueError: `d` is of several ranks, or its scales are missing; in the backward
+            pass, if its port is.
 
     Source: SPEC section 3.
     """
@@ -125,7 +127,13 @@ def dequantize(d: Dispatched) -> jax.Array:
             "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
             f"{type(d).__name__}; pass the Dispatched, not its arrays"
         )
-    if d.grad_port is None:
+    if (d.scales is not None) != formats.is_quantized(d.format):
+        raise ValueError(
+            f"jax_ep.dequantize: d must have the scales of its format {d.format!r}, "
+            f"got {'none' if d.scales is None else 'some'}; keep `scales` and `format` "
+            "as the dispatch returned them"
+        )
+    if not formats.is_quantized(d.format):
         return d.tokens
     ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
     if ranks != 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax_ep
 from jax_ep import _cli_bench, _cli_doctor
+from jax_ep._cli_values import at_least
 
 GOOD, FAILED, USAGE = 0, 1, 2
 
@@ -26,7 +27,8 @@ examples:
   jax-ep demo --devices 4 --steps 500   longer, on four devices
   JAX_PLATFORMS=cpu jax-ep demo         on the CPU, whatever GPUs there are
 
-exit codes: 0 good, 1 the check failed or the demo could not run, 2 usage
+exit codes: 0 good, 1 the check failed or the demo could not run, 2 usage,
+130 interrupted
 """
 
 
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jax-ep",
         description="Expert-parallel dispatch and combine for JAX: try it out.",
-        epilog="examples: jax-ep demo --quick; jax-ep doctor; jax-ep bench --quick",
+        epilog="examples: jax-ep demo --quick; jax-ep doctor; jax-ep bench --quick. "
+        "exit codes: 0 good, 1 what was asked for failed, 2 usage, 130 interrupted",
     )
     parser.add_argument(
         "--version", action="version", version=f"jax-ep {jax_ep.__version__}"
@@ -63,17 +66,17 @@ def _add_demo(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--steps", type=_at_least(1), metavar="N", help="training steps (default 200)"
+        "--steps", type=at_least(1), metavar="N", help="training steps (default 200)"
     )
     parser.add_argument(
         "--devices",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="how many devices (default: every GPU, or 8 virtual CPU devices)",
     )
     parser.add_argument(
         "--seed",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="of parameters and batches (default 0)",
@@ -112,21 +115,6 @@ def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except corpus.CorpusError as error:
         print(f"jax-ep demo: {error}", file=sys.stderr)
         return FAILED
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(
-                f"must be an integer of at least {low}, got {text!r}"
-            )
-        return value
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import sys
 import tempfile
 from typing import Any
 
+from jax_ep._cli_values import at_least, file_problem
+
 _TEXT = """\
 Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
 benchmarks/p2p.py does (its text says how and what is counted): every result is compared
@@ -25,7 +27,8 @@ examples:
   jax-ep bench --compare before.json after.json --tolerance 0.05
 
 exit codes: 0 good, 1 a wrong result, a failed measurement, or with --compare a call
-that became slower by more than the tolerance, 2 usage
+that became slower by more than the tolerance, that AFTER lacks or has wrong, or runs of
+unlike devices or sizes, 2 usage, 130 interrupted
 """
 
 _SMALL = ("--hidden", "128", "--experts", "32", "--top-k", "2", "--milliseconds", "20")
@@ -41,10 +44,11 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, uniform ids")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="T", help="a rank")
-    parser.add_argument("--hidden", type=int, metavar="N", help="default 7168")
-    parser.add_argument("--experts", type=int, metavar="N", help="default 256")
-    parser.add_argument("--top-k", type=int, metavar="N", help="default 8")
+    count = at_least(1)
+    parser.add_argument("--tokens", type=count, nargs="+", metavar="T", help="a rank")
+    parser.add_argument("--hidden", type=count, metavar="N", help="default 7168")
+    parser.add_argument("--experts", type=count, metavar="N", help="default 256")
+    parser.add_argument("--top-k", type=count, metavar="N", help="default 8")
     parser.add_argument(
         "--transports", nargs="+", choices=("p2p", "collective", "ragged")
     )
@@ -76,9 +80,10 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             before, after = (_read(path) for path in args.compare)
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"--compare must name two records of jax-ep bench: {error}")
-        lines, slower = compare(before, after, args.tolerance)
+        lines, failed = compare(before, after, args.tolerance)
         print("\n".join(lines))
-        return 1 if slower else 0
+        return 1 if failed else 0
+    _check_paths(args, parser)
     folder = find_benchmarks()
     if folder is None:
         print(
@@ -88,6 +93,21 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
         return 1
     return _measure(args, folder)
+
+
+def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Found out now, not after minutes of measuring."""
+    from jax_ep._demo import picture
+
+    if args.plot and (problem := picture.problem(args.plot)):
+        parser.error(f"--plot must be {problem}, got {args.plot!r}")
+    if args.plot and not picture.available():
+        parser.error(
+            f"--plot must be left out without matplotlib, got {args.plot!r}; run pip "
+            "install 'jax_ep[demo]'"
+        )
+    if args.json and (problem := file_problem(args.json)):
+        parser.error(f"--json must be {problem}, got {args.json!r}")
 
 
 def find_benchmarks() -> pathlib.Path | None:
@@ -130,9 +150,6 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     if args.plot:
         import draw  # pyright: ignore[reportMissingImports]
 
-        if not draw.available():
-            print("no picture: run pip install 'jax_ep[demo]'", file=sys.stderr)
-            return 1
         draw.save(record, pathlib.Path(args.plot))
         print(f"wrote {args.plot}")
     return code
@@ -178,25 +195,40 @@ def _read(path: str) -> dict[str, Any]:
 _CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
 
 
-def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float]:
+def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
+    """By case the microseconds, or None where the result was wrong."""
     return {
-        tuple(row.get(name) for name in _CASE): row["us"]
+        tuple(row.get(name) for name in _CASE): None if row.get("wrong") else row["us"]
         for row in record["results"]
-        if "us" in row and not row.get("wrong")
+        if "us" in row
     }
+
+
+def _case_name(case: tuple[Any, ...]) -> str:
+    op, tokens, routing, transport, num_sms, flags, zero_tail = case
+    name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
+    name += f", {flags}" if flags else ""
+    name += ", zeroed" if zero_tail else ""
+    return f"{op:<9} {tokens:>5} {routing:<8} {name:<24}"
 
 
 def compare(
     before: dict[str, Any], after: dict[str, Any], tolerance: float
 ) -> tuple[list[str], int]:
-    """A table of both runs' times, and how many became slower than tolerated."""
+    """A table of both runs' times, and how many things are not as they should be.
+
+    That is: calls slower than tolerated, what `after` lacks or has wrong, and what is
+    not alike about the runs.
+    """
     lines = [
         f"{name:<7} {record['count']} x {record['device']}, jax {record.get('jax')}, "
         f"{record['date']}, commit {record['commit'][:12]}"
         for name, record in (("before", before), ("after", after))
     ]
+    unlike = 0
     for name in ("device", "count", "hidden", "dtype", "experts", "top_k"):
         if before.get(name) != after.get(name):
+            unlike += 1
             lines.append(
                 f"NOT ALIKE: {name} {before.get(name)!r} and {after.get(name)!r}"
             )
@@ -205,22 +237,25 @@ def compare(
         f"{'op':<9} {'T':>5} {'routing':<8} {'transport':<24} {'before':>10} "
         f"{'after':>10}   change"
     )
-    slower = 0
-    for case in old:
-        op, tokens, routing, transport, num_sms, flags, zero_tail = case
-        name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
-        name += f", {flags}" if flags else ""
-        name += ", zeroed" if zero_tail else ""
-        head = f"{op:<9} {tokens:>5} {routing:<8} {name:<24} {old[case]:>7.1f} us "
-        if case not in new:
-            lines.append(f"{head}{'missing':>10}")
-            continue
-        change = new[case] / old[case] - 1
-        slower += change > tolerance
-        mark = "  SLOWER" if change > tolerance else ""
-        lines.append(f"{head}{new[case]:>7.1f} us {change:>+8.1%}{mark}")
-    common = [new[case] / old[case] for case in old if case in new]
+    slower = unfit = common = 0
+    for case in {**old, **new}:
+        was, now = old.get(case), new.get(case)
+        if now is None:
+            # What was wrong before is no loss where it is gone.
+            bad = case in new or was is not None
+            unfit += bad
+            verdict = "WRONG" if case in new else "MISSING" if bad else "missing"
+            shown = f"{was:>7.1f} us" if was is not None else f"{'':>10}"
+            lines.append(f"{_case_name(case)} {shown} {verdict:>10}")
+        elif was is not None:
+            common += 1
+            change = now / was - 1
+            slower += change > tolerance
+            mark = "  SLOWER" if change > tolerance else ""
+            times = f"{was:>7.1f} us {now:>7.1f} us {change:>+8.1%}{mark}"
+            lines.append(f"{_case_name(case)} {times}")
     lines.append(
-        f"{len(common)} cases in both, {slower} slower by more than {tolerance:.0%}"
+        f"{common} cases in both, {slower} slower by more than {tolerance:.0%}, "
+        f"{unfit} wrong or missing"
     )
-    return lines, slower + (not common)
+    return lines, slower + unfit + unlike + (not common)

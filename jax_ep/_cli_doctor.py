@@ -9,8 +9,8 @@ from typing import Any
 
 _TEXT = """\
 Says what this machine can do with jax_ep and why: devices, which of them reach each
-other's memory, versions, which transports work (each is tried with a few tokens), what
-a layer would take of memory, and advice.
+other's memory and over what link, versions, which transports work (each is tried with a
+few tokens), what a layer would take of memory, and advice.
 """
 
 _EXAMPLES = """\
@@ -21,7 +21,7 @@ examples:
   jax-ep doctor --json | jq .transports
 
 exit codes: 0 every transport that is served here passed its test, 1 one did not or JAX
-starts no backend, 2 usage
+starts no backend, 2 usage, 130 interrupted
 """
 
 
@@ -53,7 +53,11 @@ def add(commands: Any) -> None:
     layer.add_argument("--dtype", default="bfloat16", help="default bfloat16")
     layer.add_argument("--format", default="bf16", help="dispatch_format, default bf16")
     layer.add_argument("--combine-format", help="combine_format, default none")
-    layer.add_argument("--capacity-factor", type=float, metavar="X")
+    capacity = layer.add_mutually_exclusive_group()
+    capacity.add_argument("--capacity-factor", type=float, metavar="X")
+    capacity.add_argument("--recv-capacity", type=int, metavar="N")
+    layer.add_argument("--reduce", default="rank", help="rank (default), source, none")
+    layer.add_argument("--fused-shared-expert", action="store_true")
     parser.set_defaults(run=lambda args: _run(args, parser))
 
 
@@ -78,6 +82,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             dispatch_format=args.format,
             combine_format=args.combine_format,
             capacity_factor=args.capacity_factor,
+            recv_capacity=args.recv_capacity,
+            reduce=args.reduce,
+            fused_shared_expert=args.fused_shared_expert,
         )
     except ValueError as error:
         parser.error(str(error).removeprefix("jax_ep.EPConfig: "))
@@ -87,11 +94,12 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        print("\n".join(_lines(found)))
+        print("\n".join(report(found)))
     return 1 if found["problems"] else 0
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def report(found: dict[str, Any]) -> list[str]:
+    """The findings as text."""
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v)
     built = ", ".join(name for name, has in found["build"].items() if has)
     lines = [f"versions    {versions}", f"built for   {built}"]
@@ -110,6 +118,13 @@ def _lines(found: dict[str, Any]) -> list[str]:
         for index, row in enumerate(matrix):
             cells = " ".join(" x" if served else " -" for served in row)
             lines.append(f"{index:>11} {cells}")
+    links = found.get("links")
+    if links:
+        width = max(len(kind) for row in links for kind in row)
+        heads = " ".join(f"{i:>{width}}" for i in range(len(links)))
+        lines.append(f"link        {heads}")
+        for index, row in enumerate(links):
+            lines.append(f"{index:>11} " + " ".join(f"{kind:>{width}}" for kind in row))
     for name, entry in found.get("transports", {}).items():
         state = "works" if entry["works"] else "no"
         test = f"; test {entry['test']}" if "test" in entry else ""
@@ -135,7 +150,5 @@ def _memory_lines(sizes: dict[str, Any]) -> list[str]:
     windows = sizes.get("p2p_windows")
     if windows is not None:
         shown = windows if isinstance(windows, str) else f"{windows / 1e6:,.0f} MB"
-        lines.append(
-            f"            windows of p2p, as long as a handle is open: {shown}"
-        )
+        lines.append(f"            window of p2p, as long as a handle is open: {shown}")
     return lines

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _WORD_BYTES = 4  # the wire travels as uint32
 
 
-def _exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
+def exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
+    """Row r of `send` goes to rank r; row r of the result came from there."""
     if ep.route_ranks == 1:
         return send
     return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
@@ -58,6 +59,20 @@ def dispatch_send(
     input_scale: jax.Array,
 ) -> Sent:
     """The part of `dispatch` up to its exchange."""
+    send, slot_of, num_invalid = dispatch_pack(
+        ep, tokens, topk_ids, router_weights, input_scale
+    )
+    return exchange(ep, send), slot_of, num_invalid
+
+
+def dispatch_pack(
+    ep: EPHandle,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+) -> Sent:
+    """As `dispatch_send`, before its exchange: the first is what is to be sent."""
     config, ranks = ep.config, ep.route_ranks
     topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
     hidden = tokens.shape[1]
@@ -85,7 +100,7 @@ def dispatch_send(
         num_experts=ranks * ep.groups,
         format=config.dispatch_format,
     )
-    return _exchange(ep, send), slot_of, num_invalid
+    return send, slot_of, num_invalid
 
 
 def dispatch_place(
@@ -140,7 +155,7 @@ def dispatch_cached(
             struct(tokens, (rows, hidden), tokens.dtype),
             struct(tokens, (rows if num_weights else 0,), jnp.float32),
         ),
-        _exchange(ep, send),
+        exchange(ep, send),
         route.row_of,
         route.row_slot,
         format=wire,
@@ -191,6 +206,22 @@ def combine_send(
     by_entry: bool,
 ) -> tuple[jax.Array]:
     """The part of `combine` up to its exchange: what arrived."""
+    send = combine_pack(
+        ep, route, expert_out, row_weights, weight_grads, wire, by_entry
+    )
+    return (exchange(ep, send),)
+
+
+def combine_pack(
+    ep: EPHandle,
+    route: Route,
+    expert_out: jax.Array,
+    row_weights: jax.Array | None,
+    weight_grads: jax.Array | None,
+    wire: str,
+    by_entry: bool,
+) -> jax.Array:
+    """As `combine_send`, before its exchange: what is to be sent."""
     if by_entry:
         route = _modes.by_entry(route)
     n, top_k = route.slot_of.shape
@@ -219,7 +250,7 @@ def combine_send(
         with_weight_grads=weight_grads is not None,
         combine_dtype=wire,
     )
-    return (_exchange(ep, send),)
+    return send
 
 
 def combine_sum(

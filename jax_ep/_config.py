@@ -17,7 +17,7 @@ SCALE_LAYOUTS = ("rows", "tiled_128x4")
 OVERLAPS = ("sm", "copy")
 WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
-MAX_TIMEOUT_S = 1e6  # every wait ends
+MAX_TIMEOUT_S = 1e6
 _CAPACITY_MULTIPLE = 128
 
 
@@ -204,10 +204,11 @@ class EPConfig:
             self.allreduce_world_size,
             "leave it None or set skip_a2a=True",
         )
-        for name in ("combine_format", "grad_format"):
+        unsent = {"combine_dtype": self.dtype, "overlap": "sm"}
+        for name in ("combine_format", "grad_format", *unsent):
             _require(
-                not self.skip_a2a or getattr(self, name) is None,
-                f"{name} must be None with skip_a2a, which sends nothing",
+                not self.skip_a2a or getattr(self, name) in (None, unsent.get(name)),
+                f"{name} must be {unsent.get(name)} with skip_a2a, which sends nothing",
                 getattr(self, name),
                 "leave it out",
             )
@@ -310,11 +311,7 @@ def _dtype_name(field: str, value: Any) -> str:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
-    _require(
-        name in DTYPES,
-        f"{field} must be one of {list(DTYPES)}",
-        value,
-        "cast tokens to one of them",
-    )
+    problem = f"{field} must be one of {list(DTYPES)}"
+    _require(name in DTYPES, problem, value, "cast tokens to one of them")
     assert name is not None
     return name

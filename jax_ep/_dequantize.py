@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,12 @@ from jax_ep._types import Dispatched
 def dequantize(d: Dispatched) -> jax.Array:
     """As `jax_ep.dequantize`, of one rank's rows in a quantised format."""
     assert d.scales is not None
-    assert d.grad_port is not None
     scales = d.scales
     if d.scales_offsets is not None:
         rows = d.tokens.shape[0]
         scales = _untiled(scales, d.scales_offsets, d.row_offsets, rows)
-    name = _format_of(d.tokens, scales)
-    return _values(name, d.grad_port, d.tokens, scales, d.input_scale)
-
-
-def _format_of(tokens: jax.Array, scales: jax.Array) -> str:
-    """The dtypes of codes and scales tell the formats apart."""
-    (found,) = (
-        name
-        for name in formats.names()
-        if formats.scale_dtype(name) == scales.dtype
-        and formats.payload_dtype(name, "float32") == tokens.dtype
-    )
-    return found
+    static = _Static(d.format, d.rows_dtype, d.grad_port is not None)
+    return _values(static, d.grad_port, d.tokens, scales, d.input_scale)
 
 
 def _untiled(
@@ -56,24 +44,39 @@ def _untiled(
     return jax.lax.bitcast_convert_type(found, scales.dtype)
 
 
+class _Static(NamedTuple):
+    format: str
+    dtype: str  # of the values
+    has_port: bool
+
+
 # The port's cotangent is that of the rows; codes and scales have none. Adding the port
 # to the values instead would turn -0 into +0.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(
-    name: str,
-    port: jax.Array,
+    static: _Static,
+    port: jax.Array | None,
     tokens: jax.Array,
     scales: jax.Array,
     input_scale: jax.Array | None,
 ) -> jax.Array:
-    return formats.dequantize(tokens, scales, name, input_scale, dtype=port.dtype)
+    return formats.dequantize(
+        tokens, scales, static.format, input_scale, dtype=static.dtype
+    )
 
 
-def _values_fwd(name: str, *args: Any) -> Any:
-    return _values(name, *args), None
+def _values_fwd(static: _Static, *args: Any) -> Any:
+    return _values(static, *args), None
 
 
-def _values_bwd(name: str, _: None, ct: jax.Array) -> Any:
+def _values_bwd(static: _Static, _: None, ct: jax.Array) -> Any:
+    # No gradient at all would be a wrong one that nobody sees.
+    if not static.has_port:
+        raise ValueError(
+            "jax_ep.dequantize: d must have the grad_port of its dispatch where a "
+            "gradient is taken, got None; keep it, or stop the gradient at the rows "
+            "with jax.lax.stop_gradient"
+        )
     return ct, None, None, None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import re
 import warnings
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _native, _shmem, _transports, _windows, formats
+from jax_ep import _doctor_links, _ffi, _native, _shmem, _transports, _windows, formats
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -33,16 +35,23 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
-        problem = f"JAX starts no backend: {error}"
-        return found | {"devices": [], "problems": [problem], "advice": []}
+    except Exception as error:  # JAX asserts, raises or whatever: it is the finding
+        problem = f"JAX starts no backend: {type(error).__name__}: {error}"
+        problem = problem.removesuffix(": ")
+        advice = []
+        if asked := os.environ.get("JAX_PLATFORMS"):
+            advice = [f"JAX_PLATFORMS is {asked!r}: install its plugin, or unset it"]
+        return found | {"devices": [], "problems": [problem], "advice": advice}
     found["devices"] = [_device(device) for device in devices]
     found["peer_access"] = peer_access(devices)
+    found["links"] = _doctor_links.links(devices)
     found["transports"] = transports(devices, config)
     group = ranks or _fitting(len(devices), config.num_experts)
     found["memory"] = memory(config, group)
     if found["transports"]["p2p"]["works"] and group == len(devices):
-        found["memory"]["p2p_windows"] = _window_bytes(devices, config)
+        found["memory"]["p2p_windows"] = _opened_bytes(devices, config)
+    else:
+        found["memory"]["p2p_windows"] = _window_bytes(config, group)
     tests = [entry["test"] for entry in found["transports"].values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
     found["advice"] = _advice(found, devices, config)
@@ -50,7 +59,7 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
 
 
 def versions() -> dict[str, str | None]:
-    """Of jax_ep, Python, and the packages beside it; None where not installed."""
+    """Of jax_ep, Python, and what is beside it; None where there is none."""
     found: dict[str, str | None] = {"jax_ep": jax_ep.__version__}
     found["python"] = platform.python_version()
     for name in (*_PACKAGES, *_CUDA_PACKAGES, _shmem.PACKAGE):
@@ -58,12 +67,17 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    found["nvidia driver"] = _doctor_links.driver()
+    found["built with cuda"] = _doctor_links.toolkit()
+    found["nccl"] = _doctor_links.nccl()
     return found
 
 
 def _build() -> dict[str, bool]:
-    shmem = _native.shmem() is not None
-    return {"cpu": True, "cuda": _ffi.native_cuda is not None, "shmem": shmem}
+    shmem = _native.shmem()
+    nodes = bool(getattr(shmem, "HAS_KERNELS", False))
+    found = {"cpu": True, "cuda": _ffi.native_cuda is not None}
+    return found | {"shmem": shmem is not None, "shmem over nodes": nodes}
 
 
 def _device(device: Any) -> dict[str, Any]:
@@ -173,32 +187,49 @@ def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
     """Bytes on a device for one layer's calls, in a group of `ranks`.
 
     `exchange` is of transport collective: what is sent and what arrives, of dispatch
-    or combine, the larger. The windows of p2p are counted by opening them.
+    or combine, the larger.
     """
     native, name = _ffi.native, config.dispatch_format
     rows, tokens = config.capacity(ranks), config.max_tokens_per_rank
     hidden, element = config.hidden_size, config.element_bytes
-    local = config.num_experts // ranks
+    shared = config.fused_shared_expert
     payload, scales = native.encoded_bytes(name, hidden, element)
-    sizes = (name, hidden, element, tokens, config.top_k, local)
-    there = native.dispatch_region_bytes(*sizes)
-    wire = jnp.dtype(config.wire_dtype).itemsize
-    # "bf16" is the format of rows as they are.
+    # The shared expert is one more group, and one more row of every token.
+    top_k, groups = config.top_k + shared, config.num_experts // ranks + shared
+    sent = (name, hidden, element, tokens, top_k, groups)
+    there = native.dispatch_region_bytes(*sent)
+    wire, packed = jnp.dtype(config.wire_dtype).itemsize, config.combine_format
+    # "bf16" is the format of rows as they are. What the source sums crosses row by row.
     back = native.combine_region_bytes(
-        config.combine_format or "bf16", hidden, wire, tokens, 0
+        packed or "bf16",
+        hidden,
+        element if packed else wire,
+        tokens if config.reduce == "rank" else tokens * config.top_k,
+        0,
     )
     return {
         "ranks": ranks,
         "recv_capacity": rows,
         "dispatched_rows": rows * (payload + scales),
         "expert_rows": rows * hidden * element,
-        "tables": 4 * (rows * 5 + ranks * tokens * config.top_k),
+        "tables": 4 * (rows * 5 + ranks * tokens * top_k),
         "exchange": 2 * ranks * max(there, back),
         "worst_case": config.recv_capacity is None and config.capacity_factor is None,
     }
 
 
-def _window_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
+def _window_bytes(config: jax_ep.EPConfig, ranks: int) -> int | None:
+    """The window of a rank of p2p in a group of `ranks`; None where it has none.
+
+    Also of a group that is not here: what it takes is a matter of sizes alone.
+    """
+    native = _ffi.native_cuda
+    if native is None or ranks > native.MAX_WINDOW_RANKS:
+        return None
+    return native.window_bytes(_windows.window_config(native, config, ranks))
+
+
+def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
     """What a handle of p2p holds on a device, or why it cannot be opened."""
     mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
     try:
@@ -227,8 +258,8 @@ def _advice(
             "only CPU devices: right for tests and small runs; install jax[cuda13] "
             "for GPUs"
         )
-    capabilities = [float(d.compute_capability) for d in devices if on_gpu]
-    if capabilities and min(capabilities) < _OLDEST_CAPABILITY:
+    capabilities = [_capability(device) for device in devices]
+    if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
         advice.append("p2p needs compute capability 9.0: use transport collective")
     sizes = found["memory"]
     needed = sizes["dispatched_rows"] + sizes["expert_rows"] + sizes["exchange"]
@@ -252,6 +283,12 @@ def _advice(
             "(docs/formats.md says with what error)"
         )
     return advice
+
+
+def _capability(device: Any) -> float | None:
+    """Of an NVIDIA GPU. Other platforms have none, or words of their own there."""
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
 def _balanced(config: jax_ep.EPConfig) -> int:

@@ -138,6 +138,7 @@ class Layer:
         values: Mapping[str, Any],
         x: jax.Array,
         mask: jax.Array | None = None,
+        input_scale: Any = None,
     ) -> tuple[jax.Array, MoEAux]:
         """The layer on a global `x` `[..., hidden]`, cast to the config's dtype.
 
@@ -146,6 +147,7 @@ class Layer:
             values: whole arrays by name; "router_bias" besides those of `params()`.
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
+            input_scale: as in `jax_ep.dispatch`, the same for all ranks.
 
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
@@ -159,8 +161,8 @@ class Layer:
         names = tuple(values)
         layout = {name: param.spec for name, param in self.params().items()}
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
-        operands = (dict(values), x.astype(self.config.dtype), mask)
-        in_specs = (specs, spec, spec)
+        operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
+        in_specs = (specs, spec, spec, PartitionSpec())
         # Kept with the handle, so that eager calls compile once.
         key = (self, names, spec)
         if key not in ep._programs:
@@ -174,7 +176,7 @@ class Layer:
         return ep._programs[key](*self._placed(operands, in_specs))
 
     def _body(
-        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any
+        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
     ) -> tuple[jax.Array, MoEAux]:
         y, aux = moe_ffn(
             ep,
@@ -182,6 +184,7 @@ class Layer:
             values,
             router=self.router,
             mask=None if mask is None else mask.reshape(-1),
+            input_scale=input_scale,
             tp_axis=self.tp_axis_name,
             experts=self.experts,
         )
@@ -230,7 +233,9 @@ class Layer:
 
         def place(spec: PartitionSpec, tree: Any) -> Any:
             sharding = NamedSharding(self.mesh, spec)
-            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+            return jax.tree.map(
+                lambda leaf: jax.sharding.reshard(jnp.asarray(leaf), sharding), tree
+            )
 
         return jax.tree.map(
             place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep._config import EPConfig
 
@@ -37,8 +38,14 @@ class Param:
         )
         sharding = NamedSharding(mesh, PartitionSpec(*self.spec))
 
+        explicit = AxisType.Explicit in mesh.axis_types
+
         def make(key: jax.Array, dtype: Any) -> jax.Array:
             place = partial(draw, shape=self.shape, dtype=dtype)
+            if explicit and isinstance(key, Tracer):
+                # There a sharding is part of a type: what is traced is moved to it, and
+                # out_shardings would only be compared with what it has.
+                return jax.sharding.reshard(place(key), sharding)
             return jax.jit(place, out_shardings=sharding)(key)
 
         return make

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _api, _checks
+from jax_ep import _api, _checks, _split
+from jax_ep import experts as _experts
 from jax_ep import router as routers
 from jax_ep._varying import vary_alike
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from jax_ep._handle import EPHandle
+    from jax_ep._types import Dispatched
 
 
 @partial(
@@ -92,7 +94,8 @@ def moe_ffn(
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first;
             "down" `[L, F, H]`;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
-            that every token goes to with weight 1. Its matmuls wait for no exchange;
+            that every token goes to with weight 1. Its matmuls wait for no exchange,
+            and with `overlap="copy"` in the config stand between the dispatch's halves;
             with `fused_shared_expert=True` in the config they are those of group 0 of
             the routed experts' (S = F).
         router: the kind of router; None is `jax_ep.router.Router()`.
@@ -108,7 +111,8 @@ def moe_ffn(
         experts: what the experts do to rows, in place of SwiGLU by
             `jax.lax.ragged_dot`: a function of (rows `[N, H]`, "gate_up", "down",
             group_sizes) that returns `[N, H]` in the dtype of the rows; what it makes
-            of rows past the last group is not read. For grouped matmuls of your own.
+            of rows past the last group is not read. `jax_ep.experts` has others, and
+            grouped matmuls of your own serve.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -140,15 +144,16 @@ def moe_ffn(
             )
     axes = ep.mesh.axis_names if batch_axes is None else tuple(batch_axes)
     losses = _losses(ep, routing, axes)
-    d = _api.dispatch(ep, tokens, routing.ids, routing.weights, input_scale=input_scale)
     beside = None if tp_axis else residual
     fused = config.fused_shared_expert
+    sent = (ep, tokens, routing.ids, routing.weights)
     if "shared_down" in params and not fused:
-        with jax.named_scope("jax_ep.shared_expert"):
-            shared = _shared_expert(tokens, params)
+        d, shared = _dispatch_beside(*sent, input_scale, params)
         beside = shared if beside is None else shared + beside
+    else:
+        d = _api.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
-        run = swiglu if experts is None else experts
+        run = _experts.ragged_dot if experts is None else experts
         gate_up, down = params["gate_up"], params["down"]
         if fused:
             gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
@@ -170,21 +175,33 @@ def moe_ffn(
     return y, aux
 
 
-def swiglu(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """SwiGLU experts on rows `[N, H]` that are grouped by expert."""
-    groups, hidden, _, inner = gate_up.shape
-    wide = gate_up.astype(rows.dtype).reshape(groups, hidden, 2 * inner)
-    both = jax.lax.ragged_dot(rows, wide, group_sizes)
-    gate, up = jnp.split(both, 2, axis=-1)
-    down = down.astype(rows.dtype)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
-
-
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
     """The shared expert's matrix as that of group 0."""
     return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
+
+
+def _dispatch_beside(
+    ep: EPHandle,
+    tokens: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    input_scale: ArrayLike | None,
+    params: Mapping[str, Any],
+) -> tuple[Dispatched, jax.Array]:
+    """The dispatch, and the shared expert's rows, which do not wait for it."""
+
+    def shared_expert() -> jax.Array:
+        with jax.named_scope("jax_ep.shared_expert"):
+            return _shared_expert(tokens, params)
+
+    sent = (ep, tokens, ids, weights)
+    if ep.config.overlap != "copy" or not ep.config.pending_calls:
+        # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
+        return _api.dispatch(*sent, input_scale=input_scale), shared_expert()
+    pending = _split.dispatch_async(*sent, input_scale=input_scale)
+    # Without it the second half may come first, and nothing hides the copies.
+    both = jax.lax.optimization_barrier((pending, shared_expert()))
+    return _split.dispatch_wait(both[0]), both[1]
 
 
 def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:

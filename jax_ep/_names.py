@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._types import Dispatched
+from jax_ep._types import STATIC_FIELDS, Dispatched
 
 ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
@@ -31,7 +31,8 @@ def named_dispatch(d: Dispatched) -> Dispatched:
         is_row = field in ("tokens", "scales", "router_weights")
         return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
 
-    return Dispatched(**{f.name: name(f.name) for f in dataclasses.fields(d)})
+    fields = (f.name for f in dataclasses.fields(d) if f.name not in STATIC_FIELDS)
+    return dataclasses.replace(d, **{field: name(field) for field in fields})
 
 
 def _named_bits(value: Any, name: str) -> Any:

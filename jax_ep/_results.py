@@ -94,4 +94,6 @@ def dispatched(
         grad_port=port if quantized else None,
         scales_offsets=arrived[6] if ep.config.scale_layout != "rows" else None,
         input_scale=input_scale if formats.takes_input_scale(name) else None,
+        format=name,
+        rows_dtype=tokens.dtype.name,
     )

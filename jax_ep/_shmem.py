@@ -7,11 +7,9 @@ its node. Ranks on other nodes are reached by NVSHMEM's puts.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -20,26 +18,10 @@ import numpy as np
 from jax_ep import _native, _nodes, _windows
 from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
+from jax_ep._nvshmem import PACKAGE, candidates
 from jax_ep._windows import NotMapped, Obstacle
 
-LIBRARY = "libnvshmem_host.so.3"
-PACKAGE = "nvidia-nvshmem-cu13"
-
 T = TypeVar("T")
-
-
-def candidates() -> Iterator[str]:
-    """Where the library may be: NVSHMEM_HOME, PyPI's wheel, the loader's own places."""
-    home = os.environ.get("NVSHMEM_HOME")
-    if home:
-        yield str(pathlib.Path(home) / "lib" / LIBRARY)
-    try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        spec = None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        yield str(pathlib.Path(folder) / "lib" / LIBRARY)
-    yield LIBRARY
 
 
 class Heap:
@@ -183,6 +165,12 @@ class Heap:
             for group in own
         ]
         given, obstacle = self._reached(own, pes, block, config, meeting.own)
+        kernels: list[int] = []
+        if far:
+            try:
+                kernels = self._bounded(self._module().kernels, config.timeout_s / 2)
+            except RuntimeError:
+                obstacle = ("NVSHMEM to take jax_ep's device code", str(self.broken))
         found = _windows.first(meeting.gather("reached", obstacle))
         if found is not None:
             raise NotMapped(found)
@@ -194,7 +182,7 @@ class Heap:
             num_sms=config.num_sms or 0,
             first_epoch=first_epoch,
             given=given,
-            far=self._far(own, pes, config, bundled != (0, 0)) if far else None,
+            far=self._far(own, pes, config, bundled, kernels) if far else None,
         )
         try:
             # Others may store into this process's window only after its first contents.
@@ -209,13 +197,13 @@ class Heap:
         groups: list[np.ndarray],
         pes: list[list[int]],
         config: EPConfig,
-        bundled: bool,
+        bundled: tuple[int, int],
+        kernels: list[int],
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """What the native module takes to reach other nodes."""
-        kernels = self._bounded(self._module().kernels, config.timeout_s)
         names = [_nodes.of_ranks(group, config, self.hosts) for group in groups]
         numbers = [[each.index(name) for name in each] for each in names]
-        return pes, numbers if bundled else [], kernels
+        return pes, numbers if bundled != (0, 0) else [], kernels
 
     def _reached(
         self,
@@ -252,23 +240,34 @@ class Heap:
         # shared it can take GPUs out of service.
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
         first = meeting.processes[0]
-        name = self._module().unique_id().hex() if meeting.own == first else None
-        name = meeting.gather("id", name)[first]
+        name, failure = None, None
+        if meeting.own == first:
+            # It looks for a network interface.
+            try:
+                name = self._bounded(self._module().unique_id, timeout_s / 2).hex()
+            except RuntimeError:
+                failure = ("NVSHMEM to start in all processes", str(self.broken))
+        ids = meeting.gather("id", {"name": name, "failure": failure})
+        self._refuse({process: card["failure"] for process, card in ids.items()})
+        name = ids[first]["name"]
         (device,) = (d for d in groups.flat if d.process_index == meeting.own)
         pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
         ordinal = _windows.ordinal(device)
         start = self._module().start
-        failure = None
         try:
             # Half of the time: a process that fails at once waits for the others.
             self._bounded(start, timeout_s / 2, bytes.fromhex(name), pe, pes, ordinal)
         except RuntimeError:
             failure = ("NVSHMEM to start in all processes", str(self.broken))
-        found = _windows.first(meeting.gather("started", failure))
+        self._refuse(meeting.gather("started", failure))
+        self.processes, self.ordinal = tuple(meeting.processes), ordinal
+
+    def _refuse(self, failures: dict[int, Any]) -> None:
+        """Raises NotMapped in all processes where one has failed."""
+        found = _windows.first(failures)
         if found is not None:
             self.broken = self.broken or "a start that another process failed in"
             raise NotMapped(found)
-        self.processes, self.ordinal = tuple(meeting.processes), ordinal
 
     def _free_closed(
         self, native: ModuleType, meeting: Meeting, timeout_s: float

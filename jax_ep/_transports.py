@@ -30,11 +30,18 @@ def choose(
     """
     if requested == "collective":
         return "collective"
+    if requested == "shmem" and config.skip_a2a:
+        raise ValueError(
+            'jax_ep.init: transport="shmem" must have skip_a2a=False, as nothing is '
+            'exchanged with it, got True; use transport="auto", "p2p" or "collective"'
+        )
     shmem = config if requested == "shmem" else None
     found = obstacle(mesh, names, meeting, shmem)
     if found is None:
         return "shmem" if shmem else "p2p"
-    if requested == "auto" and _puts_reach(mesh, names, meeting, config):
+    # What exchanges nothing needs no NVSHMEM to be looked for, let alone started.
+    far = requested == "auto" and not config.skip_a2a
+    if far and _puts_reach(mesh, names, meeting, config):
         return "shmem"
     return instead_of_windows(requested, found)
 

@@ -9,6 +9,8 @@ import jax
 
 _pytree = jax.tree_util.register_dataclass
 
+STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
+
 
 @partial(
     _pytree,
@@ -55,7 +57,7 @@ class Route:
         "scales_offsets",
         "input_scale",
     ),
-    meta_fields=(),
+    meta_fields=STATIC_FIELDS,
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
@@ -82,6 +84,8 @@ class Dispatched:
             which the cotangent of `jax_ep.dequantize` enters the backward.
         scales_offsets: int32 `[G]` of tiled scales, else None.
         input_scale: float32 `[1]` of "nvfp4", else None.
+        format: the `dispatch_format` that tokens and scales are in (static).
+        rows_dtype: the dtype of the rows as values, that of the tokens (static).
     """
 
     tokens: jax.Array
@@ -98,3 +102,5 @@ class Dispatched:
     grad_port: jax.Array | None
     scales_offsets: jax.Array | None = None
     input_scale: jax.Array | None = None
+    format: str = "bf16"
+    rows_dtype: str = "bfloat16"

@@ -34,7 +34,15 @@ _SHADES = " .:-=+*#%@"
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("rows", "dropped", "steps", "imbalance", "worst", "fullest"),
+    data_fields=(
+        "rows",
+        "dropped",
+        "steps",
+        "imbalance",
+        "worst",
+        "fullest",
+        "invalid",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Load:
         worst: float32 `[ranks]`, the greatest of them.
         fullest: int32 `[ranks]`, most rows that a rank was sent in a step: what
             `recv_capacity` must hold to drop none.
+        invalid: uint32 `[ranks, 2]`, ids outside [-1, E), as `dropped`.
     """
 
     rows: jax.Array
@@ -59,6 +68,7 @@ class Load:
     imbalance: jax.Array
     worst: jax.Array
     fullest: jax.Array
+    invalid: jax.Array
 
 
 def init(ep: EPHandle, axis_names: Sequence[str] | None = None) -> Load:
@@ -81,6 +91,7 @@ def init(ep: EPHandle, axis_names: Sequence[str] | None = None) -> Load:
             imbalance=jnp.zeros(ranks, jnp.float32),
             worst=jnp.zeros(ranks, jnp.float32),
             fullest=jnp.zeros(ranks, jnp.int32),
+            invalid=jnp.zeros((ranks, 2), jnp.uint32),
         )
 
     return jax.jit(make, out_shardings=sharding)()
@@ -118,6 +129,7 @@ def update(load: Load, aux: MoEAux) -> Load:
             imbalance=load.imbalance + imbalance,
             worst=jnp.maximum(load.worst, imbalance),
             fullest=jnp.maximum(load.fullest, jnp.sum(counts, axis=1)),
+            invalid=_add(load.invalid, aux.num_invalid),
         )
 
 
@@ -139,6 +151,7 @@ class Summary:
         mean_imbalance: the busiest expert's rows over the mean, mean of the steps.
         worst_imbalance: the greatest of them.
         fullest: most rows that a rank was sent in a step.
+        invalid: int64 `[ranks]`, ids outside [-1, E) among a rank's tokens.
     """
 
     steps: int
@@ -147,6 +160,7 @@ class Summary:
     mean_imbalance: float
     worst_imbalance: float
     fullest: int
+    invalid: np.ndarray
 
 
 def summary(load: Load) -> Summary:
@@ -164,6 +178,7 @@ def summary(load: Load) -> Summary:
         mean_imbalance=float(host.imbalance[0]) / max(steps, 1),
         worst_imbalance=float(host.worst[0]),
         fullest=int(host.fullest.max()),
+        invalid=whole(host.invalid),
     )
 
 
@@ -189,6 +204,8 @@ def heat_map(load: Load, path: str | None = None) -> str:
     for rank, rows in enumerate(found.rows):
         shades = "".join(_SHADES[-(-int(n) * (len(_SHADES) - 1) // top)] for n in rows)
         lost = f", {found.dropped[rank]:,} dropped" if found.dropped[rank] else ""
+        if found.invalid[rank]:
+            lost += f", {found.invalid[rank]:,} invalid ids"
         lines.append(f"rank {rank:<3} |{shades}| {int(rows.sum()):,}{lost}")
     lines.append(
         f"{found.steps:,} steps; busiest expert {found.mean_imbalance:.2f} x mean, at "

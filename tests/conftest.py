@@ -20,7 +20,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import helpers
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
-jax.config.update("jax_num_cpu_devices", 8)
+# lockstep.py has started processes of fewer devices each.
+if not helpers.IN_PROCESSES:
+    jax.config.update("jax_num_cpu_devices", 8)
 # Gradients are compared with a dense formula: TF32 would hide errors behind noise.
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -28,6 +30,20 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU, this machine has none")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """For modules whose time is XLA's and whose results are compared within rounding.
+
+    Programs of whole layers compile in half the time; what runs is slower.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 import jax
 import pytest
 
+from jax_ep import _native
+
 TESTS = pathlib.Path(__file__).parent
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
@@ -75,6 +77,21 @@ def why_no_p2p(devices: Iterable[jax.Device]) -> str | None:
             if not value.value:
                 return f"p2p needs peer access, device {one} has none to {other}"
     return None
+
+
+def launches() -> list[int] | None:
+    """Calls that were captured, and not, in this process; None: only CPUs have them."""
+    if jax.default_backend() != "gpu":
+        return None
+    return list(_native.cuda.launch_counts())
+
+
+def assert_captured(counts: list[int], calls: int) -> None:
+    """Of so many runs of a program with several calls all but a few were replays."""
+    captured, streamed = counts
+    assert captured > 0, counts
+    # A program may run once before it is captured, on each of up to 8 devices.
+    assert streamed <= calls // 10, counts
 
 
 def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:

@@ -15,6 +15,7 @@ import json
 import sys
 from typing import Any
 
+import gpus
 import helpers
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,7 @@ def main(form: str, tokens: int, calls: int) -> dict[str, Any]:
             checks += 1
     ep.check()
     found |= {"wrong": int(np.asarray(wrong).sum()), "wrong_by_host": by_host}
+    found["launches"] = gpus.launches()
     found |= {"counted": int(np.asarray(counter).min()), "checks": checks}
     ep.close()
     return found | {"routings": len(seen)}

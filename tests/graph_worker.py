@@ -8,6 +8,7 @@ itself checked by the oracle; "close" closes the handle and then replays.
 import json
 import sys
 
+import gpus
 import helpers
 import jax
 import numpy as np
@@ -94,9 +95,11 @@ def main(mode):
         for _ in range(CALLS // SETS):
             again = [run(*args) for _, args in made]
             wrong += sum(not equal(*pair) for pair in zip(again, first, strict=True))
-        return {"transport": ep.transport, "calls": CALLS, "wrong": wrong}
-    for _ in range(4):  # captured by now, if ever
+        found = {"transport": ep.transport, "calls": CALLS, "wrong": wrong}
+        return found | {"launches": gpus.launches()}
+    for _ in range(4):  # captured by now
         jax.block_until_ready([run(*args) for _, args in made])
+    captured = gpus.launches()
     ep.close()
     found = {"calls": 0, "right": 0, "nothing": 0, "refused": 0, "wrong": 0}
     for _ in range(5):
@@ -114,7 +117,7 @@ def main(mode):
     new = helpers.init(mesh, **fields)
     inputs, args = made[0]
     check(new.config, inputs, program(new, mesh)(*args))
-    return found | {"right_afterwards": True}
+    return found | {"right_afterwards": True, "launches": captured}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 TRANSPORT = os.environ.get("JAX_EP_TEST_TRANSPORT", "collective")
+# Whether lockstep.py runs the tests in several processes at once.
+IN_PROCESSES = "JAX_EP_TEST_PROCESSES" in os.environ
+# Forced nodes, of transport shmem.
+NODE = os.environ.get("JAX_EP_TEST_RANKS_PER_NODE")
 NO_EXPERT, INT_MIN, INT_MAX = -1, -(2**31), 2**31 - 1
 
 
@@ -44,6 +48,9 @@ def make_mesh(
     found = jax.devices()
     if len(found) < count:
         pytest.skip(f"needs {count} devices, {len(found)} {found[0].platform} found")
+    if IN_PROCESSES and len(found) != count:
+        # Each process must have a part in each program.
+        pytest.skip(f"of {count} devices, all {len(found)} of the processes needed")
     devices = np.array(found[:count])[list(order) if order else slice(None)]
     shape = tuple(sizes.values())
     return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(kind,) * len(sizes))
@@ -71,7 +78,12 @@ def make_config(**changes: Any) -> jax_ep.EPConfig:
         "hidden_size": 16,
         "max_tokens_per_rank": 8,
     }
-    return jax_ep.EPConfig(**(fields | changes))
+    return jax_ep.EPConfig(**(fields | on_nodes() | changes))
+
+
+def on_nodes() -> dict[str, int]:
+    """What forces nodes in a configuration, where the suite is to have any."""
+    return {"ranks_per_node": int(NODE)} if NODE else {}
 
 
 def init(mesh: Mesh, **changes: Any) -> Any:
@@ -180,7 +192,7 @@ def put(mesh: Mesh, ranks: Sequence[np.ndarray] | None, spec: P | None = None) -
 def unstack(array: jax.Array, parts: int) -> dict[int, np.ndarray]:
     """Each part of dim 0 that this process holds, by its position."""
     size = array.shape[0] // parts
-    if array.is_fully_addressable:
+    if array.is_fully_addressable or IN_PROCESSES:
         return dict(enumerate(np.asarray(array).reshape(parts, size, *array.shape[1:])))
     assert size, "an empty array of several processes has no positions"
     shards = array.addressable_shards

@@ -22,6 +22,28 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def visible() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, as it names it; None where it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else [gpu for gpu in named.split(",") if gpu]
+
+
+def shares(processes: int, devices: int) -> list[dict[str, str]]:
+    """Environments in which each process sees `devices` GPUs, its own, alone."""
+    gpus = visible() or [str(gpu) for gpu in range(processes * devices)]
+    assert len(gpus) >= processes * devices, f"{processes} x {devices} of {gpus}"
+    parts = [gpus[i * devices : (i + 1) * devices] for i in range(processes)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def local_ids(process: int, devices: int) -> list[int] | None:
+    """Which of the visible GPUs are a process's own; None where it sees no others."""
+    gpus = visible()
+    if gpus is not None and len(gpus) == devices:
+        return None
+    return list(range(process * devices, (process + 1) * devices))
+
+
 def bound_life() -> None:
     """For a worker: the kernel ends it, whatever it hangs in, a little after `launch`.
 

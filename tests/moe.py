@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +126,16 @@ def check(s: Setup, fn: Callable[..., Any], reference: Callable[..., Any]) -> No
     expected = jax.jit(grad(reference))(s.tokens, s.weights, s.params, s.ids)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=ATOL)
     assert_close(actual[1], expected[1])
+
+
+# What one exchange is in the text of a compiled program.
+_EXCHANGE = {
+    "collective": r" all-to-all(?:-start)?\(",
+    "p2p": r'custom_call_target="ep_(?:dispatch|combine)(?:_cached|_send)?"',
+}
+_EXCHANGE["shmem"] = _EXCHANGE["p2p"]
+
+
+def exchanges(compiled: Any) -> int:
+    """Exchanges in a compiled program."""
+    return len(re.findall(_EXCHANGE[helpers.TRANSPORT], compiled.as_text()))

@@ -1,14 +1,13 @@
 """A jax.distributed process of test_multiprocess.py or test_processes_gpu.py.
 
 Arguments: port of the coordinator, number of processes, this process, devices of each:
-"2" of the CPU, "gpu2" GPUs. The transport is JAX_EP_TEST_TRANSPORT.
-Every process checks its own ranks; all must come to the end.
+"2" of the CPU, "gpu2" GPUs; with any more there are few cases. The transport is
+JAX_EP_TEST_TRANSPORT. Every process checks its own ranks; all must come to the end.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 
 import jax_ep
@@ -21,7 +20,7 @@ import moe
 import numpy as np
 import oracle
 from jax.sharding import PartitionSpec as P
-from launch import bound_life
+from launch import bound_life, local_ids
 
 
 def start(port: str, processes: int, process: int, devices: str) -> None:
@@ -30,9 +29,7 @@ def start(port: str, processes: int, process: int, devices: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     count, local = int(devices.removeprefix("gpu")), None
     if devices.startswith("gpu"):
-        # Where CUDA_VISIBLE_DEVICES is set the process sees no others.
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:
-            local = list(range(process * count, (process + 1) * count))
+        local = local_ids(process, count)
     else:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -119,11 +116,27 @@ def invalid_ids(mesh) -> None:
             assert ep.check() is None
 
 
-def main(port: str, processes: str, process: str, devices: str) -> None:
+def part() -> None:
+    """A mesh of the last devices, in whose processes alone there are calls."""
+    devices = jax.devices()[:0:-1]
+    if not any(device.process_index == jax.process_index() for device in devices):
+        return
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    count = len(devices)
+    semantics(mesh, "ep", P("ep"), [range(count)], num_experts=3 * count)
+
+
+def main(port: str, processes: str, process: str, devices: str, *few: str) -> None:
     start(port, int(processes), int(process), devices)
     size = jax.device_count()
     mesh = helpers.make_mesh(size)
     ranks = [range(size)]
+    if helpers.TRANSPORT != "shmem":  # NVSHMEM serves all processes or none
+        part()
+    if few:
+        semantics(mesh, "ep", P("ep"), ranks, routing="invalid", recv_capacity=9)
+        print("right", flush=True)
+        return
     for changes in (
         {},
         {"dtype": "float32", "combine_dtype": "bfloat16", "expert_alignment": 4},

@@ -110,14 +110,13 @@ def calls(mesh: Mesh, node: int) -> str:
 
 def modes(mesh: Mesh, node: int) -> str:
     """Every option, whole and in halves."""
-    split = (test_p2p_options.split_dispatch, test_p2p_options.split_combine)
     for name, changes in options.MODES.items():
         if changes.get("skip_a2a"):
             continue
         sizes = {"max_tokens_per_rank": 600, "hidden_size": 64}
         pair = Pair(mesh, node, sizes | changes)
         sets = [twins.make_operands(mesh, pair.plain, n, n) for n in (7, 600)]
-        for how in (test_p2p_options.WHOLE, split):
+        for how in (options.WHOLE, options.SPLIT):
             pair.compare(
                 lambda ep, o, how=how: test_p2p_options.results(ep, how, o), sets
             )

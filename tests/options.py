@@ -9,6 +9,8 @@ import helpers
 import numpy as np
 import oracle
 
+import jax_ep
+
 FUSED, SKIP = {"fused_shared_expert": True}, {"skip_a2a": True}
 SOURCE, NONE = {"reduce": "source"}, {"reduce": "none"}
 MODES: dict[str, dict[str, Any]] = {
@@ -22,6 +24,29 @@ MODES: dict[str, dict[str, Any]] = {
     "local_shared": SKIP | FUSED,
     "local_shared_source": SKIP | FUSED | SOURCE,
 }
+
+
+def split_dispatch(ep: Any, *args: Any) -> Any:
+    """jax_ep.dispatch in halves."""
+    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
+
+
+def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
+    """jax_ep.combine in halves."""
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
+
+
+# A dispatch and a combine.
+WHOLE, SPLIT = (jax_ep.dispatch, jax_ep.combine), (split_dispatch, split_combine)
+# What skip_a2a, which sends nothing, refuses.
+_OF_SENDING = ("combine_dtype", "combine_format", "grad_format", "overlap")
+
+
+def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `given` in a mode, less those that it refuses."""
+    made = given | MODES[mode]
+    sends = not made.get("skip_a2a")
+    return {k: v for k, v in made.items() if sends or k not in _OF_SENDING}
 
 
 def make_inputs(

@@ -80,7 +80,7 @@ def quantize(
 def dequantize(
     payload: np.ndarray, scales: np.ndarray, name: str, input_scale: float = 1.0
 ) -> np.ndarray:
-    """The float32 values of codes and scales."""
+    """The float32 values of codes and scales, every NaN the same positive quiet one."""
     four_bits = name in ("mxfp4", "nvfp4")
     codes = unpacked(payload).view(E2M1) if four_bits else payload
     values = codes.astype(F32)
@@ -94,6 +94,7 @@ def dequantize(
             result = blocks * scales.astype(F32)[..., None]
             if name == "nvfp4":
                 result = result / F32(input_scale)
+    result.view(np.uint32)[np.isnan(result)] = NAN_BITS
     return result.reshape(values.shape)
 
 

@@ -8,6 +8,7 @@ import pytest
 from test_doctor import command
 
 from jax_ep import _cli, _cli_bench
+from jax_ep._demo import picture
 
 
 def record(**times):
@@ -53,16 +54,59 @@ def test_compare(tmp_path, capsys, dispatch, tolerance, code):
     assert "2 cases in both" in out
 
 
-def test_compare_leaves_out_wrong_rows_and_says_what_differs():
+def test_compare_fails_where_after_is_wrong_or_has_gone():
     before, after = record(dispatch=100, combine=50), record(dispatch=100, combine=50)
     after["results"][0]["wrong"] = True
-    after["count"] = 8
-    lines, slower = _cli_bench.compare(before, after, 0.1)
-    assert slower == 0
-    assert any("missing" in line for line in lines)
-    assert "NOT ALIKE: count 4 and 8" in lines
+    lines, failed = _cli_bench.compare(before, after, 0.1)
+    assert failed == 1
+    assert [line.split()[-1] for line in lines if "dispatch" in line] == ["WRONG"]
+    assert _cli_bench.compare(record(combine=50), after, 0.1)[1] == 1
+    lines, failed = _cli_bench.compare(before, record(combine=50), 0.1)
+    assert failed == 1
+    assert [line.split()[-1] for line in lines if "dispatch" in line] == ["MISSING"]
+    # What only the later run has, or was wrong before, is no failure.
+    assert _cli_bench.compare(record(combine=50), before, 0.1)[1] == 0
+    assert _cli_bench.compare(after, record(combine=50), 0.1)[1] == 0
     after["results"] = []
-    assert _cli_bench.compare(before, after, 0.1)[1] == 1
+    assert _cli_bench.compare(before, after, 0.1)[1] == 3  # nothing in common either
+
+
+@pytest.mark.parametrize("name", ["device", "count", "hidden", "experts", "top_k"])
+def test_compare_of_unlike_runs_fails(tmp_path, capsys, name):
+    runs = [record(combine=50) | {name: value} for value in (4, 8)]
+    paths = [write(tmp_path / f"{i}.json", each) for i, each in enumerate(runs)]
+    assert _cli.main(["bench", "--compare", *paths]) == 1
+    assert f"NOT ALIKE: {name} 4 and 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens: must be an integer of at least 1, got '0'"),
+        (["--experts", "-3"], "--experts: must be an integer of at least 1, got '-3'"),
+        (["--json", "none/run.json"], "--json must be a file in a folder"),
+        (["--json", "."], "--json must be a file in a folder"),
+        (["--plot", "run.gif"], "--plot must be a file name in one of .png"),
+        (["--plot", "none/run.svg"], "--plot must be in a folder"),
+    ],
+)
+def test_usage_errors_come_before_the_measurement(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_cli_bench, "_measure", lambda *args: pytest.fail("measures"))
+    with pytest.raises(SystemExit) as left:
+        _cli.main(["bench", *arguments])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(picture, "available", lambda: False)
+    with pytest.raises(SystemExit) as left:
+        _cli.main(["bench", "--plot", str(tmp_path / "run.svg")])
+    assert left.value.code == 2
+    assert "pip install 'jax_ep[demo]'" in capsys.readouterr().err
 
 
 def test_compare_wants_records(tmp_path, capsys):

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import types
 
 import helpers
 import jax
 import numpy as np
 import pytest
 
-# It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import generate
 import overlap
 import overlap_cases
 import overlap_report
+import overlap_trace
 import overlap_worker
 import p2p
 import p2p_programs
-import performance_tables
 
 TINY = [
     *("--transport", helpers.TRANSPORT, "--tokens", "8", "--hidden", "128"),
@@ -30,148 +29,189 @@ TINY = [
 ]
 
 
-def specification(*arguments):
+@pytest.fixture(autouse=True)
+def short_programs(monkeypatch):
+    monkeypatch.setattr(overlap_worker, "_UNROLLED", 2)
+
+
+def specification(*arguments, **changes):
     args = overlap.parse([*TINY, *arguments])
     _, spec = next(overlap.overlap_workers(args))
-    return spec | {"deadline": float("inf")}
+    return spec | {"deadline": float("inf")} | changes
 
 
 @pytest.fixture
 def worker():
     made = []
 
-    def make(*arguments):
+    def make(*arguments, **changes):
         rows = []
         mesh = helpers.make_mesh(helpers.some_ranks(2))
-        made.append(overlap_worker.Worker(specification(*arguments), mesh, rows.append))
+        spec = specification(*arguments, **changes)
+        made.append(overlap_worker.Worker(spec, mesh, rows.append))
         return made[-1], rows
 
     yield make
     for each in made:
-        for transport in (*each.transports.values(), each.other):
-            transport.ep.close()
+        close(each)
+
+
+def close(run):
+    for transport in (*run.transports.values(), run.other):
+        transport.ep.close()
 
 
 def test_every_arrangement_is_measured_and_right(worker):
-    run, rows = worker(
-        *("--num-sms", "8", "--beside", "matmul", "matmul_fitted", "grouped")
-    )
+    run, rows = worker("--num-sms", "8", "--beside", "matmul", "two_batches")
     run.run()
     assert [row for row in rows if "error" in row or row["wrong"]] == []
     names = [n for n in overlap.ARRANGEMENTS if overlap_cases.available(n)]
     names.remove("copy_halves")
-    found = [row for row in rows if row["beside"] and row["arrangement"]]
+    found = [row for row in rows if row["beside"] == "matmul" and row["arrangement"]]
     wanted = {
-        (op, beside, name, sms)
+        (op, name, sms)
         for op in ("dispatch", "combine")
-        for beside in ("matmul", "matmul_fitted", "grouped")
         for name in names
         for sms in ((None, 8) if name.startswith("stream") else (None,))
     }
-    keys = [(r["op"], r["beside"], r["arrangement"], r["num_sms"]) for r in found]
+    keys = [(r["op"], r["arrangement"], r["num_sms"]) for r in found]
     assert len(keys) == len(wanted)
     assert set(keys) == wanted
     for row in found:
         assert row["exposed_us"] == row["us"] - row["beside_us"]
         assert row["hidden"] == 1 - row["exposed_us"] / row["alone_us"]
+        assert "over_parts_us" not in row
     # Of each two, the halves alone as well.
     assert len([row for row in rows if row["beside"] is None]) == 8
+    batches = [row for row in rows if row["beside"] == "two_batches"]
+    halves = [name for name in names if name.endswith("halves")]
+    assert [row["arrangement"] for row in batches] == [None, *halves]
+    assert all(row["largest_error"] == 0 for row in (r["facts"] for r in batches))
 
 
-def test_elementwise_work_is_all_done(worker):
-    """A program's text has the work once a call, of the whole array."""
-    run, _ = worker("--num-sms")
+def test_steps_of_copies_are_measured_and_right(worker, monkeypatch):
+    """Of a beside that is not for this device a row says so."""
+    monkeypatch.setattr(overlap_worker, "_OPS", ("combine",))
+    run, rows = worker(
+        *("--beside", "attention", "mosaic"),
+        overlap="copy",
+        num_sms=[],
+        arrangements=["copy_halves"],
+    )
+    run.run()
+    failed = [row for row in rows if "error" in row]
+    # Pallas has kernels for GPUs alone.
+    assert [row["beside"] for row in failed] == ["mosaic"] * (
+        jax.default_backend() == "cpu"
+    )
+    assert not any(row["wrong"] for row in rows if row not in failed)
+    us = {row["arrangement"]: row["us"] for row in rows if row["beside"] is None}
+    assert set(overlap_report.PARTS) < us.keys()
+    copies = [row for row in rows if row["arrangement"] == "copy_halves"]
+    found = next(row for row in copies if row["beside"] == "attention")
+    both = us["pack"] + us["place"]
+    assert found["over_parts_us"] == pytest.approx(found["exposed_us"] - both)
+
+
+@pytest.fixture(scope="module")
+def opened():
+    rows = []
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    run = overlap_worker.Worker(specification("--num-sms"), mesh, rows.append)
     run.open(None)
-    beside = overlap_cases.elementwise(run.mesh, 1)
+    yield run, rows
+    close(run)
+
+
+@pytest.mark.parametrize("name", ["elementwise", "ragged_dot"])
+def test_work_is_all_done(opened, name):
+    """A program's text has the work once a call, of the whole array."""
+    run, _ = opened
+    run.spec["beside"] = [name]
+    (beside,) = run.besides()
     made = overlap_cases.operation(run.transports[None], "combine", "whole", beside)
     lowered, _ = p2p_programs.trace(run.mesh, made, 3, 2, "data")
-    rows = beside.operands[0].shape[0] // run.mesh.size
+    whole, columns = beside.operands[0].shape
     text = lowered.as_text()
-    assert f"tensor<{rows}x1024xbf16>" in text
+    assert f"tensor<{whole // run.mesh.size}x{columns}xbf16>" in text
     assert text.count("call @step") == 3
 
 
-def test_wrong_results_are_seen(worker):
-    run, rows = worker("--num-sms")
-    run.open(None)
+def test_wrong_results_are_seen(opened, monkeypatch):
+    run, rows = opened
     y = run.other.combined[0]
     bits = np.array(jax.lax.bitcast_convert_type(y, np.uint16))
     bits[-1, -1] ^= 1
     changed = jax.lax.bitcast_convert_type(jax.numpy.asarray(bits), y.dtype)
-    run.other.combined = [jax.device_put(changed, y.sharding)] * 4
+    made = [jax.device_put(changed, y.sharding)] * 4
+    monkeypatch.setattr(run.other, "combined", made)
     beside = overlap_cases.elementwise(run.mesh, 1)
+    rows.clear()
     run.measure([("combine", "halves", None), ("dispatch", "halves", None)], beside)
     combine, dispatch = rows
     assert combine["differences"] == {"y": 1, "checksum of the timed calls": 1}
     assert combine["wrong"]
     assert not dispatch["wrong"]
+    rows.clear()
+    run.measure_parts()
+    wrong = [(row["op"], row["arrangement"]) for row in rows if row["wrong"]]
+    assert wrong == [("combine", part) for part in overlap_report.PARTS]
 
 
-def row(us, **changes):
-    facts = {
-        "op": "dispatch",
-        "beside": "matmul",
-        "arrangement": "stream_whole",
-        "num_sms": None,
-        "flags": "",
-        "us": us,
-        "wrong": False,
-        "differences": {},
-    }
-    return facts | overlap_report.exposed(us, 1400.0, 500.0) | changes
+ROW = {
+    "op": "dispatch",
+    "beside": "matmul",
+    "arrangement": "stream_whole",
+    "num_sms": None,
+    "tokens": 4096,
+    "wrong": False,
+} | overlap_report.exposed(1500.0, 1400.0, 500.0)
 
 
-def graph_row(tokens, us, graphs):
-    facts = {"tokens": tokens, "op": "combine", "us": us, "wrong": False}
-    return facts | {"graphs": graphs}
-
-
-def record(**changes):
-    return {
-        "results": [
-            row(1700.0),
-            row(1500.0, num_sms=16, flags=overlap.SCHEDULER),
-            row(1300.0, num_sms=32, wrong=True),
-            row(1900.0, arrangement="whole"),
-        ],
-        "graphs": [graph_row(1, 12.0, True), graph_row(1, 30.0, False)],
-        "problems": [],
-        "device": "made up",
-        "count": 4,
-        "date": "2001-02-03",
-        "commit": "0123456789abcdef",
-        "command": "benchmarks/overlap.py",
-        "jax": "9.9",
-        "tokens": 4096,
-        "hidden": 7168,
-        "top_k": 8,
-        "experts": 256,
-    } | changes
-
-
-def test_table_has_the_least_exposed_right_row():
-    (cells,) = overlap_report.cells(record())
-    assert cells == (
-        *("dispatch", "matmul", "500", "1400"),
-        *("500 (0%)", "", "100 (80%) [16 SMs, scheduler]", "", ""),
+def event(name, start_us, us):
+    return types.SimpleNamespace(
+        name=name, start_ns=1e3 * start_us, duration_ns=1e3 * us
     )
-    assert list(overlap_report.graphs(record())) == [
-        (1, "combine", "30.0", "12.0", "2.50")
+
+
+def plane(name, **lines):
+    made = [
+        types.SimpleNamespace(name=line, events=events)
+        for line, events in lines.items()
     ]
-    (failure,) = overlap_report.failures(record())
-    assert "WRONG" in failure
-    with pytest.raises(SystemExit, match="unfit"):
-        performance_tables.overlap(record(), generate.table)
+    return types.SimpleNamespace(name=name, lines=made)
 
 
-def test_page_shows_the_record():
-    fit = [each for each in record()["results"] if not each["wrong"]]
-    text = performance_tables.overlap(record(results=fit), generate.table)
-    assert "| dispatch | matmul | 500 | 1400 | 500 (0%) |" in text
-    assert "jax 9.9: 4096 tokens" in text
-    text = performance_tables.graphs(record(), generate.table)
-    assert "| 1 | combine | 30.0 | 12.0 | 2.50 |" in text
-    assert performance_tables.graphs(record(graphs=[]), generate.table).startswith("No")
+def test_trace_is_summed_up():
+    kernels = [
+        event("void jax_ep::cuda::PackKernel<int>()", 10, 5),
+        event("gemm", 20, 40),
+    ]
+    copies = [event("MemcpyP2P", 16, 9), event("MemcpyP2P", 26, 9)]
+    lines = {"Stream #13(Compute)": kernels, "Stream #14": copies, "XLA Ops": kernels}
+    planes = [plane("/host:CPU", python=kernels), plane("/device:GPU:0", **lines)]
+    found = overlap_trace.summary(planes)
+    assert found["peer_copies"] == 2
+    compute, side = found["streams"]
+    assert compute["other"] == {
+        "events": 1,
+        "start_us": 10,
+        "end_us": 50,
+        "busy_us": 40,
+    }
+    assert side["exchange"]["end_us"] == 25
+    overlap_trace.require_copies("copy_halves", found)
+    with pytest.raises(RuntimeError, match="no copies"):
+        overlap_trace.require_copies("copy_halves", found | {"peer_copies": 0})
+    overlap_trace.require_copies("halves", found | {"peer_copies": 0})
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of machines without a GPU")
+def test_trace_that_cannot_be_costs_nothing(capsys):
+    found = overlap_trace.traced(jax.jit(lambda x: x + 1), np.float32(1))
+    assert "no exchange on a GPU's stream" in found["error"]
+    overlap_trace.require_copies("copy_halves", found)
+    assert "no trace" in capsys.readouterr().out
 
 
 def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
@@ -181,7 +221,7 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
         calls.append((flags, spec, script))
         first = {"device": "Made Up", "count": 4, "jax": "9.9"}
         if script == overlap.WORKER:
-            return [first, row(1500.0, flags=spec["flags"])], ""
+            return [first, ROW | {"us": 1500.0, "flags": spec["flags"]}], ""
         return [first, {"tokens": 1, "op": "combine", "us": 9.0, "wrong": False}], ""
 
     monkeypatch.setattr(p2p, "run_worker", run_worker)

@@ -9,10 +9,13 @@ import sys
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import draw
+import generate
 import p2p
 import p2p_report
+import performance_tables
 import window_kernels
 
 
@@ -41,6 +44,11 @@ def record(*rows):
     return {
         "count": 4,
         "device": "made up",
+        "kind": "p2p",
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "command": "benchmarks/p2p.py",
+        "seed": 7,
         "peak_gb_s": 100.0,
         "hidden": 16,
         "dtype": "bfloat16",
@@ -91,8 +99,77 @@ def test_specifications_of_the_workers_are_json_and_cover_the_arguments():
     assert spec["num_sms"] == [None, 16, 24]
     assert spec["transports"] == ["p2p", "collective"]
     assert spec["defaults_at"] == 8
+    assert spec["variants"] == [{"format": "bf16", "combine_format": None}]
     quick = list(p2p.workers(p2p.parse(["--quick"])))
     assert [spec["transports"] for *_, spec in quick] == [["p2p"]]
+
+
+def test_formats_are_variants_of_one_worker():
+    arguments = ["--combine-format", "fp8_block128", "--formats"]
+    names = ["bf16", "fp8_block128", "nvfp4"]
+    ((*_, spec),) = p2p.workers(p2p.parse([*arguments, *names]))
+    assert spec["routings"] == ["uniform"]
+    assert [each["format"] for each in spec["variants"]] == names
+    combined = [
+        each["combine_format"] for each in spec["variants"] if "combine" in each["ops"]
+    ]
+    assert combined == [None, "fp8_block128"]
+    ((*_, spec),) = p2p.workers(p2p.parse(["--format", "nvfp4"]))
+    assert spec["transports"] == ["p2p", "collective"]
+    assert spec["variants"] == [{"format": "nvfp4", "combine_format": None}]
+    with pytest.raises(SystemExit):
+        p2p.parse(["--format", "nvfp4", "--only", "ragged"])
+
+
+def rows_of_formats():
+    sizes = {"bytes": 500, "floor_us": 0.5, "tokens": 4096}
+    return [
+        row(1000.0, tokens=4096, format="bf16"),
+        row(800.0, **sizes, format="fp8_block128"),
+        row(540.0, **sizes, format="mxfp8"),
+        row(300.0, **sizes, format="mxfp8", num_sms=8),
+        row(70.0, op="combine", format="fp8_block128"),
+        row(100.0, op="combine", format="bf16"),
+    ]
+
+
+def test_formats_are_compared_with_bfloat16(capsys):
+    found = {
+        (each["op"], each["format"]): each
+        for each in p2p_report.formats(rows_of_formats())
+    }
+    fp8, mxfp8 = (found["dispatch", name] for name in ("fp8_block128", "mxfp8"))
+    assert (fp8["bytes_ratio"], fp8["us_ratio"]) == (0.5, 0.8)
+    assert fp8["recovered"] == (1000 / 800) / (1000 / 500)
+    assert mxfp8["us"] == 540.0
+    combine = found["combine", "fp8_block128"]
+    assert (combine["bytes_ratio"], combine["us_ratio"]) == (1.0, 0.7)
+    (alone,) = p2p_report.formats([row(5.0, format="nvfp4")])
+    assert alone["recovered"] is None
+    p2p_report.print_table(record(*rows_of_formats()))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4096 mxfp8 0.5 540.0 0.500 0.540 0.93" in printed
+
+
+def test_page_shows_formats_and_their_targets():
+    data = record(*rows_of_formats()) | {"kind": "formats"}
+    lines = performance_tables.formats(data, generate.table).splitlines()
+    assert "seed 7" in lines[0]
+    (mxfp8,) = [line for line in lines if "mxfp8" in line]
+    assert mxfp8.endswith("| 0.5 | 540.0 | 0.500 | 0.540 | 0.93 | reached |")
+    assert "| 0.62 | missed |" in lines[-4]
+    plain = record(row(25.0), row(1.0, tokens=4096, format="fp8_block128"))
+    text = performance_tables.targets(plain, data, generate.table)
+    assert text.count("commit") == 2
+    # Of each format's own record.
+    assert "| dispatch | `bf16` | 128 | 1.0 | 28 | 20 | 25.0 | met |" in text
+    assert "| `fp8_block128` | 4096 | 0.5 | 330 | 267 | 800.0 | missed |" in text
+    assert "| `fp8_block128` | 128 |  | 22 | 14 |  | not recorded |" in text
+    none = performance_tables.targets(None, None, generate.table)
+    assert none.count("not recorded") == len(performance_tables.TARGETS)
+    wrong = record(row(5.0, format="mxfp8", wrong=True, differences={"y": 3}))
+    with pytest.raises(SystemExit, match="newest p2p file is unfit"):
+        performance_tables.formats(wrong, generate.table)
 
 
 def test_mark_names_a_record():
@@ -143,6 +220,7 @@ def test_record_of_window_kernels():
             ["--format", "nvfp4", "--combine-format", "fp8_block128"],
             "nvfp4-fp8_block128-p2p-h200x4-2026-01-31.json",
         ),
+        (["--formats", "bf16", "nvfp4"], "formats-h200x4-2026-01-31.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
 
 import helpers
 import jax
@@ -27,13 +28,15 @@ RUN = {
     ("docs/cluster.md", "bash"): 1,  # here, as all below
     ("docs/cluster.md", "python"): 2,
     ("docs/extending.md", "cpp"): 2,
-    ("docs/formats.md", "python"): 1,
+    ("docs/formats.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
-    ("docs/layers.md", "python"): 5,  # test_docs_layers.py
-    ("docs/migrate.md", "python"): 4,  # test_docs_layers.py
+    ("docs/layers.md", "python"): 6,  # test_docs_layers.py
+    ("docs/migrate.md", "python"): 5,  # test_docs_layers.py
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,
 }
+# Fences without a language: how to work on jax_ep, and a formula. Nothing runs them.
+PLAIN = {"CONTRIBUTING.md": 1, "docs/formats.md": 1}
 # Pictures and directives: step docs of .ci/run builds them.
 DRAWN = ("mermaid", "{toctree}", "{eval-rst}")
 
@@ -52,15 +55,17 @@ def test_every_block_is_run():
     found: dict = {}
     for page in pages:
         name = str(page.relative_to(ROOT))
-        for language in re.findall(r"^```(\S+)$", page.read_text(), re.MULTILINE):
+        fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
+        for language in fences[::2]:  # every other one closes
             if language not in DRAWN:
                 found[name, language] = found.get((name, language), 0) + 1
-    assert found == RUN
+        assert not any(fences[1::2]), name
+    assert found == RUN | {(name, ""): count for name, count in PLAIN.items()}
 
 
 def run_block(name, transport, extra):
     """The names that a page's block leaves, run inside shard_map; N rows each."""
-    (code,) = python_blocks(name)
+    code = python_blocks(name)[0]
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     experts = 4 * mesh.size
     config = jax_ep.EPConfig(
@@ -100,6 +105,21 @@ def test_formats_page():
     got = np.asarray(rows, np.float32)[at]
     np.testing.assert_allclose(got, sent, rtol=0.07, atol=0.01)
     np.testing.assert_allclose(np.asarray(hidden, np.float32)[at], got, rtol=0.01)
+
+
+def test_scaled_matmul_of_formats_page():
+    """Traced: not every JAX runs it on every device."""
+    code = python_blocks("docs/formats.md")[1]
+
+    def body(tokens, w):
+        codes, scales = jax_ep.formats.quantize(tokens, "mxfp8")
+        d = types.SimpleNamespace(tokens=codes, scales=scales)
+        names = {"jax": jax, "jax_ep": jax_ep, "d": d, "w": w}
+        exec(code, names)
+        return names["hidden"]
+
+    shapes = (jax.ShapeDtypeStruct((rows, HIDDEN), "bfloat16") for rows in (N, 64))
+    assert jax.eval_shape(body, *shapes).shape == (N, 64)
 
 
 @pytest.mark.parametrize("page", ["options", "overlap"])

@@ -9,16 +9,23 @@ import sys
 
 import helpers
 import jax
+import jax.numpy as jnp
+import moe_dense
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_readme import ROOT, python_blocks
 
+from jax_ep.router import Router
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 HIDDEN, INNER, TOP_K, N = 16, 8, 2, 8
 
 
-def test_layers_page_runs():
-    pytest.importorskip("flax")
+def test_layers_page_runs(tmp_path):
+    for name in ("flax", "optax", "orbax.checkpoint"):
+        pytest.importorskip(name)
     names: dict = {}
     exec("\n".join(python_blocks("docs/layers.md")), names)
     assert names["y"].shape == (names["devices"] * 32, 64)
@@ -26,6 +33,12 @@ def test_layers_page_runs():
     assert np.abs(grads).max() > 0
     assert float(names["balance_loss"]) > 0.5
     names["ep"].close()
+    moe, optimizer = (names[name] for name in ("moe", "optimizer"))
+    before = np.asarray(moe.down[...])
+    names["save"](tmp_path / "state", moe, optimizer)
+    moe.down[...] = 0 * moe.down[...]
+    names["restore"](tmp_path / "state", names["mesh"], moe, optimizer)
+    np.testing.assert_array_equal(moe.down[...], before)
 
 
 def reference_exchange():
@@ -69,4 +82,27 @@ def test_both_sides_of_the_migration_agree(monkeypatch):
     assert np.abs(np.asarray(before)).max() > 1
     for y in others:
         np.testing.assert_allclose(y, before, rtol=1e-4, atol=1e-4)
+    ep.close()
+
+
+def test_gradients_of_a_pytree_are_the_dense_formulas():
+    names: dict = {"__name__": "migrate"}
+    exec("\n".join(python_blocks("docs/migrate.md")), names)
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    sizes = moe_dense.EXPERTS, moe_dense.TOP_K, moe_dense.HIDDEN, N
+    ep = names["make_ep"](mesh, *sizes, "float32")
+    params, router = moe_dense.params(shared=False), Router()
+    tokens = np.random.default_rng(1).standard_normal((N * mesh.size, sizes[2]))
+    tokens = tokens.astype(np.float32)
+    found = names["grad"](names["Experts"](**params), ep, tokens)
+    scores = moe_dense.scores(params, tokens, router)
+    chosen = moe_dense.chosen_experts(scores, router, None, moe_dense.TOP_K)
+
+    def dense(params):
+        y, balance, _ = moe_dense.layer(params, tokens, chosen, router)
+        return jnp.mean(y**2) + 1e-2 * balance
+
+    for name, want in jax.jit(jax.grad(dense))(params).items():
+        got = getattr(found, name)
+        np.testing.assert_allclose(got, want, atol=1e-3 * np.abs(want).max())
     ep.close()

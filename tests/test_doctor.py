@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _doctor, _windows
+from jax_ep import _cli, _cli_doctor, _doctor, _doctor_links, _windows
 
 
 def command(*arguments):
@@ -32,13 +32,26 @@ def command(*arguments):
 
 @pytest.mark.multiprocess
 def test_json_says_what_there_is():
-    done = command("doctor", "--json", "--experts", "16", "--ranks", "4")
+    done = command(
+        "doctor",
+        "--json",
+        "--experts",
+        "16",
+        "--ranks",
+        "4",
+        "--recv-capacity",
+        "99",
+        "--reduce",
+        "source",
+        "--fused-shared-expert",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["versions"]["jax"] == jax.__version__
     assert found["transports"]["collective"]["test"] == "passed"
     assert found["problems"] == []
     assert found["memory"]["ranks"] == 4
+    assert found["memory"]["recv_capacity"] == 99
     on_cpu = found["devices"][0]["platform"] == "cpu"
     if on_cpu:
         assert len(found["devices"]) == 8
@@ -89,12 +102,6 @@ def test_an_error_is_the_finding(monkeypatch):
 
 
 def test_p2p_matrix_asks_each_pair(monkeypatch):
-    class Device:
-        platform = "gpu"
-
-        def __init__(self, ordinal):
-            self.local_hardware_id = ordinal
-
     class Native:
         @staticmethod
         def p2p_obstacle(groups):
@@ -102,13 +109,151 @@ def test_p2p_matrix_asks_each_pair(monkeypatch):
 
     monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
     monkeypatch.setattr(_windows, "ordinal", lambda device: device.local_hardware_id)
-    matrix = _doctor.peer_access([Device(i) for i in range(3)])
+    matrix = _doctor.peer_access([Gpu(i) for i in range(3)])
     assert matrix == [[True, True, False], [True] * 3, [False, True, True]]
 
 
-def test_advice_on_the_worst_case():
+class Gpu:
+    platform = "gpu"
+
+    def __init__(self, ordinal):
+        self.local_hardware_id = ordinal
+
+
+# What `nvidia-smi topo -m` prints for three GPUs, two of them linked by 18 NVLinks.
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tSYS\tNV18\tPIX\t0-15\t0\t\tN/A
+GPU1\tSYS\t X \tPHB\tSYS\t0-15\t0\t\tN/A
+GPU2\tNV18\tPHB\t X \tSYS\t0-15\t0\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect
+"""
+INDICES = "0, GPU-0a00-01\n1, GPU-0b00-02\n2, GPU-0c00-03\n"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A command that prints what is written to its files."""
+    names = {"topo": TOPOLOGY, "uuid": INDICES, "driver": "580.1.2\n580.1.2\n"}
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\ncase $* in *topo*) cat topo;; *uuid*) cat uuid;;"
+        " *driver*) cat driver;; esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    uuids = ["0c0003", "0a0001", "0b0002", "0d0004"]  # the process's own order
+
+    class Native:
+        CUDA_VERSION = 12080
+        device_uuid = staticmethod(uuids.__getitem__)
+
+    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
+    return program
+
+
+def test_links_are_of_the_devices_that_jax_numbers(nvidia_smi):
+    found = _doctor_links.links([Gpu(i) for i in range(4)])
+    assert found == [
+        ["X", "NV18", "PHB", "unknown"],
+        ["NV18", "X", "SYS", "unknown"],
+        ["PHB", "SYS", "X", "unknown"],
+        ["unknown", "unknown", "unknown", "X"],
+    ]
+    assert _doctor_links.driver() == "580.1.2"
+    assert _doctor_links.toolkit() == "12.8"
+    text = "\n".join(_cli_doctor.report(_found(links=found)))
+    assert "          0       X    NV18     PHB unknown\n" in text
+
+
+@pytest.mark.parametrize("failing", ["#!/bin/sh\nexit 9\n", ""])
+def test_links_without_nvidia_smi_are_unknown(failing, nvidia_smi, monkeypatch):
+    nvidia_smi.write_text(failing)
+    if not failing:
+        monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(_doctor_links, "_DRIVER_FILE", nvidia_smi.parent / "none")
+    assert _doctor_links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
+    assert _doctor_links.driver() is None
+
+
+def test_the_driver_says_its_version_in_a_file_too(nvidia_smi, monkeypatch):
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    told = nvidia_smi.parent / "version"
+    told.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
+        "GCC version:  gcc version 12.2.0\n"
+    )
+    monkeypatch.setattr(_doctor_links, "_DRIVER_FILE", told)
+    assert _doctor_links.driver() == "570.86.15"
+
+
+def _found(**changes):
+    keys = {"versions": {}, "build": {}, "devices": [], "problems": [], "advice": []}
+    return keys | changes
+
+
+def test_no_backend_is_the_finding(monkeypatch, capsys):
+    """JAX_PLATFORMS=cuda without its plugin fails an assertion of JAX's, wordless."""
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert _cli.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == ["JAX starts no backend: AssertionError"]
+    assert "JAX_PLATFORMS is 'cuda'" in found["advice"][0]
+    assert _cli.main(["doctor"]) == 1
+    assert "PROBLEM     JAX starts no backend" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "capability"), [("9.0", 9.0), ("10.3", 10.3), ("gfx942", None), ("", None)]
+)
+def test_other_platforms_words_are_no_capability(told, capability):
+    device = Gpu(0)
+    assert _doctor._capability(device) is None
+    device.compute_capability = told  # pyright: ignore[reportAttributeAccessIssue]
+    assert _doctor._capability(device) == capability
+
+
+def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
+    sizes = {"hidden_size": 128, "num_experts": 32, "top_k": 4}
+    plain = _doctor.memory(helpers.make_config(**sizes), 8)
+    bounded = _doctor.memory(helpers.make_config(**sizes, recv_capacity=7), 8)
+    assert bounded["recv_capacity"] == 7
+    assert bounded["dispatched_rows"] == 7 * 128 * 2
+    by_row = _doctor.memory(helpers.make_config(**sizes, reduce="source"), 8)
+    assert by_row["exchange"] > 2 * plain["exchange"]
+    fused = _doctor.memory(helpers.make_config(**sizes, fused_shared_expert=True), 8)
+    assert fused["recv_capacity"] == plain["recv_capacity"] + 8  # T
+    routes = fused["tables"] - 4 * 5 * fused["recv_capacity"]
+    assert routes == 4 * 8 * 8 * 5  # int32 [R, T, K + 1]
+
+    class Native:
+        MAX_WINDOW_RANKS = 32
+        WindowConfig = dict
+        window_bytes = staticmethod(lambda config: 1000 * config["ranks"])
+
+    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
+    config = helpers.make_config(num_experts=64)
+    assert _doctor._window_bytes(config, 16) == 16000
+    assert _doctor._window_bytes(config, 64) is None
+
+
+def test_advice_on_the_worst_case(monkeypatch):
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
+    monkeypatch.setattr(_doctor, "self_test", lambda *args: "passed")
     found = _doctor.silent_examine(helpers.make_config())
     assert any("worst case" in line for line in found["advice"])
     bounded = _doctor.silent_examine(helpers.make_config(capacity_factor=1.25))
@@ -116,7 +261,15 @@ def test_advice_on_the_worst_case():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--experts", "0"], ["--ranks", "3"], ["--format", "fp3"], ["--what"]]
+    "arguments",
+    [
+        ["--experts", "0"],
+        ["--ranks", "3"],
+        ["--format", "fp3"],
+        ["--what"],
+        ["--reduce", "sum"],
+        ["--recv-capacity", "5", "--capacity-factor", "1"],
+    ],
 )
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as left:

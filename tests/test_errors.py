@@ -133,6 +133,17 @@ CONFIGS = {
         "grad_format",
         "skip_a2a",
     ),
+    "local_sums_narrowed": (
+        {"dtype": "float32", "skip_a2a": True, "combine_dtype": "bfloat16"},
+        "combine_dtype must be float32",
+        "skip_a2a",
+        "'bfloat16'",
+    ),
+    "local_rows_copied": (
+        {"skip_a2a": True, "overlap": "copy"},
+        "overlap must be sm",
+        "skip_a2a",
+    ),
     "none_with_shared": (
         {"reduce": "none", "fused_shared_expert": True},
         "reduce",
@@ -198,6 +209,13 @@ def test_init_transport_without_gpu(transport: str) -> None:
     with raises() as caught:
         jax_ep.init(mesh, "ep", helpers.make_config(), transport=transport)
     check_form(caught, "init", transport, "collective")
+
+
+def test_init_shmem_that_exchanges_nothing(mesh) -> None:
+    with raises() as caught:
+        config = helpers.make_config(skip_a2a=True)
+        jax_ep.init(mesh, "ep", config, transport="shmem")
+    check_form(caught, "init", 'transport="shmem"', "skip_a2a=False", '"auto"')
 
 
 def test_init_config_type(mesh) -> None:

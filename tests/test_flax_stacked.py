@@ -21,6 +21,8 @@ import jax_ep
 import jax_ep.flax
 import jax_ep.flax.linen
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 LAYERS = 3
 STACKED = {nnx.PARTITION_NAME: None}
 

@@ -20,7 +20,7 @@ HALVES = ("bfloat16", "float16")
 DTYPES = (*HALVES, "float32")
 # Of the largest element of a block: what may be lost of any element of it, where
 # neither the scale nor a value is at the end of its range.
-LOSS = {"fp8_block128": 1 / 28, "mxfp8": 1 / 16, "mxfp4": 1 / 5, "nvfp4": 0.19}
+LOSS = {"fp8_block128": 1 / 28, "mxfp8": 1 / 17, "mxfp4": 1 / 5, "nvfp4": 3 / 17}
 
 each_format = pytest.mark.parametrize("name", QUANTIZED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -38,7 +38,7 @@ def check(tokens: np.ndarray, name: str, input_scale: float | None = None) -> No
     for dtype in ("float32", tokens.dtype.name):
         values = formats.dequantize(payload, scales, name, scale, dtype=dtype)
         with np.errstate(over="ignore"):
-            helpers.assert_sums(np.asarray(values), back.astype(values.dtype), dtype)
+            helpers.assert_bits(np.asarray(values), back.astype(values.dtype), dtype)
 
 
 def every_pattern(dtype: str) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_every_scale(name: str) -> None:
         scale = None if g is None else jnp.float32(g)
         actual = formats.dequantize(payload, scales, name, scale)
         wanted = quantizer.dequantize(payload, scales, name, g or 1.0)
-        helpers.assert_sums(np.asarray(actual), wanted)
+        helpers.assert_bits(np.asarray(actual), wanted)
 
 
 def block_of(draw, dtype: np.dtype, size: int) -> np.ndarray:
@@ -132,7 +132,8 @@ def tokens(draw, dtype: str, name: str) -> np.ndarray:
 def test_blocks(dtype: str, name: str, data) -> None:
     scales = [None]
     if name == "nvfp4":
-        scales += [0.0, 1e-30, 448.0, 2688.0, 1e30, -2.0, float("inf")]
+        scales += [0.0, 1e-30, 448.0, 2688.0, 1e30, -2.0]
+        scales += [float("inf"), float("nan")]
     check(data.draw(tokens(dtype, name)), name, data.draw(st.sampled_from(scales)))
 
 
@@ -229,7 +230,7 @@ def test_global_scale_under_vmap() -> None:
         wanted = quantizer.quantize(np.asarray(x[i]), "nvfp4", float(g[i, 0]))
         helpers.assert_bits(payload[i], wanted[0])
         helpers.assert_bits(scales[i], wanted[1])
-        helpers.assert_sums(
+        helpers.assert_bits(
             np.asarray(back[i]), quantizer.dequantize(*wanted, "nvfp4", float(g[i, 0]))
         )
 

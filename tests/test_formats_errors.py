@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import helpers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import check_form, raises
+from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep import formats
 
 X = np.ones((2, 256), np.float32)
@@ -71,6 +75,32 @@ ERRORS = {
         "int8",
     ),
 }
+
+# The config's changes, input_scale, words of the message.
+GLOBAL_SCALES = {
+    "none": ({}, jnp.float32(2), "bf16", "nvfp4"),
+    "other_format": ({"dispatch_format": "mxfp8"}, jnp.float32(2), "mxfp8", "nvfp4"),
+    "dtype": ({"dispatch_format": "nvfp4"}, jnp.bfloat16(2), "float32", "bfloat16"),
+    "shape": ({"dispatch_format": "nvfp4"}, jnp.ones(2), "(2,)"),
+    "number": ({"dispatch_format": "nvfp4"}, 2.0, "float"),
+}
+
+
+@pytest.mark.parametrize("case", GLOBAL_SCALES)
+def test_global_scale_of_a_dispatch(case: str) -> None:
+    changes, scale, *words = GLOBAL_SCALES[case]
+    mesh = helpers.make_mesh(1)
+    ep = helpers.make_ep(mesh, helpers.make_config(hidden_size=64, **changes))
+
+    def body(tokens, ids):
+        return jax_ep.dispatch(ep, tokens, ids, input_scale=scale)
+
+    spec = P("ep")
+    run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    shape = jax.ShapeDtypeStruct
+    with raises() as caught:
+        jax.eval_shape(run, shape((8, 64), "bfloat16"), shape((8, 3), "int32"))
+    check_form(caught, "dispatch", "input_scale", *words)
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
+import performance_tables
 from reliability_table import soak_part
 
 
@@ -64,6 +65,33 @@ def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
         ["2 x made up", "`p2p`", "4", "0", "5"],
         ["4 x made up", "`collective`", "2", "0", "5"],
     ]
+
+
+def test_curves_of_training_must_be_the_same():
+    dense = [5.0 - step / 20 for step in range(60)]
+    data = {
+        "device": "made up",
+        "count": 8,
+        "mesh": {"dp": 2, "ep": 4},
+        "jax": "9.9",
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "command": "examples/train.py",
+        "seed": 0,
+        "alike": {"flax": 40},
+        "sizes": dict.fromkeys(
+            ("blocks", "hidden", "top_k", "experts", "sequences", "length"), 2
+        ),
+        "curves": {"dense": dense, "flax": [nats + 1e-5 for nats in dense]},
+    }
+    lines = performance_tables.train(data, generate.table).splitlines()
+    assert "flax 1.0e-05 in 40 steps and 1.0e-05 in all 60" in lines[0]
+    assert lines[4] == "| 1 | 5.0000 | 5.0000 |"
+    assert lines[-1] == "| 60 | 2.0500 | 2.0500 |"
+    assert len(lines) == 4 + 13
+    data["curves"]["flax"][30] += 1
+    with pytest.raises(SystemExit, match="unfit"):
+        performance_tables.train(data, generate.table)
 
 
 def test_no_records_no_text(tmp_path, monkeypatch):

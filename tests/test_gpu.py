@@ -1,4 +1,6 @@
-"""What only a machine with GPUs can show: the CPU's bits, captured graphs."""
+"""What only a machine with GPUs can show: the CPU's bits, captured graphs, traces."""
+
+import warnings
 
 import gpus
 import helpers
@@ -59,6 +61,7 @@ def replay(mode, transport, flags):
 
 def test_captured_graphs_replay_with_changing_routing():
     result = replay("open", helpers.TRANSPORT, CAPTURE)
+    gpus.assert_captured(result.pop("launches"), result["calls"])
     assert result == {"transport": helpers.TRANSPORT, "calls": 400, "wrong": 0}
 
 
@@ -66,15 +69,39 @@ def test_independent_calls_of_concurrent_graphs():
     """Where XLA runs side by side what nothing orders, the calls of a handle wait."""
     twins.p2p_mesh()
     result = replay("open", "p2p", CONCURRENT)
+    gpus.assert_captured(result.pop("launches"), result["calls"])
     assert result == {"transport": "p2p", "calls": 400, "wrong": 0}
 
 
 def test_captured_graphs_replay_after_close():
     """Right results or none at all, as the transport promises, and no fault."""
     result = replay("close", helpers.TRANSPORT, CAPTURE)
+    assert result["launches"][0] > 0
     assert result["wrong"] == 0
     assert result["right_afterwards"]
     if helpers.TRANSPORT == "collective":
         assert result["right"] == result["calls"]
     else:
         assert result["nothing"] + result["refused"] == result["calls"]
+
+
+def test_kernels_show_by_name_in_a_trace(tmp_path):
+    config, ranks = helpers.make_config(), helpers.some_ranks(4)
+    with jax.profiler.trace(str(tmp_path)):
+        round_trip("gpu", config, ranks, 3, helpers.TRANSPORT)
+    (path,) = tmp_path.glob("**/*.xplane.pb")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of its binding
+        data = jax.profiler.ProfileData.from_file(str(path))
+        names = {
+            event.name
+            for plane in data.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            for event in line.events
+        }
+    wanted = ("DispatchKernel", "CombineKernel")
+    if helpers.TRANSPORT == "collective":
+        wanted = ("PackKernel", "CombinePackKernel", "CombineUnpackKernel")
+    for word in wanted:
+        assert any(word in name for name in names), (word, sorted(names))

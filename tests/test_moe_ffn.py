@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.router import Router
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROUTERS = {
     "softmax": Router(),
     "softmax as is": Router(normalize=False),
@@ -39,7 +41,7 @@ def config(**changes):
         "max_tokens_per_rank": N,
         "dtype": "float32",
     }
-    return jax_ep.EPConfig(**(fields | changes))
+    return jax_ep.EPConfig(**(fields | helpers.on_nodes() | changes))
 
 
 def param_specs(params, tp):

@@ -13,6 +13,8 @@ from test_moe_ffn import N, config, expert_parallel
 import jax_ep
 from jax_ep.router import Router
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def test_experts_of_ones_own():
     mesh = helpers.make_mesh(helpers.some_ranks(2))
@@ -66,6 +68,33 @@ def test_a_fused_shared_expert_equals_one_beside():
     np.testing.assert_array_equal(aux.expert_counts, other.expert_counts)
     for got, want in zip(*map(jax.tree.leaves, (fused_grads, grads)), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_shared_expert_between_the_halves_of_the_dispatch():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    params = moe_dense.params()
+    x = np.random.default_rng(7).standard_normal((N * mesh.size, moe_dense.HIDDEN))
+    x, mask = x.astype(np.float32), np.ones(len(x), bool)
+
+    def run(overlap):
+        ep = helpers.make_ep(mesh, config(overlap=overlap))
+        layer = expert_parallel(mesh, ep, params, Router())
+
+        def loss(params, x):
+            y, _ = layer(params, x, mask)
+            return jnp.sum(jnp.sin(y) * (1 + jnp.arange(y.shape[1]))), y
+
+        both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        traced = both.trace(params, x)
+        halves = "dispatch_async" in traced.lower().as_text(debug_info=True)
+        return halves, traced.lower().compile()(params, x)
+
+    whole, ((_, want_y), want) = run("sm")
+    halves, ((_, y), grads) = run("copy")
+    assert (whole, halves) == (False, True)
+    np.testing.assert_allclose(y, want_y, rtol=0, atol=1e-6)
+    for got, each in zip(*map(jax.tree.leaves, (grads, want)), strict=True):
+        np.testing.assert_allclose(got, each, rtol=0, atol=1e-5 * np.abs(each).max())
 
 
 @pytest.mark.parametrize(

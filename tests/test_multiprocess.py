@@ -13,9 +13,15 @@ TIMEOUT_S = 150
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
-def test_same_semantics(processes: int, devices: int, tmp_path: pathlib.Path) -> None:
-    run_processes(processes, str(devices), tmp_path, JAX_PLATFORMS="cpu")
+@pytest.mark.parametrize(
+    ("processes", "devices", "few"),
+    [(2, 2, []), (4, 1, ["few"]), (8, 1, ["few"])],
+    ids=["2 of 2", "4 of 1", "8 of 1"],
+)
+def test_same_semantics(
+    processes: int, devices: int, few: list[str], tmp_path: pathlib.Path
+) -> None:
+    run_processes(processes, [str(devices), *few], tmp_path, JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.gpu
@@ -25,18 +31,18 @@ def test_one_process_per_gpu(tmp_path: pathlib.Path) -> None:
     if processes == 0:
         pytest.skip("needs 2 GPUs")
     # The test's own process holds the same GPUs.
-    run_processes(processes, "gpu1", tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    run_processes(processes, ["gpu1"], tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
 
 
 def run_processes(
-    processes: int, devices: str, folder: pathlib.Path, **environment: str
+    processes: int, args: list[str], folder: pathlib.Path, **environment: str
 ) -> None:
-    """Starts the workers and asserts that each ends well; `devices` as they take it."""
+    """Starts the workers with `args` and asserts that each ends well."""
     environment["JAX_EP_TEST_TRANSPORT"] = "collective"
     ended = launch(
         "multiprocess_worker.py",
         processes,
-        [devices],
+        args,
         folder,
         TIMEOUT_S,
         environment,

@@ -11,7 +11,7 @@ import re
 
 import pytest
 from launch import launch, tails
-from windows_worker import DEVICES, TIMEOUT_S
+from windows_worker import DEATHS, DEVICES, SURVIVORS, TIMEOUT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -46,22 +46,22 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
     assert "INVALID_DEVICE" in second
 
 
-@pytest.mark.parametrize("when", ["before", "windows", "mapped", "after"])
-def test_process_that_is_killed(when: str, tmp_path: pathlib.Path) -> None:
-    """The others' init ends in time and names it; later ones are none of init's."""
-    dead = PROCESSES - 1
-    args = ["dies", when]
+def test_processes_that_are_killed(tmp_path: pathlib.Path) -> None:
+    """One at each step: the others' init ends in time, names it, and they go on."""
+    count = SURVIVORS + len(DEATHS)
+    killed = range(SURVIVORS, count)
     ended = launch(
-        "windows_worker.py", PROCESSES, args, tmp_path, 60, CPU, dying=[dead]
+        "windows_worker.py", count, ["dies"], tmp_path, 90, CPU, dying=killed
     )
     codes = [one.code for one in ended]
-    assert codes == [0] * dead + [-9], tails(ended)
-    for one in ended[:dead]:
-        found = json.loads(one.last)
-        assert found["open"] == 0
-        if when == "after":
-            assert found["error"] is None
-            continue
-        named = rf"process {dead}\b|nothing from \[{dead}\]"
-        assert re.search(named, found["error"]), found["error"]
-        assert found["seconds"] < TIMEOUT_S + 5
+    assert codes == [0] * SURVIVORS + [-9] * len(DEATHS), tails(ended)
+    for one in ended[:SURVIVORS]:
+        rounds = json.loads(one.last)
+        for dead, when, found in zip(reversed(killed), DEATHS, rounds, strict=True):
+            assert found["open"] == 0, when
+            if when == "after":
+                assert found["error"] is None
+                continue
+            named = rf"process {dead}\b|nothing from \[{dead}\]"
+            assert re.search(named, found["error"]), (when, found["error"])
+            assert found["seconds"] < TIMEOUT_S + 5, when

@@ -56,7 +56,7 @@ def check(config: Any, ranks: int, rng: Any, fill: Any = wide, **made: Any) -> N
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", options.MODES)
 def test_matches_oracle(mode: str, shape: str) -> None:
-    config = helpers.make_config(**options.MODES[mode], **SHAPES[shape])
+    config = helpers.make_config(**options.changes(mode, SHAPES[shape]))
     rng = np.random.default_rng(zlib.crc32(f"{mode} {shape}".encode()))
     check(config, helpers.some_ranks(4), rng, routing="invalid")
 
@@ -153,7 +153,7 @@ CHANGES = [
     st.data(),
 )
 def test_any_routing(mode: str, changes: Any, seed: int, data: st.DataObject) -> None:
-    config = helpers.make_config(**options.MODES[mode], **changes)
+    config = helpers.make_config(**options.changes(mode, changes))
     experts = st.one_of(
         st.integers(-2, config.num_experts + 4),
         st.sampled_from([helpers.INT_MIN, helpers.INT_MAX]),

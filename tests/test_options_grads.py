@@ -279,3 +279,37 @@ def test_quantised_gradients(mode: str) -> None:
     for plain, quantised in zip(*grads, strict=True):
         limit = 0.05 * float(np.max(np.abs(plain)))
         np.testing.assert_allclose(quantised, plain, rtol=0, atol=limit)
+
+
+@MODES
+def test_no_token(mode: str) -> None:
+    """n = 0, whole and in halves: no gradient of a row, though all rows have values."""
+    mesh = helpers.make_mesh(2)
+    config = helpers.make_config(**options.MODES[mode], expert_alignment=4)
+    ep = helpers.make_ep(mesh, config)
+    rng = np.random.default_rng(8)
+    inputs = helpers.make_inputs(rng, config, 2)
+    rows = [helpers.normal(rng, (ep.recv_capacity, 16), x.dtype) for x in inputs.tokens]
+    weights = [np.full(ep.recv_capacity, np.nan, np.float32)] * 2
+
+    def body(x, ids, w, rows, weights):
+        def layer(calls, x, w, rows, weights):
+            dispatch, combine = calls
+            d = dispatch(ep, x[:0], ids[:0], w[:0])
+            at_source = w[:0] if config.reduce == "source" else weights
+            given = at_source if options.takes_weights(config) else None
+            skip = x[:0] if options.takes_residual(config) else None
+            return d.tokens, combine(ep, rows, d.route, given, residual=skip)
+
+        pulled = []
+        for calls in (options.WHOLE, options.SPLIT):
+            run = functools.partial(layer, calls)
+            (arrived, y), pull = jax.vjp(run, x, w, rows, weights)
+            assert y.size == 0
+            pulled.append((arrived, *pull((jnp.full_like(arrived, jnp.nan), y))))
+        return pulled
+
+    run = jax.jit(moe.sharded(mesh, body))
+    given = (inputs.tokens, inputs.ids, inputs.weights, rows, weights)
+    for leaf in jax.tree.leaves(run(*(helpers.put(mesh, part) for part in given))):
+        assert not np.any(np.asarray(leaf, np.float32))

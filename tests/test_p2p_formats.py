@@ -39,6 +39,7 @@ def _format_cases() -> list[Case]:
             Case(f"{name}_tiled_long", LONG | base, (1024, 7), ("full", "one:5")),
             Case(f"{name}_tiled_cut", LONG | base | CUT, (1024, 513), drops=True),
             Case(f"{name}_tiled_hidden", base | {"hidden_size": 40064}, (5,)),
+            Case(f"{name}_tiled_free_tail", base | {"zero_tail": False}, (None, 1)),
         ]
     return cases
 

@@ -19,16 +19,6 @@ import jax_ep
 
 pytestmark = pytest.mark.gpu
 
-WHOLE = (jax_ep.dispatch, jax_ep.combine)
-
-
-def split_dispatch(ep: Any, *args: Any) -> Any:
-    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
-
-
-def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
-    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
-
 
 def results(ep: Any, calls: Any, o: twins.Operands) -> dict[str, Any]:
     """Both calls and both backward passes, with NaN in all that may not be read."""
@@ -72,6 +62,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "combine_format": "fp8_block128",
         "grad_format": "fp8_block128",
     },
+    "copied": {"overlap": "copy"},
+    "coded_copied": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "combine_format": "fp8_block128",
+        "overlap": "copy",
+    },
 }
 
 
@@ -89,17 +86,15 @@ def _cases() -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize(("mode", "shape", "few"), _cases())
 def test_same_as_collective(mode: str, shape: str, few: int) -> None:
     changes = {"max_tokens_per_rank": 600, "hidden_size": 64} | SHAPES[shape]
-    if options.MODES[mode].get("skip_a2a"):
-        changes = {k: v for k, v in changes.items() if not k.endswith("_format")}
-    config = helpers.make_config(**(changes | options.MODES[mode]))
+    config = helpers.make_config(**options.changes(mode, changes))
     with twins.Twins(twins.p2p_mesh(), config) as pair:
         assert pair.p2p.transport == "p2p"
         plain, whole, split = (
             twins.mapped(pair.mesh, functools.partial(results, ep, calls))
             for ep, calls in (
-                (pair.collective, WHOLE),
-                (pair.p2p, WHOLE),
-                (pair.p2p, (split_dispatch, split_combine)),
+                (pair.collective, options.WHOLE),
+                (pair.p2p, options.WHOLE),
+                (pair.p2p, options.SPLIT),
             )
         )
         for n in (few, 600):

@@ -11,7 +11,7 @@ import pathlib
 import helpers
 import pytest
 import twins
-from launch import Ended, launch, tails
+from launch import Ended, launch, shares, tails
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
@@ -39,16 +39,6 @@ def start(
     timeout_s: float = TIMEOUT_S,
 ) -> list[Ended]:
     """`own`: each process sees its GPUs alone, as under many schedulers."""
-    visible = None
-    if own:
-        visible = [
-            {
-                "CUDA_VISIBLE_DEVICES": ",".join(
-                    str(gpu) for gpu in range(i * devices, (i + 1) * devices)
-                )
-            }
-            for i in range(processes)
-        ]
     return launch(
         script,
         processes,
@@ -56,7 +46,7 @@ def start(
         folder,
         timeout_s,
         ENVIRONMENT,
-        visible,
+        shares(processes, devices) if own else None,
         dying,
     )
 
@@ -122,11 +112,10 @@ def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
     assert failures == 2 * (count - 1)
 
 
-def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
-    """The others' calls end with an error in time, and they can go on without it."""
+def check_process_that_is_killed(folder: pathlib.Path) -> None:
     count = gpu_count()
     dead = count - 1
-    ended = start("processes_worker.py", count, 1, tmp_path, "kill", dying=(dead,))
+    ended = start("processes_worker.py", count, 1, folder, "kill", dying=(dead,))
     assert [one.code for one in ended] == [0] * dead + [-9], tails(ended)
     errors = []
     for one in ended[:dead]:
@@ -137,6 +126,11 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
             errors.append(named(failure["error"]))
     # Others may have waited for ranks that waited for the dead one.
     assert any(awaited == dead for _, awaited in errors), errors
+
+
+def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
+    """The others' calls end with an error in time, and they can go on without it."""
+    check_process_that_is_killed(tmp_path)
 
 
 def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:

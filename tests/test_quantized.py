@@ -10,6 +10,7 @@ import helpers
 import hypothesis
 import jax
 import jax.numpy as jnp
+import mixed
 import numpy as np
 import oracle
 import pytest
@@ -98,7 +99,7 @@ def check(
         with np.errstate(over="ignore"):
             back = quantizer.dequantize(out.tokens, out.scales, name, g or 1.0)
             back = back.astype(oracle.DTYPES[config.dtype])
-        helpers.assert_sums(values[rank][:end], back[:end], f"values of rank {rank}")
+        helpers.assert_bits(values[rank][:end], back[:end], f"values of rank {rank}")
         assert ports[rank].dtype == oracle.DTYPES[config.dtype]
         assert ports[rank].shape == (len(out.tokens), config.hidden_size)
         assert not ports[rank].astype(np.float32).any()
@@ -127,7 +128,9 @@ def test_dispatch(name: str, routing: str, case: str) -> None:
     config = helpers.make_config(**config_of(name, **changes))
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(len(case) * 7 + len(routing))
-    inputs = helpers.make_inputs(rng, config, ep.ep_size, routing=routing)
+    inputs = helpers.make_inputs(
+        rng, config, ep.ep_size, routing=routing, fill=mixed.rows
+    )
     check(mesh, ep, inputs)
 
 
@@ -163,7 +166,8 @@ def test_global_scale(g: float | None) -> None:
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     config = helpers.make_config(**config_of("nvfp4"))
     ep = helpers.make_ep(mesh, config)
-    inputs = helpers.make_inputs(np.random.default_rng(7), config, ep.ep_size)
+    rng = np.random.default_rng(7)
+    inputs = helpers.make_inputs(rng, config, ep.ep_size, fill=mixed.rows)
     check(mesh, ep, inputs, g)
 
 
@@ -187,7 +191,11 @@ def test_shapes_and_routings(data) -> None:
     words = ("random", "duplicates", "none", "one:1")
     routing = [data.draw(st.sampled_from(words)) for _ in range(ep.ep_size)]
     n = data.draw(st.sampled_from([1, 5, 8]))
-    check(mesh, ep, helpers.make_inputs(rng, config, ep.ep_size, n=n, routing=routing))
+    fill = data.draw(st.sampled_from([mixed.rows, helpers.any_bits]))
+    inputs = helpers.make_inputs(
+        rng, config, ep.ep_size, n=n, routing=routing, fill=fill
+    )
+    check(mesh, ep, inputs)
 
 
 @pytest.mark.parametrize("dtype", list(oracle.DTYPES))
@@ -224,6 +232,36 @@ def test_combine_format(weighted: bool, dtype: str) -> None:
     )
     for position, y in got.items():
         helpers.assert_sums(y, wanted[position], f"y of rank {position}")
+
+
+@each_format
+def test_rows_without_a_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are decoded by the format they came in, whatever else has its dtypes."""
+    known = jax_ep.formats._FORMATS
+    twin = known[name] | {"name": "twin", "block": 64}
+    monkeypatch.setattr(jax_ep.formats, "_FORMATS", {"twin": twin, **known})
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, helpers.make_config(**config_of(name, dtype="float16")))
+    inputs = helpers.make_inputs(np.random.default_rng(12), ep.config, ep.ep_size)
+    tokens, ids = (helpers.put(mesh, part) for part in (inputs.tokens, inputs.ids))
+
+    def body(tokens: Any, ids: Any) -> Any:
+        d = jax_ep.dispatch(ep, tokens, ids)
+        bare = dataclasses.replace(d, grad_port=None)
+        return bare, jax_ep.dequantize(bare), jax_ep.dequantize(d)
+
+    spec = P("ep")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    d, rows, wanted = jax.jit(mapped)(tokens, ids)
+    assert d.grad_port is None
+    assert (d.format, d.rows_dtype, rows.dtype) == (name, "float16", np.float16)
+    assert rows.shape == (ep.ep_size * ep.recv_capacity, 256)
+    helpers.assert_bits(rows, wanted)
+    helpers.assert_bits(jax_ep.sharded.dequantize(ep, d), wanted)
+    with pytest.raises(
+        ValueError, match=f"the scales of its format '{name}', got none"
+    ):
+        jax_ep.dequantize(dataclasses.replace(d, scales=None))
 
 
 def test_global_arrays() -> None:

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
+import lockstep_run
 import record_suite
 import recording
 import reliability_table
@@ -171,7 +172,24 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     for command in rows:
         row = row_of(found, f"| `{'`; `'.join(command.split('; '))}` |")
         assert re.search(r"4 x NVIDIA Made Up, .*: [1-9]\d* passed, 0 failed", row), row
-    assert found.count("not yet run") == 4  # both soaks, fuzzing, sanitizers
+    # Both soaks, fuzzing, sanitizers, several processes.
+    assert found.count("not yet run") == 5
+    names = {"a/test_x.py::test_y[3]": "passed", "a/test_x.py::test_z": "failed"}
+    run = lockstep_run.Run([lockstep_run.Test(*pair) for pair in names.items()])
+    for processes, node in ((4, None), (4, 2)):
+        suite = record_suite.Suite("shmem", [], processes, node)
+        suite.take("test_x.py", run)
+        suite.write({"kind": "NVIDIA Made Up", "count": 4, "jax": "9.8.7"})
+    assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
+    found = reliability_table.promises(generate.records, generate.table)
+    row = row_of(found, "--processes 4")
+    for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 GPUs a node"):
+        assert (
+            f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
+        )
+    assert row.count("1 failed, 1 files not run to their end") == 2
+    # Suites of one process are apart from them.
+    assert "4 x NVIDIA Made Up" in row_of(found, "test_p2p_faults.py -k memory")
     recording.write(
         "soak-made-upx4", SOAK | {"device": "NVIDIA Made Up", "failures": {}}
     )

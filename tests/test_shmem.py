@@ -17,7 +17,7 @@ import pytest
 from test_meeting import act_all
 from test_windows import make_groups
 
-from jax_ep import _native, _shmem, _windows
+from jax_ep import _native, _nvshmem, _shmem, _windows
 from jax_ep._meeting import Meeting
 
 BYTES, FAR_BYTES = 1000, 2500
@@ -283,8 +283,8 @@ def test_nvshmem_that_waits_for_ever() -> None:
 
 def test_library_is_looked_for_at_home_first(monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", "/somewhere")
-    first, *_, last = _shmem.candidates()
-    assert (first, last) == (f"/somewhere/lib/{_shmem.LIBRARY}", _shmem.LIBRARY)
+    first, *_, last = _nvshmem.candidates()
+    assert (first, last) == (f"/somewhere/lib/{_nvshmem.LIBRARY}", _nvshmem.LIBRARY)
 
 
 def test_library_of_the_package(monkeypatch, tmp_path) -> None:
@@ -298,9 +298,10 @@ def test_library_of_the_package(monkeypatch, tmp_path) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     importlib.invalidate_caches()
-    wheel, last = _shmem.candidates()
-    assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / _shmem.LIBRARY)
-    assert last == _shmem.LIBRARY
+    # Behind it what else is installed.
+    wheel, *_, last = _nvshmem.candidates()
+    assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / _nvshmem.LIBRARY)
+    assert last == _nvshmem.LIBRARY
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
 
 

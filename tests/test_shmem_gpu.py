@@ -65,11 +65,16 @@ def test_process_that_raises(tmp_path: pathlib.Path) -> None:
     test_processes_gpu.check_process_that_raises(tmp_path, own=False)
 
 
+def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
+    """The others get the error in time, and go on over p2p."""
+    test_processes_gpu.check_process_that_is_killed(tmp_path)
+
+
 def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     """The results of nodes_worker.py, by process; `node` are its last arguments."""
-    count = test_processes_gpu.gpu_count()
-    if count < 4:
-        pytest.skip("needs 4 GPUs")
+    count, ranks = test_processes_gpu.gpu_count(), int(node.split()[0])
+    if count <= ranks:
+        pytest.skip(f"needs more GPUs than a node's {ranks}, {count} found")
     native = _native.shmem()
     if native is None or not native.HAS_KERNELS:
         pytest.skip("built without NVSHMEM's device library")

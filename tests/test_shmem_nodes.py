@@ -7,12 +7,14 @@ import types
 from typing import Any
 
 import helpers
+import imagined
+import jax
 import pytest
 from test_meeting import act_all
 from test_shmem import CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, here
 from test_windows import make_groups
 
-from jax_ep import _ffi, _shmem, _transports, _windows
+from jax_ep import _doctor, _ffi, _native, _nvshmem, _shmem, _transports, _windows
 
 
 @pytest.fixture(autouse=True)
@@ -122,16 +124,67 @@ def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     assert chosen(job) == "collective"
 
 
-def test_start_that_one_process_fails_in() -> None:
-    """The others stand in it, and hear of it."""
-    job = Job(ONE_EACH)
+@pytest.mark.parametrize(
+    ("process", "step", "ending"),
+    [
+        (0, "unique_id", "raises"),
+        (0, "unique_id", "hangs"),
+        (2, "start", "raises"),
+        (1, "kernels", "raises"),
+        (1, "kernels", "hangs"),
+    ],
+)
+def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -> None:
+    """The others stand in it, and hear of it; `auto` can go on without."""
+    job, over = Job(ONE_EACH), threading.Event()
 
     def fails(*args: Any) -> None:
-        raise RuntimeError("no network")
+        if ending == "raises":
+            raise RuntimeError("no network")
+        over.wait(10)
 
-    job.modules[2].start = fails
-    job.shared.barrier = threading.Barrier(3)
-    for actor in job.run(1, timeout_s=2.0).values():
+    setattr(job.modules[process], step, fails)
+    words = {"raises": "no network", "hangs": "not ended in 0.5 s"}[ending]
+    for actor in job.run(1, timeout_s=1.0, ranks_per_node=2).values():
         assert isinstance(actor.error, _windows.NotMapped)
+        # The lowest one that has failed is named, if it stands in the start itself.
+        if step != "start":
+            assert words in str(actor.error)
+            assert f"(process {process})" in str(actor.error)
     job.shared.barrier.abort()
+    over.set()
     job.refused("NVSHMEM to work")
+
+
+def test_doctor_says_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(_transports, "platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(_ffi, "native_for", lambda platform: imagined.Native(0))
+    monkeypatch.setattr(_doctor, "self_test", lambda mesh, transport: "passed")
+    module = types.SimpleNamespace(HAS_KERNELS=False)
+
+    def found(native: Any) -> tuple[dict[str, bool], str]:
+        monkeypatch.setattr(_native, "shmem", lambda: native)
+        monkeypatch.setattr(_shmem, "heap", _shmem.Heap(lambda: native))
+        transports = _doctor.transports(jax.devices()[:1], helpers.make_config())
+        assert transports["p2p"]["works"]
+        assert transports["shmem"]["works"] == (native is module)
+        return _doctor._build(), transports["shmem"]["why"]
+
+    build, why = found(None)
+    assert not build["shmem"]
+    assert f"pip install {_nvshmem.PACKAGE}" in why
+    assert "a build without" in why
+
+    def fails(path: str) -> str:
+        raise RuntimeError("version 2.11.0, built for 3.4 or newer of 3")
+
+    build, why = found(types.SimpleNamespace(HAS_KERNELS=True, load=fails))
+    assert build["shmem"]
+    assert build["shmem over nodes"]
+    assert f"NVSHMEM 3 (pip install {_nvshmem.PACKAGE})" in why
+    assert "version 2.11.0" in why
+    # What a build without its device library lacks.
+    module.load, module.started = lambda path: "3.4.5", lambda: False
+    build, _ = found(module)
+    assert build["shmem"]
+    assert not build["shmem over nodes"]

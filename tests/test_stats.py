@@ -21,7 +21,7 @@ def make(seed=0):
     config = helpers.make_config(num_experts=EXPERTS, recv_capacity=ROWS - 8)
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(seed)
-    ids = rng.integers(-1, EXPERTS, (STEPS, mesh.size * 8, 3), np.int32)
+    ids = rng.integers(-2, EXPERTS, (STEPS, mesh.size * 8, 3), np.int32)
     return mesh, ep, ids
 
 
@@ -68,6 +68,9 @@ def test_sums_over_steps_inside_shard_map_and_outside():
     lost = np.maximum(by_rank.sum(2) - ep.recv_capacity, 0)
     np.testing.assert_array_equal(found.dropped, lost.sum(0))
     assert lost.sum() > 0
+    invalid = (ids == -2).sum((0, 2)).reshape(4, -1).sum(1)
+    np.testing.assert_array_equal(found.invalid, invalid)
+    assert invalid.min() > 0
     whole = counts.sum(1)
     worst = EXPERTS * whole.max(1) / whole.sum(1)
     np.testing.assert_allclose(found.mean_imbalance, worst.mean(), rtol=1e-5)
@@ -98,15 +101,18 @@ def some_load():
     rows = np.zeros((2, 4, 2), np.uint32)
     rows[:, :, 0] = [[0, 1, 50, 100], [10, 20, 30, 40]]
     dropped = np.array([[3, 0], [0, 0]], np.uint32)
+    invalid = np.array([[0, 0], [1, 1]], np.uint32)
     ones = np.ones(2, np.float32)
-    return stats.Load(rows, dropped, np.array([2, 2]), 3 * ones, 2 * ones, ones)
+    return stats.Load(
+        rows, dropped, np.array([2, 2]), 3 * ones, 2 * ones, ones, invalid
+    )
 
 
 def test_heat_map_as_text():
     lines = stats.heat_map(some_load()).splitlines()
     assert lines[0].endswith("@ = 100")
     assert lines[1] == "rank 0   | .+@| 151, 3 dropped"
-    assert lines[2] == "rank 1   |.:-=| 100"
+    assert lines[2] == "rank 1   |.:-=| 100, 4,294,967,297 invalid ids"
     assert lines[3].startswith("2 steps; busiest expert 1.50 x mean, at worst 2.00")
 
 

@@ -90,6 +90,21 @@ def test_collective_asks_nothing(native) -> None:
     assert not native.asked
 
 
+def test_what_exchanges_nothing_starts_no_nvshmem(native, monkeypatch) -> None:
+    """Where "auto" would ask for it otherwise, as the first choice shows."""
+    asked = []
+    monkeypatch.setattr(_transports, "_puts_reach", lambda *args: asked.append(args))
+    native.obstacle = LACKS
+    assert choose(make_mesh({"ep": 4}), "auto") == "collective"
+    assert len(asked) == 1
+    config = helpers.make_config(skip_a2a=True)
+    assert choose(make_mesh({"ep": 4}), "auto", config=config) == "collective"
+    native.obstacle = None
+    for requested in ("auto", "p2p"):
+        assert choose(make_mesh({"ep": 4}), requested, config=config) == "p2p"
+    assert len(asked) == 1
+
+
 def assert_refused(mesh: Any, *words: str) -> None:
     """Auto falls back without a word, p2p says what is missing."""
     assert choose(mesh, "auto") == "collective"

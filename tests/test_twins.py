@@ -5,7 +5,11 @@ from __future__ import annotations
 import helpers
 import jax
 import jax.numpy as jnp
+import mixed
 import numpy as np
+import oracle
+import pytest
+import quantizer
 import twins
 
 
@@ -45,3 +49,35 @@ def test_empty_operands_are_made_on_the_ranks() -> None:
             operands[name].dtype,
         )
     np.testing.assert_array_equal(got["full"], np.arange(2.0 * ranks) + 1)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_tokens_reach_every_code(where: str) -> None:
+    """Blocks of every second row are coded finely, some specially; the rest is bits."""
+    shape, rng = (64, 1024), np.random.default_rng(1)
+    for dtype in oracle.DTYPES if where == "host" else ["float16"]:
+        if where == "host":
+            x = mixed.rows(rng, shape, oracle.DTYPES[dtype])
+        else:
+            x = np.asarray(
+                jax.jit(mixed.draw, static_argnums=(1, 2))(
+                    jax.random.key(1), shape, dtype
+                )
+            )
+        wide = x.astype(np.float32)
+        bad = (~np.isfinite(wide)).any(axis=1)
+        for name in quantizer.BLOCKS:
+            codes, _ = quantizer.quantize(x, name)
+            codes = codes.view(np.uint8)
+            four_bits = name in ("mxfp4", "nvfp4")
+            codes = (quantizer.unpacked(codes) & 7) if four_bits else codes & 0x7F
+            fine = (codes > 0) & (codes < codes.max())
+            by_row = np.sort(fine.mean(axis=1))
+            assert (by_row[32:] > 0.4).all()
+            assert len(np.unique(codes)) >= (8 if four_bits else 120)
+        assert bad.sum() > 40  # every row of bits, and some of numbers
+        least = jnp.finfo(dtype).smallest_normal
+        quiet = np.abs(wide) < float(least)
+        runs = np.split(quiet, 8, axis=1)
+        assert any(run.all() for run in np.concatenate(runs))
+        assert (quiet & (wide != 0)).any()

@@ -16,6 +16,7 @@ import gpus
 import helpers
 import jax
 import jax.numpy as jnp
+import mixed
 import numpy as np
 import oracle
 import pytest
@@ -62,13 +63,12 @@ def make_operands(
     weighted: bool = True,
     residual: bool = True,
 ) -> Operands:
-    """Random operands of all ranks; tokens are any bits, what is summed is normal."""
+    """Random operands of all ranks; tokens are mixed, what is summed is normal."""
     config, ranks, rng = ep.config, mesh.size, np.random.default_rng(seed)
     words = [routing] * ranks if isinstance(routing, str) else list(routing)[:ranks]
     ids = [helpers.make_ids(rng, config, n, word) for word in words]
     dtype, hidden = oracle.DTYPES[config.dtype], config.hidden_size
     sharding = NamedSharding(mesh, P(mesh.axis_names))
-    unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
 
     @functools.partial(jax.jit, out_shardings=sharding)
     def draw(key):
@@ -79,9 +79,8 @@ def make_operands(
             shape = (ranks * count, *wide[kind])
             return jax.random.normal(next(keys), shape, jnp.float32).astype(to)
 
-        bits = jax.random.bits(next(keys), (ranks * n, hidden), unsigned)
         return (
-            jax.lax.bitcast_convert_type(bits, dtype),
+            mixed.draw(next(keys), (ranks * n, hidden), config.dtype),
             normal(ep.recv_capacity, "hidden", dtype),
             normal(ep.recv_capacity, "none", jnp.float32),
             normal(n, "hidden", dtype),

@@ -1,7 +1,7 @@
 """A process of test_multiprocess_windows.py: imagined windows on CPU devices.
 
-Arguments: port of the coordinator, number of processes, this process, scenario, and
-when to die. The last process is the one that dies or refuses.
+Arguments: port of the coordinator, number of processes, this process, scenario. The
+last process is the one that dies or refuses.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jax_ep._meeting import Meeting
 
 DEVICES = 2
 TIMEOUT_S = 4.0
+TRUE_GATHER = Meeting.gather
 
 
 def start(port: str, processes: int, process: int) -> imagined.Native:
@@ -133,18 +134,32 @@ def refusal(mesh, config) -> str:
     return "nothing was raised"
 
 
-def dies(native: imagined.Native, when: str) -> dict:
-    """The last process is killed before, at a step of, or after its init."""
-    dying = native.process == jax.process_count() - 1
-    mesh = helpers.make_mesh(jax.device_count())
-    config = helpers.make_config(timeout_s=TIMEOUT_S)
-    barrier("begin")
-    true_gather = Meeting.gather
+# When processes are killed, the last one at the first: by itself, at steps, afterwards.
+DEATHS = ("before", "devices", "reach", "windows", "mapped", "after")
+SURVIVORS = 2
+
+
+def dies(native: imagined.Native) -> list[dict]:
+    """Inits of the living, in each of which the last one of them is killed."""
+    found = []
+    for turn, when in enumerate(DEATHS):
+        living = list(range(jax.process_count() - turn))
+        barrier(f"begin {when}", living)
+        found.append(one_dies(native, living, when))
+    return found
+
+
+def one_dies(native: imagined.Native, living: list[int], when: str) -> dict:
+    """The last of the processes is killed before, at a step of, or after its init."""
+    dying = native.process == living[-1]
+    devices = [d for d in jax.devices() if d.process_index in living]
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    config = helpers.make_config(num_experts=4 * len(devices), timeout_s=TIMEOUT_S)
 
     def gather(self, step, value):
         if dying and step == when:
             os.kill(os.getpid(), signal.SIGKILL)
-        return true_gather(self, step, value)
+        return TRUE_GATHER(self, step, value)
 
     Meeting.gather = gather
     if dying and when == "before":
@@ -169,12 +184,12 @@ def dies(native: imagined.Native, when: str) -> dict:
 
 
 if __name__ == "__main__":
-    port, processes, process, scenario, *args = sys.argv[1:]
+    port, processes, process, scenario = sys.argv[1:]
     native = start(port, int(processes), int(process))
     run = {"choices": choices, "dies": dies}[scenario]
     try:
-        print("result: " + json.dumps(run(native, *args)), flush=True)
+        print("result: " + json.dumps(run(native)), flush=True)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    leave(int(process), int(processes) - (scenario == "dies"))
+    leave(int(process), SURVIVORS if scenario == "dies" else int(processes))

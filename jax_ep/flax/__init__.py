@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 
 try:
     from flax import nnx
@@ -91,7 +92,7 @@ class MoE(nnx.Module):
             spec: how `[..., hidden]` lies on the mesh, for instance `P("dp", "ep")`;
                 default: dimension 0 over all axes but tp_axis_name.
             transport: as in `jax_ep.init`.
-            experts: grouped matmuls of your own, as in `jax_ep.moe_ffn`.
+            experts: one of `jax_ep.experts`, or of your own as in `jax_ep.moe_ffn`.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -143,6 +144,7 @@ class MoE(nnx.Module):
         x: jax.Array,
         *,
         mask: jax.Array | None = None,
+        input_scale: ArrayLike | None = None,
         return_aux: bool = False,
     ) -> Any:
         """Applies the layer.
@@ -150,6 +152,8 @@ class MoE(nnx.Module):
         Args:
             x: `[..., hidden_size]`, a global array.
             mask: bool `[...]`, False for padding tokens.
+            input_scale: float32 `[]` or `[1]` of dispatch_format "nvfp4", as in
+                `jax_ep.dispatch`; None is 1.
             return_aux: whether to return losses, loads and drops as well.
 
         Returns:
@@ -164,6 +168,6 @@ class MoE(nnx.Module):
         if self.router_bias is not None:
             names.append("router_bias")
         params = {name: getattr(self, name)[...] for name in names}
-        y, aux = self._layer.apply(self.ep, params, x, mask)
+        y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
         result: tuple[jax.Array, MoEAux] = (y, aux)
         return result if return_aux else y

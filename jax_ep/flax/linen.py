@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_ep import _layer
 from jax_ep._handle import EPHandle
@@ -55,6 +56,7 @@ class MoE(nn.Module):
         x: jax.Array,
         *,
         mask: jax.Array | None = None,
+        input_scale: ArrayLike | None = None,
         return_aux: bool = False,
     ) -> Any:
         """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
@@ -93,7 +95,8 @@ class MoE(nn.Module):
             )
             params["router_bias"] = bias.value
         result: tuple[jax.Array, MoEAux]
-        result = y, aux = layer.apply(layer.handle(self.ep), params, x, mask)
+        ep = layer.handle(self.ep)
+        result = y, aux = layer.apply(ep, params, x, mask, input_scale)
         if not self.is_initializing():
             self.sow("losses", "balance_loss", aux.balance_loss)
             self.sow("losses", "z_loss", aux.z_loss)

@@ -1,11 +1,13 @@
-// Tests of protocol/layout.h: fields lie in order, apart and aligned, whatever the sizes, and the
-// wire has the offsets it is documented to have.
+// Tests of protocol/layout.h, and of what window.h keeps of routes: fields lie in order, apart and
+// aligned, whatever the sizes, and the wire has the offsets it is documented to have.
 #include "protocol/layout.h"
 
 #include <cstdio>
 #include <initializer_list>
+#include <vector>
 
 #include "check.h"
+#include "protocol/window.h"
 
 namespace jax_ep {
 namespace {
@@ -109,6 +111,36 @@ void TestKnownOffsets() {
   CHECK(CombineMessage::Of(14336, 0, 8).weight_grad == 14336);
 }
 
+// The 32-bit counters that blocks add to, and rows for every expert.
+void TestRouteTotals() {
+  for (const int64_t ranks : {1, 3, 32}) {
+    for (const int64_t experts : {1, 31, 64}) {
+      std::vector<int32_t> memory(static_cast<size_t>(RouteTotals::Ints(ranks * experts, ranks)));
+      const RouteTotals totals(memory.data(), ranks * experts, ranks);
+      const std::vector<const void*> ends = {
+          memory.data(),           totals.slots,
+          totals.finished,         totals.invalid,
+          totals.invalid_from_end, memory.data() + memory.size()};
+      const std::vector<int64_t> ints = {ranks * experts, ranks, 1, 1, 1};
+      CHECK(totals.rows == memory.data());
+      for (size_t i = 0; i < ints.size(); ++i) {
+        const auto* begin = static_cast<const int32_t*>(ends[i]);
+        CHECK(static_cast<const int32_t*>(ends[i + 1]) == begin + ints[i]);
+      }
+    }
+  }
+}
+
+// Parts cover the tokens of a call once, none is empty, and windows have room for each.
+void TestRouteParts() {
+  for (int64_t tokens = 1; tokens <= 70'000; tokens += tokens < 1'000 ? 1 : 61) {
+    const int64_t length = RouteTokens(tokens), parts = RouteItems(tokens);
+    CHECK(parts <= kRouteParts && parts * length >= tokens && (parts - 1) * length < tokens);
+    CHECK(length >= kLeastRouteTokens && length % 32 == 0);
+  }
+  CHECK(RouteItems(0) == 1);
+}
+
 }  // namespace
 }  // namespace jax_ep
 
@@ -116,6 +148,8 @@ int main() {
   jax_ep::TestRoundUp();
   jax_ep::TestFieldsForManySizes();
   jax_ep::TestKnownOffsets();
+  jax_ep::TestRouteTotals();
+  jax_ep::TestRouteParts();
   std::printf("layout_test: ok\n");
   return 0;
 }

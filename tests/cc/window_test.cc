@@ -58,7 +58,11 @@ struct Part {
 // source, and so is what a source has of flags and counts.
 std::vector<Part> PartsOf(const WindowSizes& sizes, const WindowLayout& layout) {
   const int64_t route = RouteTotals::Ints(sizes.ranks * sizes.local_experts, sizes.ranks) * 4;
-  std::vector<Part> parts = {{layout.poison, sizeof(WaitReport)}, {layout.route_totals, route}};
+  const int64_t cells =
+      2 * kRouteParts * RoutePart::Cells(sizes.ranks * sizes.local_experts, sizes.ranks);
+  std::vector<Part> parts = {{layout.poison, sizeof(WaitReport)},
+                             {layout.route_totals, route},
+                             {layout.route_parts, cells * static_cast<int64_t>(sizeof(CountCell))}};
   for (const BufferGroupLayout& group : layout.groups) {
     const int64_t flag_bytes = group.flags_per_source * static_cast<int64_t>(sizeof(FlagCell));
     const int64_t count_bytes = group.count_cells * static_cast<int64_t>(sizeof(CountCell));
@@ -92,7 +96,8 @@ void CheckLayout(const WindowSizes& sizes) {
   for (const Part& part : parts) used += part.bytes;
   CHECK(layout.bytes - used < (2 + 5 * kBufferGroups + 1) * kLine);
 
-  CHECK(layout.poison % kLine == 0 && layout.route_totals % kLine == 0);
+  CHECK(layout.poison % kLine == 0 && layout.route_totals % kLine == 0 &&
+        layout.route_parts % kLine == 0);
   for (const BufferGroupLayout& group : layout.groups) {
     // Signals never share a line with what others write; bulk copies need 16 bytes.
     CHECK(group.credits % kLine == 0 && group.flags % kLine == 0 && group.counts % kLine == 0);
@@ -125,7 +130,9 @@ void TestKnownLayout() {
   // 256 experts and 4 ranks.
   CHECK(layout.poison == 0 && layout.route_totals == 128);
   const BufferGroupLayout& dispatch = layout.groups[0];
-  CHECK(dispatch.credits == 128 + 1152 && dispatch.flags == dispatch.credits + 128);
+  CHECK(layout.route_parts == 128 + 1152 &&
+        dispatch.credits == layout.route_parts + 2 * 32 * (86 + 4) * 16);
+  CHECK(dispatch.flags == dispatch.credits + 128);
   CHECK(dispatch.flags_per_source == kDispatchChunks.MaxCount(128));
   CHECK(dispatch.count_cells == 1 + 22);
   CHECK(dispatch.region_bytes == 128 * 14464);
@@ -249,26 +256,6 @@ void TestDepthsOfConfigs() {
   }
 }
 
-// The 32-bit counters that blocks add to, and rows for every expert.
-void TestRouteTotals() {
-  for (const int64_t ranks : {1, 3, 32}) {
-    for (const int64_t experts : {1, 31, 64}) {
-      std::vector<int32_t> memory(static_cast<size_t>(RouteTotals::Ints(ranks * experts, ranks)));
-      const RouteTotals totals(memory.data(), ranks * experts, ranks);
-      const std::vector<const void*> ends = {
-          memory.data(),           totals.slots,
-          totals.finished,         totals.invalid,
-          totals.invalid_from_end, memory.data() + memory.size()};
-      const std::vector<int64_t> ints = {ranks * experts, ranks, 1, 1, 1};
-      CHECK(totals.rows == memory.data());
-      for (size_t i = 0; i < ints.size(); ++i) {
-        const auto* begin = static_cast<const int32_t*>(ends[i]);
-        CHECK(static_cast<const int32_t*>(ends[i + 1]) == begin + ints[i]);
-      }
-    }
-  }
-}
-
 // ---- Chunks -------------------------------------------------------------------------------------
 
 // A call of n tokens at a source cut for windows of at least n: chunks cover the tokens once, none
@@ -387,7 +374,6 @@ int main() {
   jax_ep::TestLayouts();
   jax_ep::TestMessagesOfConfigs();
   jax_ep::TestDepthsOfConfigs();
-  jax_ep::TestRouteTotals();
   jax_ep::TestChunks();
   jax_ep::TestPieces();
   jax_ep::TestFlagIndexes();

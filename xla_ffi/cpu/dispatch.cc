@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/quantize.h"
+#include "cpu/encoding.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
 #include "formats/element_type.h"
@@ -23,72 +23,8 @@ const int32_t* Int32At(const uint8_t* base, int64_t offset) {
 }
 
 template <typename Format>
-int64_t PayloadBytes(const EpShape& shape) {
-  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
-}
-
-template <typename Format>
 bool Streaming(const EpShape& shape, int64_t rows) {
   return rows * PayloadBytes<Format>(shape) > kStreamingBytes;
-}
-
-// Of what travels along a known route, which has no scale of its own.
-constexpr float kNoInputScale = 1.0f;
-
-// Tokens on their way into messages. A quantised token is made once, in a buffer of the thread that
-// stays in its cache, and copied from there to each of its messages; `stride` is from the payload
-// to the scales in all of them.
-template <typename Format>
-class Encoder {
- public:
-  Encoder(const EpShape& shape, int64_t stride)
-      : shape_(shape), stride_(stride), bytes_(PayloadBytes<Format>(shape)) {
-    if constexpr (QuantizedFormat<Format>) {
-      bytes_ = stride_ + Format::ScaleBytes(shape.hidden);
-      made_.resize(static_cast<size_t>(bytes_));
-    }
-  }
-
-  void Make(const void* tokens, ElementType element, int64_t token, float input_scale) {
-    from_ = static_cast<const uint8_t*>(tokens) + token * shape_.row_bytes();
-    if constexpr (QuantizedFormat<Format>) {
-      VisitElement(element, [&]<typename Element>(Element) {
-        QuantizeRow(Format{}, reinterpret_cast<const Element*>(from_), shape_.hidden, input_scale,
-                    made_.data(), made_.data() + stride_);
-      });
-      from_ = made_.data();
-    } else {
-      static_cast<void>(element), static_cast<void>(input_scale);
-    }
-  }
-  // The token made last; a format that copies it as it is reads it from where it lies.
-  void CopyTo(uint8_t* payload, bool streaming) const {
-    CopyRow(payload, from_, bytes_, streaming);
-  }
-
- private:
-  EpShape shape_;
-  int64_t stride_;
-  int64_t bytes_;
-  const uint8_t* from_ = nullptr;
-  std::vector<uint8_t> made_;
-};
-
-// A token of a message: where it lies, or decoded into `to`.
-template <typename Format>
-const uint8_t* Decoded(const EpShape& shape, ElementType element, const uint8_t* payload,
-                       const uint8_t* scales, uint8_t* to) {
-  if constexpr (!QuantizedFormat<Format>) {
-    static_cast<void>(shape), static_cast<void>(element), static_cast<void>(scales);
-    static_cast<void>(to);
-    return payload;
-  } else {
-    VisitElement(element, [&]<typename Element>(Element) {
-      DequantizeRow(Format{}, payload, scales, shape.hidden, kNoInputScale,
-                    reinterpret_cast<Element*>(to));
-    });
-    return to;
-  }
 }
 
 // Calls `send(slot, first_k)` once for each distinct slot of a token, in the order of its entries.

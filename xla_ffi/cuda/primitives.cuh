@@ -86,4 +86,15 @@ __device__ void ForEachItem(int64_t thread, int64_t threads, int64_t items, Visi
   for (int64_t item = thread; item < items; item += threads) visit(item);
 }
 
+// Whole block: what a failed call returns. All ones is NaN in every float type and -1 in every id.
+inline constexpr uint32_t kNoValue = 0xFFFFFFFFu;
+
+template <typename T>
+__device__ void FillWords(T* to, int64_t count, uint32_t word) {
+  auto* words = reinterpret_cast<uint32_t*>(to);
+  const int64_t end = count * static_cast<int64_t>(sizeof(T)) / 4;
+  JAX_EP_NO_UNROLL
+  for (int64_t i = threadIdx.x; i < end; i += blockDim.x) words[i] = word;
+}
+
 }  // namespace jax_ep::cuda

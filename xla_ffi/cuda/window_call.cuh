@@ -121,6 +121,12 @@ class WindowCall {
             group_.ranks};
   }
 
+  // The cells of a RoutePart.
+  __device__ CountCell* RouteCells(int64_t experts, int64_t part) const {
+    uint8_t* const parts = group_.windows[group_.rank] + group_.layout.route_parts;
+    return reinterpret_cast<CountCell*>(parts) + part * RoutePart::Cells(experts, group_.ranks);
+  }
+
   // ---- Signals ----
 
   // For one lane a destination, after this warp's stores: the lane that issued bulk copies to the
@@ -138,7 +144,7 @@ class WindowCall {
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
-  // After AwaitCredits.
+  // After AwaitCredits, or in this rank's scratch.
   __device__ void PostCell(CountCell* cell, const uint32_t (&words)[3]) const {
     memory_.Post(cell, {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]),
                          static_cast<int32_t>(words[2])},
@@ -182,6 +188,11 @@ class WindowCall {
   __device__ bool AwaitCells(const CountCell* const (&from)[kCells],
                              const uint32_t (&sources)[kCells], CountCell (&cells)[kCells]) const {
     return AwaitCells(from, sources, cells, [](const CountCell(&)[kCells]) { return kCells; });
+  }
+
+  // One look at a cell of this rank's scratch: whether a warp of this call has posted it.
+  __device__ bool LookAt(const CountCell* from, CountCell& cell) const {
+    return ObserveCounts(memory_, from, lease_.epoch, cell) == Observation::kArrived;
   }
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.
@@ -380,16 +391,5 @@ class WindowCall {
 
   const BufferGroupLayout& layout_;
 };
-
-// Whole block: what a failed call returns. All ones is NaN in every float type and -1 in every id.
-inline constexpr uint32_t kNoValue = 0xFFFFFFFFu;
-
-template <typename T>
-__device__ void FillWords(T* to, int64_t count, uint32_t word) {
-  auto* words = reinterpret_cast<uint32_t*>(to);
-  const int64_t end = count * static_cast<int64_t>(sizeof(T)) / 4;
-  JAX_EP_NO_UNROLL
-  for (int64_t i = threadIdx.x; i < end; i += blockDim.x) words[i] = word;
-}
 
 }  // namespace jax_ep::cuda

@@ -13,9 +13,6 @@
 
 namespace jax_ep::cuda {
 
-// Tokens that one route item counts.
-inline constexpr int64_t kRouteTokens = 256;
-
 struct DispatchPlan {
   CallPlan call;
   RowPlan rows;
@@ -24,6 +21,7 @@ struct DispatchPlan {
   Divisor count_cells;
   Divisor top_k;
   RankOfExpert rank_of{1};
+  int32_t route_tokens;  // of a part
   int32_t chunk_tokens;
   uint32_t chunk_items;  // place items that have a chunk; the others only fill
 };
@@ -72,14 +70,14 @@ bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare 
   const auto message = MessageOf<Format>(shape);
   const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
+  plan.route_tokens = static_cast<int32_t>(RouteTokens(shape.tokens));
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.count_cells = Divisor::Of(CountCells(shape.local_experts));
   plan.top_k = Divisor::Of(shape.top_k);
   plan.rank_of = RankOfExpert(static_cast<int32_t>(shape.local_experts));
   WorkPlan& work = plan.call.work;
-  work.route_items =
-      static_cast<uint32_t>(shape.tokens == 0 ? 1 : CeilDiv(shape.tokens, kRouteTokens));
+  work.route_items = static_cast<uint32_t>(RouteItems(shape.tokens));
   work.send_items = static_cast<uint32_t>(chunks);
   int64_t clear_bytes = shape.recv_rows * (kTableBytes + (step.zero_tail ? payload_bytes : 0));
   if constexpr (QuantizedFormat<Format>) {

@@ -36,7 +36,8 @@ class Sender {
       const bool routes = current.phase == Phase::kRoute;
       const Chunk chunk = routes ? Chunk{} : Start(current.index);
       const InvalidIds invalid = Count(routes, current.index);
-      return routes ? Route(invalid) : Send(current.index, chunk);
+      if (!routes) return Send(current.index, chunk);
+      return Route(current.index, invalid) && TellBefore(current.index);
     });
     const bool ok = sent && MayStore();
     if constexpr (kEncodes) {
@@ -46,6 +47,8 @@ class Sender {
   }
 
  private:
+  __device__ int32_t experts() const { return static_cast<int32_t>(step_.shape.experts()); }
+
   // Once before the first store: later ones are free.
   __device__ bool MayStore() {
     if (!may_store_) free_ = AwaitCredits(call_);
@@ -55,24 +58,30 @@ class Sender {
 
   // The tokens of a route item, or those before a chunk.
   __device__ InvalidIds Count(bool routes, uint32_t item) {
-    const int32_t tokens = static_cast<int32_t>(step_.shape.tokens);
-    const int32_t size = routes ? static_cast<int32_t>(kRouteTokens) : plan_.chunk_tokens;
-    const int32_t begin = Min(static_cast<int32_t>(item) * size, tokens);
-    if (routes || !counts_) router_.Restart(routes ? begin : 0);
-    counts_ = !routes;
+    const int32_t tokens = static_cast<int32_t>(step_.shape.tokens), part = plan_.route_tokens;
+    const int32_t begin =
+        Min(static_cast<int32_t>(item) * (routes ? part : plan_.chunk_tokens), tokens);
     InvalidIds invalid;
-    router_.CountTo(routes ? Min(begin + size, tokens) : begin, invalid);
+    if (routes) {
+      router_.Restart(begin);
+    } else if (!counts_ || begin - router_.counted() > part) {
+      const uint32_t in = static_cast<uint32_t>(begin / part);
+      const int32_t before = static_cast<int32_t>(in) * part;
+      if (in == 0 || !CountBefore(call_, router_, experts(), in, before)) router_.Restart(0);
+    }
+    counts_ = !routes;
+    router_.CountTo(routes ? Min(begin + part, tokens) : begin, invalid);
     return invalid;
   }
 
   // A part of the tokens is counted; whoever adds the last part posts the counts of all.
-  __device__ bool Route(InvalidIds invalid) {
+  __device__ bool Route(uint32_t item, InvalidIds invalid) {
     const EpShape& shape = step_.shape;
-    const int32_t experts = static_cast<int32_t>(shape.experts());
     if (plan_.call.work.route_items == 1) return PostCounts(invalid);
-    const RouteTotals totals = call_.Totals(experts);
+    PostCounted(call_, router_, experts(), OfPart(item));
+    const RouteTotals totals = call_.Totals(experts());
     JAX_EP_NO_UNROLL
-    for (int32_t expert = Lane(); expert < experts; expert += kWarpSize) {
+    for (int32_t expert = Lane(); expert < experts(); expert += kWarpSize) {
       if (router_.rows(expert) != 0) atomicAdd(totals.rows + expert, router_.rows(expert));
     }
     if (Lane() < shape.ranks) atomicAdd(totals.slots + Lane(), router_.slots());
@@ -93,7 +102,7 @@ class Sender {
     }
     // The scratch is left at zero for the next call.
     JAX_EP_NO_UNROLL
-    for (int32_t expert = Lane(); expert < experts; expert += kWarpSize) {
+    for (int32_t expert = Lane(); expert < experts(); expert += kWarpSize) {
       router_.Set(expert, LoadAroundL1(totals.rows + expert));
       totals.rows[expert] = 0;
     }
@@ -107,6 +116,13 @@ class Sender {
     __syncwarp();
     if (Lane() == 0) *totals.invalid = *totals.invalid_from_end = 0;
     return PostCounts(invalid);
+  }
+
+  // What is before a part, for its chunks.
+  __device__ bool TellBefore(uint32_t part) {
+    const int32_t begin = static_cast<int32_t>(part) * plan_.route_tokens;
+    if (part != 0) PostBefore(call_, router_, experts(), part, begin);
+    return true;
   }
 
   // What the router has counted is all of the call's.

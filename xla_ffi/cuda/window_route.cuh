@@ -46,6 +46,12 @@ class WarpRouter {
   __device__ const int32_t* rows() const { return rows_; }
   __device__ void Set(int32_t expert, int32_t rows) { rows_[expert] = rows; }
   __device__ void SetSlots(int32_t slots) { slots_ = slots; }
+  __device__ int32_t counted() const { return counted_; }
+  // Afterwards all tokens before `end` are those that were set.
+  __device__ void SetCounted(int32_t end) {
+    counted_ = end;
+    __syncwarp();
+  }
 
   // Counts up to token `end`, in any order; a token a lane. The next tokens' first ids are loaded
   // while these are counted: under load that takes microseconds.

@@ -42,9 +42,9 @@ struct LongCallBlocks {
 };
 inline constexpr LongCallBlocks kPlainBlocks{64, 24};
 // Where senders encode, even with helpers (window_team.cuh) it takes more of them to fill the link.
-inline constexpr LongCallBlocks kEncodingBlocks{96, 48};
+inline constexpr LongCallBlocks kEncodingBlocks{132, 72};
 
-// In a long call one block of `share` sends; where senders encode, every other.
+// In a long call one block of `share` sends; where senders encode, six of eleven.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
                            uint32_t share, bool encodes) {
   constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
@@ -57,7 +57,7 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
   }
   const LongCallBlocks& of = encodes ? kEncodingBlocks : kPlainBlocks;
   const uint32_t blocks = BlockLimit(group, tokens < kLongerCall ? UINT32_MAX : of.most);
-  const uint32_t senders = std::min(of.senders, blocks / (encodes ? 2 : share));
+  const uint32_t senders = std::min(of.senders, encodes ? blocks * 6 / 11 : blocks / share);
   return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <string>
@@ -200,6 +202,19 @@ ffi::Error Run(Step& call, int32_t ordinal, cudaStream_t stream) {
   return FromCuda(Step::kTarget, Enqueue(call, ordinal, stream));
 }
 
+// Of all handlers of calls, never of ep_init.
+std::atomic<int64_t> captured_launches{0};
+std::atomic<int64_t> streamed_launches{0};
+
+void Count(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  // An error is the launch's to report.
+  const bool captured = cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+                        status == cudaStreamCaptureStatusActive;
+  // Relaxed: nothing is published with the counts.
+  (captured ? captured_launches : streamed_launches).fetch_add(1, std::memory_order_relaxed);
+}
+
 template <typename Decoded>
 struct Handler {
   template <typename... Operands>
@@ -209,6 +224,7 @@ struct Handler {
       Decoded call;
       ffi::Error error = call.Decode(operands...);
       if (error.failure()) return error;
+      Count(stream);
       return Run(call, ordinal, stream);
     } catch (const std::exception& e) {
       return ffi::Error::Internal(std::string(Decoded::kTarget) + ": " + e.what());
@@ -265,6 +281,11 @@ XLA_FFI_DEFINE_HANDLER(kInit, Init,
                            .Attr<int64_t>("key"));
 
 }  // namespace
+
+std::pair<int64_t, int64_t> LaunchCounts() {
+  return {captured_launches.load(std::memory_order_relaxed),
+          streamed_launches.load(std::memory_order_relaxed)};
+}
 
 std::vector<Target> CudaTargets() {
   const auto handler_of = []<typename Decoded>(Decoded) {

@@ -120,9 +120,12 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
 NB_MODULE(_native_cuda, m) {
   m.doc() = "CUDA handlers of jax_ep, and the windows of its GPU transports.";
   DefineCommon(m, CudaTargets());
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.attr("FIRST_EPOCH") = kFirstEpoch;
   m.attr("ELSEWHERE") = kElsewhere;
+  m.def("launch_counts", &LaunchCounts,
+        "(captured, not captured) calls of this process so far; replays do not count.");
   m.def("device_count", &DeviceCount, "GPUs that this process can use; 0 without a driver.");
   nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
       .def(

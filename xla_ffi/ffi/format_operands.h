@@ -20,10 +20,15 @@ struct Encoding {
   bool quantized = false;
 };
 
-inline ffi::DataType DataTypeOf(std::string_view name) {
+// Declared alone: a format whose dtype has no line below does not compile.
+ffi::DataType NoSuchDtype();
+
+consteval ffi::DataType DataTypeOf(std::string_view name) {
   if (name == "float32") return ffi::F32;
   if (name == "float8_e4m3fn") return ffi::F8E4M3FN;
-  return name == "float8_e8m0fnu" ? ffi::F8E8M0FNU : ffi::U8;
+  if (name == "float8_e8m0fnu") return ffi::F8E8M0FNU;
+  if (name == "uint8") return ffi::U8;
+  return NoSuchDtype();
 }
 
 inline Encoding CheckFormat(Checker& check, std::string_view format, int64_t hidden,

@@ -7,6 +7,17 @@
 
 #include "formats/numbers.h"
 
+// Instructions of one architecture ("sm_100a") or family ("sm_100f") from 10.0 on, which plain
+// targets and PTX for later GPUs lack. CUDA before 12.9 names features instead.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
+#define JAX_EP_HAS_E2M1
+#endif
+#elif defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define JAX_EP_HAS_E2M1
+#endif
+
 namespace jax_ep {
 
 struct E2M1 {
@@ -55,8 +66,7 @@ struct E2M1 {
 #if defined(__CUDACC__)
   // Two at once, the first in the low bits.
   __device__ __forceinline__ static uint32_t EncodeTwo(float first, float second) {
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
-    defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#if defined(JAX_EP_HAS_E2M1)
     uint32_t codes;
     asm("{\n\t.reg .b8 pair;\n\t"
         "cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\n\t"

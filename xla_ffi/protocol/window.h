@@ -67,8 +67,8 @@ JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
 // epochs are a quarter of what the link carries, which only the smallest calls can afford.
 inline constexpr int64_t kFewDispatchTokens = 24;
 // Of dispatches that encode: a whole block encodes a token, where senders of larger calls have a
-// warp for each.
-inline constexpr int64_t kFewEncodedTokens = 128;
+// warp and its helpers for each.
+inline constexpr int64_t kFewEncodedTokens = 32;
 inline constexpr int64_t kFewCombineTokens = 64;
 
 // Cells of so many bytes.
@@ -80,6 +80,22 @@ JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
 // payload.
 JAX_EP_HOST_DEVICE constexpr int64_t DispatchCells(int64_t payload_bytes, int64_t top_k) {
   return 1 + top_k + CellsOf(payload_bytes);
+}
+
+// A route item counts a part of the tokens. A sender is told what was counted before the part of
+// its chunk and counts only the rest, so parts are many and short. A call of one part has nothing
+// to tell: shorter ones are as fast that way.
+inline constexpr int64_t kRouteParts = 32;
+inline constexpr int64_t kLeastRouteTokens = 128;
+inline constexpr int64_t kOneRouteItem = 256;  // tokens
+
+JAX_EP_HOST_DEVICE constexpr int64_t RouteTokens(int64_t tokens) {
+  if (tokens <= kOneRouteItem) return kOneRouteItem;
+  const int64_t even = RoundUp(DivideUp(tokens, kRouteParts), 32);
+  return even < kLeastRouteTokens ? kLeastRouteTokens : even;
+}
+JAX_EP_HOST_DEVICE constexpr int64_t RouteItems(int64_t tokens) {
+  return tokens == 0 ? 1 : DivideUp(tokens, RouteTokens(tokens));
 }
 
 // ---- Layout -------------------------------------------------------------------------------------
@@ -99,6 +115,17 @@ struct RouteTotals {
         invalid(slots + ranks + 1),
         invalid_from_end(slots + ranks + 2) {}
   static constexpr int64_t Ints(int64_t experts, int64_t ranks) { return experts + ranks + 3; }
+};
+
+// What one of them has counted, in cells that carry the epoch, for the other senders of its rank:
+// the rows of the experts, three a cell, then the slots of the ranks, one a cell.
+struct RoutePart {
+  JAX_EP_HOST_DEVICE static constexpr int64_t RowCells(int64_t experts) {
+    return DivideUp(experts, kCountsPerCell);
+  }
+  JAX_EP_HOST_DEVICE static constexpr int64_t Cells(int64_t experts, int64_t ranks) {
+    return RowCells(experts) + ranks;
+  }
 };
 
 // A source's counts for one destination: a cell of its own with the number of slots and the call's
@@ -140,6 +167,7 @@ struct BufferGroupLayout {
 struct WindowLayout {
   int64_t poison;        // WaitReport
   int64_t route_totals;  // RouteTotals of the own rank
+  int64_t route_parts;   // CountCell [parts, then what is before them; cells of a RoutePart], own
   BufferGroupLayout groups[kBufferGroups];
   int64_t bytes;
 
@@ -151,6 +179,10 @@ struct WindowLayout {
     layout.poison = cursor.Take(sizeof(WaitReport), kAlign);
     layout.route_totals = cursor.Take(
         RouteTotals::Ints(sizes.ranks * sizes.local_experts, sizes.ranks) * kIndexBytes, kAlign);
+    layout.route_parts = cursor.Take(
+        2 * kRouteParts * RoutePart::Cells(sizes.ranks * sizes.local_experts, sizes.ranks) *
+            static_cast<int64_t>(sizeof(CountCell)),
+        kAlign);
     for (int i = 0; i < kBufferGroups; ++i) {
       const bool combine = i == static_cast<int>(CallKind::kCombine);
       const int64_t regions = sizes.depth * sizes.ranks;
@@ -225,6 +257,7 @@ JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(uint32_t kind, int64_t tokens, int
 
 static_assert(kDispatchChunks.Count(0) == 0 && kDispatchChunks.Count(128) == 128);
 static_assert(kCombineChunks.Tokens(32) == 1 && kCombineChunks.Tokens(8192) == 16);
+static_assert(RouteItems(256) == 1 && RouteItems(257) == 3 && RouteItems(8192) == kRouteParts);
 static_assert(Pieces(7168) == 7 && Pieces(16) == 1);
 
 }  // namespace jax_ep

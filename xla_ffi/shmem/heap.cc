@@ -40,6 +40,24 @@ void Find(void* handle, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("no ") + name + " in it");
 }
 
+std::string Version(const Library& found) {
+  int major = 0, minor = 0, patch = 0;
+  found.version(&major, &minor, &patch);
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+}
+
+// An older library lacks what the headers and the device code take for granted.
+void CheckVersion(const Library& found) {
+  int major = 0, minor = 0, patch = 0;
+  found.version(&major, &minor, &patch);
+  if (major != NVSHMEM_VENDOR_MAJOR_VERSION || minor < NVSHMEM_VENDOR_MINOR_VERSION) {
+    throw std::runtime_error("version " + Version(found) + ", built for " +
+                             std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION) + "." +
+                             std::to_string(NVSHMEM_VENDOR_MINOR_VERSION) + " or newer of " +
+                             std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION));
+  }
+}
+
 const Library& Opened() {
   if (!opened) throw std::runtime_error("jax_ep: NVSHMEM must be loaded first");
   return library;
@@ -69,16 +87,11 @@ std::string Load(const std::string& path) {
     Find(handle, "nvshmem_align", found.allocate);
     Find(handle, "nvshmem_free", found.free);
     Find(handle, "nvshmem_ptr", found.reached);
+    CheckVersion(found);
     library = found;
     opened = true;
   }
-  int major = 0, minor = 0, patch = 0;
-  library.version(&major, &minor, &patch);
-  if (major != NVSHMEM_VENDOR_MAJOR_VERSION) {
-    throw std::runtime_error("version " + std::to_string(major) + ", built for " +
-                             std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION));
-  }
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+  return Version(library);
 }
 
 bool Started() { return Opened().status() >= NVSHMEM_STATUS_IS_INITIALIZED; }

@@ -1,0 +1,115 @@
+"""Measures what each option costs or saves against plain calls.
+
+    python benchmarks/options_cost.py [--tokens 1 128 4096] [--budget 300]
+
+On all GPUs of this process, in one run: dispatch and combine of T tokens plainly; with
+`reduce="source"` and "none", with `fused_shared_expert`, with `skip_a2a` and the psum
+behind it, with `residual=` and with an addition instead, and in halves; then the first
+halves alone with several `num_sms`. Programs and times are as in p2p.py: many calls,
+each waiting for the one before, median of the repeats. Each call's results are compared
+with the collective transport's bit for bit; wrong ones are marked, and the command then
+exits 1.
+
+Writes benchmarks/results/options-<gpu>x<n>-<date>.json and prints tables last.
+"""
+
+import argparse
+import pathlib
+import secrets
+import sys
+import time
+
+import gpu_limits
+import options_report
+import p2p
+import recording
+
+WORKER = "options_worker.py"
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128, 1])
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        choices=tuple(options_report.NAMES),
+        default=tuple(options_report.NAMES),
+        help="besides the plain calls",
+    )
+    parser.add_argument(
+        "--num-sms", type=int, nargs="*", default=[16, 24, 32], help="of first halves"
+    )
+    parser.add_argument("--transport", default="p2p")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=p2p.EXPERTS)
+    parser.add_argument("--top-k", type=int, default=p2p.TOP_K)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--milliseconds", type=float, default=60, help="of a program")
+    parser.add_argument("--seed", type=int, help="of routing and tokens")
+    parser.add_argument("--budget", type=float, default=300, help="seconds in all")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    args = parser.parse_args(arguments)
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    return args
+
+
+def specification(args):
+    """What the worker measures."""
+    return {
+        "hidden": args.hidden,
+        "dtype": "bfloat16",
+        "format": "bf16",
+        "combine_format": None,
+        "experts": args.experts,
+        "top_k": args.top_k,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "milliseconds": args.milliseconds,
+        "peak_gb_s": None,
+        "transport": args.transport,
+        "tokens": args.tokens,
+        "options": list(args.options),
+        "num_sms": args.num_sms,
+    }
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    start = time.time()
+    print(f"seed {args.seed}")
+    spec = specification(args)
+    record = {
+        "kind": "options",
+        "device": "unknown",
+        "count": 0,
+        "driver": gpu_limits.driver(),
+        "commit": recording.commit(),
+        "date": recording.date(),
+        "command": p2p.command("options_cost.py", arguments or sys.argv[1:]),
+        "flags": p2p.GRAPHS,
+        "results": [],
+        "problems": [],
+    }
+    record |= {
+        name: spec[name] for name in ("seed", "transport", "hidden", "top_k", "experts")
+    }
+    deadline = {"deadline": start + args.budget}
+    rows, problem = p2p.run_worker(p2p.GRAPHS, spec | deadline, WORKER)
+    for row in rows:
+        if "device" in row:
+            record |= row
+        else:
+            record["results"].append(row)
+    if problem:
+        record["problems"].append(problem)
+    record["seconds"] = round(time.time() - start, 1)
+    name = f"options-{recording.short_device(record['device'])}x{record['count']}"
+    recording.write(name, record, args.results)
+    options_report.print_tables(record)
+    return int(options_report.unfit(record))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

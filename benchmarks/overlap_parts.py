@@ -1,0 +1,159 @@
+"""The three steps of a call in halves of overlap="copy", each alone. For overlap.py.
+
+Packing and placing are kernels on the stream of everything else, and stay exposed; the
+copies between them are what can hide.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import p2p_check
+import p2p_programs
+from jax import lax
+
+from jax_ep import _collective, _operands
+
+_TARGETS = {
+    ("dispatch", "pack"): "ep_pack",
+    ("dispatch", "place"): "ep_unpack",
+    ("combine", "pack"): "ep_combine_pack",
+    ("combine", "place"): "ep_combine_unpack",
+}
+
+
+def _pack(ep, op, *inputs):
+    """What is sent, and what placing takes besides what arrives."""
+    if op == "dispatch":
+        _, args = _operands.of_dispatch("dispatch", ep, *inputs, None)
+        send, *rest = _collective.dispatch_pack(ep, *args)
+        return send, tuple(rest)
+    rows, route, weights = inputs
+    wire = ep.config.combine_wire
+    send = _collective.combine_pack(ep, route, rows, weights, None, wire, False)
+    return send, (route.slot_of,)
+
+
+def _place(ep, op, arrived, rest, like):
+    if op == "dispatch":
+        scale = jnp.ones((1,), jnp.float32)
+        return _collective.dispatch_place(ep, like, scale, (arrived, *rest))
+    wire = ep.config.combine_wire
+    (slot_of,) = rest
+    return _collective.combine_sum(
+        ep, arrived, slot_of, like, None, None, wire, by_entry=False
+    )[0]
+
+
+def _word(array):
+    """The first one: of messages the rest may be unspecified."""
+    return lax.optimization_barrier(array)[0, :1]
+
+
+class Parts:
+    """One operation's steps on every draw of a transport's case."""
+
+    def __init__(self, transport, op):
+        self.transport, self.op = transport, op
+        ep, case = transport.ep, transport.case
+        mapped = functools.partial(p2p_check.mapped, case.mesh)
+        pack = mapped(functools.partial(_pack, ep, op))
+        self.like = case.tokens if op == "dispatch" else case.expert_out
+        draws = range(len(case.ids))
+        packed = [pack(*transport.inputs(op, draw)) for draw in draws]
+        self.sent = [send for send, _ in packed]
+        self.rest = [rest for _, rest in packed]
+        copies = mapped(functools.partial(_collective.exchange, ep))
+        self.arrived = [copies(send) for send in self.sent]
+        place = mapped(functools.partial(_place, ep, op))
+        self.results = [
+            place(arrived, rest, self.like)
+            for arrived, rest in zip(self.arrived, self.rest, strict=True)
+        ]
+
+    def differences(self, other):
+        """What the steps in turn give that another transport does not."""
+        found, case = {}, self.transport.case
+        if self.op == "dispatch":
+            for a, b in zip(self.results, other.dispatched, strict=True):
+                found |= p2p_check.dispatched(case.mesh, case.config, a, b)
+        else:
+            for a, b in zip(self.results, other.combined, strict=True):
+                found |= p2p_check.combined(a, b)
+        return found
+
+    def operation(self, part):
+        """`part` alone, of every draw in turn."""
+        ep, op, case = self.transport.ep, self.op, self.transport.case
+        target = _TARGETS.get((op, part))
+        make = functools.partial(p2p_programs.Operation, target=target)
+        if part == "copies":
+            return make(
+                step=lambda send, rest, shared: [_word(_collective.exchange(ep, send))],
+                draws=[(send, ()) for send in self.sent],
+                shared=(),
+            )
+        if part == "place":
+            return make(step=self._placed, draws=self._arrivals(), shared=self.like)
+        if op == "dispatch":
+            return make(
+                step=lambda ids, weights, tokens: [
+                    _word(_pack(ep, op, tokens, ids, weights)[0])
+                ],
+                draws=[(ids, case.weights) for ids in case.ids],
+                shared=case.tokens,
+            )
+        inputs = [self.transport.inputs(op, draw) for draw in range(len(case.ids))]
+        return make(
+            step=lambda weights, route, rows: [
+                _word(_pack(ep, op, rows, route, weights)[0])
+            ],
+            draws=[(weights, route) for _, route, weights in inputs],
+            shared=case.expert_out,
+        )
+
+    def _arrivals(self):
+        return list(zip(self.arrived, self.rest, strict=True))
+
+    def _placed(self, arrived, rest, like):
+        result = _place(self.transport.ep, self.op, arrived, rest, like)
+        return [result.row_offsets if self.op == "dispatch" else result]
+
+    def compiling(self, part, unrolled, iterations):
+        """As `p2p_programs.compiling`; copies are counted too."""
+        mesh = self.transport.case.mesh
+        # XLA's CPU compiler would merge the copies of calls that only a barrier ties.
+        by_data = part == "copies" and jax.default_backend() == "cpu"
+        finish = p2p_programs.compiling(
+            mesh,
+            self.operation(part),
+            unrolled,
+            iterations,
+            "data" if by_data else "barrier",
+        )
+
+        def counted():
+            program = finish()
+            found = [program.opcodes.get(n, 0) for n in ("all-to-all", "async-start")]
+            if part == "copies" and max(found) < unrolled:
+                raise RuntimeError(f"{max(found)} all-to-alls for {unrolled} calls")
+            return program
+
+        return counted
+
+    def last(self, part):
+        """Each draw's last elements of what `operation` returns."""
+        if part == "place":
+            arrays = [
+                result.row_offsets if self.op == "dispatch" else result
+                for result in self.results
+            ]
+            return [self._last_elements(array) for array in arrays]
+        arrays = self.sent if part == "pack" else self.arrived
+        first = p2p_check.mapped(self.transport.case.mesh, _word)
+        return [self._last_elements(first(array)) for array in arrays]
+
+    def _last_elements(self, array):
+        last = p2p_programs.last_elements(self.transport.case.mesh)
+        return np.asarray(last(array))

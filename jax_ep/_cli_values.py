@@ -1,0 +1,32 @@
+"""Values of the commands' options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A parser of integers from `low` on."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(
+                f"must be an integer of at least {low}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def file_problem(path: str) -> str | None:
+    """What a file to write must be and `path` is not; None where all is well."""
+    whole = os.path.abspath(path)
+    if os.path.isdir(whole) or not os.access(os.path.dirname(whole), os.W_OK):
+        return "a file in a folder that can be written to"
+    return None

@@ -1,0 +1,218 @@
+"""SwiGLU experts on rows grouped by expert, for `experts=` of `jax_ep.moe_ffn`.
+
+    moe = jax_ep.flax.MoE(..., experts=jax_ep.experts.Padded(largest=512))
+
+Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)
+and returns `[N, H]` in the dtype of the rows. Which one is fastest depends on sizes, on
+the GPU and on versions: docs/layers.md has times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_TILES = {
+    "block_m": 128,
+    "block_n": 128,
+    "block_k": 64,
+    "max_concurrent_steps": 4,
+}
+_MOSAIC_MULTIPLE = 128
+_MOSAIC_CAPABILITY = "9.0"
+
+
+def ragged_dot(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """By `jax.lax.ragged_dot`, the default: anywhere, and for any sizes.
+
+    Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
+    every local expert: L times the arithmetic.
+    """
+    gate_up, down = _wide(rows, gate_up, down)
+    inner = _swiglu(jax.lax.ragged_dot(rows, gate_up, group_sizes))
+    return jax.lax.ragged_dot(inner, down, group_sizes)
+
+
+def mosaic(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """By JAX's own grouped matmuls for Hopper (Pallas), with their derivatives.
+
+    Raises:
+        ValueError: while tracing, where `mosaic_obstacle` names one.
+    """
+    obstacle = mosaic_obstacle(rows.shape[1], down.shape[1])
+    if obstacle is not None:
+        raise ValueError(
+            f"jax_ep.experts.mosaic: must have {obstacle}; take "
+            "jax_ep.experts.Padded or leave experts out"
+        )
+    gate_up, down = _wide(rows, gate_up, down)
+    both = grouped_matmul(rows, gate_up, group_sizes)
+    # Tiles of the last group are read beyond it, and 0 * NaN is NaN.
+    real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
+    inner = _swiglu(jnp.where(real[:, None], both, 0))
+    return grouped_matmul(inner, down, group_sizes)
+
+
+def mosaic_obstacle(hidden_size: int, intermediate_size: int) -> str | None:
+    """What `mosaic` must have and what there is, or None where it runs."""
+    device = jax.devices()[0]
+    found = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or found != _MOSAIC_CAPABILITY:
+        return (
+            f"GPUs of compute capability {_MOSAIC_CAPABILITY}, got "
+            f"{device.device_kind} {found}".rstrip()
+        )
+    if hidden_size % _MOSAIC_MULTIPLE or intermediate_size % _MOSAIC_MULTIPLE:
+        return (
+            f"hidden_size and intermediate_size in multiples of {_MOSAIC_MULTIPLE}, "
+            f"got {hidden_size} and {intermediate_size}"
+        )
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """Every group padded to `largest` rows, then one batched matmul.
+
+    Costs `L * largest` rows of arithmetic and memory whatever the routing. Rows of a
+    group past `largest` are lost: they come out as zeros and have no gradient. Compare
+    it with `aux.expert_counts.max()`; with a fused shared expert group 0 has all n
+    tokens of the rank.
+
+    Attributes:
+        largest: most rows of a group; multiples of 128 suit GPUs.
+
+    Raises:
+        ValueError: `largest` is no positive integer.
+    """
+
+    largest: int
+
+    def __post_init__(self) -> None:
+        """Checks `largest`."""
+        if type(self.largest) is not int or self.largest < 1:
+            raise ValueError(
+                "jax_ep.experts.Padded: largest must be a positive int, got "
+                f"{self.largest!r}; 1.25 * T * K * R / E, rounded up, is a start"
+            )
+
+    def __call__(
+        self,
+        rows: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        group_sizes: jax.Array,
+    ) -> jax.Array:
+        """The experts; see the module."""
+        groups, hidden = gate_up.shape[:2]
+        gate_up, down = _wide(rows, gate_up, down)
+        row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
+        padded = _gather(rows, row, at, kept)
+        padded = jnp.where(filled[:, None], padded, 0)
+        padded = padded.reshape(groups, self.largest, hidden)
+        inner = _swiglu(jnp.einsum("lnh,lhf->lnf", padded, gate_up))
+        out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
+        return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
+
+
+def _wide(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The matrices in the rows' dtype, gate and up side by side."""
+    gate_up = gate_up.astype(rows.dtype)
+    return gate_up.reshape(*gate_up.shape[:2], -1), down.astype(rows.dtype)
+
+
+def _swiglu(both: jax.Array) -> jax.Array:
+    gate, up = jnp.split(both, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array, ...]:
+    """Which row each padded place takes and whether one; each row's place, likewise."""
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    place = jnp.arange(largest, dtype=jnp.int32)
+    row = jnp.minimum(starts[:, None] + place, count - 1)
+    filled = place < group_sizes[:, None]
+    index = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    group = jnp.minimum(group, group_sizes.size - 1).astype(jnp.int32)
+    within = index - starts[group]
+    at = group * largest + jnp.clip(within, 0, largest - 1)
+    kept = (within < largest) & (index < ends[-1])
+    return row.reshape(-1), filled.reshape(-1), at, kept
+
+
+@jax.custom_vjp
+def _gather(x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array) -> jax.Array:
+    """`x[at]`; where `kept`, row i of x is at `back[i]` of it, and nowhere else.
+
+    Its derivative is a gather too: a scatter of rows is slow on GPUs.
+    """
+    del back, kept
+    return x[at]
+
+
+def _gather_forward(x: Any, at: Any, back: Any, kept: Any) -> Any:
+    return x[at], (back, kept)
+
+
+def _gather_backward(saved: Any, cotangent: Any) -> Any:
+    back, kept = saved
+    return jnp.where(kept[:, None], cotangent[back], 0), None, None, None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _grouped(which: str, columns: int) -> Callable[..., jax.Array]:
+    from jax.experimental.pallas.ops.gpu import (
+        ragged_dot_mgpu,
+        transposed_ragged_dot_mgpu,
+    )
+
+    found = {
+        "rows": ragged_dot_mgpu.ragged_dot,
+        "weights": transposed_ragged_dot_mgpu.transposed_ragged_dot,
+    }
+    # Tiles of neighbouring columns run side by side and share what they read.
+    side_by_side = math.gcd(columns // _TILES["block_n"], 8)
+    return functools.partial(found[which], grid_block_n=side_by_side, **_TILES)
+
+
+@jax.custom_vjp
+def grouped_matmul(
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """What `mosaic` multiplies with: `[N, A]` by `[L, A, B]` as `[N, B]`.
+
+    Rows past the last group come out unspecified; `rows` must be finite there too.
+    """
+    multiply = _grouped("rows", weights.shape[2])
+    return multiply(rows, weights, group_sizes=group_sizes)
+
+
+def _grouped_forward(rows: Any, weights: Any, group_sizes: Any) -> Any:
+    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
+
+
+def _grouped_backward(kept: Any, cotangent: Any) -> Any:
+    rows, weights, sizes = kept
+    multiply = _grouped("rows", weights.shape[1])
+    to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
+    multiply = _grouped("weights", weights.shape[2])
+    return to_rows, multiply(rows, cotangent, group_sizes=sizes), None
+
+
+grouped_matmul.defvjp(_grouped_forward, _grouped_backward)

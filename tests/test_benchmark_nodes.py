@@ -1,0 +1,82 @@
+"""benchmarks/nodes.py: its jobs of processes, its comparisons, its table."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+
+import generate
+import nodes
+import performance_tables
+
+SMALL = (
+    "--platform cpu --ranks 2 --tokens 8 --hidden 64 --experts 8 --top-k 2 --seed 7 "
+    "--repeats 2 --milliseconds 1 --unrolled 4 --budget 120"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_are_measured(tmp_path) -> None:
+    """Of collective, which CPUs have."""
+    args = [*SMALL.split(), "--ways", "collective", "--results", str(tmp_path)]
+    assert nodes.main(args) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert (record["device"], record["count"], record["seed"]) == ("cpu", 2, 7)
+    rows = {row["op"]: row for row in record["rows"]}
+    assert set(rows) == {"dispatch", "combine"}
+    for row in rows.values():
+        assert 0 < row["us_least"] <= row["us"] <= row["us_most"]
+        assert row["differences"] == {}
+        assert row["calls"] % 4 == 0
+    rows["combine"]["differences"] = {"y": 3}
+    rows["dispatch"]["to_one_process"] = 1.0234
+    lines = performance_tables.nodes(record, generate.table).splitlines()
+    assert "seed 7" in lines[0]
+    combine, dispatch = (line for line in lines if "| collective |" in line)
+    assert combine.endswith("|  | no |")
+    assert dispatch.endswith("| 1.023 | yes |")
+
+
+class Job:
+    """Answers as processes do; every second start comes too late to be one."""
+
+    def __init__(self, seconds, right=True, differences=None) -> None:
+        self.seconds, self.right, self.late = seconds, right, False
+        self.differences = differences or {}
+
+    def ask(self, name, *arguments):
+        if name == "time":
+            self.late = not self.late
+            good = {"seconds": self.seconds, "right": True, "late": False}
+            slow = {"seconds": 2 * self.seconds, "right": self.right, "late": False}
+            return [good, slow | {"late": self.late}]
+        calls = {"calls": {"dispatch": 10, "combine": 20}}
+        return [{"differences": {}} | calls, {"differences": self.differences} | calls]
+
+
+def test_slowest_process_counts_and_errors_are_kept() -> None:
+    jobs = {True: Job(1e-3), False: Job(2e-3, False, {"y": 2})}
+    ways = (f"p2p, {nodes.ONE}", "p2p")
+    rows = nodes.measure(jobs, ways, 3)
+    assert rows[ways[0], "dispatch"]["us"] == pytest.approx(200)
+    assert rows[ways[1], "combine"]["us"] == pytest.approx(200)
+    assert not rows[ways[0], "combine"]["differences"]
+    found = rows[ways[1], "combine"]["differences"]
+    assert set(found) == {"y", "checksum of the timed dispatch"} | {
+        "checksum of the timed combine"
+    }
+
+
+def test_ways_that_are_turned() -> None:
+    """Each transport in both kinds of processes; nodes that are none are left out."""
+    args = nodes.parse(["--ranks", "4"])
+    assert next(iter(nodes.turns(args.ways))) == (f"p2p, {nodes.ONE}", "p2p")
+    assert sum(len(ways) for ways in nodes.turns(args.ways)) == len(args.ways) == 6
+    assert len(nodes.parse(["--ranks", "2"]).ways) == 4

@@ -1,0 +1,78 @@
+"""How processes are started: which GPUs they see, and the job file of examples/."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+
+import launch
+import pytest
+import test_processes_gpu
+
+
+def environments(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, own: bool
+) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of two processes of one GPU; None: that of the test."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found: list[str | None] = []
+
+    def started(script, processes, args, folder, timeout_s, shared, own, dying):
+        assert "CUDA_VISIBLE_DEVICES" not in shared
+        for process in range(processes):
+            found.append(own[process]["CUDA_VISIBLE_DEVICES"] if own else None)
+        return []
+
+    monkeypatch.setattr(test_processes_gpu, "launch", started)
+    test_processes_gpu.start("a.py", 2, 1, pathlib.Path(), own=own)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [
+        (None, ["0", "1"]),
+        ("2,3", ["2", "3"]),
+        ("GPU-8a,GPU-9b,GPU-c0", ["GPU-8a", "GPU-9b"]),
+    ],
+)
+def test_own_gpus_are_of_those_visible(monkeypatch, visible, shares) -> None:
+    assert environments(monkeypatch, visible, own=True) == shares
+    # Each then takes all that it sees.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shares[1])
+    assert launch.local_ids(1, 1) is None
+
+
+@pytest.mark.parametrize("visible", [None, "2,3"])
+def test_others_gpus_are_left_by_number(monkeypatch, visible) -> None:
+    """JAX counts local ids among the visible devices."""
+    assert environments(monkeypatch, visible, own=False) == [None, None]
+    assert launch.local_ids(1, 1) == [1]
+
+
+def test_too_few_visible_gpus_are_said(monkeypatch) -> None:
+    with pytest.raises(AssertionError, match=r"2 x 1 of \['5'\]"):
+        environments(monkeypatch, "5", own=True)
+
+
+def test_job_of_one_process_per_host(tmp_path) -> None:
+    """What examples/per_host.sbatch has srun do."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$XLA_PYTHON_CLIENT_MEM_FRACTION" "$@"\n')
+    srun.chmod(0o755)
+    job = launch.TESTS.parent / "examples" / "per_host.sbatch"
+    done = subprocess.run(
+        ["bash", str(job), "train.py", "--steps=3"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    fraction, *words = done.stdout.split()
+    assert float(fraction) < 1
+    assert words[-3:] == ["python", "train.py", "--steps=3"]
+    assert all(word.startswith("--") for word in words[:-3])

@@ -1,0 +1,95 @@
+"""Transport p2p: two micro-batches, one's exchange under the other's work, on GPUs."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import pytest
+import twins
+
+import jax_ep
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import overlap_batches
+import overlap_cases
+
+pytestmark = pytest.mark.gpu
+
+STREAM = pytest.param(
+    True,
+    marks=pytest.mark.skipif(
+        not overlap_cases.available("stream_halves"),
+        reason="this JAX puts no custom call on the stream of collectives",
+    ),
+)
+
+
+def doubled(rows: Any, group_sizes: Any) -> Any:
+    """Experts whose results and gradients are the same bits in every program."""
+    return rows * 2
+
+
+def pulled(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, Any]:
+    """Both batches' sums and gradients.
+
+    The cotangents are made of the sums, so that the calls of a handle follow each other
+    by data, backward too.
+    """
+
+    def run(x: Any, w: Any, z: Any, v: Any) -> Any:
+        return layers(doubled, (x, first.ids, w), (z, second.ids, v))
+
+    given = first.dy, first.weights, second.dy, second.weights
+    sums, pull = jax.vjp(run, *given)
+    dx, dw, dz, dv = pull(sums)
+    return {"exact": (sums, dx, dz), "near": (dw, dv)}
+
+
+# One region that calls go round (T > 512) and two.
+@pytest.mark.parametrize("tokens", [600, 64])
+@pytest.mark.parametrize("on_stream", [False, STREAM])
+@pytest.mark.parametrize("overlap", ["sm", "copy"])
+def test_in_turns(tokens: int, on_stream: bool, overlap: str) -> None:
+    """100 calls in flight, as two layers one after the other over collective."""
+    fields = {"max_tokens_per_rank": tokens, "hidden_size": 1024, "top_k": 4}
+    config = helpers.make_config(**fields, overlap=overlap)
+    mesh = twins.p2p_mesh()
+    place = overlap_cases.on_collective_stream if on_stream else lambda call: call
+    with (
+        twins.Twins(mesh, config) as pair,
+        jax_ep.init(mesh, "ep", config, transport="p2p") as other,
+    ):
+
+        def fast(*batches: Any) -> Any:
+            eps = pair.p2p, other
+            return pulled(
+                lambda *args: overlap_batches.in_turns(eps, place, *args), *batches
+            )
+
+        def plain(*batches: Any) -> Any:
+            eps = (pair.collective,)
+            return pulled(
+                lambda *args: overlap_batches.one_after_the_other(eps, *args), *batches
+            )
+
+        run, right = (twins.mapped(mesh, body) for body in (fast, plain))
+        sets = [
+            (pair.operands(seed, tokens), pair.operands(seed + 9, tokens, "duplicates"))
+            for seed in range(4)
+        ]
+        wanted = [right(*batches) for batches in sets]
+        results = [run(*sets[call % 4]) for call in range(100)]
+        for call, result in enumerate(results):
+            twins.assert_same(
+                result["exact"], wanted[call % 4]["exact"], f"call {call}"
+            )
+        for got, want in zip(results[-1]["near"], wanted[99 % 4]["near"], strict=True):
+            twins.assert_near(got, want)
+        for ep in (pair.p2p, other):
+            ep.check()
