@@ -12,6 +12,7 @@ the build folder.
 import argparse
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -40,23 +41,73 @@ def build(folder):
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
 
 
-def fuzz(folder, target, seconds, seed):
-    """One target's run, as driver.cc or libFuzzer tells it."""
+def engine(folder):
+    """What drives the targets: libFuzzer where clang has built them."""
+    cache = (folder / "CMakeCache.txt").read_text()
+    compiler = re.search(r"^CMAKE_CXX_COMPILER:\w+=(.*)$", cache, re.MULTILINE)[1]
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    return "libFuzzer" if "clang" in told.stdout else "tests/cc/fuzz/driver.cc"
+
+
+def fuzz(folder, target, seconds, seed, driver):
+    """One target's run, as its engine tells it."""
     merged = folder / f"{target}-corpus"
     shutil.rmtree(merged, ignore_errors=True)
-    command = [
-        str(folder / target),
-        f"-seed={seed}",
-        f"-max_total_time={int(seconds)}",
-        f"-merge_to={merged}",
-        str(CORPUS / target),
-    ]
+    merged.mkdir(parents=True)
+    command = [str(folder / target), f"-seed={seed}"]
+    command += [f"-max_total_time={int(seconds)}"]
+    run = run_libfuzzer if driver == "libFuzzer" else run_own
+    failed, told = run(command, merged, CORPUS / target, folder)
+    return {"target": target, "failed": failed} | told
+
+
+def run_own(command, merged, corpus, folder):
+    """Whether an input failed, and what driver.cc says of the run."""
+    done = started([*command, f"-merge_to={merged}", str(corpus)], folder)
+    failed = done.returncode != 0
+    return failed, {} if failed else json.loads(done.stdout.splitlines()[-1])
+
+
+def run_libfuzzer(command, merged, corpus, folder):
+    """Likewise; it writes what it finds into the first corpus, which is a scratch one.
+
+    Another run makes a small corpus of both.
+    """
+    scratch = folder / f"{merged.name}-scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    start = time.monotonic()
+    # It tells all on stderr.
+    command = [*command, "-print_final_stats=1", str(scratch), str(corpus)]
+    done = started(command, folder, stderr=subprocess.STDOUT)
+    seconds = round(time.monotonic() - start, 1)
+    stats = {
+        name: int(value)
+        for name, value in re.findall(r"^stat::(\w+):\s+(\d+)", done.stdout, re.M)
+    }
+    edges = re.findall(r"\bcov: (\d+)", done.stdout)
+    found = {
+        "seconds": seconds,
+        "executions": stats.get("number_of_executed_units", 0),
+        "edges": int(edges[-1]) if edges else 0,
+        "inputs_given": len(list(corpus.iterdir())),
+        "inputs_found": len(list(scratch.iterdir())),
+    }
+    if done.returncode == 0:
+        merge = [command[0], "-merge=1", str(merged), str(corpus), str(scratch)]
+        done = started(merge, folder, stderr=subprocess.STDOUT)
+        found["merged"] = len(list(merged.iterdir()))
+    if done.returncode != 0:
+        print(done.stdout[-8000:], flush=True)
+    return done.returncode != 0, found
+
+
+def started(command, folder, **options):
+    """The ended process."""
     print(" ".join(command), flush=True)
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-    found = {"target": target, "failed": done.returncode != 0}
-    if not found["failed"]:
-        found |= json.loads(done.stdout.splitlines()[-1])
-    return found
+    return subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True, **options
+    )
 
 
 def keep_corpus(folder):
@@ -77,8 +128,9 @@ def main():
     commit = recording.commit()  # of the sources that are built
     build(folder)
     share = args.minutes * 60 / sum(TARGETS.values())
+    driver = engine(folder)
     found = [
-        fuzz(folder, target, weight * share, args.seed)
+        fuzz(folder, target, weight * share, args.seed, driver)
         for target, weight in TARGETS.items()
     ]
     record = {
@@ -88,6 +140,7 @@ def main():
         "seed": args.seed,
         "command": f"python benchmarks/fuzz.py --minutes {args.minutes:g} "
         f"--seed {args.seed}",
+        "engine": driver,
         "sanitizers": "address,undefined",
         "executions": sum(target.get("executions", 0) for target in found),
         "seconds": round(sum(target.get("seconds", 0) for target in found), 1),

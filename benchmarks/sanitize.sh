@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # compute-sanitizer over jax_ep's kernels: memcheck on p2p semantics tests, racecheck and synccheck
-# on small ones. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S (default 360).
+# on small ones. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S (default 600).
 #
 #   benchmarks/sanitize.sh [python]
 #
@@ -10,7 +10,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
-limit=${LIMIT_S:-360}
+limit=${LIMIT_S:-600}
 tool=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 [ -x "$tool" ] || { echo "no compute-sanitizer on PATH or in /usr/local/cuda/bin"; exit 2; }
 logs=$(mktemp -d)
@@ -36,7 +36,7 @@ check() {
   local log=$logs/$name.log
   echo "== $name: $kind on GPUs $gpus, at most $seconds s"
   CUDA_VISIBLE_DEVICES=$gpus timeout --kill-after=10 "$seconds" "$tool" --tool "$kind" \
-    "$filter" kns=jax_ep --report-api-errors no --target-processes application-only \
+    "$filter" kns=jax_ep --report-api-errors no --target-processes "${processes:-application-only}" \
     --error-exitcode 7 --print-limit 20 \
     "$python" -m pytest -q -x -p no:cacheprovider "$@" >"$log" 2>&1
   local status=$?
@@ -59,16 +59,25 @@ check() {
 
 # All three kernels where they drop, align, cut groups, and have the least and the odd row sizes.
 files=(tests/test_dispatch.py tests/test_combine.py tests/test_vjp.py tests/test_p2p.py)
+# Formats, options and calls in halves: a few of each; and routes that came back changed, in a
+# process of the test's own, where slow calls may take longer.
+more=(tests/test_p2p_formats.py tests/test_p2p_options.py tests/test_p2p_split.py)
+some='nvfp4 or shared_source or same_gradients'
 corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or cut_aligned or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
 small='ranks1 or top32_one_rank or (test_vjp and cut_aligned)'
-share=$((limit / 12))
+share=$((limit / 20))
 # XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
 # own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
 XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 3)) "$one" memcheck \
   "${files[@]}" -k "$corners"
 [ "$two" = "$one" ] || check memcheck-two $((share * 4)) "$two" memcheck "${files[@]}" -k "$corners"
+if [ "$two" != "$one" ]; then
+  check memcheck-options $((share * 3)) "$two" memcheck "${more[@]}" -k "$some"
+  processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 5)) "$two" memcheck \
+    tests/test_tampered.py -k p2p_survives
+fi
 check racecheck $((share * 3)) "$one" racecheck "${files[@]}" -k "$small"
 check synccheck $((share * 2)) "$one" synccheck "${files[@]}" -k "$small"
 

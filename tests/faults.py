@@ -254,6 +254,23 @@ def flat(mesh):
     }
 
 
+def sizes(mesh):
+    """What windows of several sizes take of a GPU, beside what their handles say."""
+    ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+    helpers.init(mesh).close()  # what the first one takes for all that follow
+    found = []
+    for tokens, hidden, top_k in ((8, 128, 2), (512, 2048, 4), (4096, 4096, 8)):
+        before = [gpus.free_bytes(ordinal) for ordinal in ordinals]
+        ep = helpers.init(
+            mesh, max_tokens_per_rank=tokens, hidden_size=hidden, top_k=top_k
+        )
+        left = [gpus.free_bytes(ordinal) for ordinal in ordinals]
+        taken = max(a - b for a, b in zip(before, left, strict=True))
+        found.append([ep.buffer_bytes, taken])
+        ep.close()
+    return {"found": found}
+
+
 ALL = {
     **{f"missing_{w}": functools.partial(missing, w)
        for w in ("dispatch", "combine", "cached")},
@@ -261,4 +278,5 @@ ALL = {
        for how in ("tokens", "few_tokens", "kind", "line")},
     "giant": giant,
     "flat": flat,
+    "sizes": sizes,
 }  # fmt: skip

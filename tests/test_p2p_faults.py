@@ -125,6 +125,15 @@ def test_window_that_no_gpu_can_hold() -> None:
 
 
 @pytest.mark.exclusive
+def test_memory_of_windows_is_what_handles_say() -> None:
+    """To the granule in which the driver gives memory out."""
+    found = run("sizes")["found"]
+    assert len({said for said, _ in found}) == len(found)
+    for said, taken in found:
+        assert abs(taken - said) <= 2 * MB, found
+
+
+@pytest.mark.exclusive
 def test_memory_of_windows_comes_and_goes() -> None:
     found = run("flat")
     assert found["opened"] == 33

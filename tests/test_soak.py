@@ -17,7 +17,9 @@ import jax_ep
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import soak
+import soak_run
 
+SECONDS = 3.0
 right_dispatch, right_combine = jax_ep.dispatch, jax_ep.combine
 
 CHANGES = {
@@ -47,15 +49,15 @@ def wrong_combine(ep, rows, route, weights, residual):
     )
 
 
-def run(monkeypatch, folder, n, options=()):
-    """One launch of the program of size n, or of each option's of that size."""
-    monkeypatch.setattr(soak, "SIZES", () if options else (n,))
+def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
+    """Launches of the program of size n, and of each option's."""
+    monkeypatch.setattr(soak, "SIZES", (n,))
     monkeypatch.setattr(soak, "REDUCE_AT", n)
-    monkeypatch.setattr(soak, "OPTION_SIZES", (n,))
+    monkeypatch.setattr(soak, "OPTION_SIZES", (20,))
     args = argparse.Namespace(
-        calls=1,
+        calls=calls,
         seed=5,
-        minutes=None,
+        minutes=minutes,
         devices=helpers.some_ranks(2),
         transport=helpers.TRANSPORT,
         folder=folder,
@@ -69,26 +71,24 @@ def run(monkeypatch, folder, n, options=()):
 
 @pytest.mark.slow
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
-    status, record = run(monkeypatch, tmp_path, 300)
-    assert status == 0
-    assert record["calls"] == soak.STEPS * 3 * 4
+    """For seconds two threads, one of them with options, beside one that compiles.
+
+    Two options for CI; benchmarks/soak.py runs all.
+    """
+    names = ("tiled", "shared_source")
+    status, record = run(monkeypatch, tmp_path, 300, 10**6, SECONDS / 60, names)
     assert record["failures"] == {}
     assert record["error"] is None
+    assert status == 0
+    assert record["options"] == list(names)
+    assert record["threads"] == 2
+    assert record["compilations"] > soak_run.COMPILED_SHAPES
+    assert record["seconds"] >= SECONDS
+    # Each launch of either thread is of so many calls at least.
+    assert record["calls"] >= 10 * soak.STEPS * 4
     assert record["checks"] > record["calls"]
     # The routing drawn exercises what it should.
     assert min(record["rows"], record["dropped"], record["invalid"]) > 0
-
-
-@pytest.mark.slow
-def test_right_calls_with_options_pass(monkeypatch, tmp_path) -> None:
-    """Two of them for CI; benchmarks/soak.py runs all."""
-    names = ("tiled", "shared_source")
-    status, record = run(monkeypatch, tmp_path, 20, names)
-    assert record["failures"] == {}
-    assert status == 0
-    assert record["options"] == list(names)
-    assert record["calls"] >= soak.STEPS * 4
-    assert record["checks"] > record["calls"]
 
 
 @pytest.mark.slow
