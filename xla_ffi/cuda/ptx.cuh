@@ -129,6 +129,32 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// Likewise, of cells.
+__device__ __forceinline__ Bits128 LoadRelaxedGpu(const Bits128* from) {
+  Bits128 value;
+  asm volatile(
+      "{\n"
+      ".reg .b128 cell;\n"
+      "ld.relaxed.gpu.global.b128 cell, [%2];\n"
+      "mov.b128 {%0, %1}, cell;\n"
+      "}"
+      : "=l"(value.low), "=l"(value.high)
+      : "l"(from)
+      : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreRelaxedGpu(Bits128* to, const Bits128& value) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 cell;\n"
+      "mov.b128 cell, {%1, %2};\n"
+      "st.relaxed.gpu.global.b128 [%0], cell;\n"
+      "}" ::"l"(to),
+      "l"(value.low), "l"(value.high)
+      : "memory");
+}
+
 // Orders nothing. Returns what was there.
 __device__ __forceinline__ uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
   uint32_t before;

@@ -144,7 +144,7 @@ class WindowCall {
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
-  // After AwaitCredits, or in this rank's scratch.
+  // After AwaitCredits.
   __device__ void PostCell(CountCell* cell, const uint32_t (&words)[3]) const {
     memory_.Post(cell, {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]),
                          static_cast<int32_t>(words[2])},
@@ -190,9 +190,14 @@ class WindowCall {
     return AwaitCells(from, sources, cells, [](const CountCell(&)[kCells]) { return kCells; });
   }
 
-  // One look at a cell of this rank's scratch: whether a warp of this call has posted it.
+  // In cells of this rank's scratch, for other warps of the call; whether one is there yet.
+  __device__ void PostHere(CountCell* cell, const int32_t (&counts)[3]) const {
+    const CountCell all{{counts[0], counts[1], counts[2]}, CellStamp(lease_.epoch)};
+    StoreRelaxedGpu(reinterpret_cast<Bits128*>(cell), __builtin_bit_cast(Bits128, all));
+  }
   __device__ bool LookAt(const CountCell* from, CountCell& cell) const {
-    return ObserveCounts(memory_, from, lease_.epoch, cell) == Observation::kArrived;
+    cell = __builtin_bit_cast(CountCell, LoadRelaxedGpu(reinterpret_cast<const Bits128*>(from)));
+    return cell.stamp == CellStamp(lease_.epoch);
   }
 
   // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.

@@ -76,17 +76,17 @@ __device__ inline void PostCounted(const WindowCall& call, const WarpRouter& rou
   CountCell* const cells = call.RouteCells(experts, row);
   JAX_EP_NO_UNROLL
   for (uint32_t cell = Lane(); cell < row_cells; cell += kWarpSize) {
-    uint32_t counts[3];
+    int32_t counts[3];
 #pragma unroll
     for (uint32_t j = 0; j < kPerCell; ++j) {
       const int32_t expert = static_cast<int32_t>(cell * kPerCell + j);
-      counts[j] = expert < experts ? static_cast<uint32_t>(router.rows(expert)) : 0;
+      counts[j] = expert < experts ? router.rows(expert) : 0;
     }
-    call.PostCell(cells + cell, counts);
+    call.PostHere(cells + cell, counts);
   }
   const uint32_t rank = static_cast<uint32_t>(Lane());
   if (rank >= call.ranks()) return;
-  call.PostCell(cells + row_cells + rank, {static_cast<uint32_t>(router.slots()), 0, 0});
+  call.PostHere(cells + row_cells + rank, {router.slots(), 0, 0});
 }
 
 // Any lanes, each for its own `count` cells from `first` on: whether they came soon.

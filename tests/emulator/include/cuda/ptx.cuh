@@ -59,6 +59,12 @@ inline uint32_t LoadRelaxedGpu(const uint32_t* from) { return LoadAtOnce(from, "
 inline void StoreRelaxedGpu(uint32_t* to, uint32_t value) {
   StoreAtOnce(to, value, "st.relaxed.gpu");
 }
+inline Bits128 LoadRelaxedGpu(const Bits128* from) {
+  return LoadAtOnce(from, "ld.relaxed.gpu.b128");
+}
+inline void StoreRelaxedGpu(Bits128* to, const Bits128& value) {
+  StoreAtOnce(to, value, "st.relaxed.gpu.b128");
+}
 inline uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
   const uint32_t before = LoadAtOnce(counter, "atom.add.gpu");
   *counter = before + value;
