@@ -55,20 +55,22 @@ P2P_ONLY = ("test_p2p", "test_processes_gpu", "test_shmem_gpu")
 STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
-ALONE_S = 30  # for the exclusive tests of a file
+ALONE_S = 15  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
-LONG = (
-    "test_p2p.py",
-    "test_p2p_formats.py",
-    "test_p2p_wires.py",
-    "test_p2p_options.py",
-    "test_p2p_split.py",
-    "test_p2p_order.py",
-    "test_dispatch.py",
-    "test_combine.py",
-    "test_graph_layer.py",
-    "test_multiprocess.py",
-)
+# Parts in which files that take minutes run side by side.
+LONG = {
+    "test_p2p.py": 3,
+    "test_p2p_options.py": 4,
+    "test_p2p_formats.py": 2,
+    "test_p2p_split.py": 2,
+    "test_p2p_wires.py": 1,
+    "test_p2p_order.py": 1,
+    "test_dispatch.py": 1,
+    "test_combine.py": 1,
+    "test_graph_layer.py": 1,
+    "test_shmem_gpu.py": 1,
+    "test_multiprocess.py": 1,
+}
 
 
 def devices():
@@ -107,25 +109,34 @@ def run_suite(arguments):
 
 @dataclasses.dataclass
 class Job:
-    """A file of tests, for one suite on some GPUs."""
+    """A file of tests, or a part of one, for one suite on some GPUs."""
 
     suite: Suite
     gpus: list
     file: pathlib.Path
     folder: pathlib.Path
+    part: str = "0/1"
     alone: bool = False  # the tests that need GPUs to themselves, or all others
 
     def arguments(self):
         """Those of pytest."""
         marked = "exclusive" if self.alone else "not exclusive"
-        return [str(self.file), "-m", marked, *self.suite.arguments]
+        return [
+            str(self.file),
+            "-m",
+            marked,
+            "--part",
+            self.part,
+            *self.suite.arguments,
+        ]
 
     def run(self, deadline):
         """Runs it until `deadline`; whether no test of it failed."""
-        name = f"{self.suite.transport} on {len(self.gpus)}: {self.file.name}"
+        file = self.file.name if self.part == "0/1" else f"{self.file.name} {self.part}"
+        name = f"{self.suite.transport} on {len(self.gpus)}: {file}"
         left = deadline - time.monotonic()
         if left < FEW_S:
-            self.suite.not_run.append(self.file.name)
+            self.suite.not_run.append(file)
             return False
         self.folder.mkdir()
         report, log = self.folder / "report.xml", self.folder / "log"
@@ -154,7 +165,7 @@ class Job:
         if report.exists():
             self.suite.add(report)
         else:
-            self.suite.not_run.append(self.file.name)
+            self.suite.not_run.append(file)
         good = status in (0, NOTHING_SELECTED)
         if not good:
             print(log.read_text(errors="replace")[-4000:], flush=True)
@@ -184,14 +195,17 @@ def run_all(args, arguments, folder):
                 # What tests p2p by name needs no second run beside the other transport.
                 if transport != "p2p" and file.name.startswith(P2P_ONLY):
                     continue
-                # Small suites leave no GPU to the large ones alone.
-                first = len(jobs) * count % (len(gpus) // count * count)
-                chosen = gpus[first : first + count]
-                jobs.append(Job(suite, chosen, file, folder / str(len(jobs))))
+                parts = LONG.get(file.name, 1)
+                for part in range(parts):
+                    # Small suites leave no GPU to the large ones alone.
+                    first = len(jobs) * count % (len(gpus) // count * count)
+                    chosen = gpus[first : first + count]
+                    place = folder / str(len(jobs))
+                    jobs.append(Job(suite, chosen, file, place, f"{part}/{parts}"))
     alone = [
-        dataclasses.replace(job, alone=True, folder=folder / f"alone{i}")
+        dataclasses.replace(job, alone=True, folder=folder / f"alone{i}", part="0/1")
         for i, job in enumerate(jobs)
-        if "mark.exclusive" in job.file.read_text()
+        if job.part.startswith("0/") and "mark.exclusive" in job.file.read_text()
     ]
     end = time.monotonic() + args.limit_s
     together = end - ALONE_S * len(alone)

@@ -81,8 +81,9 @@ def records(prefix):
     return [json.loads(path.read_text()) for path in by_date]
 
 
-def newest(prefix):
-    found = records(prefix)
+def newest(prefix, count=None):
+    """With `count`, of as many devices."""
+    found = [data for data in records(prefix) if count in (None, data.get("count"))]
     return found[-1] if found else None
 
 
@@ -92,7 +93,7 @@ def from_newest(prefix, part):
 
 
 def targets():
-    return performance_tables.targets(newest("p2p"), newest("formats"), table)
+    return performance_tables.targets(newest("p2p", 4), newest("formats", 4), table)
 
 
 def newest_suites():

@@ -27,6 +27,20 @@ if not helpers.IN_PROCESSES:
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="I/N: every N-th test, from number I on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+    if part := config.getoption("--part"):
+        first, parts = map(int, part.split("/"))
+        kept = items[first::parts]
+        config.hook.pytest_deselected(
+            items=[item for item in items if item not in kept]
+        )
+        items[:] = kept
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU, this machine has none")

@@ -1,11 +1,14 @@
-"""How processes are started: which GPUs they see, and the job file of examples/."""
+"""How tests start: GPUs of processes, parts of files, the job file of examples/."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import subprocess
+import types
+from typing import Any, cast
 
+import conftest
 import launch
 import pytest
 import test_processes_gpu
@@ -76,3 +79,20 @@ def test_job_of_one_process_per_host(tmp_path) -> None:
     assert float(fraction) < 1
     assert words[-3:] == ["python", "train.py", "--steps=3"]
     assert all(word.startswith("--") for word in words[:-3])
+
+
+def test_parts_have_every_test_once() -> None:
+    """As record_suite.py runs long files."""
+    dropped: list = []
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+
+    def part(name: str | None) -> list:
+        config = types.SimpleNamespace(hook=hook, getoption=lambda option: name)
+        items = list(range(7))
+        conftest.pytest_collection_modifyitems(cast("Any", config), items)
+        return items
+
+    assert part(None) == list(range(7))
+    assert not dropped
+    assert sorted(part("0/3") + part("1/3") + part("2/3")) == list(range(7))
+    assert len(dropped) == 2 * 7
