@@ -23,17 +23,21 @@ inline bool EndsWithin(std::chrono::nanoseconds limit, std::function<void()> act
     std::optional<bool> ended_well;
   };
   const auto outcome = std::make_shared<Outcome>();
-  std::thread([outcome, act = std::move(act)] {
-    bool well = true;
-    try {
-      act();
-    } catch (const std::exception&) {
-      well = false;
-    }
-    const std::lock_guard<std::mutex> lock(outcome->mutex);
-    outcome->ended_well = well;
-    outcome->changed.notify_all();
-  }).detach();
+  try {
+    std::thread([outcome, act = std::move(act)] {
+      bool well = true;
+      try {
+        act();
+      } catch (const std::exception&) {
+        well = false;
+      }
+      const std::lock_guard<std::mutex> lock(outcome->mutex);
+      outcome->ended_well = well;
+      outcome->changed.notify_all();
+    }).detach();
+  } catch (const std::exception&) {
+    return false;  // the process has no thread to give
+  }
   std::unique_lock<std::mutex> lock(outcome->mutex);
   outcome->changed.wait_for(lock, limit, [&] { return outcome->ended_well.has_value(); });
   return outcome->ended_well.value_or(false);
