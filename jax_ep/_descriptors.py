@@ -47,7 +47,13 @@ class Giver:
         self._listener.bind(_PREFIX + self._name.hex().encode())
         self._listener.listen(256)
         self._wake, woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, args=(woken,), daemon=True)
+        # Here, so that the thread opens nothing that could fail.
+        selector = selectors.DefaultSelector()
+        for source in (self._listener, woken):
+            selector.register(source, selectors.EVENT_READ)
+        self._thread = threading.Thread(
+            target=self._serve, args=(selector, woken), daemon=True
+        )
         self._thread.start()
 
     @property
@@ -66,10 +72,8 @@ class Giver:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def _serve(self, woken: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
-            for source in (self._listener, woken):
-                selector.register(opened.enter_context(source), selectors.EVENT_READ)
+    def _serve(self, selector: selectors.BaseSelector, woken: socket.socket) -> None:
+        with self._listener, woken, selector, contextlib.ExitStack() as opened:
             takers: dict[socket.socket, None] = {}  # oldest first
             opened.callback(lambda: [taker.close() for taker in takers])
             while True:
