@@ -25,9 +25,11 @@ _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
 # Open at a giver: more than processes have devices, fewer than files may be opened.
 _MOST_TAKERS = 256
-# Of Linux's SO_PEERCRED: process, user, group.
+# Of Linux's SO_PEERCRED: process, effective user, group.
 _CREDENTIALS = struct.Struct("3i")
 _PAUSE_S = 0.05
+# Of accept(), where a taker stays in the queue.
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Giver:
@@ -39,21 +41,28 @@ class Giver:
     """
 
     def __init__(self) -> None:
-        """Listens; nothing is there to take yet."""
+        """Listens; nothing is there to take yet.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
         self._name, self._secret = secrets.token_bytes(8), secrets.token_bytes(16)
         self._descriptors: dict[int, int] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind(_PREFIX + self._name.hex().encode())
-        self._listener.listen(256)
-        self._wake, woken = socket.socketpair()
-        # Here, so that the thread opens nothing that could fail.
-        selector = selectors.DefaultSelector()
-        for source in (self._listener, woken):
-            selector.register(source, selectors.EVENT_READ)
-        self._thread = threading.Thread(
-            target=self._serve, args=(selector, woken), daemon=True
-        )
+        # All that the thread needs: nobody would hear of what failed there.
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener = stack.enter_context(listener)
+            listener.setblocking(False)
+            listener.bind(_PREFIX + self._name.hex().encode())
+            listener.listen(256)
+            self._wake, woken = socket.socketpair()
+            stack.enter_context(woken)
+            for source in (listener, woken):
+                selector.register(source, selectors.EVENT_READ)
+            opened = stack.pop_all()
+        args = (woken, selector, opened)
+        self._thread = threading.Thread(target=self._serve, args=args, daemon=True)
         self._thread.start()
 
     @property
@@ -72,8 +81,13 @@ class Giver:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def _serve(self, selector: selectors.BaseSelector, woken: socket.socket) -> None:
-        with self._listener, woken, selector, contextlib.ExitStack() as opened:
+    def _serve(
+        self,
+        woken: socket.socket,
+        selector: selectors.BaseSelector,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        with opened:
             takers: dict[socket.socket, None] = {}  # oldest first
             opened.callback(lambda: [taker.close() for taker in takers])
             while True:
@@ -103,13 +117,13 @@ class Giver:
         try:
             taker = self._listener.accept()[0]
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                # It stays in the queue, and select() would return at once for ever.
+            if error.errno in _NO_ROOM:
+                # Else select() would return at once for ever.
                 select.select([woken], [], [], _PAUSE_S)
             return None
         taker.setblocking(False)
         raw = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(raw)[1] == os.getuid():
+        if _CREDENTIALS.unpack(raw)[1] == os.geteuid():
             return taker
         taker.close()
         return None

@@ -177,8 +177,8 @@ def test_whoever_asks_amiss_gets_nothing(giver) -> None:
 def test_other_users_are_left(giver, monkeypatch) -> None:
     """Before they can ask, and whatever they know."""
     giver.give(1, make_file())
-    user = os.getuid()
-    monkeypatch.setattr(_descriptors.os, "getuid", lambda: user + 1)
+    user = os.geteuid()
+    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
     with (
         contextlib.closing(Taker(giver.address, 20.0)) as taker,
         pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
@@ -203,6 +203,24 @@ def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
             assert take_content(taker, 1) == b"here"
         for taker in silent[:36]:
             assert taker._socket.recv(1) == b""
+
+
+@pytest.mark.parametrize("spare", range(4))
+def test_no_file_to_listen_with(spare) -> None:
+    """Said at once, and nothing stays open, whichever file it is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        # All below the highest are taken, so that the limit leaves `spare`.
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while (file := os.dup(0)) <= highest:
+            stack.callback(os.close, file)
+        os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file + spare, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                Giver()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_more_files_to_open(giver) -> None:
