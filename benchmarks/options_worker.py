@@ -191,11 +191,13 @@ def measure(spec, case, emit, name, num_sms):
     option = None
     try:
         option = Option(case, spec, name, num_sms)
-        for op in ops:
-            emit({**facts, "op": op, **_measured(spec, option, op)})
+        while ops:
+            emit({**facts, "op": ops[0], **_measured(spec, option, ops[0])})
+            ops.pop(0)
     except Exception as error:  # of one option of many
         text = f"{type(error).__name__}: {error}"[:500]
-        emit({**facts, "op": op if option else ops[0], "error": text})
+        for op in ops:
+            emit({**facts, "op": op, "error": text})
     finally:
         if option is not None:
             option.close()

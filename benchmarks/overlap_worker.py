@@ -110,6 +110,9 @@ class Worker:
         """Times the steps of overlap="copy" alone."""
         for op in _OPS:
             facts = {"op": op, "num_sms": None, "beside": None}
+            if self.late():
+                self.no_parts(facts, {"error": overlap_report.NO_TIME})
+                continue
             try:
                 parts = overlap_parts.Parts(self.transports[None], op)
                 different = parts.differences(self.other)
@@ -120,7 +123,7 @@ class Worker:
                     }
                 )
             except Exception as error:  # of one operation of two
-                self.row(**facts, arrangement="pack", **_error(error))
+                self.no_parts(facts, _error(error))
                 continue
             for part, program in programs.items():
                 facts["arrangement"] = part
@@ -135,6 +138,10 @@ class Worker:
                 wrong = different | _unlike(program, checksum, parts.last(part))
                 self.parts_us[op, part] = timing["us"]
                 self.row(**facts, **timing, differences=wrong, wrong=bool(wrong))
+
+    def no_parts(self, facts, why):
+        for part in overlap_report.PARTS:
+            self.row(**facts, arrangement=part, **why)
 
     def measure(self, wanted, beside):
         """Times each (op, arrangement, num_sms) of `wanted` with `beside`."""

@@ -81,7 +81,8 @@ def test_what_fails_or_has_no_time_is_said(case, monkeypatch):
     rows.clear()
     monkeypatch.setitem(options_worker._CONFIGS, "shared", {"top_k": 0})
     options_worker.measure(spec, made, rows.append, "shared", None)
-    assert "top_k must be" in rows[0]["error"]
+    assert [row["op"] for row in rows] == ["dispatch", "combine"]
+    assert all("top_k must be" in row["error"] for row in rows)
 
 
 def row(option, op, us, num_sms=None, **changes):
