@@ -24,8 +24,6 @@ import contextlib
 import json
 import os
 import pathlib
-import secrets
-import shlex
 import socket
 import statistics
 import subprocess
@@ -33,9 +31,9 @@ import sys
 import threading
 import time
 
+import p2p
 import recording
 
-GRAPHS = "--xla_gpu_graph_min_graph_size=1"
 AHEAD_S = 0.05  # from a command to the start that it names
 ONE = "one process"
 # Whether in one process; transport, ranks of a node, whether dispatches may be bundled.
@@ -177,24 +175,15 @@ def turns(chosen):
 
 def run(args, record):
     """Fills the record's rows."""
-    spec = {
+    spec = p2p.plain_spec(args) | {
         "platform": args.platform,
-        "hidden": args.hidden,
-        "dtype": "bfloat16",
-        "format": "bf16",
-        "combine_format": None,
-        "experts": args.experts,
-        "top_k": args.top_k,
-        "seed": args.seed,
         "unrolled": args.unrolled,
-        "milliseconds": args.milliseconds,
-        "peak_gb_s": None,
     }
     environment = os.environ | {
         # Two contexts on each GPU, and windows beside.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3",
         "NCCL_NVLS_ENABLE": "0",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip(),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {p2p.GRAPHS}".strip(),
     }
     if args.platform == "gpu":
         # Both kinds of processes see as many as there are ranks.
@@ -244,21 +233,12 @@ def line(row):
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128])
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of GPUs")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--milliseconds", type=float, default=150, help="of a program")
+    p2p.add_common(parser, repeats=9, milliseconds=150, budget=540)
     parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
-    parser.add_argument("--seed", type=int, help="of routing and tokens")
-    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args(arguments)
-    if args.seed is None:
-        args.seed = secrets.randbits(31)
+    args = p2p.parsed(parser, arguments)
     if args.ranks is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = (
@@ -281,16 +261,24 @@ def main(arguments=None):
     record = {
         "date": recording.date(),
         "commit": recording.commit(),
-        "command": shlex.join(["benchmarks/nodes.py", *(arguments or sys.argv[1:])]),
+        "command": p2p.command("nodes.py", arguments or sys.argv[1:]),
         "seed": args.seed,
         "count": args.ranks,
         "hidden": args.hidden,
+        "device": "unknown",
         "rows": [],
+        "problems": [],
     }
-    run(args, record)
+    try:
+        run(args, record)
+    except (OSError, RuntimeError) as error:
+        # What was measured until then stays.
+        record["problems"].append(str(error))
+        print(f"MISSING: {error}")
     device = recording.short_device(record["device"])
     recording.write(f"nodes-{device}x{args.ranks}", record, args.results)
-    return 1 if any(row["differences"] for row in record["rows"]) else 0
+    wrong = any(row["differences"] for row in record["rows"])
+    return 1 if wrong or record["problems"] else 0
 
 
 if __name__ == "__main__":

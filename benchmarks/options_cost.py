@@ -14,8 +14,6 @@ Writes benchmarks/results/options-<gpu>x<n>-<date>.json and prints tables last.
 """
 
 import argparse
-import pathlib
-import secrets
 import sys
 import time
 
@@ -41,33 +39,13 @@ def parse(arguments):
         "--num-sms", type=int, nargs="*", default=[16, 24, 32], help="of first halves"
     )
     parser.add_argument("--transport", default="p2p")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=p2p.EXPERTS)
-    parser.add_argument("--top-k", type=int, default=p2p.TOP_K)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--milliseconds", type=float, default=60, help="of a program")
-    parser.add_argument("--seed", type=int, help="of routing and tokens")
-    parser.add_argument("--budget", type=float, default=300, help="seconds in all")
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args(arguments)
-    if args.seed is None:
-        args.seed = secrets.randbits(31)
-    return args
+    p2p.add_common(parser, repeats=7, milliseconds=60, budget=300)
+    return p2p.parsed(parser, arguments)
 
 
 def specification(args):
     """What the worker measures."""
-    return {
-        "hidden": args.hidden,
-        "dtype": "bfloat16",
-        "format": "bf16",
-        "combine_format": None,
-        "experts": args.experts,
-        "top_k": args.top_k,
-        "seed": args.seed,
-        "repeats": args.repeats,
-        "milliseconds": args.milliseconds,
-        "peak_gb_s": None,
+    return p2p.plain_spec(args) | {
         "transport": args.transport,
         "tokens": args.tokens,
         "options": list(args.options),

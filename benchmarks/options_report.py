@@ -1,6 +1,6 @@
 """What options_cost.py says of its rows; used by docs/generate.py too."""
 
-from p2p_report import number
+from p2p_report import number, print_aligned
 
 PLAIN, FIRST_HALF = "plain", "first_half"
 NAMES = {
@@ -109,16 +109,8 @@ def halves_header(record):
 
 def print_tables(record):
     """Both tables, and what is wrong or missing."""
-    for head, rows in (
-        (header(record), list(cells(record))),
-        (halves_header(record), list(halves(record))),
-    ):
-        shown = [[str(cell) for cell in row] for row in (head, *rows)]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        print()
-        for row in shown:
-            padded = [c.ljust(w) for c, w in zip(row, widths, strict=True)]
-            print("  ".join(padded).rstrip())
+    print_aligned(header(record), cells(record))
+    print_aligned(halves_header(record), halves(record))
     for each in failures(record):
         print(f"FAILED: {each}")
     for each in missing(record):

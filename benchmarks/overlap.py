@@ -42,7 +42,6 @@ import argparse
 import functools
 import json
 import pathlib
-import secrets
 import sys
 import time
 
@@ -72,9 +71,7 @@ _GRAPHS_SHARE = 0.25  # of the time
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=p2p.EXPERTS)
-    parser.add_argument("--top-k", type=int, default=p2p.TOP_K)
+    p2p.add_common(parser, repeats=5, milliseconds=60, budget=540)
     parser.add_argument("--inner", type=int, default=2048, help="of the experts")
     parser.add_argument("--matmul", type=int, default=8192, help="its size")
     parser.add_argument("--megabytes", type=int, default=1000, help="of elementwise")
@@ -89,40 +86,16 @@ def parse(arguments):
     parser.add_argument(
         "--graph-tokens", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32]
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--milliseconds", type=float, default=60, help="of a program")
-    parser.add_argument("--seed", type=int, help="of routing and tokens")
-    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
     parser.add_argument("--trace", action="store_true", help="profile a call each")
     parser.add_argument(
         "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
     )
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args(arguments)
-    if args.seed is None:
-        args.seed = secrets.randbits(31)
-    return args
-
-
-def common(args):
-    """What the specification of every worker has."""
-    return {
-        "hidden": args.hidden,
-        "dtype": "bfloat16",
-        "format": "bf16",
-        "combine_format": None,
-        "experts": args.experts,
-        "top_k": args.top_k,
-        "seed": args.seed,
-        "repeats": args.repeats,
-        "milliseconds": args.milliseconds,
-        "peak_gb_s": None,
-    }
+    return p2p.parsed(parser, arguments)
 
 
 def overlap_workers(args):
     """(XLA flags, specification), the surest first."""
-    spec = common(args) | {
+    spec = p2p.plain_spec(args) | {
         "transport": args.transport,
         "tokens": args.tokens,
         "beside": args.beside,
@@ -179,7 +152,7 @@ def merged(before, after):
 
 
 def graph_spec(args):
-    return common(args) | {
+    return p2p.plain_spec(args) | {
         "transports": [args.transport],
         "tokens": args.graph_tokens,
         "routings": ["uniform"],
@@ -240,14 +213,19 @@ def main(arguments=None):
             spec = graph_spec(args) | {"deadline": start + until * args.budget}
             run(flags, spec, "p2p_worker.py", "graphs", graphs=graphs)
     record["seconds"] = round(time.time() - start, 1)
-    if record["count"] or not earlier:
+    empty = record["count"] == 0
+    if earlier and empty:
+        # Nothing to join: it does not even say on which devices.
+        earlier[-1]["problems"] += record["problems"]
+    else:
         record["runs"] = [{name: record[name] for name in OF_A_RUN}]
         earlier.append(record)
     record = functools.reduce(merged, earlier)
     name = f"overlap-{recording.short_device(record['device'])}x{record['count']}"
     recording.write(name, record, args.results)
     overlap_report.print_table(record)
-    return int(overlap_report.unfit(record))
+    asked = bool(workers or args.graph_tokens)
+    return int((asked and empty) or overlap_report.unfit(record))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Used by docs/generate.py too.
 """
 
-from p2p_report import number
+from p2p_report import number, print_aligned
 
 NO_TIME = "no time left"
 TARGET_US = 30  # that overlap="copy" may leave exposed beside its packing and placing
@@ -247,14 +247,8 @@ def print_table(record):
         (BATCHES_HEADER, batches(record)),
         (GRAPHS_HEADER, graphs(record)),
     ):
-        shown = [[str(cell) for cell in row] for row in (head, *rows)]
-        if len(shown) == 1:
-            continue
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        print()
-        for row in shown:
-            padded = [c.ljust(w) for c, w in zip(row, widths, strict=True)]
-            print("  ".join(padded).rstrip())
+        if found := list(rows):
+            print_aligned(head, found)
     for each in failures(record):
         print(f"FAILED: {each}")
     for each in missing(record):

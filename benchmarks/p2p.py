@@ -59,6 +59,44 @@ RAGGED = (
 )
 
 
+def add_common(parser, repeats, milliseconds, budget):
+    """What can be said of every measurement of calls; overlap.py and others have it."""
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
+    parser.add_argument("--top-k", type=int, default=TOP_K)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument(
+        "--milliseconds", type=float, default=milliseconds, help="of a program"
+    )
+    parser.add_argument("--seed", type=int, help="of routing and tokens")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds in all")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+
+
+def parsed(parser, arguments):
+    """With a seed in any case."""
+    args = parser.parse_args(arguments)
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    return args
+
+
+def plain_spec(args):
+    """What the specification of a worker has, of bfloat16 calls."""
+    return {
+        "hidden": args.hidden,
+        "dtype": "bfloat16",
+        "format": "bf16",
+        "combine_format": None,
+        "experts": args.experts,
+        "top_k": args.top_k,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "milliseconds": args.milliseconds,
+        "peak_gb_s": None,
+    }
+
+
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="p2p, few T, uniform")
@@ -71,23 +109,14 @@ def parse(arguments):
     parser.add_argument(
         "--num-sms", type=int, nargs="+", default=[], help="besides the default"
     )
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=EXPERTS)
-    parser.add_argument("--top-k", type=int, default=TOP_K)
+    add_common(parser, repeats=7, milliseconds=100, budget=300)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--formats", "--format", nargs="+", default=["bf16"], help="dispatch_format"
     )
     parser.add_argument("--combine-format", help="default None")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--milliseconds", type=float, default=100, help="of a program")
     parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
-    parser.add_argument("--seed", type=int, help="of routing and tokens")
-    parser.add_argument("--budget", type=float, default=300, help="seconds in all")
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args(arguments)
-    if args.seed is None:
-        args.seed = secrets.randbits(31)
+    args = parsed(parser, arguments)
     args.formats = list(dict.fromkeys(args.formats))
     few = args.quick or several(args)
     tokens = FORMATS_TOKENS if several(args) else TOKENS

@@ -9,6 +9,16 @@ def number(value, digits=0):
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def print_aligned(header, rows):
+    """A table in columns, behind an empty line."""
+    shown = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    print()
+    for row in shown:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(padded).rstrip())
+
+
 def variant(row):
     """A row's transport, with what tells it from others of that name."""
     name = row.get("transport", "")

@@ -74,6 +74,22 @@ def test_slowest_process_counts_and_errors_are_kept() -> None:
     }
 
 
+def test_rows_before_a_failure_stay(tmp_path, monkeypatch, capsys) -> None:
+    def fails(args, record) -> None:
+        record |= {"device": "cpu"}
+        record["rows"].append({"differences": {}})
+        raise BrokenPipeError("a process is gone")
+
+    monkeypatch.setattr(nodes, "run", fails)
+    arguments = ["--platform", "cpu", "--ranks", "2", "--results", str(tmp_path)]
+    assert nodes.main(arguments) == 1
+    (path,) = tmp_path.glob("nodes-cpux2-*.json")
+    record = json.loads(path.read_text())
+    assert (len(record["rows"]), record["problems"]) == (1, ["a process is gone"])
+    assert record["command"] == "benchmarks/nodes.py --platform cpu --ranks 2"
+    assert "MISSING: a process is gone" in capsys.readouterr().out
+
+
 def test_ways_that_are_turned() -> None:
     """Each transport in both kinds of processes; nodes that are none are left out."""
     args = nodes.parse(["--ranks", "4"])

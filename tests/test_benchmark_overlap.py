@@ -158,6 +158,20 @@ def test_wrong_results_are_seen(opened, monkeypatch):
     assert wrong == [("combine", part) for part in overlap_report.PARTS]
 
 
+def test_steps_without_a_time_say_why(opened, monkeypatch):
+    run, rows = opened
+    keys = [(op, p) for op in ("dispatch", "combine") for p in overlap_report.PARTS]
+    for patch, error in (
+        ((run, "other", None), "AttributeError"),
+        ((run, "late", lambda: True), overlap_report.NO_TIME),
+    ):
+        rows.clear()
+        monkeypatch.setattr(*patch)
+        run.measure_parts()
+        assert [(row["op"], row["arrangement"]) for row in rows] == keys
+        assert all(row["error"].startswith(error) for row in rows)
+
+
 ROW = {
     "op": "dispatch",
     "beside": "matmul",
@@ -238,3 +252,9 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     deadlines = [spec["deadline"] for _, spec, _ in calls]
     assert deadlines == sorted(deadlines)
     assert "100 (80%)" in capsys.readouterr().out
+    # Joined to what there is, a run that measured nothing has failed all the same.
+    monkeypatch.setattr(p2p, "run_worker", lambda *_: ([], "worker killed"))
+    arguments += ["--merge", str(path)]
+    assert overlap.main(arguments) == 1
+    assert "MISSING: worker killed" in capsys.readouterr().out
+    assert overlap.main([*arguments, "--beside", "--graph-tokens"]) == 0
