@@ -1,5 +1,7 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
+import math
+
 import layer_report
 import options_report
 import overlap_report
@@ -289,7 +291,10 @@ def train(data, table):
         name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
         for name in names
     }
-    before = {name: max(gaps[: data["alike"][name]]) for name, gaps in apart.items()}
+    before = {
+        name: max(gaps[: data["alike"][name]], default=math.inf)
+        for name, gaps in apart.items()
+    }
     if not names or max(before.values()) > 1e-4:
         raise SystemExit(f"the newest train file is unfit: {before}")
     steps = len(curves["dense"])

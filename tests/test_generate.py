@@ -89,9 +89,15 @@ def test_curves_of_training_must_be_the_same():
     assert lines[4] == "| 1 | 5.0000 | 5.0000 |"
     assert lines[-1] == "| 60 | 2.0500 | 2.0500 |"
     assert len(lines) == 4 + 13
-    data["curves"]["flax"][30] += 1
-    with pytest.raises(SystemExit, match="unfit"):
-        performance_tables.train(data, generate.table)
+    other = [*data["curves"]["flax"]]
+    other[30] += 1
+    for changes in (
+        {"curves": {"dense": dense, "flax": other}},
+        {"alike": {"flax": 0}},
+        {"curves": {"dense": dense}},
+    ):
+        with pytest.raises(SystemExit, match="unfit"):
+            performance_tables.train(data | changes, generate.table)
 
 
 def test_no_records_no_text(tmp_path, monkeypatch):
