@@ -36,7 +36,9 @@ TRANSPORTS = ("p2p", "collective")
 HERE = pathlib.Path(__file__).resolve()
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
+    "benchmark_fuzz",
     "benchmark_nodes",
+    "benchmark_overlap_report",
     "benchmark_report",
     "compatibility",
     "demo",

@@ -141,8 +141,9 @@ class EPHandle:
 
         A trace after this is a ValueError. Functions compiled before still run on the
         collective transport, whose programs carry all they need, and raise
-        `jax.errors.JaxRuntimeError` on p2p, where this waits for calls in flight: up
-        to three times `timeout_s`, after which their windows are left to the process.
+        `jax.errors.JaxRuntimeError` on p2p and shmem, where this waits for calls in
+        flight: up to three times `timeout_s`, after which their windows are left to the
+        process.
         In a forked child it releases nothing: what the parent holds is the parent's.
         """
         self._closed = True
@@ -158,8 +159,8 @@ class EPHandle:
         Raises:
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch; names
                 rank, token, k and value of the first on the lowest rank.
-            jax.errors.JaxRuntimeError: a wait of p2p failed; names the rank that
-                waited, the one it waited for, the phase and the call. It stays so
+            jax.errors.JaxRuntimeError: a wait of p2p or shmem failed; names the rank
+                that waited, the one it waited for, the phase and the call. It stays so
                 until the handle is closed.
         """
         if self._closed:
