@@ -45,6 +45,7 @@ class Together:
 
     def __init__(self, own: int, count: int) -> None:
         self.own, self.count, self.client = own, count, client()
+        self.last: dict[Any, str] = {}  # by processes what this one has said last
         self.begin("begin")
 
     def begin(self, place: str) -> None:
@@ -68,6 +69,10 @@ class Together:
             parts = int(self._get(f"{folder}/{process}"))
             values = [self._get(f"{folder}/{process}/{i}") for i in range(parts)]
             found.append(b"".join(values))
+        # Who has come to this step has read the one before; or the store would grow.
+        if who in self.last:
+            self.client.key_value_delete(self.last[who])
+        self.last[who] = f"{folder}/{self.own}"
         return found
 
     def _put(self, key: str, value: bytes) -> None:
