@@ -193,22 +193,25 @@ def _read(path: str) -> dict[str, Any]:
 
 
 _CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
+_PLAIN = "bf16"  # of rows that name no format, too
 
 
 def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
     """By case the microseconds, or None where the result was wrong."""
-    return {
-        tuple(row.get(name) for name in _CASE): None if row.get("wrong") else row["us"]
-        for row in record["results"]
-        if "us" in row
-    }
+    found = {}
+    for row in record["results"]:
+        if "us" in row:
+            case = (*(row.get(name) for name in _CASE), row.get("format", _PLAIN))
+            found[case] = None if row.get("wrong") else row["us"]
+    return found
 
 
 def _case_name(case: tuple[Any, ...]) -> str:
-    op, tokens, routing, transport, num_sms, flags, zero_tail = case
+    op, tokens, routing, transport, num_sms, flags, zero_tail, form = case
     name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
     name += f", {flags}" if flags else ""
     name += ", zeroed" if zero_tail else ""
+    name += f", {form}" if form != _PLAIN else ""
     return f"{op:<9} {tokens:>5} {routing:<8} {name:<24}"
 
 

@@ -71,6 +71,20 @@ def test_compare_fails_where_after_is_wrong_or_has_gone():
     assert _cli_bench.compare(before, after, 0.1)[1] == 3  # nothing in common either
 
 
+def test_compare_tells_formats_apart():
+    plain, named, other = (record(combine=50) for _ in range(3))
+    named["results"][0]["format"] = "bf16"
+    other["results"][0]["format"] = "fp8_block128"
+    assert _cli_bench.compare(plain, named, 0.1)[1] == 0
+    lines, failed = _cli_bench.compare(named, other, 0.1)
+    assert failed == 2  # missing, and nothing in common
+    named["results"] += other["results"]
+    lines, failed = _cli_bench.compare(named, named, 0.1)
+    assert failed == 0
+    assert len([line for line in lines if "p2p, fp8_block128 " in line]) == 1
+    assert "2 cases in both" in lines[-1]
+
+
 @pytest.mark.parametrize("name", ["device", "count", "hidden", "experts", "top_k"])
 def test_compare_of_unlike_runs_fails(tmp_path, capsys, name):
     runs = [record(combine=50) | {name: value} for value in (4, 8)]
