@@ -291,10 +291,8 @@ def train(data, table):
         name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
         for name in names
     }
-    before = {
-        name: max(gaps[: data["alike"][name]], default=math.inf)
-        for name, gaps in apart.items()
-    }
+    alike = data["alike"]
+    before = {n: max(gaps[: alike[n]], default=math.inf) for n, gaps in apart.items()}
     if not names or max(before.values()) > 1e-4:
         raise SystemExit(f"the newest train file is unfit: {before}")
     steps = len(curves["dense"])
