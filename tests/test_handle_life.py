@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 
@@ -28,7 +29,12 @@ def mesh():
     return helpers.make_mesh(helpers.some_ranks(2))
 
 
-def worker(scenario: str) -> list[str]:
+# What C++ says when Python before 3.14 ends a daemon thread in the middle of it, as it
+# does with a thread that calls any jitted function when the interpreter exits.
+ENDED_THREAD = "terminate called without an active exception"
+
+
+def worker(scenario: str, *, may_end_threads: bool = False) -> list[str]:
     """The lines that the scenario prints; it must end well, and within its time."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if helpers.TRANSPORT == "collective":
@@ -45,6 +51,9 @@ def worker(scenario: str) -> list[str]:
     except subprocess.TimeoutExpired as error:
         tail = (error.stderr or b"")[-4000:]
         pytest.fail(f"{scenario} did not end within {TIMEOUT_S} s: {tail!r}")
+    ended = (done.returncode, done.stderr.strip()) == (-signal.SIGABRT, ENDED_THREAD)
+    if may_end_threads and ended and sys.version_info < (3, 14):
+        return done.stdout.splitlines()
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
     return done.stdout.splitlines()
 
@@ -106,7 +115,7 @@ def test_collected_in_any_order() -> None:
 @pytest.mark.parametrize("how", ["end", "thread", "error", "closing"])
 def test_exit_with_calls_in_flight(how: str) -> None:
     """The interpreter goes while calls run: no hang, no crash, the right status."""
-    assert worker(f"exit_{how}")[-1] == "leaving"
+    assert worker(f"exit_{how}", may_end_threads=how == "thread")[-1] == "leaving"
 
 
 @pytest.mark.parametrize("changes", [{}, {"key": 7}])
