@@ -136,11 +136,7 @@ def main(arguments=None):
         spec["deadline"] = start + share * args.budget
         record["flags"][name] = flags
         rows, problem = p2p.run_worker(flags, spec, WORKER)
-        for row in rows:
-            if "device" in row:
-                record |= row
-            else:
-                record["results"].append(row)
+        p2p.take(record, rows)
         if problem:
             record["problems"].append(f"{name}: {problem}")
     record["seconds"] = round(time.time() - start, 1)

@@ -75,11 +75,7 @@ def main(arguments=None):
     }
     deadline = {"deadline": start + args.budget}
     rows, problem = p2p.run_worker(p2p.GRAPHS, spec | deadline, WORKER)
-    for row in rows:
-        if "device" in row:
-            record |= row
-        else:
-            record["results"].append(row)
+    p2p.take(record, rows)
     if problem:
         record["problems"].append(problem)
     record["seconds"] = round(time.time() - start, 1)

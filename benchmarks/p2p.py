@@ -204,6 +204,15 @@ def workers(args):
             )
 
 
+def take(record, rows):
+    """Adds a worker's rows: the one that names the devices is of the record itself."""
+    for row in rows:
+        if "device" in row:
+            record |= row
+        else:
+            record["results"].append(row)
+
+
 def run_worker(flags, spec, script="p2p_worker.py"):
     """Runs a worker; returns the lines that it wrote, and what went wrong or ""."""
     environment = dict(os.environ)
@@ -259,11 +268,7 @@ def main(arguments=None):
         spec |= {"peak_gb_s": peak, "deadline": start + share * args.budget}
         record["flags"][name] = flags
         rows, problem = run_worker(flags, spec)
-        for row in rows:
-            if "device" in row:
-                record |= row
-            else:
-                record["results"].append(row)
+        take(record, rows)
         if problem:
             record["problems"].append({"worker": name, "problem": problem})
     record["seconds"] = round(time.time() - start, 1)

@@ -37,7 +37,9 @@ class Sender {
       const Chunk chunk = routes ? Chunk{} : Start(current.index);
       const InvalidIds invalid = Count(routes, current.index);
       if (!routes) return Send(current.index, chunk);
-      return Route(current.index, invalid) && TellBefore(current.index);
+      if (!Route(current.index, invalid)) return false;
+      if (current.index != 0) TellBefore(current.index);
+      return true;
     });
     const bool ok = sent && MayStore();
     if constexpr (kEncodes) {
@@ -119,10 +121,9 @@ class Sender {
   }
 
   // What is before a part, for its chunks.
-  __device__ bool TellBefore(uint32_t part) {
+  __device__ void TellBefore(uint32_t part) {
     const int32_t begin = static_cast<int32_t>(part) * plan_.route_tokens;
-    if (part != 0) PostBefore(call_, router_, experts(), part, begin);
-    return true;
+    PostBefore(call_, router_, experts(), part, begin);
   }
 
   // What the router has counted is all of the call's.
