@@ -116,9 +116,12 @@ class Compiler:
         self.count += 1
 
     def run(self, stop):
+        """Once at least, however busy the machine is."""
         try:
-            while not stop.wait(COMPILE_EVERY_S):
+            while True:
                 self.one()
+                if stop.wait(COMPILE_EVERY_S):
+                    return
         except Exception as raised:
             self.error = f"{type(raised).__name__}: {raised}"
 
