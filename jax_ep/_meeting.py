@@ -261,6 +261,10 @@ class Meeting:
         """
         self._takers[process] = Taker(address, self._timeout_s)
 
+    def connected(self, process: int) -> bool:
+        """Whether `take` can get what that process gives."""
+        return process in self._takers
+
     def take(self, process: int, number: int) -> int:
         """A descriptor that a process gives, the caller's to close. After `connect`.
 
