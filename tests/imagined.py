@@ -73,6 +73,7 @@ class Native(types.SimpleNamespace):
             fabric="",
             makes_handles=True,
             fabric_asked=[],
+            handles_asked=[],
             taken_by=[],
             asked=[],
             peers=[],
@@ -99,7 +100,7 @@ class Native(types.SimpleNamespace):
         return self.fabric
 
     def shares_by_fabric(self, ordinal):
-        self.fabric_asked.append(ordinal)
+        self.handles_asked.append(ordinal)
         return self.makes_handles
 
     def open_windows(self, key, groups, config, **options):

@@ -165,6 +165,16 @@ def test_forced_without_handles(value, forced, all_closed, monkeypatch) -> None:
         job.close()
 
 
+def test_forced_beside_a_group_of_one_process(all_closed, monkeypatch) -> None:
+    """Which passes nothing, and needs no handles."""
+    monkeypatch.setenv(_fabric.FORCE, "1")
+    groups = make_groups([[(0, 0), (1, 0)], [(2, 0), (2, 1)]])
+    job = Job(groups, makes_handles={2: False})
+    check_marks(job, job.results())
+    assert kinds(job) == {bytes}
+    job.close()
+
+
 @pytest.mark.parametrize("field", ["no_map", "no_export"])
 def test_handles_that_fail_late(field: str, hosts, all_closed) -> None:
     job = Job(

@@ -107,6 +107,8 @@ def test_every_rank_maps_every_other(groups, all_closed) -> None:
         assert {kind for _, kind in native.taken_by} <= {int}
         # Fabrics are nobody's business where no group crosses processes.
         assert bool(native.fabric_asked) == (groups is not APART)
+        # And without one no memory is taken to try its handles.
+        assert not native.handles_asked
     job.close()
 
 
