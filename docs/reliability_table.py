@@ -58,6 +58,9 @@ PROMISES = (
      "time, and is named; descriptors go to the job's own processes alone",
      "pytest tests/test_multiprocess_windows.py tests/test_meeting.py "
      "tests/test_descriptors.py", ("ci",)),
+    ("p2p over imagined hosts, without GPUs: one NVLink fabric serves; several, none "
+     "or one whose handles fail are refused in the same words in all processes",
+     "pytest tests/test_fabric.py", ("ci",)),
     ("The semantics with a process a GPU: p2p, and shmem over forced nodes",
      "python benchmarks/record_suite.py --processes 4 --transports p2p; "
      "python benchmarks/record_suite.py --processes 4 --ranks-per-node 2 "

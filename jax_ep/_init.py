@@ -49,11 +49,12 @@ def init(
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
             count in the order given, the last axis fastest.
         config: sizes and options.
-        transport: "p2p" (GPUs of one host, in one process or several, that reach each
-            other's memory), "shmem" (the same with one process per GPU, over windows
-            of NVSHMEM, whose puts reach ranks on other nodes), "collective" (XLA's
-            all-to-all, on CPU and GPU), or "auto" for p2p where this build and these
-            devices have it, shmem where groups span hosts, else collective.
+        transport: "p2p" (GPUs of one host, in one process or several, or of hosts in
+            one NVLink fabric, that reach each other's memory), "shmem" (the same with
+            one process per GPU, over windows of NVSHMEM, whose puts reach ranks on
+            other nodes), "collective" (XLA's all-to-all, on CPU and GPU), or "auto"
+            for p2p where this build and these devices have it, shmem where groups span
+            hosts, else collective.
 
     Returns:
         An `EPHandle`.

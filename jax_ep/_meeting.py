@@ -15,12 +15,14 @@ import threading
 import time
 from collections import defaultdict
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 from jax.sharding import Mesh
 
-from jax_ep._descriptors import Giver, Taker
+# Otherwise when it is used: most jobs pass no descriptors, and importing takes time.
+if TYPE_CHECKING:
+    from jax_ep._descriptors import Giver, Taker
 
 # A wait is cut into slices, to look for processes that have given up, and for Ctrl-C.
 _SLICE_S = 0.25
@@ -245,6 +247,8 @@ class Meeting:
 
     def listen(self) -> str:
         """Opens a place to `give` descriptors at; returns its address."""
+        from jax_ep._descriptors import Giver
+
         self._giver = self._giver or Giver()
         return self._giver.address
 
@@ -259,7 +263,13 @@ class Meeting:
         Raises:
             OSError: it cannot be reached.
         """
+        from jax_ep._descriptors import Taker
+
         self._takers[process] = Taker(address, self._timeout_s)
+
+    def connected(self, process: int) -> bool:
+        """Whether `take` can get what that process gives."""
+        return process in self._takers
 
     def take(self, process: int, number: int) -> int:
         """A descriptor that a process gives, the caller's to close. After `connect`.

@@ -16,11 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import _fabric
 from jax_ep._config import EPConfig
+from jax_ep._fabric import Obstacle
 from jax_ep._meeting import Meeting
-
-# "must have <this>, got <that>"
-Obstacle = tuple[str, str]
 
 
 class NotMapped(Exception):
@@ -65,24 +64,21 @@ def find_obstacle(
     if not meeting.possible:
         return "jax.distributed.initialize() in a mesh of several processes", "none"
     crosses = any(len(_processes(group)) > 1 for group in groups)
-    uuids = {
-        device.id: native.device_uuid(ordinal(device))
-        for group in own
-        for device in group
-        if device.process_index == meeting.own
-    }
+    devices = [d for group in own for d in group if d.process_index == meeting.own]
+    ordinal_of = {device.id: ordinal(device) for device in devices}
     cards = meeting.gather(
         "devices",
         {
             "obstacle": native.p2p_obstacle(here),
             "host": host(),
-            "uuids": uuids,
+            "uuids": {i: native.device_uuid(own) for i, own in ordinal_of.items()},
             "address": meeting.listen() if crosses else None,
+            "fabric": _fabric.card(native, ordinal_of) if crosses else None,
         },
     )
     found = first({p: card["obstacle"] for p, card in cards.items()})
     if found is None:
-        found = _misplaced(groups, cards)
+        found = _misplaced(groups, cards, crosses)
     if found is not None or not crosses:
         return found
     reached = _reach(native, own, meeting, cards)
@@ -112,16 +108,13 @@ def first(obstacles: dict[int, Any]) -> Obstacle | None:
     return None
 
 
-def _misplaced(groups: np.ndarray, cards: dict[int, Any]) -> Obstacle | None:
+def _misplaced(
+    groups: np.ndarray, cards: dict[int, Any], crosses: bool
+) -> Obstacle | None:
     for group in groups:
-        hosts = [cards[process]["host"] for process in _processes(group)]
-        if len({boot for boot, _ in hosts}) > 1:
-            names = sorted({name for _, name in hosts})
-            processes = _processes(group)
-            return (
-                "the GPUs of each EP group on one host",
-                f"a group on hosts {names} (processes {processes})",
-            )
+        found = _fabric.find_obstacle(group, cards) if crosses else None
+        if found is not None:
+            return found
         uuids = [cards[d.process_index]["uuids"][str(d.id)] for d in group]
         for uuid in uuids:
             if uuid and uuids.count(uuid) > 1:
@@ -143,6 +136,8 @@ def _reach(
             return found
     peers = {process for group in own for process in _processes(group)}
     for process in sorted(peers - {meeting.own}):
+        if not _fabric.by_descriptors(cards, meeting.own, process):
+            continue
         try:
             meeting.connect(process, cards[process]["address"])
         except OSError as error:
@@ -224,10 +219,11 @@ def _share(
             except RuntimeError as error:
                 obstacle = "GPUs whose memory processes can share", str(error)
                 continue
-            descriptor, given[device.id] = found
+            descriptor, size, fabric = found
+            given[device.id] = size, fabric and fabric.hex()
             meeting.give(device.id, descriptor)
     # They have their first contents, so whoever maps one may store into it at once.
-    answers = meeting.gather("windows", {"sizes": given, "obstacle": obstacle})
+    answers = meeting.gather("windows", {"windows": given, "obstacle": obstacle})
     _raisefirst({p: answer["obstacle"] for p, answer in answers.items()})
     obstacle = None
     for index, group in enumerate(own):
@@ -235,15 +231,19 @@ def _share(
             process = device.process_index
             if process == meeting.own:
                 continue
-            descriptor = meeting.take(process, device.id)
-            size = answers[process]["sizes"][str(device.id)]
+            size, fabric = answers[process]["windows"][str(device.id)]
+            descriptor = None
+            if meeting.connected(process):
+                descriptor = meeting.take(process, device.id)
+            handle = bytes.fromhex(fabric) if descriptor is None else descriptor
             try:
-                native.import_window(key, index, rank, descriptor, size)
+                native.import_window(key, index, rank, handle, size)
             except RuntimeError as error:
                 place = f"rank {rank} in process {process}"
                 obstacle = "GPUs that map each other's memory", f"{error} ({place})"
             finally:
-                os.close(descriptor)
+                if descriptor is not None:
+                    os.close(descriptor)
     _raisefirst(meeting.gather("mapped", obstacle))
 
 

@@ -1,13 +1,15 @@
 """Windows without a GPU: a store for meetings of threads, and a native module of files.
 
 Each window is a memfd. A process that maps one of another's leaves its mark there, at
-its own rank, so that tests see whose memory was mapped where.
+its own rank, so that tests see whose memory was mapped where. A fabric handle names the
+window's descriptor and the fabric that it is of.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import threading
 import time
 import types
@@ -18,6 +20,9 @@ import jax
 from jax_ep import _ffi
 
 BYTES = 4096
+HANDLE = struct.Struct("<qq48s")  # process id, descriptor, fabric
+
+here = threading.local()  # `process`: what a thread stands for
 
 
 class Store:
@@ -65,6 +70,11 @@ class Native(types.SimpleNamespace):
             no_export=None,
             no_map=None,
             uuids=lambda process, ordinal: f"gpu-{process}-{ordinal}",
+            fabric="",
+            makes_handles=True,
+            fabric_asked=[],
+            handles_asked=[],
+            taken_by=[],
             asked=[],
             peers=[],
             groups=None,
@@ -84,6 +94,14 @@ class Native(types.SimpleNamespace):
 
     def device_uuid(self, ordinal):
         return self.uuids(self.process, ordinal)
+
+    def device_fabric(self, ordinal):
+        self.fabric_asked.append(ordinal)
+        return self.fabric
+
+    def shares_by_fabric(self, ordinal):
+        self.handles_asked.append(ordinal)
+        return self.makes_handles
 
     def open_windows(self, key, groups, config, **options):
         if self.no_room:
@@ -107,14 +125,25 @@ class Native(types.SimpleNamespace):
     def export_window(self, key, ordinal):
         if self.no_export:
             raise RuntimeError(self.no_export)
-        return os.dup(self.own[ordinal][0]), BYTES
+        descriptor, handle = self.own[ordinal][0], None
+        if self.makes_handles:
+            handle = HANDLE.pack(os.getpid(), descriptor, self.fabric.encode())
+        return os.dup(descriptor), BYTES, handle
 
-    def import_window(self, key, ep_group, rank, descriptor, size):
+    def import_window(self, key, ep_group, rank, handle, size):
         if self.no_map:
             raise RuntimeError(self.no_map)
         group = self.groups[ep_group]
         assert group[rank] == self.ELSEWHERE
-        memory = self.mapped[ep_group, rank] = mmap.mmap(descriptor, size)
+        self.taken_by.append((rank, type(handle)))
+        if isinstance(handle, bytes):
+            owner, descriptor, fabric = HANDLE.unpack(handle)
+            assert fabric.rstrip(b"\0").decode() == self.fabric
+            with open(f"/proc/{owner}/fd/{descriptor}", "r+b") as window:
+                memory = mmap.mmap(window.fileno(), size)
+        else:
+            memory = mmap.mmap(handle, size)
+        self.mapped[ep_group, rank] = memory
         for own, ordinal in enumerate(group):
             if ordinal != self.ELSEWHERE:
                 self.mark(memory, own)

@@ -33,6 +33,10 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
         for marks, ranks in zip(found["marks"], found["ranks"], strict=True):
             for rank, window in zip(ranks, marks, strict=True):
                 assert window == [r == rank or r not in ranks for r in range(SIZE)]
+        *chosen, refused = found["over hosts"]
+        assert chosen == ["p2p", True, SIZE - DEVICES, "collective"]
+        assert "in one clique of an NVLink fabric" in refused
+        assert "ranks [4, 5] in rack.2" in refused
         differ = found["differ"]
         assert "must be the same in every process" in differ
         if process != PROCESSES - 1:

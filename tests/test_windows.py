@@ -60,6 +60,7 @@ class Job:
     def act(self, meeting: Meeting) -> Any:
         """As init: an obstacle, or windows, whose marks are the result."""
         native = self.natives[meeting.own]
+        imagined.here.process = meeting.own
         found = _windows.find_obstacle(native, self.groups, meeting)
         if found is not None:
             return found
@@ -97,23 +98,32 @@ def all_closed():
 )
 def test_every_rank_maps_every_other(groups, all_closed) -> None:
     job = Job(groups)
-    results = dict(zip(job.processes, job.results(), strict=True))
-    for group in groups:
-        for device in group:
-            marks = results[device.process_index][device.id % 8]
-            for rank, other in enumerate(group):
-                # A window is marked by its own rank, and by those that map it.
-                local = other.process_index == device.process_index
-                expected = (
-                    0 if local and other is not device else other.process_index + 1
-                )
-                assert marks[rank] == expected, (device, rank)
+    check_marks(job, job.results())
     for process, native in job.natives.items():
         # Nothing but the groups that have ranks here.
         here = [group for group in groups if process in _by_process(group)]
         expected = [_windows.ordinals(group, process, -1) for group in here]
         assert native.groups == expected
+        assert {kind for _, kind in native.taken_by} <= {int}
+        # Fabrics are nobody's business where no group crosses processes.
+        assert bool(native.fabric_asked) == (groups is not APART)
+        # And without one no memory is taken to try its handles.
+        assert not native.handles_asked
     job.close()
+
+
+def check_marks(job: Job, marked: list[Any]) -> None:
+    """Every window is marked by its own rank, and by those of other processes."""
+    results = dict(zip(job.processes, marked, strict=True))
+    for group in job.groups:
+        for device in group:
+            marks = results[device.process_index][device.id % 8]
+            for rank, other in enumerate(group):
+                local = other.process_index == device.process_index
+                expected = (
+                    0 if local and other is not device else other.process_index + 1
+                )
+                assert marks[rank] == expected, (device, rank)
 
 
 def _by_process(group: Any) -> dict[int, list[Device]]:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from launch import bound_life
 
-from jax_ep import _ffi, _transports
+from jax_ep import _ffi, _transports, _windows
 from jax_ep._meeting import Meeting
 
 DEVICES = 2
@@ -110,8 +110,9 @@ def choices(native: imagined.Native) -> dict:
         native.no_map = "CUDA_ERROR_INVALID_DEVICE"
     found["transports"].append(jax_ep.init(whole, "ep", config).transport)
     found["refused"].append(refusal(whole, config))
-    # A mesh of a part of the processes, which alone take part.
     native.no_map = None
+    found["over hosts"] = over_hosts(native, whole, config)
+    # A mesh of a part of the processes, which alone take part.
     first = [d for d in jax.devices() if d.process_index != last]
     if native.process != last:
         mesh = jax.sharding.Mesh(np.array(first), ("ep",))
@@ -123,6 +124,24 @@ def choices(native: imagined.Native) -> dict:
         jax_ep.init(whole, "ep", config)
     except ValueError as error:
         found["differ"] = str(error)
+    return found
+
+
+def over_hosts(native: imagined.Native, mesh, config) -> list:
+    """As if each process had a host of its own: in one clique, and the last not."""
+    true_host, own = _windows.host, native.process
+    _windows.host = lambda: [f"boot{own}", f"node{own}"]
+    found, before = [], len(native.taken_by)
+    native.fabric = "rack.1"
+    with jax_ep.init(mesh, "ep", config) as ep:
+        found.append(ep.transport)
+        found.append(all(by is bytes for _, by in native.taken_by[before:]))
+        found.append(len(native.taken_by) - before)
+    if own == jax.process_count() - 1:
+        native.fabric = "rack.2"
+    found.append(jax_ep.init(mesh, "ep", config).transport)
+    found.append(refusal(mesh, config))
+    _windows.host = true_host
     return found
 
 

@@ -29,8 +29,8 @@ add_library(
   cuda/pack.cu cuda/place.cu cuda/combine.cu cuda/quantize.cu cuda/init.cu
   cuda/window_dispatch.cu cuda/window_cached_dispatch.cu cuda/window_combine.cu
   cuda/window_few_dispatch.cu cuda/window_few_combine.cu cuda/window_dispatch_halves.cu
-  cuda/window_combine_send.cu cuda/window_combine_place.cu cuda/driver.cc cuda/far_calls.cc cuda/lasting.cc
-  cuda/window_support.cc cuda/windows.cc)
+  cuda/window_combine_send.cu cuda/window_combine_place.cu cuda/driver.cc cuda/fabric.cc
+  cuda/far_calls.cc cuda/lasting.cc cuda/window_support.cc cuda/windows.cc)
 set_target_properties(jax_ep_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(jax_ep_cuda PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(

@@ -40,6 +40,12 @@ struct Driver {
   bool shares_memory() const;  // between processes
 };
 
+// Of memory that other processes map by file descriptors, and, where fabrics work, by their
+// handles.
+inline constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+inline constexpr auto kDescriptorAndFabric =
+    static_cast<CUmemAllocationHandleType>(kDescriptor | CU_MEM_HANDLE_TYPE_FABRIC);
+
 // Runs `work` on a new thread where `device` is current, and waits for it. Exceptions pass.
 void OnDevice(int device, const std::function<void()>& work);
 

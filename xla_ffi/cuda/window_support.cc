@@ -101,10 +101,14 @@ std::string DeviceUuid(int32_t ordinal) {
   CUuuid uuid{};
   const auto get_uuid = Driver::Get().device_get_uuid;
   if (get_uuid == nullptr || get_uuid(&uuid, ordinal) != CUDA_SUCCESS) return "";
+  return Hex(uuid.bytes, sizeof(uuid.bytes));
+}
+
+std::string Hex(const void* bytes, size_t count) {
+  constexpr const char* kDigits = "0123456789abcdef";
   std::string text;
-  for (const char byte : uuid.bytes) {
-    constexpr const char* kDigits = "0123456789abcdef";
-    const auto value = static_cast<unsigned char>(byte);
+  for (size_t i = 0; i < count; ++i) {
+    const unsigned value = static_cast<const unsigned char*>(bytes)[i];
     text += {kDigits[value >> 4], kDigits[value & 15]};
   }
   return text;

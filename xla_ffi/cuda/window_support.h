@@ -1,6 +1,7 @@
 // Which devices can have windows. For init, which chooses the transport by it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -25,6 +26,9 @@ std::optional<Obstacle> FindPeerObstacle(const std::vector<int32_t>& ordinals,
 
 // The same in every process; "" where the driver tells none.
 std::string DeviceUuid(int32_t ordinal);
+
+// Of bytes.
+std::string Hex(const void* bytes, size_t count);
 
 // The multiprocessors that every one of these devices has.
 int64_t Multiprocessors(const std::vector<int32_t>& ordinals);

@@ -15,8 +15,6 @@ namespace {
 static_assert(sizeof(CUmemGenericAllocationHandle) == sizeof(uint64_t) &&
               sizeof(CUdeviceptr) == sizeof(uint64_t));
 
-constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
 CUmemLocation On(int device) {
   CUmemLocation location{};
   location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -60,7 +58,10 @@ Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch,
   CUmemAllocationProp kind{};
   kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   kind.location = On(device);
-  if (sharing == Sharing::kProcesses) kind.requestedHandleTypes = kDescriptor;
+  if (sharing == Sharing::kProcesses) {
+    by_fabric_ = SharesByFabric(device);
+    kind.requestedHandleTypes = by_fabric_ ? kDescriptorAndFabric : kDescriptor;
+  }
   size_t granularity = 1;
   Check(driver.get_granularity(&granularity, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "the granularity of a window");
@@ -82,11 +83,21 @@ Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch,
 
 Window::Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch)
     : bytes_(static_cast<size_t>(bytes)) {
-  CUmemGenericAllocationHandle handle = 0;
   // The driver takes the descriptor itself for the address of a handle.
-  void* os_handle = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
-  Check(Driver::Get().import_handle(&handle, os_handle, kDescriptor),
-        "the window of another process");
+  Import(reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor, may_touch);
+}
+
+Window::Window(const FabricHandle& fabric, int64_t bytes, const std::vector<int32_t>& may_touch)
+    : bytes_(static_cast<size_t>(bytes)) {
+  FabricHandle handle = fabric;
+  Import(handle.data(), CU_MEM_HANDLE_TYPE_FABRIC, may_touch);
+}
+
+void Window::Import(void* os_handle, unsigned kind, const std::vector<int32_t>& may_touch) {
+  CUmemGenericAllocationHandle handle = 0;
+  Check(
+      Driver::Get().import_handle(&handle, os_handle, static_cast<CUmemAllocationHandleType>(kind)),
+      "the window of another process");
   handle_ = handle;
   has_handle_ = true;
   Map(may_touch);
@@ -97,6 +108,14 @@ int Window::Export() const {
   Check(Driver::Get().export_handle(&descriptor, handle_, kDescriptor, 0),
         "sharing a window with other processes");
   return descriptor;
+}
+
+std::optional<FabricHandle> Window::ExportToFabric() const {
+  if (!by_fabric_) return std::nullopt;
+  FabricHandle fabric{};
+  Check(Driver::Get().export_handle(fabric.data(), handle_, CU_MEM_HANDLE_TYPE_FABRIC, 0),
+        "sharing a window with other hosts");
+  return fabric;
 }
 
 // Frees all where it fails.
@@ -125,7 +144,8 @@ Window::Window(Window&& other) noexcept
       address_(other.address_),
       bytes_(other.bytes_),
       has_handle_(other.has_handle_),
-      mapped_(other.mapped_) {
+      mapped_(other.mapped_),
+      by_fabric_(other.by_fabric_) {
   other.Abandon();
 }
 
@@ -181,15 +201,26 @@ void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayo
   });
 }
 
-int ExportWindow(const Window& window, int32_t ordinal) {
-  int descriptor = -1;
-  OnDevice(ordinal, [&] { descriptor = window.Export(); });
-  return descriptor;
+ExportedWindow ExportWindow(const Window& window, int32_t ordinal) {
+  ExportedWindow exported{-1, std::nullopt};
+  OnDevice(ordinal, [&] {
+    // What may fail without a trace first: the descriptor would stay open.
+    exported.fabric = window.ExportToFabric();
+    exported.descriptor = window.Export();
+  });
+  return exported;
 }
 
 Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& ordinals) {
   std::optional<Window> window;
   OnDevice(ordinals.front(), [&] { window.emplace(descriptor, bytes, ordinals); });
+  return std::move(*window);
+}
+
+Window ImportWindow(const FabricHandle& fabric, int64_t bytes,
+                    const std::vector<int32_t>& ordinals) {
+  std::optional<Window> window;
+  OnDevice(ordinals.front(), [&] { window.emplace(fabric, bytes, ordinals); });
   return std::move(*window);
 }
 

@@ -1,12 +1,15 @@
 // The windows of an EP group: CUDA virtual memory that exactly the group's devices may touch, those
-// of other processes by way of file descriptors. Opened by jax_ep.init, freed by close().
+// of other processes by way of file descriptors, or of fabric handles. Opened by jax_ep.init, freed
+// by close().
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <vector>
 
+#include "cuda/fabric.h"
 #include "protocol/far.h"
 #include "protocol/window.h"
 
@@ -38,6 +41,8 @@ class Window {
   Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch, Sharing sharing);
   // Another process's, of as many bytes as it has there. The descriptor stays the caller's.
   Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch);
+  // Likewise, of this host or of another one in the fabric.
+  Window(const FabricHandle& fabric, int64_t bytes, const std::vector<int32_t>& may_touch);
   ~Window();
   Window(Window&& other) noexcept;
   Window(const Window&) = delete;
@@ -47,10 +52,13 @@ class Window {
   int64_t bytes() const { return static_cast<int64_t>(bytes_); }
   // A new descriptor of its memory, the caller's to close; until then it holds the memory.
   int Export() const;
+  // What holds no memory; nullopt where the window's device shares none by its fabric.
+  std::optional<FabricHandle> ExportToFabric() const;
   // Never frees it, because a kernel may still write there.
   void Abandon();
 
  private:
+  void Import(void* os_handle, unsigned kind, const std::vector<int32_t>& may_touch);
   void Map(const std::vector<int32_t>& may_touch);
   void Free();
 
@@ -59,6 +67,7 @@ class Window {
   size_t bytes_ = 0;
   bool has_handle_ = false;
   bool mapped_ = false;
+  bool by_fabric_ = false;  // can be exported so
 };
 
 // One for each of these devices, the members of an EP group in this process, as calls from
@@ -75,12 +84,20 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
 void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
                 const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch);
 
-// As Window::Export, of a window on that device.
-int ExportWindow(const Window& window, int32_t ordinal);
+// What other processes map a window by.
+struct ExportedWindow {
+  int descriptor;  // as of Window::Export
+  std::optional<FabricHandle> fabric;
+};
+
+// Of a window on that device.
+ExportedWindow ExportWindow(const Window& window, int32_t ordinal);
 
 // The window of another process, for these devices of an EP group. Throws std::runtime_error, also
 // where they cannot reach it.
 Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& ordinals);
+Window ImportWindow(const FabricHandle& fabric, int64_t bytes,
+                    const std::vector<int32_t>& ordinals);
 
 struct DeviceControl {
   int device;

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/fabric.h"
 #include "cuda/window_support.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/module_common.h"
@@ -69,15 +71,33 @@ std::shared_ptr<WindowedGroup> FindWindowed(int64_t key) {
   return group;
 }
 
-std::pair<int, int64_t> ExportWindow(int64_t key, int32_t ordinal) {
-  nb::gil_scoped_release release;
-  const SharedWindow shared = FindWindowed(key)->Export(ordinal);
-  return {shared.descriptor, shared.bytes};
+std::tuple<int, int64_t, std::optional<nb::bytes>> ExportWindow(int64_t key, int32_t ordinal) {
+  const SharedWindow shared = [&] {
+    nb::gil_scoped_release release;
+    return FindWindowed(key)->Export(ordinal);
+  }();
+  const auto& [descriptor, fabric] = shared.exported;
+  std::optional<nb::bytes> handle;
+  if (fabric) handle.emplace(fabric->data(), fabric->size());
+  return {descriptor, shared.bytes, handle};
 }
 
 void ImportWindow(int64_t key, size_t ep_group, int32_t rank, int descriptor, int64_t bytes) {
   nb::gil_scoped_release release;
-  FindWindowed(key)->Import(ep_group, rank, {descriptor, bytes});
+  FindWindowed(key)->Import(ep_group, rank, descriptor, bytes);
+}
+
+void ImportFromFabric(int64_t key, size_t ep_group, int32_t rank, const nb::bytes& handle,
+                      int64_t bytes) {
+  cuda::FabricHandle fabric{};
+  if (handle.size() != fabric.size()) {
+    throw std::invalid_argument(
+        "jax_ep: a fabric handle must have " + std::to_string(fabric.size()) + " bytes, got " +
+        std::to_string(handle.size()) + "; the processes must be of one build");
+  }
+  std::memcpy(fabric.data(), handle.data(), fabric.size());
+  nb::gil_scoped_release release;
+  FindWindowed(key)->Import(ep_group, rank, fabric, bytes);
 }
 
 // Of FarAccess: pes, nodes, kernels.
@@ -174,11 +194,23 @@ NB_MODULE(_native_cuda, m) {
   m.def(
       "device_uuid", [](int32_t ordinal) { return cuda::DeviceUuid(ordinal); }, nb::arg("ordinal"),
       "The same in every process; empty where the driver tells none.");
+  m.def(
+      "device_fabric", [](int32_t ordinal) { return cuda::FabricOf(ordinal); }, nb::arg("ordinal"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Cluster and clique of the NVLink fabric that the device has joined; empty for none.");
+  m.def(
+      "shares_by_fabric", [](int32_t ordinal) { return cuda::SharesByFabric(ordinal); },
+      nb::arg("ordinal"), nb::call_guard<nb::gil_scoped_release>(),
+      "Whether fabric handles of the device's memory work in this process.");
   m.def("export_window", &ExportWindow, nb::arg("key"), nb::arg("ordinal"),
-        "(a new file descriptor of a local window's memory, its bytes), for import_window.");
+        "(a new file descriptor of a local window's memory, its bytes, its fabric handle or None "
+        "where the device makes none), for import_window.");
   m.def("import_window", &ImportWindow, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
-        nb::arg("descriptor"), nb::arg("bytes"),
-        "Maps the window of a rank of another process, of the group at that index.");
+        nb::arg("handle"), nb::arg("bytes"),
+        "Maps the window of a rank of another process, of the group at that index; by descriptor "
+        "or by fabric handle.");
+  m.def("import_window", &ImportFromFabric, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
+        nb::arg("handle"), nb::arg("bytes"));
   m.def(
       "wait_failures",
       [](int64_t key) {

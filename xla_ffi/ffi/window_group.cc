@@ -261,18 +261,28 @@ SharedWindow WindowedGroup::Export(int32_t ordinal) const {
                               " must have a window to share");
 }
 
-void WindowedGroup::Import(size_t ep_group, int32_t rank, const SharedWindow& shared) {
+template <typename Handle>
+void WindowedGroup::ImportBy(const Handle& handle, size_t ep_group, int32_t rank, int64_t bytes) {
   EpGroup& group = ep_groups_.at(ep_group);
   const auto place = static_cast<size_t>(rank);
   if (group.ordinals.at(place) != kElsewhere || group.windows.contains(rank) ||
-      shared.bytes < WindowLayout::Of(sizes_).bytes) {
+      bytes < WindowLayout::Of(sizes_).bytes) {
     throw std::invalid_argument(
         "jax_ep: a window of another process must be as large as those here");
   }
   const std::vector<int32_t> local = LocalOrdinals(group.ordinals);
-  cuda::Window window = cuda::ImportWindow(shared.descriptor, shared.bytes, local);
+  cuda::Window window = cuda::ImportWindow(handle, bytes, local);
   for (const int32_t ordinal : local) of_device_.at(ordinal).windows[place] = window.data();
   group.windows.emplace(rank, std::move(window));
+}
+
+void WindowedGroup::Import(size_t ep_group, int32_t rank, int descriptor, int64_t bytes) {
+  ImportBy(descriptor, ep_group, rank, bytes);
+}
+
+void WindowedGroup::Import(size_t ep_group, int32_t rank, const cuda::FabricHandle& fabric,
+                           int64_t bytes) {
+  ImportBy(fabric, ep_group, rank, bytes);
 }
 
 const WindowGroup* WindowedGroup::OfDevice(int32_t ordinal) const {

@@ -30,9 +30,9 @@ inline constexpr int32_t kElsewhere = -1;
 // Those of this process.
 std::vector<int32_t> LocalOrdinals(const std::vector<int32_t>& ordinals);
 
-// A descriptor of a window's memory and its bytes.
+// What other processes map a window of a device by, and its bytes.
 struct SharedWindow {
-  int descriptor;
+  cuda::ExportedWindow exported;
   int64_t bytes;
 };
 
@@ -67,9 +67,10 @@ class WindowedGroup : public Group {
 
   // What other processes import of a local device. The descriptor is the caller's to close.
   SharedWindow Export(int32_t ordinal) const;
-  // The window of a rank elsewhere, of the group at this index. The descriptor stays the caller's.
-  // Throws std::runtime_error where the devices cannot map it.
-  void Import(size_t ep_group, int32_t rank, const SharedWindow& shared);
+  // The window of a rank elsewhere, of the group at this index; by either handle, of which a
+  // descriptor stays the caller's. Throws std::runtime_error where the devices cannot map it.
+  void Import(size_t ep_group, int32_t rank, int descriptor, int64_t bytes);
+  void Import(size_t ep_group, int32_t rank, const cuda::FabricHandle& fabric, int64_t bytes);
 
   // nullptr: not of this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
@@ -92,6 +93,9 @@ class WindowedGroup : public Group {
   WindowGroup Common(const WindowOptions& options) const;
   const WindowGroup& AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
                               uint64_t first_epoch);
+
+  template <typename Handle>
+  void ImportBy(const Handle& handle, size_t ep_group, int32_t rank, int64_t bytes);
 
   struct EpGroup {
     std::vector<int32_t> ordinals;            // by rank
