@@ -124,12 +124,13 @@ void TestLeaving() {
       CHECK(items == (queue == Queue::kSend ? 3 : 2));
     }
     for (uint32_t worker = 1; worker < 4; ++worker) {
-      CHECK(!LeaveCall(memory, state, 4, failing == worker).last);
+      CHECK(!LeaveCall(memory, state, 4, failing == worker, UINT32_MAX - worker).last);
       CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kNone);
       CHECK(EnterCall(memory, state) == 3 + worker);  // a late one is not the first again
     }
-    const Departure end = LeaveCall(memory, state, 4, failing == 4);
+    const Departure end = LeaveCall(memory, state, 4, failing == 4, 9);
     CHECK(end.last && end.failed == (failing != 0));
+    CHECK(end.sum == 0);  // it wraps
     CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.tickets[1] == 0);
     CHECK(state.entered == 0);
   }
@@ -138,6 +139,11 @@ void TestLeaving() {
   CHECK(EnterCall(memory, state) == 0);
   const Departure end = LeaveCall(memory, state, 1, false);
   CHECK(end.last && !end.failed && LeaveCall(memory, state, 1, true).failed);
+  CHECK(LeaveCall(memory, state, 1, false, 7).sum == 7);
+  // A second half goes on from what its first one has left.
+  KeepSum(memory, state, LeaveCall(memory, state, 1, false, 7));
+  CHECK(!LeaveCall(memory, state, 2, false, 5).last);
+  CHECK(LeaveCall(memory, state, 2, false, 2).sum == 14);
   CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.entered == 0);
 }
 

@@ -38,8 +38,9 @@ using TestMemory = HostSignalMemory;
 static_assert(SignalMemory<TestMemory>);
 
 struct RelaxedLastMemory : TestMemory {
-  uint32_t FetchAddAcqRel(uint32_t* counter, uint32_t value) const {
-    return FetchAddRelaxed(counter, value);
+  template <typename Counter>
+  Counter FetchAddAcqRel(Counter* counter, Counter value) const {
+    return std::atomic_ref(*counter).fetch_add(value, std::memory_order_relaxed);
   }
 };
 #if defined(JAX_EP_MUTATE_RELAXED_ROUTE)

@@ -64,6 +64,37 @@ void RunCutCounts(Random& random) {
   CHECK(gpus.Combine());
 }
 
+// Entries that lead nowhere any more, at the source or at the destination: rows that no message
+// fills become zero, and what earlier calls have left is not read.
+void RunChangedRoute(Random& random) {
+  Draws draws = Draw(random);
+  if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
+  draws.options.tiled = false;
+  EpShape& shape = draws.options.shape;
+  if (random.OneIn(3)) shape.tokens = random.In(257, 700), shape.top_k = random.In(1, 3);
+  draws.halves = random.OneIn(3);
+  CurrentCase() = "changed route, " + Text(draws);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  for (const bool at_source : {true, false}) {
+    if (random.OneIn(4)) continue;
+    const int64_t changes = random.In(2, 40);
+    for (Rank& rank : world.ranks) {
+      const Buffer& table = at_source ? rank.slot_of : rank.row_of;
+      const int64_t end = at_source ? shape.slots() : shape.recv_rows;
+      for (int64_t i = 0; i < table.bytes() / kIndexBytes; ++i) {
+        if (!random.OneIn(changes)) continue;
+        table.as<int32_t>()[i] = random.OneIn(2) ? -1 : static_cast<int32_t>(end);
+      }
+    }
+  }
+  world.CachedDispatch();
+  Gpus gpus(world, draws);
+  gpus.FillRegions(kLeft);
+  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+}
+
 // Anything anywhere: the emulator judges, which knows all memory that there is.
 void RunSpoiled(Random& random) {
   Draws draws = Draw(random);
@@ -115,7 +146,8 @@ void RunSpoiled(Random& random) {
 
 void RunTampered(int64_t draws, Random& random) {
   for (int64_t i = 0; i < draws; ++i) {
-    random.OneIn(4) ? RunCutCounts(random) : RunSpoiled(random);
+    const int64_t pick = random.In(0, 5);
+    pick == 0 ? RunCutCounts(random) : pick == 1 ? RunChangedRoute(random) : RunSpoiled(random);
   }
   std::printf("%lld tampered layers: nothing else touched\n", static_cast<long long>(draws));
 }

@@ -99,6 +99,15 @@ class Gpus {
     }
   }
 
+  // A dispatch along a route that may be any at each rank: right, bit for bit.
+  void CachedDispatch() {
+    RunCached();
+    CHECK(AllArrived());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      CheckCached(ranks_[i].cached.back(), world_.ranks[i]);
+    }
+  }
+
   // A combine at each rank, of tables that may be any: right, bit for bit, unless a wait fails.
   bool Combine() {
     Step(Part::kWhole, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
@@ -126,15 +135,14 @@ class Gpus {
       run(format, &OnGpu::dispatches, [&](const Rank& rank) { return DispatchStep(rank); });
       if constexpr (cuda::kAlongRoutes<Format>) {
         spoil_all();
-        for (size_t i = 0; i < ranks_.size(); ++i) {
-          const WindowCachedDispatchStep step = CachedStep(world_.ranks[i]);
-          Must(cudaSetDevice(static_cast<int>(i)));
-          Must(cuda::WindowCachedDispatch<Format>(step, ranks_[i].group, ranks_[i].stream));
-        }
-        Must(cudaDeviceSynchronize());
+        RunCached();
+        for (const OnGpu& gpu : ranks_) CheckWritten(gpu.cached.back());
       }
     });
     run(Bf16Format{}, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
+    for (const OnGpu& gpu : ranks_) {
+      if (!gpu.combines.empty()) CheckWritten(gpu.combines.back());
+    }
   }
 
   // Each call `times` times.
@@ -173,7 +181,7 @@ class Gpus {
       if constexpr (cuda::kAlongRoutes<Format>) {
         for (int64_t i = 0; i < times; ++i) {
           gpu.cached.push_back(CachedStep(rank));
-          Must(cuda::WindowCachedDispatch<Format>(gpu.cached.back(), gpu.group, gpu.stream));
+          LaunchCached<Format>(gpu.cached.back(), gpu);
         }
       }
     });
@@ -216,6 +224,27 @@ class Gpus {
     bool all = true;
     for (const OnGpu& gpu : ranks_) all &= gpu.group.host_report->status == WaitStatus::kArrived;
     return all;
+  }
+
+  // In halves where others are: nothing comes between them.
+  template <typename Format>
+  void LaunchCached(const WindowCachedDispatchStep& step, const OnGpu& gpu) const {
+    if (!halves_) return Must(cuda::WindowCachedDispatch<Format>(step, gpu.group, gpu.stream));
+    Must(cuda::WindowCachedDispatchSend<Format>(step, gpu.pending, gpu.group, gpu.stream));
+    Must(cuda::WindowCachedDispatchPlace<Format>(step, gpu.pending, gpu.group, gpu.stream));
+  }
+
+  void RunCached() {
+    world_.OfFormat([&]<typename Format>(Format) {
+      if constexpr (cuda::kAlongRoutes<Format>) {
+        for (size_t i = 0; i < ranks_.size(); ++i) {
+          ranks_[i].cached.push_back(CachedStep(world_.ranks[i]));
+          Must(cudaSetDevice(static_cast<int>(i)));
+          LaunchCached<Format>(ranks_[i].cached.back(), ranks_[i]);
+        }
+        Must(cudaDeviceSynchronize());
+      }
+    });
   }
 
   // Whole calls, or as many first halves as may be pending and then their second ones.
@@ -331,6 +360,27 @@ class Gpus {
     ExpectSame("cached rows", step.rows, rank.cached_rows);
     if (step.num_weights == 0) return;
     ExpectSame("cached weights", step.row_weights, rank.cached_row_weights);
+  }
+  // Nothing of what memory held before is left: no data is `unit` of its bytes.
+  static void CheckWritten(const void* result, int64_t bytes, int64_t unit) {
+    const auto* byte = static_cast<const uint8_t*>(result);
+    for (const uint8_t* at = byte; at < byte + bytes; at += unit) {
+      const bool is_written =
+          std::any_of(at, at + unit, [](uint8_t value) { return value != emulator::kUnwritten; });
+      CHECK(is_written);
+    }
+  }
+  static void CheckWritten(const WindowCachedDispatchStep& step) {
+    const EpShape& shape = step.shape;
+    CheckWritten(step.rows, shape.recv_rows * shape.row_bytes(), kRowAlignBytes);
+    if (step.num_weights == 0) return;
+    CheckWritten(step.row_weights, shape.recv_rows * kWeightBytes, kWeightBytes);
+  }
+  static void CheckWritten(const WindowCombineStep& step) {
+    const EpShape& shape = step.shape;
+    CheckWritten(step.output, shape.tokens * shape.row_bytes(), kRowAlignBytes);
+    CheckWritten(step.output_weight_grads, shape.tokens * step.num_weights * kWeightBytes,
+                 kWeightBytes);
   }
   void CheckCombined(const WindowCombineStep& step, const Rank& rank) const {
     ExpectSame("output", step.output, rank.output);

@@ -129,6 +129,10 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void StoreRelaxedGpu(uint64_t* to, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
 // Likewise, of cells.
 __device__ __forceinline__ Bits128 LoadRelaxedGpu(const Bits128* from) {
   Bits128 value;
@@ -171,6 +175,15 @@ __device__ __forceinline__ uint32_t FetchAddAcqRelGpu(uint32_t* counter, uint32_
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(value)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint64_t FetchAddAcqRelGpu(uint64_t* counter, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(counter), "l"(value)
                : "memory");
   return before;
 }

@@ -47,12 +47,14 @@ struct DeviceSignalMemory {
     return FetchAddRelaxedGpu(counter, value);
   }
 
-  __device__ uint32_t FetchAddAcqRel(uint32_t* counter, uint32_t value) const {
+  template <typename Counter>
+  __device__ Counter FetchAddAcqRel(Counter* counter, Counter value) const {
     // Acquire and release; pairs with itself in the other members of LastOf.
     return FetchAddAcqRelGpu(counter, value);
   }
 
-  __device__ void StoreRelaxed(uint32_t* counter, uint32_t value) const {
+  template <typename Counter>
+  __device__ void StoreRelaxed(Counter* counter, Counter value) const {
     StoreRelaxedGpu(counter, value);
   }
 

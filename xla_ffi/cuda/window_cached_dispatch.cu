@@ -27,6 +27,70 @@ __device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
   if (step.num_weights != 0) FillWords(step.row_weights, step.shape.recv_rows, kNoValue);
 }
 
+// Whole block, the last of a call along a route that was changed: clears the rows whose slot has
+// not been sent or does not name them, so that nothing is left of what memory held before. `memory`
+// are the block's zeros.
+__device__ __noinline__ void ClearUnsent(const WindowCachedDispatchStep& step,
+                                         const CachedPlan& plan, const WindowCall& call,
+                                         uint8_t* memory) {
+  constexpr uint32_t kSlots = kZeroBytes * 8;  // at a time, a bit each
+  auto* const sent = reinterpret_cast<uint32_t*>(memory);
+  const EpShape& shape = step.shape;
+  const auto tokens = static_cast<uint32_t>(shape.tokens),
+             top_k = static_cast<uint32_t>(shape.top_k);
+  const uint32_t slots = call.ranks() * tokens;
+  BulkWait<0>();  // which may read the zeros
+  JAX_EP_NO_UNROLL
+  for (uint32_t first = 0;; first += kSlots) {
+    __syncthreads();
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = threadIdx.x; i < kSlots / 32; i += blockDim.x) sent[i] = 0;
+    __syncthreads();
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = threadIdx.x; i < plan.chunk_items; i += blockDim.x) {
+      uint32_t source;
+      const uint32_t chunk = call.by_ranks().Divide(i, source);
+      const FlagCell flag = call.SeenFlag(source, chunk);
+      JAX_EP_NO_UNROLL
+      for (uint32_t j = 0; j < kMaxSlotSpan; ++j) {
+        const bool is_sent = (flag.count >> kSlotCountBits >> j & 1) != 0 &&
+                             j < (flag.count & kSlotCountMask) && flag.first_slot < tokens &&
+                             j < tokens - flag.first_slot;
+        const uint32_t bit = source * tokens + flag.first_slot + j - first;
+        if (is_sent && bit < kSlots) atomicOr(&sent[bit / 32], 1u << bit % 32);
+      }
+    }
+    __syncthreads();
+    const uint32_t rows = static_cast<uint32_t>(shape.recv_rows);
+    JAX_EP_NO_UNROLL
+    for (uint32_t begin = threadIdx.x - Lane(); begin < rows; begin += blockDim.x) {
+      const uint32_t row = begin + Lane();
+      const int32_t slot = row < rows ? step.row_slot[row] : -1;
+      const uint32_t bit = static_cast<uint32_t>(slot) - first;
+      bool clear = false;
+      if (static_cast<uint32_t>(slot) >= slots) {
+        clear = slot >= 0;
+      } else if (bit < kSlots) {
+        bool names = false;
+        JAX_EP_NO_UNROLL
+        for (uint32_t k = 0; k < top_k; ++k) {
+          names |= step.row_of[int64_t{slot} * top_k + k] == static_cast<int32_t>(row);
+        }
+        clear = !names || (sent[bit / 32] >> bit % 32 & 1) == 0;
+      }
+      if (clear && step.num_weights != 0) step.row_weights[row] = 0.0f;
+      for (unsigned left = __ballot_sync(kFullWarp, clear); left != 0; left &= left - 1) {
+        auto* to = reinterpret_cast<uint4*>(step.rows + FromLowest(left, row) * shape.row_bytes());
+        JAX_EP_NO_UNROLL
+        for (int64_t i = Lane(); i < shape.row_bytes() / kVectorBytes; i += kWarpSize) {
+          to[i] = make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+    if (slots - first <= kSlots) break;
+  }
+}
+
 // The shared memory of a block.
 struct CachedShared {
   __device__ CachedShared(uint8_t* memory, const CachedPlan& plan)
@@ -70,8 +134,11 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
     // Senders need nothing of the others, and place what is left.
     if (ok) ok = worker.Place(call.First(Queue::kPlace));
+    AddToSum(*memory.block, worker.rows_left());
   }
-  EndRows(call, ok, [&] { *step.done = 0; }, [&] { Fail(step); });
+  EndRows(
+      call, ok, [&] { *step.done = 0; }, [&] { Fail(step); },
+      [&] { ClearUnsent(step, plan, call, memory.zeros); });
 #endif
 }
 
@@ -96,6 +163,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
     ok = worker.Send(call.First(Queue::kSend));
+    AddToSum(*memory.block, worker.rows_left());
   }
   EndRows(call, ok, [&] { call.Note(pending); }, [&] { FillWords(pending, 1, kNoValue); });
 #endif
@@ -124,8 +192,11 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
     ok = worker.Place(call.First(Queue::kPlace));
+    AddToSum(*memory.block, worker.rows_left());
   }
-  EndRows(call, ok, [&] { *step.done = 0; }, [&] { Fail(step); });
+  EndRows(
+      call, ok, [&] { *step.done = 0; }, [&] { Fail(step); },
+      [&] { ClearUnsent(step, plan, call, memory.zeros); });
 #endif
 }
 

@@ -117,6 +117,9 @@ class CachedWorker {
     return ok;
   }
 
+  // Of all warps of a call it adds up to 0 where the rows with a slot have been stored, each once.
+  __device__ uint32_t rows_left() const { return rows_left_; }
+
  private:
   // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
   struct Target {
@@ -170,9 +173,10 @@ class CachedWorker {
       return false;
     }
     const uint32_t destination = DestinationOf(call_, chunk);
-    uint32_t first_slot = 0, count = 0;  // at this lane's destination
-    int32_t slot = -1;                   // of the token, there
-    int32_t own_row = -1;                // of the entry of this lane's number
+    uint32_t first_slot = 0;  // at this lane's destination
+    uint32_t sent = 0;        // there, a bit for each slot from the first on
+    int32_t slot = -1;        // of the token, there
+    int32_t own_row = -1;     // of the entry of this lane's number
     stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = pieces.Divide(unit, piece);
@@ -182,10 +186,12 @@ class CachedWorker {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
         slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
-        // Up to the last one: slots of entries that go elsewhere lie between.
+        // Between them lie slots of entries that go elsewhere. Only a changed route has them
+        // further apart, and then they count as not sent.
         if (slot >= 0) {
-          if (count == 0) first_slot = static_cast<uint32_t>(slot);
-          count = static_cast<uint32_t>(slot) + 1 - first_slot;
+          if (sent == 0) first_slot = static_cast<uint32_t>(slot);
+          const uint32_t place = static_cast<uint32_t>(slot) - first_slot;
+          sent |= place < kMaxSlotSpan ? 1u << place : 0;
         }
         if constexpr (kEncodes) {
           side = FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
@@ -206,7 +212,8 @@ class CachedWorker {
         StorePiece(rows, piece, message, stage);
       }
     });
-    PublishChunk(call_, chunk, first_slot, count);
+    const uint32_t count = kWarpSize - static_cast<uint32_t>(__clz(static_cast<int>(sent)));
+    PublishChunk(call_, chunk, first_slot, sent << kSlotCountBits | count);
     return true;
   }
 
@@ -215,9 +222,15 @@ class CachedWorker {
     int32_t begin;
     __device__ Target operator()(int32_t index, int32_t k) const {
       Target target = worker->LoadTarget(index < 0 ? -1 : begin + index, k);
-      if (!kEncodes && target.rank == static_cast<int32_t>(worker->call_.rank())) {
-        target.own_row = worker->RowOf(worker->call_.rank(), target.slot, k);
-      }
+      if constexpr (kEncodes) return target;
+      // The slot of the token here is that of any of its entries, as for other ranks.
+      const uint32_t rank = worker->call_.rank();
+      const int32_t base = Lane() - k;
+      const unsigned here =
+          __ballot_sync(kFullWarp, target.rank == static_cast<int32_t>(rank)) >> base &
+          ((2u << (worker->top_k_ - 1)) - 1);
+      const int32_t slot = __shfl_sync(kFullWarp, target.slot, base + __ffs(here) - 1);
+      if (index >= 0 && here != 0) target.own_row = worker->RowOf(rank, slot, k);
       return target;
     }
   };
@@ -228,8 +241,9 @@ class CachedWorker {
     const int32_t k = Lane() - base;
     const bool here = k >= 0 && k < top_k_;
     if (here && step_.num_weights != 0) reinterpret_cast<float*>(side)[k] = target.weight;
-    if (here && target.own_row >= 0 && step_.num_weights != 0) {
-      step_.row_weights[target.own_row] = target.weight;
+    if (here && target.own_row >= 0) {
+      rows_left_ -= TraceOf(target.own_row);
+      if (step_.num_weights != 0) step_.row_weights[target.own_row] = target.weight;
     }
     FenceProxyAsyncShared();
     __syncwarp();
@@ -246,8 +260,11 @@ class CachedWorker {
     const CachedWorker* worker;
     uint32_t source;
     int32_t first_slot;
+    uint32_t sent;
     __device__ int32_t operator()(int32_t index, int32_t k) const {
-      return index < 0 ? -1 : worker->RowOf(source, first_slot + index, k);
+      // What lies at the place of another slot is of an earlier call.
+      if (index < 0 || (sent >> index & 1) == 0) return -1;
+      return worker->RowOf(source, first_slot + index, k);
     }
   };
 
@@ -270,7 +287,8 @@ class CachedWorker {
     const uint32_t units = chunk.count * rows.pieces.value;
     const uint32_t primed = stages_.Prime(units, load);
     EntrySteps<int32_t, Rows> row_of(
-        top_k_, chunk.count, Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot)});
+        top_k_, chunk.count,
+        Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot), chunk.sent});
     int32_t row = -1;  // of the entry of this lane's number
     stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
       uint32_t piece;
@@ -278,6 +296,7 @@ class CachedWorker {
       if (piece == 0) {
         const int32_t k = Lane() - row_of.Seek(static_cast<int32_t>(index));
         row = k >= 0 && k < top_k_ ? row_of.value() : -1;
+        if (row >= 0) rows_left_ -= TraceOf(row);
         if (row >= 0 && step_.num_weights != 0) {
           const uint32_t weight = kEncodes ? plan_.encode.rest - plan_.encode.scales : 0;
           step_.row_weights[row] = FloatAt(stage + rows.piece_bytes, weight)[k];
@@ -303,6 +322,13 @@ class CachedWorker {
     place_team_.AwaitDone();
   }
 
+  // Of sets of rows, sums of it differ where the sets do, but for one case in 2^32; never 0.
+  __device__ static uint32_t TraceOf(int32_t row) {
+    uint32_t trace = (static_cast<uint32_t>(row) + 1) * 0x9E3779B1u;
+    trace = (trace ^ trace >> 15) * 0x85EBCA77u;
+    return trace ^ trace >> 13;
+  }
+
   // An equal share of the rows that no token reaches.
   __device__ void ClearShare(uint32_t item) {
     const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.place_items;
@@ -312,6 +338,7 @@ class CachedWorker {
     for (int64_t first = rows * item / items; first < end; first += kWarpSize) {
       const int64_t row = first + Lane();
       const bool clear = row < end && step_.row_slot[row] < 0;
+      if (row < end && !clear) rows_left_ += TraceOf(static_cast<int32_t>(row));
       if (clear && step_.num_weights != 0) step_.row_weights[row] = 0.0f;
       unsigned left = __ballot_sync(kFullWarp, clear);
       while (left != 0) {
@@ -335,6 +362,7 @@ class CachedWorker {
   HelperTeam place_team_;
   int32_t tokens_;
   int32_t top_k_;
+  uint32_t rows_left_ = 0;
 };
 
 }  // namespace jax_ep::cuda

@@ -13,16 +13,6 @@
 
 namespace jax_ep::cuda {
 
-// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
-// a short call hundreds of warps that did would queue for microseconds at one address.
-struct CallBlock {
-  Gate gate;
-  RegionLease lease;
-  uint32_t senders;
-  uint32_t first_tickets[kQueues];
-  Departure end;
-};
-
 // Every warp has its own.
 class WindowCall {
  public:
@@ -144,6 +134,11 @@ class WindowCall {
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
+  // What a flag of this rank holds that has been awaited.
+  __device__ FlagCell SeenFlag(uint32_t source, int64_t index) const {
+    return memory_.Peek(Flag(group_.rank, source, index));
+  }
+
   // After AwaitCredits.
   __device__ void PostCell(CountCell* cell, const uint32_t (&words)[3]) const {
     memory_.Post(cell, {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]),
@@ -240,12 +235,15 @@ class WindowCall {
 
   // ---- The end ----
 
+  __device__ uint32_t Sum() const { return block_.end.sum; }  // in the last block
   // Whole block, when all of its reads of the window are over, or after a wait of this thread was
   // not `ok`. True in the one block that is the last of all; `failed` then says whether a wait of
   // the call failed anywhere.
   __device__ bool Leave(bool ok, bool& failed) {
     const bool block_failed = __syncthreads_and(ok) == 0;
-    if (threadIdx.x == 0) block_.end = LeaveCall(memory_, state_, gridDim.x, block_failed);
+    if (threadIdx.x == 0) {
+      block_.end = LeaveCall(memory_, state_, gridDim.x, block_failed, block_.part);
+    }
     __syncthreads();
     failed = block_.end.failed;
     return block_.end.last;
@@ -367,6 +365,7 @@ class WindowCall {
     const Gate gate = LoadGate();
     block_.lease = LeaseRegion(LoadState(), group_.turns, group_.depth);
     block_.gate = gate;
+    block_.part = 0;
   }
 
   __device__ int64_t Part(uint32_t peer) const { return Part(lease_.region, peer); }

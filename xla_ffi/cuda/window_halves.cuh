@@ -38,7 +38,10 @@ class WindowSendHalf : public WindowCall {
     if (failed) return EndGroup();
     if (threadIdx.x == 0) CommitSend(state_, lease_);
     // The second half is launched before any other call of the kind.
-    if (plan_.at_once) return;
+    if (plan_.at_once) {
+      if (threadIdx.x == 0) KeepSum(memory_, state_, block_.end);
+      return;
+    }
     __syncthreads();
     const uint32_t surplus = SurplusRegion(state_, group_.depth);
     if (surplus == kNoRegion) return;
@@ -85,6 +88,7 @@ class WindowPlaceHalf : public WindowCall {
     const Gate gate = LoadGate();
     block_.lease = ResumeRegion(LoadState(), call, group_.depth);
     block_.gate = gate;
+    block_.part = 0;
     own_ = given_;
     own_.tag = static_cast<uint16_t>(call.tag);
   }

@@ -72,4 +72,15 @@ struct CallPlan {
   bool at_once;  // of a first half: it is that of a whole call
 };
 
+// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
+// a short call hundreds of warps that did would queue for microseconds at one address.
+struct CallBlock {
+  Gate gate;
+  RegionLease lease;
+  uint32_t senders;
+  uint32_t first_tickets[kQueues];
+  uint32_t part;  // of the block, of the sum of a call
+  Departure end;
+};
+
 }  // namespace jax_ep::cuda

@@ -217,14 +217,23 @@ __device__ inline void PublishChunk(const WindowCall& call, uint32_t chunk, uint
   }
 }
 
+// Whole warp, before EndRows: each lane adds to the sum of the call, of which its last block
+// learns.
+__device__ inline void AddToSum(CallBlock& block, uint32_t value) {
+  value = __reduce_add_sync(kFullWarp, value);
+  if (Lane() == 0 && value != 0) atomicAdd(&block.part, value);
+}
+
 // Whole block: leaves a call that stores rows, of which this thread's part was `ok`. `fail` writes
 // what the call returns where any part was not, after all that it had stored; `finish` is for one
-// thread of the call.
-template <typename Call, typename Finish, typename FailCall>
-__device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail) {
+// thread of the call. `mend` is for the last block where the sum is not zero, before it gives
+// the region back.
+template <typename Call, typename Finish, typename FailCall, typename Mend>
+__device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail, Mend mend) {
   if (!ok) BulkWait<0>();
   bool failed;
   if (call.Leave(ok, failed)) {
+    if (!failed && call.Sum() != 0) mend();
     call.Commit(failed);
     if (threadIdx.x == 0) finish();
     if (failed) {
@@ -237,12 +246,18 @@ __device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail) {
   BulkWait<0>();
 }
 
+template <typename Call, typename Finish, typename FailCall>
+__device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail) {
+  EndRows(call, ok, finish, fail, [] {});
+}
+
 // A chunk that has arrived.
 struct Arrival {
   bool ok;
   uint32_t source;
   uint32_t first_slot;
   uint32_t count;
+  uint32_t sent;  // along a route: which of them, a bit each
 };
 
 // Whole warp: waits for the chunk of place item `index`; its slots lie in [0, tokens).
@@ -264,7 +279,8 @@ __device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int
   const uint32_t first = Min(__shfl_sync(kFullWarp, flag.first_slot, 0), limit);
   const uint32_t count = __shfl_sync(kFullWarp, static_cast<uint32_t>(flag.count), 0);
   return {__shfl_sync(kFullWarp, static_cast<int>(ok), 0) != 0, source, first,
-          Min(Min(count, limit - first), static_cast<uint32_t>(kMaxChunkTokens))};
+          Min(Min(count & kSlotCountMask, limit - first), static_cast<uint32_t>(kMaxChunkTokens)),
+          count >> kSlotCountBits};
 }
 
 }  // namespace jax_ep::cuda

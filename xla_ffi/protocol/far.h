@@ -153,7 +153,8 @@ JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags, cons
     if (flag.epoch != epoch) continue;
     const int64_t start =
         shape.chunk_slots == 0 ? flag.first_slot : int64_t{i / shape.pieces} * shape.chunk_slots;
-    end = start + flag.count > end ? start + flag.count : end;
+    const int64_t count = flag.count & kSlotCountMask;
+    end = start + count > end ? start + count : end;
   }
   return end;
 }

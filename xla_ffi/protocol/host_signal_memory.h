@@ -36,12 +36,14 @@ struct HostSignalMemory {
     return std::atomic_ref(*counter).fetch_add(value, std::memory_order_relaxed);
   }
 
-  uint32_t FetchAddAcqRel(uint32_t* counter, uint32_t value) const {
+  template <typename Counter>
+  Counter FetchAddAcqRel(Counter* counter, Counter value) const {
     // Acquire and release; pairs with itself in the other members of LastOf.
     return std::atomic_ref(*counter).fetch_add(value, std::memory_order_acq_rel);
   }
 
-  void StoreRelaxed(uint32_t* counter, uint32_t value) const {
+  template <typename Counter>
+  void StoreRelaxed(Counter* counter, Counter value) const {
     std::atomic_ref(*counter).store(value, std::memory_order_relaxed);
   }
 

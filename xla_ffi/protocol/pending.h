@@ -23,6 +23,13 @@ JAX_EP_HOST_DEVICE constexpr uint32_t SurplusRegion(const CallState& state, uint
   return oldest;
 }
 
+// For the last to leave a first half whose second one comes before any other call: the second
+// half's sum starts with this one's.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE void KeepSum(const M& memory, CallState& state, const Departure& end) {
+  memory.StoreRelaxed(&state.leavers, uint64_t{end.sum} << 32);
+}
+
 // What the first half of a call leaves for the second, which may be in another program.
 struct PendingCall {
   uint64_t epoch;

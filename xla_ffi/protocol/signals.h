@@ -25,12 +25,18 @@ inline constexpr uint32_t kPollsPerCheck = 256;
 struct alignas(16) FlagCell {
   uint64_t epoch;
   uint32_t first_slot;
-  uint16_t count;
-  uint16_t tag;  // names the call site, so that a mix-up of calls is an error and never data
+  uint16_t count;  // along a route, kSlotCountBits
+  uint16_t tag;    // names the call site, so that a mix-up of calls is an error and never data
 };
 static_assert(sizeof(FlagCell) == 16 && alignof(FlagCell) == 16);
 static_assert(offsetof(FlagCell, first_slot) == 8 && offsetof(FlagCell, count) == 12);
 static_assert(offsetof(FlagCell, tag) == 14 && std::is_trivially_copyable_v<FlagCell>);
+
+// Of a dispatch along a route, in `count`: the slots between the first and the last that are sent,
+// and above that number a bit for each of them that is.
+inline constexpr uint32_t kSlotCountBits = 8;
+inline constexpr uint32_t kSlotCountMask = (1u << kSlotCountBits) - 1;
+inline constexpr uint32_t kMaxSlotSpan = 16 - kSlotCountBits;
 
 enum class Observation : uint8_t { kPending, kArrived, kProtocolError };
 
@@ -104,7 +110,7 @@ struct CallState {
   uint32_t pending;                // bit r: region r is sent and not yet placed
   uint32_t tickets[kQueues];
   uint32_t entered;
-  uint32_t leavers;
+  uint64_t leavers;
 };
 
 struct RegionLease {
@@ -224,11 +230,13 @@ concept CellAccess = requires(const M& memory, Cell* cell, const Cell* view, con
 template <typename M>
 concept SignalMemory =
     CellAccess<M, FlagCell> && CellAccess<M, CountCell> && CellAccess<M, uint64_t> &&
-    CellAccess<M, WaitReport> && requires(const M& memory, uint32_t* counter) {
+    CellAccess<M, WaitReport> && requires(const M& memory, uint32_t* counter, uint64_t* leavers) {
       { memory.ReleaseFence() } -> std::same_as<void>;
       { memory.FetchAddRelaxed(counter, 1u) } -> std::same_as<uint32_t>;
       { memory.FetchAddAcqRel(counter, 1u) } -> std::same_as<uint32_t>;
+      { memory.FetchAddAcqRel(leavers, uint64_t{1}) } -> std::same_as<uint64_t>;
       { memory.StoreRelaxed(counter, 0u) } -> std::same_as<void>;
+      { memory.StoreRelaxed(leavers, uint64_t{0}) } -> std::same_as<void>;
       { memory.NowNs() } -> std::same_as<uint64_t>;
       { memory.Pause() } -> std::same_as<void>;
     };
@@ -303,7 +311,8 @@ JAX_EP_HOST_DEVICE uint32_t EnterCall(const M& memory, CallState& state) {
 
 struct Departure {
   bool last;
-  bool failed;  // in the last one: whether any worker has
+  bool failed;   // in the last one: whether any worker has
+  uint32_t sum;  // in the last one: of all `part`s, wrapping
 };
 
 // For a worker whose queues are empty and whose reads are over, or of which a wait has `failed`.
@@ -311,18 +320,20 @@ struct Departure {
 // afterwards; workers of the next call start after this call's launch has ended.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE Departure LeaveCall(const M& memory, CallState& state, uint32_t workers,
-                                       bool failed) {
-  // Failures are counted in the upper half, so that they come with the number.
+                                       bool failed, uint32_t part = 0) {
+  // Failures are counted in the second quarter and parts added up in the upper half, so that they
+  // come with the number.
   constexpr uint32_t kFailed = 1u << 16;
-  const uint32_t leaver = failed ? kFailed + 1 : 1;
-  // As in LastOf.
-  const uint32_t leavers =
-      workers == 1 ? leaver : memory.FetchAddAcqRel(&state.leavers, leaver) + leaver;
-  if (leavers % kFailed != workers) return {false, failed};
-  memory.StoreRelaxed(&state.leavers, 0u);
+  const uint64_t leaver = uint64_t{part} << 32 | (failed ? kFailed + 1 : 1);
+  // As in LastOf. What a first half has left matters to a worker with a part alone.
+  const uint64_t before =
+      workers == 1 && part == 0 ? 0 : memory.FetchAddAcqRel(&state.leavers, leaver);
+  if (before % kFailed + 1 != workers) return {false, failed, 0};
+  const uint64_t leavers = before + leaver;
+  memory.StoreRelaxed(&state.leavers, uint64_t{0});
   for (uint32_t& tickets : state.tickets) memory.StoreRelaxed(&tickets, 0u);
   memory.StoreRelaxed(&state.entered, 0u);
-  return {true, leavers >= kFailed};
+  return {true, static_cast<uint32_t>(leavers) >= kFailed, static_cast<uint32_t>(leavers >> 32)};
 }
 
 // Gives a source its region back: `credit` is the source's cell for this region and rank. For the

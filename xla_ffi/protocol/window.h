@@ -54,6 +54,7 @@ struct ChunkRule {
 inline constexpr int64_t kMaxChunkTokens = 32;
 inline constexpr ChunkRule kDispatchChunks{256, 4};
 inline constexpr ChunkRule kCombineChunks{64, 16};
+static_assert(kDispatchChunks.most <= kMaxSlotSpan && kCombineChunks.most <= kSlotCountMask);
 
 // Combine cuts rows into pieces as well: a warp keeps the sums of a piece in registers.
 inline constexpr int64_t kPieceElements = 1024;

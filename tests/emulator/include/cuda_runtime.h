@@ -118,6 +118,13 @@ T atomicAdd(T* at, T value) {
   return before;
 }
 
+inline unsigned atomicOr(unsigned* at, unsigned value) {
+  ::jax_ep::emulator::Yield("atomicOr");
+  const unsigned before = *at;
+  *at |= value;
+  return before;
+}
+
 inline int atomicMax(int* at, int value) {
   ::jax_ep::emulator::Yield("atomicMax");
   const int before = *at;
@@ -128,6 +135,9 @@ inline int atomicMax(int* at, int value) {
 // ---- Numbers ------------------------------------------------------------------------------------
 
 inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __clz(int value) {
+  return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value));
+}
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline float __int_as_float(int bits) { return ::jax_ep::emulator::Bits<float>(bits); }
 inline unsigned __float_as_uint(float value) { return ::jax_ep::emulator::Bits<unsigned>(value); }

@@ -59,6 +59,9 @@ inline uint32_t LoadRelaxedGpu(const uint32_t* from) { return LoadAtOnce(from, "
 inline void StoreRelaxedGpu(uint32_t* to, uint32_t value) {
   StoreAtOnce(to, value, "st.relaxed.gpu");
 }
+inline void StoreRelaxedGpu(uint64_t* to, uint64_t value) {
+  StoreAtOnce(to, value, "st.relaxed.gpu");
+}
 inline Bits128 LoadRelaxedGpu(const Bits128* from) {
   return LoadAtOnce(from, "ld.relaxed.gpu.b128");
 }
@@ -72,6 +75,11 @@ inline uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
 }
 inline uint32_t FetchAddAcqRelGpu(uint32_t* counter, uint32_t value) {
   return FetchAddRelaxedGpu(counter, value);
+}
+inline uint64_t FetchAddAcqRelGpu(uint64_t* counter, uint64_t value) {
+  const uint64_t before = LoadAtOnce(counter, "atom.add.gpu");
+  *counter = before + value;
+  return before;
 }
 
 // ---- Barriers and time --------------------------------------------------------------------------
