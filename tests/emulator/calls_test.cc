@@ -1,7 +1,8 @@
 // Whole calls of the window kernels on emulated GPUs against the CPU steps
 // (tests/cc/steps_world.h): every table and row byte for byte, in all formats, element types and
-// types of the wire, with residuals and weight gradients, whole and in halves. Takes the
-// seed of its draws and their number; after `tampered` the tables and the windows are spoiled.
+// types of the wire, with residuals and weight gradients, whole and in halves; and dispatches whose
+// rows cross one by one. Takes the seed of its draws and their number; after `tampered` the tables
+// and the windows are spoiled.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,8 @@
 
 namespace jax_ep {
 namespace {
+
+constexpr int kLeft = 0x5B;  // what calls before have left in regions
 
 void RunWholeLayer(const Draws& draws, Random& random) {
   CurrentCase() = Text(draws);
@@ -26,11 +29,50 @@ void RunWholeLayer(const Draws& draws, Random& random) {
   Gpus(world, draws).Run(draws.times);
 }
 
+// Rows that cross one by one, as `by_entry` of jax_ep/_modes.py: (token, k) are tokens, (slot, k)
+// slots. Their chunks have several slots, and gaps between those: of entries that go elsewhere and,
+// where the last one of a token is a shared expert's, of tokens that nothing else brought there.
+void RunByEntry(Random& random) {
+  Draws draws = Draw(random);
+  if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
+  draws.options.tiled = false;
+  EpShape& shape = draws.options.shape;
+  const bool shared = random.OneIn(2);
+  shape.top_k = random.In(2, 5);
+  shape.tokens = 256 / (shape.top_k - shared) + random.In(1, 200);
+  shape.recv_rows = random.In(1, shape.slots());
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+
+  const int64_t all = shape.top_k, entries = all - shared;
+  shape.tokens *= entries, shape.top_k = 1;
+  CurrentCase() = "by entry, " + Text(draws);
+  World one_by_one(draws.options, random);
+  for (size_t r = 0; r < world.ranks.size(); ++r) {
+    const Rank& from = world.ranks[r];
+    const Rank& to = one_by_one.ranks[r];
+    std::fill_n(to.row_slot.as<int32_t>(), shape.recv_rows, -1);
+    for (int64_t i = 0; i < shape.tokens; ++i) {
+      const int32_t slot = from.slot_of.as<int32_t>()[i / entries * all + i % entries];
+      to.slot_of.as<int32_t>()[i] =
+          slot < 0 ? -1 : static_cast<int32_t>(slot * entries + i % entries);
+    }
+    for (int64_t i = 0; i < shape.slots(); ++i) {
+      const int32_t row = from.row_of.as<int32_t>()[i / entries * all + i % entries];
+      to.row_of.as<int32_t>()[i] = row;
+      if (row >= 0) to.row_slot.as<int32_t>()[row] = static_cast<int32_t>(i);
+    }
+  }
+  one_by_one.CachedDispatch();
+  Gpus gpus(one_by_one, draws);
+  gpus.FillRegions(kLeft);
+  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+}
+
 // ---- Tables that came back changed, and bytes that others spoil ---------------------------------
 
 constexpr int32_t kHostile[] = {INT32_MIN, -2, INT32_MAX, 1 << 30};
-constexpr int kLeft = 0x5B;
-
 int32_t AnyIndex(Random& random, int64_t end) {
   if (random.OneIn(2)) return static_cast<int32_t>(random.In(-1, end - 1));
   return random.OneIn(4) ? static_cast<int32_t>(end) : kHostile[random.In(0, 3)];
@@ -164,7 +206,11 @@ int Main(int argc, char** argv) {
     RunTampered(draws, random);
     return 0;
   }
-  for (int64_t i = 0; i < draws; ++i) RunWholeLayer(Draw(random), random);
+  Random random_of_entries(seed + 1);
+  for (int64_t i = 0; i < draws; ++i) {
+    if (i % 20 == 0) RunByEntry(random_of_entries);
+    RunWholeLayer(Draw(random), random);
+  }
   std::printf("%lld layers: right\n", static_cast<long long>(draws));
   return 0;
 }
