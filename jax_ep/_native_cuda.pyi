@@ -34,6 +34,7 @@ def open_windows(
     first_epoch: int,
     given: list[list[int]] | None = None,
     far: tuple[list[list[int]], list[list[int]], list[int]] | None = None,
+    by_fabric: bool = False,
 ) -> int: ...
 def window_bytes(
     config: WindowConfig, far: bool = False, bundled: tuple[int, int] = (0, 0)

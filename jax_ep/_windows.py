@@ -89,6 +89,12 @@ def _processes(group: Iterable[Any]) -> list[int]:
     return sorted({device.process_index for device in group})
 
 
+def _others(own: list[np.ndarray], meeting: Meeting) -> list[int]:
+    """The other processes that this one shares EP groups with."""
+    found = {process for group in own for process in _processes(group)}
+    return sorted(found - {meeting.own})
+
+
 def host() -> list[str]:
     """What processes of one host, and of no other, have in common; and its name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -134,8 +140,7 @@ def _reach(
         )
         if found is not None:
             return found
-    peers = {process for group in own for process in _processes(group)}
-    for process in sorted(peers - {meeting.own}):
+    for process in _others(own, meeting):
         if not _fabric.by_descriptors(cards, meeting.own, process):
             continue
         try:
@@ -185,6 +190,7 @@ def open_windows(
         RuntimeError: no room, here or in another process, or one that did not come.
     """
     own = local_groups(groups, meeting.own)
+    others = _others(own, meeting)
     size = native.open_windows(
         key,
         [ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
@@ -192,6 +198,8 @@ def open_windows(
         timeout_s=config.timeout_s,
         num_sms=config.num_sms or 0,
         first_epoch=first_epoch,
+        # Only where somebody takes them: else memory is what it is without fabrics.
+        by_fabric=not all(meeting.connected(process) for process in others),
     )
     if meeting.alone:
         return size

@@ -107,6 +107,7 @@ class Native(types.SimpleNamespace):
         if self.no_room:
             raise RuntimeError(self.no_room)
         self.groups = groups
+        self.by_fabric = options["by_fabric"]
         for group in groups:
             for rank, ordinal in enumerate(group):
                 if ordinal != self.ELSEWHERE:
@@ -126,7 +127,8 @@ class Native(types.SimpleNamespace):
         if self.no_export:
             raise RuntimeError(self.no_export)
         descriptor, handle = self.own[ordinal][0], None
-        if self.makes_handles:
+        if self.by_fabric:
+            assert self.makes_handles
             handle = HANDLE.pack(os.getpid(), descriptor, self.fabric.encode())
         return os.dup(descriptor), BYTES, handle
 

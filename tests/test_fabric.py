@@ -121,6 +121,7 @@ def test_one_host_of_a_rack(connected, all_closed) -> None:
     job = Job(PAIRS, fabric=ALL_IN_RACK, makes_handles={1: False, 2: False})
     check_marks(job, job.results())
     assert kinds(job) == {int}
+    assert not any(native.by_fabric for native in job.natives.values())
     job.close()
 
 

@@ -90,8 +90,13 @@ def test_init_opens_windows(mesh, opened, monkeypatch) -> None:
     }
     options = [options for _, _, options in opened.opened]
     assert options == [
-        {"timeout_s": 2.5, "num_sms": 3, "first_epoch": 1},
-        {"timeout_s": 100.0, "num_sms": 0, "first_epoch": 2**64 - 3},
+        {"timeout_s": 2.5, "num_sms": 3, "first_epoch": 1, "by_fabric": False},
+        {
+            "timeout_s": 100.0,
+            "num_sms": 0,
+            "first_epoch": 2**64 - 3,
+            "by_fabric": False,
+        },
     ]
 
 

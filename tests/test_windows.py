@@ -105,6 +105,7 @@ def test_every_rank_maps_every_other(groups, all_closed) -> None:
         expected = [_windows.ordinals(group, process, -1) for group in here]
         assert native.groups == expected
         assert {kind for _, kind in native.taken_by} <= {int}
+        assert not native.by_fabric
         # Fabrics are nobody's business where no group crosses processes.
         assert bool(native.fabric_asked) == (groups is not APART)
         # And without one no memory is taken to try its handles.

@@ -58,10 +58,9 @@ Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch,
   CUmemAllocationProp kind{};
   kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   kind.location = On(device);
-  if (sharing == Sharing::kProcesses) {
-    by_fabric_ = SharesByFabric(device);
-    kind.requestedHandleTypes = by_fabric_ ? kDescriptorAndFabric : kDescriptor;
-  }
+  by_fabric_ = sharing == Sharing::kFabric;
+  if (sharing == Sharing::kProcesses) kind.requestedHandleTypes = kDescriptor;
+  if (by_fabric_) kind.requestedHandleTypes = kDescriptorAndFabric;
   size_t granularity = 1;
   Check(driver.get_granularity(&granularity, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "the granularity of a window");

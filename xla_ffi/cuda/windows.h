@@ -27,7 +27,9 @@ class OutOfDeviceMemory : public std::exception {
   const int64_t free_bytes;
 };
 
-enum class Sharing { kThisProcess, kProcesses };
+// With processes of this host, by descriptors; or with some by fabric handles, for which
+// SharesByFabric must hold.
+enum class Sharing { kThisProcess, kProcesses, kFabric };
 
 // Memory of one device, at one address on all devices of this process that may touch it.
 //
@@ -52,7 +54,7 @@ class Window {
   int64_t bytes() const { return static_cast<int64_t>(bytes_); }
   // A new descriptor of its memory, the caller's to close; until then it holds the memory.
   int Export() const;
-  // What holds no memory; nullopt where the window's device shares none by its fabric.
+  // What holds no memory; nullopt where the window was not made for it.
   std::optional<FabricHandle> ExportToFabric() const;
   // Never frees it, because a kernel may still write there.
   void Abandon();

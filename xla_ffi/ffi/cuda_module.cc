@@ -116,7 +116,8 @@ std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
 
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
                     double timeout_s, int64_t num_sms, uint64_t first_epoch,
-                    const std::optional<GivenWindows>& given, const std::optional<Far>& far) {
+                    const std::optional<GivenWindows>& given, const std::optional<Far>& far,
+                    bool by_fabric) {
   nb::gil_scoped_release release;
   const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
@@ -127,7 +128,7 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& 
                                 std::to_string(num_sms) +
                                 "; leave it None to choose from the shape");
   }
-  const WindowOptions options{timeout_s, num_sms, first_epoch};
+  const WindowOptions options{timeout_s, num_sms, first_epoch, by_fabric};
   const std::optional<FarAccess> access = AccessOf(far);
   auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given,
                                                        access ? &*access : nullptr)
@@ -166,12 +167,13 @@ NB_MODULE(_native_cuda, m) {
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
-        nb::arg("given") = nb::none(), nb::arg("far") = nb::none(),
+        nb::arg("given") = nb::none(), nb::arg("far") = nb::none(), nb::arg("by_fabric") = false,
         "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
         "ranks elsewhere must follow by import_window. `given`: where all windows are, by EP group "
         "and rank, 0 of ranks on other nodes; then none is made, and local ones get their first "
         "contents. `far`: how those are reached, (pes, node numbers or nothing where "
-        "dispatches are not bundled, each by EP group and rank; kernels).");
+        "dispatches are not bundled, each by EP group and rank; kernels). "
+        "`by_fabric`: windows that other processes share have fabric handles too.");
   m.def(
       "window_bytes",
       [](const WindowConfig& config, bool far, std::pair<int64_t, int64_t> bundled) {
@@ -204,7 +206,7 @@ NB_MODULE(_native_cuda, m) {
       "Whether fabric handles of the device's memory work in this process.");
   m.def("export_window", &ExportWindow, nb::arg("key"), nb::arg("ordinal"),
         "(a new file descriptor of a local window's memory, its bytes, its fabric handle or None "
-        "where the device makes none), for import_window.");
+        "where it was opened without), for import_window.");
   m.def("import_window", &ImportWindow, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
         nb::arg("handle"), nb::arg("bytes"),
         "Maps the window of a rank of another process, of the group at that index; by descriptor "

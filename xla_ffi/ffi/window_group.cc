@@ -145,10 +145,12 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     CheckRanks(ordinals.size(), sizes);
     const std::vector<int32_t> local = LocalOrdinals(ordinals);
     const bool alone = local.size() == ordinals.size();
+    const cuda::Sharing sharing = alone               ? cuda::Sharing::kThisProcess
+                                  : options.by_fabric ? cuda::Sharing::kFabric
+                                                      : cuda::Sharing::kProcesses;
     std::vector<cuda::Window> windows;
     try {
-      windows = cuda::OpenWindows(local, layout, sizes, options.first_epoch,
-                                  alone ? cuda::Sharing::kThisProcess : cuda::Sharing::kProcesses);
+      windows = cuda::OpenWindows(local, layout, sizes, options.first_epoch, sharing);
     } catch (const cuda::OutOfDeviceMemory& error) {
       ThrowShort(error);
     }

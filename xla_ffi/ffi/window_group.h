@@ -22,6 +22,7 @@ struct WindowOptions {
   double timeout_s;
   int64_t num_sms;  // 0: chosen from a call's shape
   uint64_t first_epoch;
+  bool by_fabric = false;  // windows also have fabric handles, for other processes
 };
 
 // In place of an ordinal: the rank is a device of another process.
