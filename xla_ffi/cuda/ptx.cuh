@@ -15,6 +15,32 @@ struct alignas(16) Bits128 {
   uint64_t high;
 };
 
+// What a load returns and what a store does, of a kind of order and scope. One access of 128 bits:
+// a .v2.u64 would be two.
+#define JAX_EP_LOAD_CELL(kind, from)      \
+  Bits128 value;                          \
+  asm volatile(                           \
+      "{\n"                               \
+      ".reg .b128 cell;\n"                \
+      "ld." kind                          \
+      ".global.b128 cell, [%2];\n"        \
+      "mov.b128 {%0, %1}, cell;\n"        \
+      "}"                                 \
+      : "=l"(value.low), "=l"(value.high) \
+      : "l"(from)                         \
+      : "memory");                        \
+  return value
+#define JAX_EP_STORE_CELL(kind, to, value) \
+  asm volatile(                            \
+      "{\n"                                \
+      ".reg .b128 cell;\n"                 \
+      "mov.b128 cell, {%1, %2};\n"         \
+      "st." kind                           \
+      ".global.b128 [%0], cell;\n"         \
+      "}" ::"l"(to),                       \
+      "l"((value).low), "l"((value).high)  \
+      : "memory")
+
 // ---- Loads and stores at system scope -----------------------------------------------------------
 
 // Orders nothing.
@@ -24,19 +50,9 @@ __device__ __forceinline__ uint64_t LoadRelaxedSystem(const uint64_t* from) {
   return value;
 }
 
-// Orders nothing. One access: a .v2.u64 would be two.
+// As for 64 bits.
 __device__ __forceinline__ Bits128 LoadRelaxedSystem(const Bits128* from) {
-  Bits128 value;
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "ld.relaxed.sys.global.b128 cell, [%2];\n"
-      "mov.b128 {%0, %1}, cell;\n"
-      "}"
-      : "=l"(value.low), "=l"(value.high)
-      : "l"(from)
-      : "memory");
-  return value;
+  JAX_EP_LOAD_CELL("relaxed.sys", from);
 }
 
 // This thread's later generic-proxy accesses come after all that the store it reads from released.
@@ -48,17 +64,7 @@ __device__ __forceinline__ uint64_t LoadAcquireSystem(const uint64_t* from) {
 
 // As for 64 bits.
 __device__ __forceinline__ Bits128 LoadAcquireSystem(const Bits128* from) {
-  Bits128 value;
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "ld.acquire.sys.global.b128 cell, [%2];\n"
-      "mov.b128 {%0, %1}, cell;\n"
-      "}"
-      : "=l"(value.low), "=l"(value.high)
-      : "l"(from)
-      : "memory");
-  return value;
+  JAX_EP_LOAD_CELL("acquire.sys", from);
 }
 
 // Orders nothing; releases what an earlier FenceAcqRelSystem of this thread covers.
@@ -66,16 +72,9 @@ __device__ __forceinline__ void StoreRelaxedSystem(uint64_t* to, uint64_t value)
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 
-// As for 64 bits. One access.
+// As for 64 bits.
 __device__ __forceinline__ void StoreRelaxedSystem(Bits128* to, const Bits128& value) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "mov.b128 cell, {%1, %2};\n"
-      "st.relaxed.sys.global.b128 [%0], cell;\n"
-      "}" ::"l"(to),
-      "l"(value.low), "l"(value.high)
-      : "memory");
+  JAX_EP_STORE_CELL("relaxed.sys", to, value);
 }
 
 // Makes this thread's later relaxed stores releases and its earlier relaxed loads acquires, towards
@@ -135,29 +134,15 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint64_t* to, uint64_t value) {
 
 // Likewise, of cells.
 __device__ __forceinline__ Bits128 LoadRelaxedGpu(const Bits128* from) {
-  Bits128 value;
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "ld.relaxed.gpu.global.b128 cell, [%2];\n"
-      "mov.b128 {%0, %1}, cell;\n"
-      "}"
-      : "=l"(value.low), "=l"(value.high)
-      : "l"(from)
-      : "memory");
-  return value;
+  JAX_EP_LOAD_CELL("relaxed.gpu", from);
 }
 
 __device__ __forceinline__ void StoreRelaxedGpu(Bits128* to, const Bits128& value) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 cell;\n"
-      "mov.b128 cell, {%1, %2};\n"
-      "st.relaxed.gpu.global.b128 [%0], cell;\n"
-      "}" ::"l"(to),
-      "l"(value.low), "l"(value.high)
-      : "memory");
+  JAX_EP_STORE_CELL("relaxed.gpu", to, value);
 }
+
+#undef JAX_EP_LOAD_CELL
+#undef JAX_EP_STORE_CELL
 
 // Orders nothing. Returns what was there.
 __device__ __forceinline__ uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
