@@ -242,6 +242,8 @@ bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanosecond
   // Calls that were enqueued run to their end before the gates close; what a graph replays after
   // that finds them closed, or has found one open and ends by itself. Where a device does not come
   // to its end the gates close all the same: controls last, and what begins later ends at once.
+  // Where that fails too, for want of a thread even, gates may stay open: the windows behind them
+  // are then never freed, and what begins later waits there in vain.
   const bool ended = EndsWithin(limit, wait);
   const bool shut = EndsWithin(limit, close_gates);
   return ended && shut && EndsWithin(limit, wait);

@@ -108,7 +108,8 @@ struct DeviceControl {
 
 // Closes the gates and waits for every device: no call that touches a window runs after it. False
 // where a device did not come to its end within the limit, for each of three waits, or CUDA gave no
-// such answer.
+// such answer, or the process has no thread left for them: then the windows must stay where they
+// are, since a gate may still be open.
 bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanoseconds limit);
 
 }  // namespace jax_ep::cuda
