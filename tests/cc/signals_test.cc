@@ -144,6 +144,14 @@ void TestLeaving() {
   KeepSum(memory, state, LeaveCall(memory, state, 1, false, 7));
   CHECK(!LeaveCall(memory, state, 2, false, 5).last);
   CHECK(LeaveCall(memory, state, 2, false, 2).sum == 14);
+  // A failure there is one, whatever was kept; and what was kept ends with the call.
+  KeepSum(memory, state, {.last = true, .failed = false, .sum = UINT32_MAX});
+  CHECK(!LeaveCall(memory, state, 2, true, 5).last && LeaveCall(memory, state, 2, false).failed);
+  for (const bool failed : {false, true}) {
+    KeepSum(memory, state, {.last = true, .failed = false, .sum = 7});
+    const Departure alone = LeaveCall(memory, state, 1, failed);
+    CHECK(alone.last && alone.failed == failed && state.leavers == 0);
+  }
   CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.entered == 0);
 }
 
