@@ -36,10 +36,11 @@ void RunByEntry(Random& random) {
   Draws draws = Draw(random);
   if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
   draws.options.tiled = false;
+  draws.times = random.In(1, 2);
   EpShape& shape = draws.options.shape;
   const bool shared = random.OneIn(2);
   shape.top_k = random.In(2, 5);
-  shape.tokens = 256 / (shape.top_k - shared) + random.In(1, 200);
+  shape.tokens = 3 * 256 / (shape.top_k - shared) + random.In(1, 50);
   shape.recv_rows = random.In(1, shape.slots());
   World world(draws.options, random);
   DrawIds(world, random);
@@ -208,7 +209,7 @@ int Main(int argc, char** argv) {
   }
   Random random_of_entries(seed + 1);
   for (int64_t i = 0; i < draws; ++i) {
-    if (i % 20 == 0) RunByEntry(random_of_entries);
+    if (i % 30 == 0) RunByEntry(random_of_entries);
     RunWholeLayer(Draw(random), random);
   }
   std::printf("%lld layers: right\n", static_cast<long long>(draws));
