@@ -172,10 +172,9 @@ def descriptors() -> int:
 
 def threads_of_meetings() -> int:
     """Threads that hand out descriptors and have not ended."""
-    end = time.monotonic() + 2
-    while time.monotonic() < end:
-        names = [t.name for t in threading.enumerate() if "_serve" in t.name]
-        if not names:
-            break
+    end = time.monotonic() + 20
+    while True:
+        count = sum("_serve" in thread.name for thread in threading.enumerate())
+        if count == 0 or time.monotonic() > end:
+            return count
         time.sleep(0.01)
-    return len(names)
