@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from typing import Any
 
@@ -18,8 +19,8 @@ def as_array(function: str, name: str, value: Any) -> jax.Array:
     """`value` as a JAX array of its own dtype; nothing is cast."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(
-            f"jax_ep.{function}: {name} must be an array, got {type(value).__name__}; "
-            "wrap it with jnp.asarray and a dtype"
+            f"jax_ep.{function}: {name} must be an array, got {reprlib.repr(value)} of "
+            f"type {type(value).__name__}; pass one, as jnp.asarray makes with a dtype"
         )
     array = jnp.asarray(value)
     if array.dtype != value.dtype:
@@ -40,13 +41,18 @@ def require_dtype(function: str, name: str, value: jax.Array, dtype: str) -> Non
 
 
 def require_shape(
-    function: str, name: str, value: jax.Array, shape: tuple[int, ...], why: str
+    function: str,
+    name: str,
+    value: jax.Array,
+    shape: tuple[int, ...],
+    why: str,
+    remedy: str = "pass arrays of one call, as its docstring gives them",
 ) -> None:
     """Raises ValueError unless `value` has `shape`."""
     if value.shape != shape:
         raise ValueError(
             f"jax_ep.{function}: {name} must have shape {shape} ({why}), got "
-            f"{value.shape}; pass arrays of one call, as its docstring gives them"
+            f"{value.shape}; {remedy}"
         )
 
 

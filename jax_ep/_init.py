@@ -293,8 +293,12 @@ def _run_init(
 
     def local(array: jax.Array) -> np.ndarray:
         shards = {shard.device: shard.data for shard in array.addressable_shards}
-        return np.stack([np.asarray(shards[device]) for device in local_devices])
+        # Explicitly, which jax_transfer_guard="disallow" allows.
+        return np.stack(jax.device_get([shards[device] for device in local_devices]))
 
     words = local(pointers).astype(np.uint64).reshape(len(local_devices), 2, 3, 2)
     dev_ptrs = words[..., 0] | words[..., 1] << np.uint64(32)
-    return dev_ptrs, local(ranks).reshape(-1)
+    my_rank = local(ranks).reshape(-1)
+    for array in (dev_ptrs, my_rank):
+        array.setflags(write=False)
+    return dev_ptrs, my_rank

@@ -43,7 +43,14 @@ def of_dispatch(
             "split the call"
         )
     ids_shape = (n, config.top_k)
-    _checks.require_shape(function, "topk_ids", topk_ids, ids_shape, "[n, top_k]")
+    _checks.require_shape(
+        function,
+        "topk_ids",
+        topk_ids,
+        ids_shape,
+        "[n, top_k]",
+        "give each row of tokens its top_k ids, -1 where it has fewer",
+    )
     scale = formats.global_scale(function, config.dispatch_format, tokens, input_scale)
     weighted = router_weights is not None
     if router_weights is None:
@@ -52,7 +59,12 @@ def of_dispatch(
         weights = _checks.as_array(function, "router_weights", router_weights)
         _checks.require_dtype(function, "router_weights", weights, "float32")
         _checks.require_shape(
-            function, "router_weights", weights, ids_shape, "[n, top_k]"
+            function,
+            "router_weights",
+            weights,
+            ids_shape,
+            "[n, top_k]",
+            "give each id of topk_ids its weight",
         )
     return weighted, _checks.vary_together(ep, tokens, topk_ids, weights, scale)
 
@@ -73,25 +85,42 @@ def of_combine(
     _checks.require_route_shapes(function, ep, route)
     n, rows = route.slot_of.shape[0], ep.recv_capacity
 
-    def checked(name: str, value: Any, dtype: str, *shape: int, why: str) -> jax.Array:
+    def checked(
+        name: str, value: Any, dtype: str, *shape: int, why: str, remedy: str
+    ) -> jax.Array:
         array = _checks.as_array(function, name, value)
         _checks.require_dtype(function, name, array, dtype)
-        _checks.require_shape(function, name, array, shape, why)
+        _checks.require_shape(function, name, array, shape, why, remedy)
         return array
 
     _checks.require_combinable(function, ep, router_weights, residual)
     hidden = config.hidden_size
     expert_out = checked(
-        "expert_out", expert_out, config.dtype, rows, hidden, why="[N, hidden_size]"
+        "expert_out",
+        expert_out,
+        config.dtype,
+        rows,
+        hidden,
+        why="[N, hidden_size]",
+        remedy="pass a row for each row of d.tokens, padding included",
     )
     weights = skip = None
     if router_weights is not None:
-        shape, why = ((rows,), "[N]")
+        shape, why, remedy = (rows,), "[N]", "pass d.router_weights"
         if config.reduce == "source":
             shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
-        weights = checked("router_weights", router_weights, "float32", *shape, why=why)
+            remedy = "pass the weights that belong to topk_ids"
+        weights = checked(
+            "router_weights", router_weights, "float32", *shape, why=why, remedy=remedy
+        )
     if residual is not None:
         skip = checked(
-            "residual", residual, config.dtype, n, hidden, why="[n, hidden_size]"
+            "residual",
+            residual,
+            config.dtype,
+            n,
+            hidden,
+            why="[n, hidden_size]",
+            remedy="pass a row for each token that was dispatched",
         )
     return _checks.vary_together(ep, route, expert_out, weights, skip)

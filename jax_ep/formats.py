@@ -6,6 +6,7 @@ dispatch.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -233,8 +234,8 @@ def _require_blocks(function: str, format: str, hidden: int) -> None:
 def _array(function: str, name: str, value: Any) -> jax.Array:
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(
-            f"jax_ep.{function}: {name} must be an array, got "
-            f"{type(value).__name__}; wrap it with jnp.asarray and a dtype"
+            f"jax_ep.{function}: {name} must be an array, got {reprlib.repr(value)} of "
+            f"type {type(value).__name__}; pass one, as jnp.asarray makes with a dtype"
         )
     return jnp.asarray(value)
 

@@ -79,8 +79,8 @@ def test_route_of_another_dtype(ep):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"slot_of": None}, TypeError, r"route.slot_of must be an array, got NoneType"),
-        ({"row_slot": [1, 2]}, TypeError, r"route.row_slot must be an array, got list"),
+        ({"slot_of": None}, TypeError, r"route.slot_of must be an array, got None "),
+        ({"row_slot": [1, 2]}, TypeError, r"row_slot must be an array, got \[1, 2\]"),
         ({"key": "7"}, TypeError, r"route.key must be the int .* got '7'"),
         ({"key": [7]}, TypeError, r"route.key must be the int .* got \[7\]"),
         ({"key": True}, TypeError, r"route.key must be the int .* got True"),
@@ -93,6 +93,30 @@ def test_route_of_other_things(mesh, ep, change, error, words):
         return jax_ep.combine(ep, d.tokens, dataclasses.replace(d.route, **change))
 
     with pytest.raises(error, match=r"jax_ep.combine: .*" + words):
+        jax.eval_shape(twins.mapped(mesh, body), *operands(ep))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ids": [[0, 1]]}, r"topk_ids must be an array, got \[\[0, 1\]\] of .* list"),
+        ({"ids": None}, r"topk_ids must be an array, got None of .*; pass one"),
+        ({"ids": np.zeros((8, 1), np.int32)}, r"\[n, top_k\].*; .*-1 where it has"),
+        ({"weights": np.ones(8, np.float32)}, r"router_weights .*\(8,\); give each id"),
+        ({"rows": np.ones((8, 16), jnp.bfloat16)}, r"\[N, hidden_size\].*d.tokens"),
+        ({"rank_weights": np.ones((8, 3), "f")}, r"\[N\].*pass d.router_weights"),
+        ({"residual": np.ones((7, 16), jnp.bfloat16)}, r"residual .*; pass a row for"),
+    ],
+)
+def test_what_was_given_and_what_to_give(mesh, ep, change, words):
+    def body(tokens, ids):
+        ids = change.get("ids", ids)
+        d = jax_ep.dispatch(ep, tokens, ids, change.get("weights"))
+        rows, residual = change.get("rows", d.tokens), change.get("residual")
+        weights = change.get("rank_weights", d.router_weights)
+        return jax_ep.combine(ep, rows, d.route, weights, residual=residual)
+
+    with pytest.raises((TypeError, ValueError), match=words):
         jax.eval_shape(twins.mapped(mesh, body), *operands(ep))
 
 

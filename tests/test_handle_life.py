@@ -141,6 +141,9 @@ def test_attributes_stay(mesh) -> None:
             with pytest.raises(AttributeError) as caught:
                 setattr(ep, name, 7)
             check_form(caught, "EPHandle", name)
+        for array in (ep.dev_ptrs, ep.my_rank):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 7
         with pytest.raises(AttributeError) as caught:
             del ep.key
         check_form(caught, "EPHandle", "key")
