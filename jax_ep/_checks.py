@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import warnings
 from typing import Any
 
@@ -10,25 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
 from jax_ep._types import Route
 from jax_ep._varying import vary_alike
-
-
-def as_array(function: str, name: str, value: Any) -> jax.Array:
-    """`value` as a JAX array of its own dtype; nothing is cast."""
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(
-            f"jax_ep.{function}: {name} must be an array, got {reprlib.repr(value)} of "
-            f"type {type(value).__name__}; pass one, as jnp.asarray makes with a dtype"
-        )
-    array = jnp.asarray(value)
-    if array.dtype != value.dtype:
-        raise TypeError(
-            f"jax_ep.{function}: {name} must have a dtype that JAX keeps, got "
-            f"{value.dtype}; cast it first"
-        )
-    return array
 
 
 def require_dtype(function: str, name: str, value: jax.Array, dtype: str) -> None:
@@ -135,10 +119,12 @@ def require_scope(function: str, ep: EPHandle) -> None:
     """Raises unless the call is inside shard_map over the axes of `ep`."""
     names = ep.axis_names
     if not in_scope(names):
+        layer = function == "moe_ffn"
+        whole = "jax_ep.flax.MoE" if layer else f"jax_ep.sharded.{function}"
         raise ValueError(
             f"jax_ep.{function}: mesh axis {names} must be in scope, got a call "
             "outside jax.shard_map over it; wrap the caller in jax.shard_map(..., "
-            f"mesh=ep.mesh), or use jax_ep.sharded.{function} on global arrays"
+            f"mesh=ep.mesh), or use {whole} on global arrays"
         )
     mesh = jax.sharding.get_abstract_mesh()
     if dict(mesh.shape) != dict(ep.mesh.shape) or mesh.axis_names != ep.mesh.axis_names:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from typing import Any
 
-from jax_ep._cli_values import at_least, file_problem
+from jax_ep._cli_values import at_least, file_problem, number
 
 _TEXT = """\
 Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
@@ -31,7 +31,8 @@ that became slower by more than the tolerance, that AFTER lacks or has wrong, or
 unlike devices or sizes, 2 usage, 130 interrupted
 """
 
-_SMALL = ("--hidden", "128", "--experts", "32", "--top-k", "2", "--milliseconds", "20")
+_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
+_SMALL = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
 
 
 def add(commands: Any) -> None:
@@ -54,7 +55,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="default random, printed")
     parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds, default 300"
+        "--budget",
+        type=number(0, strict=True),
+        metavar="S",
+        help="seconds, default 300",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
     parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
@@ -66,7 +70,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number(0),
         default=0.1,
         metavar="X",
         help="share by which a call may be slower (default 0.1)",
@@ -129,6 +133,9 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     on_cpu = asked.stdout.strip() == "cpu"
     if on_cpu:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    if problem := _sizes_problem(args, on_cpu):
+        print(f"jax-ep bench: {problem}", file=sys.stderr)
+        return 2
     # Its programs import each other by bare names.
     sys.path.insert(0, str(folder))
     import p2p  # pyright: ignore[reportMissingImports]
@@ -155,11 +162,32 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     return code
 
 
+def _sizes_problem(args: argparse.Namespace, on_cpu: bool) -> str | None:
+    """What no run can serve; None where all is well. `init` says it of the ranks."""
+    from jax_ep._config import EPConfig
+
+    usual = _SMALL if on_cpu else _SIZES
+    hidden, experts, top_k = (getattr(args, name) or usual[name] for name in _SIZES)
+    try:
+        EPConfig(
+            num_experts=experts,
+            top_k=top_k,
+            hidden_size=hidden,
+            max_tokens_per_rank=max(args.tokens or [1]),
+        )
+    except ValueError as error:
+        return str(error).removeprefix("jax_ep.EPConfig: ")
+    if top_k > experts:
+        return f"--top-k must be at most --experts {experts}, got {top_k}"
+    return None
+
+
 def _arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
     """What p2p.py is told; small where there are no GPUs."""
     given = []
     if on_cpu:
-        given += [*_SMALL, "--transports", "collective"]
+        given += [_option(name, value) for name, value in _SMALL.items()]
+        given += ["--transports", "collective"]
         given += [] if args.tokens else ["--tokens", "128", "16"]
     if args.quick:
         given.append("--quick")
@@ -168,8 +196,12 @@ def _arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
             given += [f"--{name}", *map(str, getattr(args, name))]
     for name in ("hidden", "experts", "top_k", "seed", "budget"):
         if getattr(args, name) is not None:
-            given += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+            given.append(_option(name, getattr(args, name)))
     return given
+
+
+def _option(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')}={value}"
 
 
 def _guarded(find_peak: Any) -> Any:
@@ -187,7 +219,11 @@ def _guarded(find_peak: Any) -> Any:
 
 def _read(path: str) -> dict[str, Any]:
     record = json.loads(pathlib.Path(path).read_text())
-    if not isinstance(record, dict) or record.get("kind") != "p2p":
+    if (
+        not isinstance(record, dict)
+        or record.get("kind") != "p2p"
+        or not {"count", "device", "date", "commit", "results"} <= set(record)
+    ):
         raise ValueError(f"{path} is none")
     return record
 

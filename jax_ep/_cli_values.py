@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 
@@ -18,6 +19,24 @@ def at_least(low: int) -> Callable[[str], int]:
         if value < low:
             raise argparse.ArgumentTypeError(
                 f"must be an integer of at least {low}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def number(low: float, strict: bool = False) -> Callable[[str], float]:
+    """A parser of finite numbers from `low` on, or above it if `strict`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < low or (strict and value == low):
+            bound = "above" if strict else "of at least"
+            raise argparse.ArgumentTypeError(
+                f"must be a number {bound} {low:g}, got {text!r}"
             )
         return value
 

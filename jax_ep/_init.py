@@ -68,7 +68,6 @@ def init(
     Source: SPEC section 2; the system documents' ep_init.
     """
     mesh = _mesh(mesh)
-    names = _axis_names(mesh, axis_name)
     if not isinstance(config, EPConfig):
         raise TypeError(
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
@@ -79,6 +78,7 @@ def init(
             f"jax_ep.init: transport must be one of {TRANSPORTS}, got {transport!r}; "
             '"auto" takes the fastest that works here'
         )
+    names = group_axes(mesh, axis_name, config)
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks)
     subject = repr((_content(mesh, names, config), transport))
@@ -107,6 +107,18 @@ def _mesh(mesh: Mesh | None) -> Mesh:
     return mesh
 
 
+def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
+    """The axes of the EP group, which divide the experts; raises if they do not."""
+    names = _axis_names(_mesh(mesh), axis_name)
+    ranks = int(np.prod([mesh.shape[name] for name in names]))
+    if config.num_experts % ranks:
+        raise ValueError(
+            "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
+            f"{config.num_experts} and {ranks}; pad the experts or change the mesh"
+        )
+    return names
+
+
 def _axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if (
@@ -124,11 +136,6 @@ def _axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_served(config: EPConfig, ranks: int) -> None:
-    if config.num_experts % ranks:
-        raise ValueError(
-            "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
-            f"{config.num_experts} and {ranks}; pad the experts or change the mesh"
-        )
     if config.allreduce_world_size not in (None, ranks):
         raise ValueError(
             "jax_ep.init: allreduce_world_size must be the ranks of the group, "

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import _init
+from jax_ep import _init, _moe_checks
+from jax_ep._arrays import as_array
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
-from jax_ep._layer_params import Param, params
+from jax_ep._layer_params import Param, config_fields, params
 from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep.router import Router
 
@@ -61,6 +62,15 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
+        _moe_checks.require_choices(self.function, self.router, self.experts)
+        _moe_checks.require_type(
+            self.function,
+            "spec",
+            self.spec,
+            PartitionSpec,
+            "a jax.sharding.PartitionSpec",
+            "leave it out to shard dimension 0 over all axes",
+        )
         tp = self.tp_axis_name
         if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
             raise ValueError(
@@ -120,6 +130,7 @@ class Layer:
             return pool.submit(_init.init, *args).result()
 
     def _checked(self, ep: EPHandle) -> EPHandle:
+        _moe_checks.require_handle(self.function, ep)
         for name, got, must in (
             ("config", ep.config, self.config),
             ("axis_names", ep.axis_names, self.ep_axes),
@@ -152,12 +163,10 @@ class Layer:
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
         """
+        x = as_array(self.function, "x", x)
         spec = self._leading_spec(x)
-        if mask is not None and mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"jax_ep.{self.function}: mask must have shape {x.shape[:-1]}, the "
-                f"tokens' one, got {mask.shape}; give one bool a token"
-            )
+        if mask is not None:
+            mask = _moe_checks.checked_mask(self.function, mask, x.shape[:-1])
         names = tuple(values)
         layout = {name: param.spec for name, param in self.params().items()}
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
@@ -280,15 +289,21 @@ def make(
         top_k=top_k,
         hidden_size=hidden_size,
         max_tokens_per_rank=max_tokens_per_rank,
-        dtype=jnp.dtype(dtype).name,
+        dtype=dtype,
         capacity_factor=capacity_factor,
         dispatch_format=dispatch_format,
-        **dict(config_options or {}),
+        **config_fields(function, config_options),
     )
+    if mesh is None:  # `init` takes that of `jax.set_mesh`; parameters need one here
+        raise TypeError(
+            f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
+            "with jax.make_mesh"
+        )
+    axes = _init.group_axes(mesh, axis_name, config)
     return Layer(
         function=function,
         mesh=mesh,
-        axis_name=axis_name if isinstance(axis_name, str) else tuple(axis_name),
+        axis_name=axis_name if isinstance(axis_name, str) else axes,
         config=config,
         intermediate_size=intermediate_size,
         shared_intermediate_size=shared_intermediate_size,

@@ -1,12 +1,17 @@
-"""The parameters of the layers of jax_ep.flax: shapes, shardings, initial values."""
+"""The parameters of the layers of jax_ep.flax: shapes, shardings, initial values.
+
+And checks of what the layers are told of them and of their config.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -74,3 +79,42 @@ def params(
         )
         found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
     return found
+
+
+# Fields of EPConfig that are arguments of the layers.
+_OWN_FIELDS = {
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "max_tokens_per_rank",
+    "dtype",
+    "capacity_factor",
+    "dispatch_format",
+}
+
+
+def param_dtype(function: str, dtype: Any) -> jnp.dtype:
+    """`dtype` as one that parameters can have."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"jax_ep.{function}: param_dtype must be a floating dtype, got {dtype!r}; "
+            '"float32" is the default'
+        )
+    return found
+
+
+def config_fields(function: str, options: Any) -> Mapping[str, Any]:
+    """`config_options` of a layer: fields of `EPConfig` that it has no argument for."""
+    options = {} if options is None else options
+    known = {field.name for field in dataclasses.fields(EPConfig)} - _OWN_FIELDS
+    if not isinstance(options, Mapping) or not set(options) <= known:
+        raise ValueError(
+            f"jax_ep.{function}: config_options must be a mapping with names among "
+            f"{sorted(known)}, got {options!r}; the layer's own arguments give the "
+            "other fields"
+        )
+    return options

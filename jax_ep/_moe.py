@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _api, _checks, _split
+from jax_ep import _api, _checks, _moe_checks, _split
 from jax_ep import experts as _experts
 from jax_ep import router as routers
+from jax_ep._arrays import as_array
 from jax_ep._varying import vary_alike
 
 if TYPE_CHECKING:
@@ -125,7 +126,11 @@ def moe_ffn(
     """
     _checks.require_open("moe_ffn", ep)
     _checks.require_scope("moe_ffn", ep)
-    _check(ep, tokens, params, routing, tp_axis)
+    tokens = as_array("moe_ffn", "tokens", tokens)
+    _moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts)
+    _moe_checks.check_sizes(ep, tokens, params, routing, tp_axis)
+    if mask is not None:
+        mask = _moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):
@@ -140,7 +145,7 @@ def moe_ffn(
                 config.top_k,
                 router,
                 bias=params.get("router_bias"),
-                mask=None if mask is None else jnp.asarray(mask),
+                mask=mask,
             )
     axes = ep.mesh.axis_names if batch_axes is None else tuple(batch_axes)
     losses = _losses(ep, routing, axes)
@@ -218,83 +223,3 @@ def _losses(
     least = frozenset(ep.axis_names).union(axes)
     (routing,) = vary_alike(ep.mesh.axis_names, least, routing)
     return routers.losses(routing, axes)
-
-
-def _check(
-    ep: EPHandle,
-    tokens: jax.Array,
-    params: Mapping[str, Any],
-    routing: routers.Routing | None,
-    tp_axis: str | None,
-) -> None:
-    def require(holds: bool, what: str, got: Any, remedy: str) -> None:
-        if not holds:
-            raise ValueError(f"jax_ep.moe_ffn: {what}, got {got}; {remedy}")
-
-    needed = {"gate_up", "down"} | ({"router"} if routing is None else set())
-    known = needed | {"router", "router_bias", "shared_gate_up", "shared_down"}
-    names = set(params)
-    require(
-        needed <= names <= known,
-        f"params must have {sorted(needed)} and nothing besides {sorted(known)}",
-        sorted(names),
-        "rename or remove entries",
-    )
-    require(
-        ("shared_gate_up" in names) == ("shared_down" in names),
-        "shared_gate_up and shared_down must come together",
-        sorted(names),
-        "give both or none",
-    )
-    require(
-        tp_axis is None
-        or (tp_axis in ep.mesh.axis_names and tp_axis not in ep.axis_names),
-        f"tp_axis must be an axis of the mesh outside of {ep.axis_names}",
-        repr(tp_axis),
-        "leave it out where experts are whole",
-    )
-    require(
-        ep.config.reduce == "rank",
-        'the config must have reduce="rank"',
-        repr(ep.config.reduce),
-        "call dispatch and combine yourself for the others",
-    )
-    require(
-        not ep.config.skip_a2a,
-        "the config must not have skip_a2a",
-        "True",
-        "call dispatch and combine yourself and sum over the ranks",
-    )
-    hidden, local = ep.config.hidden_size, ep.local_experts
-    inner = jnp.shape(params["down"])[1:2]
-    require(
-        jnp.shape(params["gate_up"]) == (local, hidden, 2, *inner)
-        and jnp.shape(params["down"]) == (local, *inner, hidden),
-        "gate_up and down must be [L, H, 2, F] and [L, F, H] of this rank's "
-        f"{local} experts with H {hidden}",
-        f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
-        "shard dimension 0 over the EP axes",
-    )
-    if ep.config.fused_shared_expert:
-        both = [params.get("shared_gate_up"), params.get("shared_down")]
-        found = [None if each is None else jnp.shape(each) for each in both]
-        require(
-            found == [(hidden, 2, *inner), (*inner, hidden)],
-            "with fused_shared_expert shared_gate_up and shared_down must be [H, 2, F] "
-            "and [F, H], as a routed expert's",
-            found,
-            "give them, or leave fused_shared_expert out",
-        )
-    if routing is None:
-        require(
-            jnp.shape(params["router"]) == (hidden, ep.config.num_experts),
-            f"router must be [H, E] = {(hidden, ep.config.num_experts)}",
-            jnp.shape(params["router"]),
-            "every rank holds all of it",
-        )
-        require(
-            tokens.ndim == 2 and tokens.shape[1] == hidden,
-            f"tokens must be [n, H] with H {hidden}",
-            tokens.shape,
-            "reshape them",
-        )

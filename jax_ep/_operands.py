@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks, formats
+from jax_ep._arrays import as_array
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
@@ -25,8 +26,8 @@ def of_dispatch(
     _checks.require_open(function, ep)
     _checks.require_scope(function, ep)
     config = ep.config
-    tokens = _checks.as_array(function, "tokens", tokens)
-    topk_ids = _checks.as_array(function, "topk_ids", topk_ids)
+    tokens = as_array(function, "tokens", tokens)
+    topk_ids = as_array(function, "topk_ids", topk_ids)
     _checks.require_dtype(function, "tokens", tokens, config.dtype)
     _checks.require_dtype(function, "topk_ids", topk_ids, "int32")
     if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
@@ -56,7 +57,7 @@ def of_dispatch(
     if router_weights is None:
         weights = jnp.ones(ids_shape, jnp.float32)
     else:
-        weights = _checks.as_array(function, "router_weights", router_weights)
+        weights = as_array(function, "router_weights", router_weights)
         _checks.require_dtype(function, "router_weights", weights, "float32")
         _checks.require_shape(
             function,
@@ -88,7 +89,7 @@ def of_combine(
     def checked(
         name: str, value: Any, dtype: str, *shape: int, why: str, remedy: str
     ) -> jax.Array:
-        array = _checks.as_array(function, name, value)
+        array = as_array(function, name, value)
         _checks.require_dtype(function, name, array, dtype)
         _checks.require_shape(function, name, array, shape, why, remedy)
         return array

@@ -6,13 +6,13 @@ dispatch.
 
 from __future__ import annotations
 
-import reprlib
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi
+from jax_ep._arrays import as_array
 from jax_ep._native import cpu as native
 from jax_ep._varying import vary_alike, varying
 
@@ -83,7 +83,7 @@ def quantize(
         ValueError, TypeError: an argument does not hold what is said above.
     """
     _require_format("quantize", format)
-    tokens = _array("formats.quantize", "tokens", tokens)
+    tokens = as_array("formats.quantize", "tokens", tokens)
     if tokens.dtype.name not in _TOKEN_DTYPES or tokens.ndim == 0:
         raise TypeError(
             f"jax_ep.formats.quantize: tokens must be {', '.join(_TOKEN_DTYPES)} with "
@@ -138,7 +138,7 @@ def dequantize(
         ValueError, TypeError: an argument does not hold what is said above.
     """
     _require_format("dequantize", format)
-    tokens = _array("formats.dequantize", "tokens", tokens)
+    tokens = as_array("formats.dequantize", "tokens", tokens)
     if not is_quantized(format):
         if scales is not None:
             raise ValueError(
@@ -146,18 +146,21 @@ def dequantize(
                 "some; leave them out"
             )
         return tokens
-    result = jnp.dtype(dtype)
-    if result.name not in _TOKEN_DTYPES:
+    try:
+        result = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+        result = None
+    if result is None or result.name not in _TOKEN_DTYPES:
         raise TypeError(
             f"jax_ep.formats.dequantize: dtype must be one of {_TOKEN_DTYPES}, got "
-            f"{result.name}; cast the result"
+            f"{dtype!r}; cast the result"
         )
     if scales is None:
         raise ValueError(
             f"jax_ep.formats.dequantize: scales must be given for {format!r}, got "
             "None; pass those that came with the tokens"
         )
-    scales = _array("formats.dequantize", "scales", scales)
+    scales = as_array("formats.dequantize", "scales", scales)
     for name, array, wanted in (
         ("tokens", tokens, payload_dtype(format, "")),
         ("scales", scales, scale_dtype(format)),
@@ -203,7 +206,7 @@ def global_scale(
             f"jax_ep.{function}: input_scale must be None unless the format is one of "
             f"{taking}, got one for {format!r}; leave it out"
         )
-    scale = _array(function, "input_scale", input_scale)
+    scale = as_array(function, "input_scale", input_scale)
     if scale.dtype != jnp.float32 or scale.shape not in ((), (1,)):
         raise TypeError(
             f"jax_ep.{function}: input_scale must be float32 of shape [] or [1], got "
@@ -229,15 +232,6 @@ def _require_blocks(function: str, format: str, hidden: int) -> None:
             f"multiple of the block of {format!r}, {block(format)}, and {unit} bytes "
             f"of codes, got {hidden}; pad it with zeros"
         )
-
-
-def _array(function: str, name: str, value: Any) -> jax.Array:
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(
-            f"jax_ep.{function}: {name} must be an array, got {reprlib.repr(value)} of "
-            f"type {type(value).__name__}; pass one, as jnp.asarray makes with a dtype"
-        )
-    return jnp.asarray(value)
 
 
 def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:

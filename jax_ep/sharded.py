@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep import _api, _checks, _split
+from jax_ep._arrays import as_array
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
@@ -100,11 +101,11 @@ def _dispatch(
             ("topk_ids", topk_ids),
             ("router_weights", router_weights),
         )
-        if value is not None
+        if value is not None or name != "router_weights"
     }
     sharded_over = dict.fromkeys(operands, axes)
     if input_scale is not None:
-        operands["input_scale"] = _checks.as_array(function, "input_scale", input_scale)
+        operands["input_scale"] = as_array(function, "input_scale", input_scale)
         sharded_over["input_scale"] = ()
     return _run(called, ep, axes, sharded_over, operands)
 
@@ -186,7 +187,7 @@ def _combine(
             ("router_weights", router_weights),
             ("residual", residual),
         )
-        if value is not None
+        if value is not None or name == "expert_out"
     }
     operands["route"] = _checks.require_route(function, ep, route)
     return _run(called, ep, axes, dict.fromkeys(operands, axes), operands)
@@ -249,10 +250,12 @@ def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str,
         return ep.mesh.axis_names
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
     first, *rest = entries or (None,)
-    axes = (first,) if isinstance(first, str) else tuple(first or ())
+    # An entry that is neither a name nor a tuple of them leaves the layout open.
+    axes = (first,) if isinstance(first, str) else ()
+    axes = first if isinstance(first, tuple) else axes
     others_sharded = any(entry is not None for entry in rest)
     known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
-    if others_sharded or not known:
+    if others_sharded or not known or len(set(axes)) < len(axes):
         raise ValueError(
             f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
             f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
@@ -262,15 +265,17 @@ def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str,
 
 
 def _checked(
-    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: ArrayLike
+    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: Any
 ) -> jax.Array:
     """`value` as an array that splits evenly over the ranks."""
-    array = _checks.as_array(function, name, value)
+    array = as_array(function, name, value)
     parts = int(np.prod([ep.mesh.shape[axis] for axis in axes]))
     if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
+        of_dispatch = function.startswith("sharded.dispatch")
+        remedy = "pad it, with ids of -1" if of_dispatch else "pass arrays of one call"
         raise ValueError(
             f"jax_ep.{function}: {name} must have a positive multiple of {parts} rows, "
-            f"one part for each rank, got shape {array.shape}; pad it, with ids of -1"
+            f"one part for each rank, got shape {array.shape}; {remedy}"
         )
     return array
 

@@ -173,6 +173,8 @@ def test_config_bounds(changes, words):
         (lambda x, i: ((x, i), {"spec": "ep"}), "spec must be a PartitionSpec"),
         (lambda x, i: ((x, i), {"spec": P(("ep", "zz"))}), "spec must be a Part"),
         (lambda x, i: ((x, i), {"spec": P("ep", "ep")}), "spec must be a Part"),
+        (lambda x, i: ((x, i), {"spec": P(P.UNCONSTRAINED)}), "spec must be a Part"),
+        (lambda x, i: ((x, i), {"spec": P(("ep", "ep"))}), "spec must be a Part"),
     ],
 )
 def test_sharded_dispatch_arguments(ep, change, words):
@@ -181,6 +183,18 @@ def test_sharded_dispatch_arguments(ep, change, words):
     arguments, keywords = change(*operands(ep))
     with pytest.raises(ValueError, match=f"jax_ep.sharded.dispatch: {words}"):
         jax_ep.sharded.dispatch(ep, *arguments, **keywords)
+
+
+def test_what_is_no_array_is_named(ep):
+    x, i = operands(ep)
+    for given, word in (((None, i), "tokens"), ((x, None), "topk_ids")):
+        with pytest.raises(TypeError, match=f"sharded.dispatch: {word} must be an arr"):
+            jax_ep.sharded.dispatch(ep, *given)
+    with pytest.raises(TypeError, match="tokens must have a dtype that JAX keeps"):
+        jax_ep.sharded.dispatch(ep, np.asarray(x).astype(object), i)
+    route = jax_ep.sharded.dispatch(ep, x, i).route
+    with pytest.raises(TypeError, match=r"sharded.combine: expert_out must be an arr"):
+        jax_ep.sharded.combine(ep, None, route)
 
 
 def test_sharded_inside_shard_map_names_the_other_form(ep, mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 from test_doctor import command
@@ -98,6 +99,9 @@ def test_compare_of_unlike_runs_fails(tmp_path, capsys, name):
     [
         (["--tokens", "0"], "--tokens: must be an integer of at least 1, got '0'"),
         (["--experts", "-3"], "--experts: must be an integer of at least 1, got '-3'"),
+        (["--budget", "nan"], "--budget: must be a number above 0, got 'nan'"),
+        (["--budget", "0"], "--budget: must be a number above 0, got '0'"),
+        (["--tolerance", "-1"], "--tolerance: must be a number of at least 0"),
         (["--json", "none/run.json"], "--json must be a file in a folder"),
         (["--json", "."], "--json must be a file in a folder"),
         (["--plot", "run.gif"], "--plot must be a file name in one of .png"),
@@ -115,6 +119,22 @@ def test_usage_errors_come_before_the_measurement(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "7"], "hidden_size must make a token of bfloat16 a multiple"),
+        (["--experts", "3000"], "num_experts must be in [1, 2048], got 3000"),
+        (["--experts", "4", "--top-k", "5"], "--top-k must be at most --experts 4"),
+    ],
+)
+def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, capsys):
+    started = types.SimpleNamespace(returncode=0, stdout="cpu\n", stderr="")
+    monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    assert _cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(picture, "available", lambda: False)
     with pytest.raises(SystemExit) as left:
@@ -125,7 +145,8 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
 
 def test_compare_wants_records(tmp_path, capsys):
     other = write(tmp_path / "a.json", {"kind": "soak"})
-    for path in (other, str(tmp_path / "none.json")):
+    empty = write(tmp_path / "b.json", {"kind": "p2p"})
+    for path in (other, empty, str(tmp_path / "none.json")):
         with pytest.raises(SystemExit) as left:
             _cli.main(["bench", "--compare", path, path])
         assert left.value.code == 2

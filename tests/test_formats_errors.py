@@ -39,6 +39,25 @@ ERRORS = {
         "input_scale",
         "bfloat16",
     ),
+    "numpy_float64": (
+        lambda: formats.quantize(X.astype(np.float64), "mxfp8"),
+        "quantize",
+        "tokens",
+        "float64",
+    ),
+    "objects": (lambda: formats.quantize(X.astype(object), "mxfp8"), "quantize"),
+    "no_dtype": (
+        lambda: formats.dequantize(*formats.quantize(X, "mxfp8"), "mxfp8", dtype="foo"),
+        "dequantize",
+        "dtype",
+        "'foo'",
+    ),
+    "dtype_none": (
+        lambda: formats.dequantize(*formats.quantize(X, "mxfp8"), "mxfp8", dtype=None),
+        "dequantize",
+        "dtype",
+        "None",
+    ),
     "scale_shape": (
         lambda: formats.quantize(X, "nvfp4", jnp.ones(2)),
         "quantize",

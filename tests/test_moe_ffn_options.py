@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import helpers
 import jax
 import jax.numpy as jnp
 import moe_dense
 import numpy as np
 import pytest
+from errors import check_form, raises
+from jax.sharding import PartitionSpec as P
 from test_moe_ffn import N, config, expert_parallel
 
 import jax_ep
-from jax_ep.router import Router
+from jax_ep.router import Router, route
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -38,6 +42,68 @@ def test_experts_of_ones_own():
     assert names
     # Weights sum to 1.
     np.testing.assert_allclose(y, 3 * operands[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask": np.ones(N - 1, bool)}, "mask must have shape"),
+        ({"mask": np.ones(N, np.float32)}, "mask must be bool, got float"),
+        ({"batch_axes": ("dp",)}, "batch_axes must be a sequence of axes of the mesh"),
+        ({"batch_axes": "ep"}, "batch_axes must be a sequence of axes of the mesh"),
+        ({"batch_axes": 3}, "batch_axes must be a sequence of axes of the mesh"),
+        ({"experts": 3}, "experts must be a function"),
+        ({"router": "softmax"}, "router must be a jax_ep.router.Router"),
+        ({"routing": 3}, "routing must be a jax_ep.router.Routing"),
+        ({"params": None}, "params must be a mapping"),
+        ({"tokens": "x"}, "tokens must be an array"),
+    ],
+)
+def test_wrong_options(options, words):
+    mesh = helpers.make_mesh(1)
+    ep = helpers.make_ep(mesh, config())
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+
+    def layer(x):
+        operands = {"tokens": x, "params": moe_dense.params(), **options}
+        return jax_ep.moe_ffn(ep, **operands)[0]
+
+    run = jax.shard_map(layer, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with raises() as caught:
+        jax.eval_shape(run, x)
+    check_form(caught, "moe_ffn", words)
+
+
+def test_a_routing_takes_no_mask():
+    """It would be ignored: what the routing decided holds."""
+    mesh = helpers.make_mesh(1)
+    ep = helpers.make_ep(mesh, config())
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+    params = moe_dense.params()
+
+    def layer(x, **options):
+        routing = route(x @ params["router"], ep.config.top_k)
+        return jax_ep.moe_ffn(ep, x, params, routing=routing, **options)[0]
+
+    for options in ({"mask": np.ones(N, bool)}, {"router": Router()}):
+        run = jax.shard_map(
+            partial(layer, **options),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        with raises() as caught:
+            jax.eval_shape(run, x)
+        check_form(caught, "moe_ffn", "must be None with routing")
+
+
+def test_outside_of_shard_map_names_a_layer_that_exists():
+    ep = helpers.make_ep(helpers.make_mesh(1), config())
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+    with raises() as caught:
+        jax_ep.moe_ffn(ep, x, moe_dense.params())
+    check_form(caught, "moe_ffn", "use jax_ep.flax.MoE on global arrays")
 
 
 def test_a_fused_shared_expert_equals_one_beside():

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         "jax_ep.flax: flax must be installed, got none; run pip install 'jax_ep[flax]'"
     ) from error
 
-from jax_ep import _layer
+from jax_ep import _layer, _layer_params
 from jax_ep._handle import EPHandle
 from jax_ep._moe import MoEAux
 from jax_ep.router import Router
@@ -119,13 +119,19 @@ class MoE(nnx.Module):
             transport=transport,
             experts=experts,
         )
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(
+                f"jax_ep.flax.MoE: rngs must be an nnx.Rngs, got {rngs!r}; make one "
+                "with nnx.Rngs(0)"
+            )
+        made = _layer_params.param_dtype("flax.MoE", param_dtype)
         self.ep = self._layer.handle(ep)
         params = self._layer.params()
 
         def param(name: str) -> nnx.Param | None:
             if name not in params:
                 return None
-            value = self._layer.initializer(name)(rngs.params(), jnp.dtype(param_dtype))
+            value = self._layer.initializer(name)(rngs.params(), made)
             return nnx.Param(value, out_sharding=params[name].spec, mesh=mesh)
 
         self.router = param("router")

@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_ep import _layer
+from jax_ep import _layer, _layer_params
 from jax_ep._handle import EPHandle
 from jax_ep._moe import MoEAux
 from jax_ep.router import Router
@@ -81,7 +81,7 @@ class MoE(nn.Module):
             transport=self.transport,
             experts=self.experts,
         )
-        dtype = jnp.dtype(self.param_dtype)
+        dtype = _layer_params.param_dtype("flax.linen.MoE", self.param_dtype)
         params = {}
         for name, param in layer.params().items():
             make = nn.with_partitioning(

@@ -1,0 +1,189 @@
+"""Checks of what `moe_ffn`, and the layers around it, are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import router as routers
+from jax_ep._arrays import as_array
+from jax_ep._handle import EPHandle
+
+
+def _require(holds: bool, what: str, got: Any, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"jax_ep.moe_ffn: {what}, got {got}; {remedy}")
+
+
+def require_type(
+    function: str, name: str, value: Any, kinds: Any, what: str, remedy: str
+) -> None:
+    """Raises TypeError unless `value` is None or of `kinds`."""
+    if value is not None and not isinstance(value, kinds):
+        raise TypeError(
+            f"jax_ep.{function}: {name} must be {what}, got {value!r}; {remedy}"
+        )
+
+
+def require_choices(function: str, router: Any, experts: Any) -> None:
+    """Raises unless router and experts are what a layer can use."""
+    require_type(
+        function,
+        "router",
+        router,
+        routers.Router,
+        "a jax_ep.router.Router",
+        "leave it out for softmax top-k",
+    )
+    require_type(
+        function,
+        "experts",
+        experts,
+        Callable,
+        "a function of rows, gate_up, down and group_sizes",
+        "jax_ep.experts has some",
+    )
+
+
+def require_handle(function: str, ep: Any) -> None:
+    """Raises unless `ep` is a handle; it may be closed until a layer is called."""
+    what, remedy = "what jax_ep.init returned", "leave it out to share one"
+    require_type(function, "ep", ep, EPHandle, what, remedy)
+
+
+def check_choices(
+    ep: EPHandle,
+    router: Any,
+    routing: Any,
+    mask: Any,
+    batch_axes: Any,
+    experts: Any,
+) -> None:
+    """Raises unless the options are what their docstring says, and fit together."""
+    require_choices("moe_ffn", router, experts)
+    require_type(
+        "moe_ffn",
+        "routing",
+        routing,
+        routers.Routing,
+        "a jax_ep.router.Routing",
+        "jax_ep.router.route makes one",
+    )
+    for name, value in (("router", router), ("mask", mask)):
+        _require(
+            routing is None or value is None,
+            f"{name} must be None with routing",
+            f"a {type(value).__name__}",
+            "apply it where the routing is made",
+        )
+    known = ep.mesh.axis_names
+    names = isinstance(batch_axes, Sequence) and not isinstance(batch_axes, str)
+    _require(
+        batch_axes is None or (names and set(batch_axes) <= set(known)),
+        f"batch_axes must be a sequence of axes of the mesh, {known}",
+        repr(batch_axes),
+        "leave it out for all of them",
+    )
+
+
+def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`mask` as an array of bool, one a token."""
+    array = as_array(function, "mask", mask)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"jax_ep.{function}: mask must be bool, got {array.dtype}; give one bool a "
+            "token"
+        )
+    if array.shape != shape:
+        raise ValueError(
+            f"jax_ep.{function}: mask must have shape {shape}, the tokens' one, got "
+            f"{array.shape}; give one bool a token"
+        )
+    return array
+
+
+def check_sizes(
+    ep: EPHandle,
+    tokens: jax.Array,
+    params: Mapping[str, Any],
+    routing: routers.Routing | None,
+    tp_axis: str | None,
+) -> None:
+    """Raises unless parameters and tokens have the shapes that `ep` wants."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            "jax_ep.moe_ffn: params must be a mapping of names to arrays, got "
+            f"{type(params).__name__}; its docstring names them"
+        )
+    needed = {"gate_up", "down"} | ({"router"} if routing is None else set())
+    known = needed | {"router", "router_bias", "shared_gate_up", "shared_down"}
+    names = set(params)
+    _require(
+        needed <= names <= known,
+        f"params must have {sorted(needed)} and nothing besides {sorted(known)}",
+        sorted(names),
+        "rename or remove entries",
+    )
+    for name, value in params.items():
+        as_array("moe_ffn", f"params[{name!r}]", value)
+    _require(
+        ("shared_gate_up" in names) == ("shared_down" in names),
+        "shared_gate_up and shared_down must come together",
+        sorted(names),
+        "give both or none",
+    )
+    _require(
+        tp_axis is None
+        or (tp_axis in ep.mesh.axis_names and tp_axis not in ep.axis_names),
+        f"tp_axis must be an axis of the mesh outside of {ep.axis_names}",
+        repr(tp_axis),
+        "leave it out where experts are whole",
+    )
+    _require(
+        ep.config.reduce == "rank",
+        'the config must have reduce="rank"',
+        repr(ep.config.reduce),
+        "call dispatch and combine yourself for the others",
+    )
+    _require(
+        not ep.config.skip_a2a,
+        "the config must not have skip_a2a",
+        "True",
+        "call dispatch and combine yourself and sum over the ranks",
+    )
+    hidden, local = ep.config.hidden_size, ep.local_experts
+    inner = jnp.shape(params["down"])[1:2]
+    _require(
+        jnp.shape(params["gate_up"]) == (local, hidden, 2, *inner)
+        and jnp.shape(params["down"]) == (local, *inner, hidden),
+        "gate_up and down must be [L, H, 2, F] and [L, F, H] of this rank's "
+        f"{local} experts with H {hidden}",
+        f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
+        "shard dimension 0 over the EP axes",
+    )
+    if ep.config.fused_shared_expert:
+        both = [params.get("shared_gate_up"), params.get("shared_down")]
+        found = [None if each is None else jnp.shape(each) for each in both]
+        _require(
+            found == [(hidden, 2, *inner), (*inner, hidden)],
+            "with fused_shared_expert shared_gate_up and shared_down must be [H, 2, F] "
+            "and [F, H], as a routed expert's",
+            found,
+            "give them, or leave fused_shared_expert out",
+        )
+    if routing is None:
+        _require(
+            jnp.shape(params["router"]) == (hidden, ep.config.num_experts),
+            f"router must be [H, E] = {(hidden, ep.config.num_experts)}",
+            jnp.shape(params["router"]),
+            "every rank holds all of it",
+        )
+        _require(
+            tokens.ndim == 2 and tokens.shape[1] == hidden,
+            f"tokens must be [n, H] with H {hidden}",
+            tokens.shape,
+            "reshape them",
+        )

@@ -1,0 +1,70 @@
+"""What jax_ep.flax.MoE and jax_ep.flax.linen.MoE say of what they cannot use."""
+
+from __future__ import annotations
+
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+from errors import check_form, raises
+
+pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
+
+from flax import nnx
+from test_flax import fields
+
+import jax_ep.flax
+import jax_ep.flax.linen
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+WRONG = {
+    "mesh": ({"mesh": None}, "mesh must be"),
+    "axis": ({"axis_name": "zz"}, "axis_name must name"),
+    "no_axis": ({"axis_name": None}, "axis_name must name"),
+    "experts": ({"num_experts": 7}, "num_experts must be a multiple"),
+    "options": ({"config_options": {"zz": 1}}, "config_options must be a mapping"),
+    "own_field": ({"config_options": {"top_k": 1}}, "config_options must be a mapping"),
+    "dtype": ({"dtype": "zz"}, "dtype must be one of"),
+    "param_dtype": ({"param_dtype": "int32"}, "param_dtype must be a floating dtype"),
+    "no_param_dtype": ({"param_dtype": "zz"}, "param_dtype must be a floating dtype"),
+    "spec": ({"spec": "ep"}, "spec must be a jax.sharding.PartitionSpec"),
+    "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
+    "function": ({"experts": 3}, "experts must be a function"),
+    "handle": ({"ep": 3}, "ep must be what jax_ep.init returned"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_both_say_what_a_layer_needs(name):
+    """Before anything is made of it, so that no error of another library shows."""
+    changes, words = WRONG[name]
+    given = {**fields(helpers.make_mesh({"dp": 2, "ep": 2})), **changes}
+    x = jnp.ones((8, 4, 16))
+    for make in (
+        lambda: jax_ep.flax.MoE(**given, rngs=nnx.Rngs(0)),
+        lambda: jax_ep.flax.linen.MoE(**given).init(jax.random.key(0), x),
+    ):
+        with raises() as caught:
+            make()
+        assert re.match(rf"jax_ep\.[\w.]+: .*{words}.*, got ", str(caught.value))
+
+
+def test_arguments_that_are_no_arrays():
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    with raises() as caught:
+        jax_ep.flax.MoE(**fields(mesh), rngs=3)
+    check_form(caught, "flax.MoE", "rngs must be an nnx.Rngs")
+    layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
+    x = jnp.ones((8, 4, 16))
+    for given, mask, words in (
+        (None, None, "x must be an array"),
+        (x, 3, "mask must be an array"),
+        (x, jnp.ones((8, 4)), "mask must be bool"),
+        (x, jnp.ones(8, bool), "mask must have shape"),
+    ):
+        with raises() as caught:
+            layer(given, mask=mask)
+        check_form(caught, "flax.MoE", words)
