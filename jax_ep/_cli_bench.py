@@ -125,15 +125,16 @@ def find_benchmarks() -> pathlib.Path | None:
 
 def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     # Asked in a process that ends: one that keeps the GPUs would disturb the timing.
-    ask = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    what = "import jax; print(jax.default_backend(), jax.device_count())"
+    ask = [sys.executable, "-c", what]
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
         print(f"jax-ep bench: {asked.stderr.strip()[-500:]}", file=sys.stderr)
         return 1
-    on_cpu = asked.stdout.strip() == "cpu"
-    if on_cpu:
-        os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-    if problem := _sizes_problem(args, on_cpu):
+    backend, devices = asked.stdout.split()[-2:]
+    on_cpu = backend == "cpu"
+    if problem := _sizes_problem(args, on_cpu, int(devices)):
         print(f"jax-ep bench: {problem}", file=sys.stderr)
         return 2
     # Its programs import each other by bare names.
@@ -162,8 +163,8 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     return code
 
 
-def _sizes_problem(args: argparse.Namespace, on_cpu: bool) -> str | None:
-    """What no run can serve; None where all is well. `init` says it of the ranks."""
+def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str | None:
+    """What no run can serve; None where all is well."""
     from jax_ep._config import EPConfig
 
     usual = _SMALL if on_cpu else _SIZES
@@ -179,6 +180,8 @@ def _sizes_problem(args: argparse.Namespace, on_cpu: bool) -> str | None:
         return str(error).removeprefix("jax_ep.EPConfig: ")
     if top_k > experts:
         return f"--top-k must be at most --experts {experts}, got {top_k}"
+    if experts % devices:
+        return f"--experts must be a multiple of the {devices} devices, got {experts}"
     return None
 
 

@@ -125,10 +125,11 @@ def test_usage_errors_come_before_the_measurement(
         (["--hidden", "7"], "hidden_size must make a token of bfloat16 a multiple"),
         (["--experts", "3000"], "num_experts must be in [1, 2048], got 3000"),
         (["--experts", "4", "--top-k", "5"], "--top-k must be at most --experts 4"),
+        (["--experts", "7", "--top-k", "2"], "multiple of the 8 devices, got 7"),
     ],
 )
 def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, capsys):
-    started = types.SimpleNamespace(returncode=0, stdout="cpu\n", stderr="")
+    started = types.SimpleNamespace(returncode=0, stdout="cpu 8\n", stderr="")
     monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert _cli.main(["bench", *arguments]) == 2
