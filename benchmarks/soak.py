@@ -69,7 +69,10 @@ OPTIONS = {
         False,
     ),
     "local": ({"skip_a2a": True, "combine_dtype": None}, False),
-    "local_none": ({"skip_a2a": True, "reduce": "none"}, True),
+    "local_none": (
+        {"skip_a2a": True, "reduce": "none", "combine_dtype": None},
+        True,
+    ),
     "halves": ({}, True),
 }
 
@@ -97,16 +100,16 @@ def configs(ranks):
     return a, b
 
 
+def changed(config, name):
+    """B with an option."""
+    return dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0])
+
+
 def option_handles(mesh, config, transport, names):
     """Handles by name, with whether their calls are made in halves."""
     return {
         name: (
-            jax_ep.init(
-                mesh,
-                "ep",
-                dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0]),
-                transport=transport,
-            ),
+            jax_ep.init(mesh, "ep", changed(config, name), transport=transport),
             OPTIONS[name][1],
         )
         for name in names

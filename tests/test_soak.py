@@ -91,6 +91,13 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     assert min(record["rows"], record["dropped"], record["invalid"]) > 0
 
 
+@pytest.mark.parametrize("name", soak.OPTIONS)
+def test_every_option_has_a_config(name) -> None:
+    """The runs here take two of them."""
+    _, b = soak.configs(4)
+    assert soak.changed(b, name) != b
+
+
 @pytest.mark.slow
 def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(jax_ep, "dispatch", wrong_dispatch)
