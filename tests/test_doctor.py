@@ -24,7 +24,7 @@ def command(*arguments):
         [sys.executable, "-m", "jax_ep", *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env=environment,
     )

@@ -62,7 +62,7 @@ def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
     tests = [str(odd), f"{mesh}::test_one_axis"]
     environment = {"JAX_PLATFORMS": "cpu", "JAX_EP_TEST_TRANSPORT": "collective"}
     found = lockstep_run.run(
-        tests, 2, "1", tmp_path / "logs", time.monotonic() + 150, environment
+        tests, 2, "1", tmp_path / "logs", time.monotonic() + 600, environment
     )
     assert found.complete, found.log
     outcomes = {test.name.rpartition("::")[2]: test.outcome for test in found.tests}

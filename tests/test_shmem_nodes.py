@@ -141,18 +141,21 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
     def fails(*args: Any) -> None:
         if ending == "raises":
             raise RuntimeError("no network")
-        over.wait(10)
+        over.wait(60)
 
     setattr(job.modules[process], step, fails)
     words = {"raises": "no network", "hangs": "not ended in 0.5 s"}[ending]
-    for actor in job.run(1, timeout_s=1.0, ranks_per_node=2).values():
+    try:
+        actors = job.run(1, timeout_s=1.0, ranks_per_node=2).values()
+    finally:
+        job.shared.barrier.abort()
+        over.set()
+    for actor in actors:
         assert isinstance(actor.error, _windows.NotMapped)
         # The lowest one that has failed is named, if it stands in the start itself.
         if step != "start":
             assert words in str(actor.error)
             assert f"(process {process})" in str(actor.error)
-    job.shared.barrier.abort()
-    over.set()
     job.refused("NVSHMEM to work")
 
 
