@@ -173,6 +173,14 @@ def test_links_are_of_the_devices_that_jax_numbers(nvidia_smi):
     assert "          0       X    NV18     PHB unknown\n" in text
 
 
+def test_links_without_a_driver_that_answers_are_unknown(nvidia_smi, monkeypatch):
+    def fails(ordinal):
+        raise RuntimeError("jax_ep: CUDA_ERROR_NO_DEVICE")
+
+    monkeypatch.setattr(_doctor._ffi.native_cuda, "device_uuid", staticmethod(fails))
+    assert _doctor_links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
+
+
 @pytest.mark.parametrize("failing", ["#!/bin/sh\nexit 9\n", ""])
 def test_links_without_nvidia_smi_are_unknown(failing, nvidia_smi, monkeypatch):
     nvidia_smi.write_text(failing)
