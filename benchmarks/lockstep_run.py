@@ -133,21 +133,21 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
     }
     shared |= environment or {}
     started = []
-    for process in range(count):
-        own = {"JAX_EP_TEST_PROCESSES": f"{port},{count},{process},{devices}"}
-        with (folder / f"{process}.log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=shared | own,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    end = time.monotonic() + left
     try:
+        for process in range(count):
+            own = {"JAX_EP_TEST_PROCESSES": f"{port},{count},{process},{devices}"}
+            with (folder / f"{process}.log").open("wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=shared | own,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        end = time.monotonic() + left
         while any(process.poll() is None for process in started):
             codes = [process.poll() for process in started]
             # pytest's 1 is a test that failed; its others, and signals, are no end that

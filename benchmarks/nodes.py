@@ -245,13 +245,21 @@ def parse(arguments):
             visible.split(",") if visible else os.listdir("/proc/driver/nvidia/gpus")
         )
         args.ranks = len(names)
-    nodes = {way: WAYS[way][2] for way in args.ways or WAYS}
+    if args.ranks < 2:
+        parser.error(f"nodes.py: --ranks must be at least 2, got {args.ranks}")
+    # In their own order, in which `turns` finds those that belong together.
+    nodes = {way: WAYS[way][2] for way in WAYS if way in (args.ways or WAYS)}
     # A node of all ranks is none.
     args.ways = [
         way
         for way, node in nodes.items()
         if (node or 0) < args.ranks and (args.ways or not way.startswith("collective"))
     ]
+    if not args.ways:
+        parser.error(
+            "nodes.py: --ways must have one whose nodes are not all ranks, got "
+            f"{', '.join(nodes)} of {args.ranks} ranks"
+        )
     return args
 
 

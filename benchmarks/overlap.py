@@ -188,11 +188,7 @@ def main(arguments=None):
 
     def run(flags, spec, script, key, **facts):
         rows, problem = p2p.run_worker(flags, spec, script)
-        for row in rows:
-            if "device" in row:
-                record.update(row)
-            else:
-                record[key].append({**row, **facts})
+        p2p.take(record, rows, key, **facts)
         if problem:
             record["problems"].append({"flags": flags, "problem": problem})
 

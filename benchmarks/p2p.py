@@ -204,13 +204,13 @@ def workers(args):
             )
 
 
-def take(record, rows):
-    """Adds a worker's rows: the one that names the devices is of the record itself."""
+def take(record, rows, key="results", **facts):
+    """Adds a worker's rows and `facts`; the one of devices is of the record itself."""
     for row in rows:
         if "device" in row:
             record |= row
         else:
-            record["results"].append(row)
+            record[key].append(row | facts)
 
 
 def run_worker(flags, spec, script="p2p_worker.py"):

@@ -53,7 +53,10 @@ def links(devices: list[Any]) -> list[list[str]] | None:
 def _uuid(device: Any) -> str:
     if _ffi.native_cuda is None:
         return ""
-    return _ffi.native_cuda.device_uuid(_windows.ordinal(device))
+    try:
+        return _ffi.native_cuda.device_uuid(_windows.ordinal(device))
+    except RuntimeError:
+        return ""
 
 
 def _places() -> dict[str, int]:

@@ -242,13 +242,16 @@ class Heap:
         first = meeting.processes[0]
         name, failure = None, None
         if meeting.own == first:
-            # It looks for a network interface.
             try:
                 name = self._bounded(self._module().unique_id, timeout_s / 2).hex()
-            except RuntimeError:
+            except RuntimeError as error:
                 failure = ("NVSHMEM to start in all processes", str(self.broken))
+                if error.__cause__ is not None:  # no network yet; nothing has begun
+                    self.broken = None
         ids = meeting.gather("id", {"name": name, "failure": failure})
-        self._refuse({process: card["failure"] for process, card in ids.items()})
+        found = _windows.first({p: card["failure"] for p, card in ids.items()})
+        if found is not None:
+            raise NotMapped(found)
         name = ids[first]["name"]
         (device,) = (d for d in groups.flat if d.process_index == meeting.own)
         pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
@@ -304,7 +307,7 @@ class Heap:
             raise RuntimeError(
                 "jax_ep.init: NVSHMEM must answer in every process of the mesh, got "
                 f"{self.broken}; restart the processes, or use another transport"
-            )
+            ) from (failure[0] if failure else None)
         return result[0]
 
     def _module(self) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -96,3 +97,22 @@ def test_ways_that_are_turned() -> None:
     assert next(iter(nodes.turns(args.ways))) == (f"p2p, {nodes.ONE}", "p2p")
     assert sum(len(ways) for ways in nodes.turns(args.ways)) == len(args.ways) == 6
     assert len(nodes.parse(["--ranks", "2"]).ways) == 4
+    given = ["--ranks", "4", "--ways", "p2p", "collective", f"p2p, {nodes.ONE}"]
+    turned = nodes.turns(nodes.parse(given).ways)
+    assert list(turned) == [(f"p2p, {nodes.ONE}", "p2p"), ("collective",)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
+        (
+            ["--ranks", "2", "--ways", "shmem, two a node, direct"],
+            "--ways must have one .* got shmem, two a node, direct of 2 ranks",
+        ),
+    ],
+)
+def test_what_leaves_nothing_to_measure_is_refused(given, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        nodes.parse(given)
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))

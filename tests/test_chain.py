@@ -279,7 +279,7 @@ def test_ended_traces_are_let_go(mesh) -> None:
 
 
 def test_threads_have_chains_of_their_own(mesh, ep) -> None:
-    turn = threading.Barrier(2, timeout=60)
+    turn = threading.Barrier(2, timeout=300)
     texts = {}
 
     def body(x: Any, ids: Any) -> Any:
@@ -295,5 +295,5 @@ def test_threads_have_chains_of_their_own(mesh, ep) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(200)
     assert [afters(texts[i]) for i in range(2)] == [chain(6)] * 2

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 WORKER = pathlib.Path(__file__).with_name("concurrency_worker.py")
-TIMEOUT_S = 150
+TIMEOUT_S = 500
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def python(folder: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

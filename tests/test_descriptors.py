@@ -105,7 +105,7 @@ def test_giver_that_dies(giving) -> None:
     taker.close()
     with pytest.raises(ConnectionRefusedError):
         Taker(address, 20.0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_giver_that_is_silent(giving) -> None:
@@ -117,7 +117,7 @@ def test_giver_that_is_silent(giving) -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
             taker.take(7)
-        assert 0.2 < time.monotonic() - start < 5
+        assert 0.2 < time.monotonic() - start < 15
 
 
 def test_many_takers(giver) -> None:

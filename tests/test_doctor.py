@@ -24,7 +24,7 @@ def command(*arguments):
         [sys.executable, "-m", "jax_ep", *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env=environment,
     )
@@ -171,6 +171,14 @@ def test_links_are_of_the_devices_that_jax_numbers(nvidia_smi):
     assert _doctor_links.toolkit() == "12.8"
     text = "\n".join(_cli_doctor.report(_found(links=found)))
     assert "          0       X    NV18     PHB unknown\n" in text
+
+
+def test_links_without_a_driver_that_answers_are_unknown(nvidia_smi, monkeypatch):
+    def fails(ordinal):
+        raise RuntimeError("jax_ep: CUDA_ERROR_NO_DEVICE")
+
+    monkeypatch.setattr(_doctor._ffi.native_cuda, "device_uuid", staticmethod(fails))
+    assert _doctor_links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
 
 
 @pytest.mark.parametrize("failing", ["#!/bin/sh\nexit 9\n", ""])

@@ -32,7 +32,7 @@ def run(name, *arguments):
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
         check=False,
         env=environment,
     )

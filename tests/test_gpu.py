@@ -56,7 +56,7 @@ def test_same_bits_as_on_cpus(dtype, hidden):
 
 def replay(mode, transport, flags):
     env = {"XLA_FLAGS": flags, "JAX_EP_TEST_TRANSPORT": transport}
-    return gpus.run_worker("graph_worker.py", mode, timeout=300, **env)
+    return gpus.run_worker("graph_worker.py", mode, timeout=600, **env)
 
 
 def test_captured_graphs_replay_with_changing_routing():

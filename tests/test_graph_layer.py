@@ -83,7 +83,7 @@ def test_replayed(form, tokens):
     found = gpus.run_worker(
         "graph_layer_worker.py",
         *(form, str(tokens), str(CALLS)),
-        timeout=280,
+        timeout=600,
         XLA_FLAGS=f"{CAPTURE} {COPIES}" if form == "copied" else CAPTURE,
         JAX_EP_TEST_TRANSPORT=helpers.TRANSPORT,
     )

@@ -261,7 +261,7 @@ def worker(*args: str, env: dict[str, str] | None = None) -> dict:
         env={**os.environ, **platform, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

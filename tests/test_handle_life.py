@@ -21,7 +21,7 @@ from errors import check_form
 from jax.sharding import PartitionSpec as P
 
 WORKER = pathlib.Path(__file__).with_name("handle_life_worker.py")
-TIMEOUT_S = 100
+TIMEOUT_S = 500
 
 
 @pytest.fixture

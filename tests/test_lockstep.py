@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
@@ -62,7 +64,7 @@ def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
     tests = [str(odd), f"{mesh}::test_one_axis"]
     environment = {"JAX_PLATFORMS": "cpu", "JAX_EP_TEST_TRANSPORT": "collective"}
     found = lockstep_run.run(
-        tests, 2, "1", tmp_path / "logs", time.monotonic() + 150, environment
+        tests, 2, "1", tmp_path / "logs", time.monotonic() + 600, environment
     )
     assert found.complete, found.log
     outcomes = {test.name.rpartition("::")[2]: test.outcome for test in found.tests}
@@ -80,6 +82,23 @@ def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
     assert "not in the second" in said["test_differs"]
     assert "of 1 devices, all 2" in said["test_skipped"]
     assert "parted or one ended" in said["test_dies"]
+
+
+def test_no_process_is_left_behind(tmp_path: pathlib.Path, monkeypatch) -> None:
+    """The second cannot be started: the first, which would wait for it, is ended."""
+    true_start, started = subprocess.Popen, []
+
+    def start(command, **options):
+        if started:
+            raise OSError("no more processes")
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        started.append(true_start(sleeps, **options))
+        return started[0]
+
+    monkeypatch.setattr(lockstep_run.subprocess, "Popen", start)
+    with pytest.raises(OSError, match="no more processes"):
+        lockstep_run.run([], 2, "1", tmp_path / "logs", time.monotonic() + 600)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_semantics_are_files() -> None:

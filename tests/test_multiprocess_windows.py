@@ -21,7 +21,7 @@ CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
-    ended = launch("windows_worker.py", PROCESSES, ["choices"], tmp_path, 120, CPU)
+    ended = launch("windows_worker.py", PROCESSES, ["choices"], tmp_path, 400, CPU)
     assert [one.code for one in ended] == [0] * PROCESSES, tails(ended)
     results = [json.loads(one.last) for one in ended]
     for process, found in enumerate(results):
@@ -55,7 +55,7 @@ def test_processes_that_are_killed(tmp_path: pathlib.Path) -> None:
     count = SURVIVORS + len(DEATHS)
     killed = range(SURVIVORS, count)
     ended = launch(
-        "windows_worker.py", count, ["dies"], tmp_path, 90, CPU, dying=killed
+        "windows_worker.py", count, ["dies"], tmp_path, 400, CPU, dying=killed
     )
     codes = [one.code for one in ended]
     assert codes == [0] * SURVIVORS + [-9] * len(DEATHS), tails(ended)
@@ -68,4 +68,4 @@ def test_processes_that_are_killed(tmp_path: pathlib.Path) -> None:
                 continue
             named = rf"process {dead}\b|nothing from \[{dead}\]"
             assert re.search(named, found["error"]), (when, found["error"])
-            assert found["seconds"] < TIMEOUT_S + 5, when
+            assert found["seconds"] < TIMEOUT_S + 30, when

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 MODES = pytest.mark.parametrize("mode", options.MODES)
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -216,7 +216,7 @@ def test_site_is_the_users_line() -> None:
         cwd=pathlib.Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -146,7 +146,7 @@ def test_beside_other_work(what: str, preload: str) -> None:
     result = gpus.run_worker(
         "p2p_worker.py",
         what,
-        timeout=240,
+        timeout=600,
         XLA_PYTHON_CLIENT_PREALLOCATE=preload,
         XLA_PYTHON_CLIENT_MEM_FRACTION=".1",
     )

@@ -30,7 +30,7 @@ def test_readme_program_runs_and_differentiates():
         [sys.executable, "-c", header + program],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -42,7 +42,7 @@ def test_generated_parts_are_current():
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

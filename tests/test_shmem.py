@@ -41,7 +41,7 @@ class Nvshmem:
     def meet(self, pe: int, *call: Any) -> None:
         self.calls[pe].append(call)
         with contextlib.suppress(threading.BrokenBarrierError):
-            self.barrier.wait(10)
+            self.barrier.wait(60)
 
 
 class Module:
@@ -270,14 +270,17 @@ def test_heap_without_room(short) -> None:
 def test_nvshmem_that_waits_for_ever() -> None:
     job = Job(ONE_EACH)
     release = threading.Event()
-    job.modules[1].start = lambda *args: release.wait(10)
+    job.modules[1].start = lambda *args: release.wait(60)
     job.shared.barrier = threading.Barrier(3)
-    for actor in job.run(1, timeout_s=2.0).values():
+    try:
+        actors = job.run(1, timeout_s=2.0).values()
+    finally:
+        release.set()
+        job.shared.barrier.abort()
+    for actor in actors:
         # With "auto" another transport takes over.
         assert isinstance(actor.error, _windows.NotMapped)
         assert "has not ended in 1 s (process 0)" in str(actor.error)
-    release.set()
-    job.shared.barrier.abort()
     job.refused("a wait of NVSHMEM that has not ended")
 
 

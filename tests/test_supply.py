@@ -136,7 +136,7 @@ def test_no_network_and_no_processes() -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -27,7 +27,7 @@ from jax_ep import _ffi, _transports, _windows
 from jax_ep._meeting import Meeting
 
 DEVICES = 2
-TIMEOUT_S = 4.0
+TIMEOUT_S = 6.0
 TRUE_GATHER = Meeting.gather
 
 
@@ -57,7 +57,7 @@ def client() -> Any:
 
 def barrier(name: str, processes: list[int] | None = None) -> None:
     """Of all processes, or of those."""
-    client().wait_at_barrier(name, 60_000, processes)
+    client().wait_at_barrier(name, 300_000, processes)
 
 
 def leave(process: int, living: int) -> NoReturn:
@@ -68,7 +68,7 @@ def leave(process: int, living: int) -> NoReturn:
     client().key_value_set(f"leaves/{process}", "")
     if process == 0:
         for other in range(living):
-            client().blocking_key_value_get(f"leaves/{other}", 60_000)
+            client().blocking_key_value_get(f"leaves/{other}", 300_000)
         time.sleep(1)
     os._exit(0)
 

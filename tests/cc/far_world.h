@@ -30,15 +30,14 @@ class World : private FarRanks {
 
   // Whether nobody has met anything wrong.
   bool Run(const std::string& program, int times) {
-    std::atomic<bool> right = true;
     std::vector<std::thread> threads;
     for (uint32_t r = 0; r < setup_.ranks; ++r) {
       threads.emplace_back([&, r] {
         std::map<std::string, PendingCall> pending;
         for (int i = 0; i < times; ++i) {
           for (const Call& call : Parse(program)) {
-            if (!right || !RunCall(r, call, pending[call.name])) {
-              right = false;
+            if (!right_ || !RunCall(r, call, pending[call.name])) {
+              right_ = false;
               return;
             }
           }
@@ -46,15 +45,19 @@ class World : private FarRanks {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    return right;
+    return right_;
   }
 
  private:
+  // Nor is anybody waited for once something is wrong.
   template <typename Observe>
   bool Await(Observe observe) const {
     const WaitReport alive{};
     const uint64_t seconds = rules_.all() ? 60 : 1;
-    return WaitUntil(memory_, {seconds * 1000000000u, &alive}, observe) == WaitStatus::kArrived;
+    return WaitUntil(memory_, {seconds * 1000000000u, &alive},
+                     [&] { return right_ ? observe() : Observation::kArrived; }) ==
+               WaitStatus::kArrived &&
+           right_;
   }
 
   bool RunCall(uint32_t rank, const Call& call, PendingCall& pending) {
@@ -318,6 +321,7 @@ class World : private FarRanks {
   }
 
   const HostSignalMemory memory_{};
+  std::atomic<bool> right_ = true;  // what everybody has met so far
 };
 
 }  // namespace jax_ep

@@ -32,6 +32,7 @@ struct Library {
 std::mutex opening;
 Library library{};
 bool opened = false;
+std::string version;  // of the one that is opened
 int32_t device = -1;  // of Start
 
 template <typename Function>
@@ -40,22 +41,20 @@ void Find(void* handle, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("no ") + name + " in it");
 }
 
-std::string Version(const Library& found) {
+// Of a library that is new enough: an older one lacks what the headers and the device code take
+// for granted.
+std::string CheckedVersion(const Library& found) {
   int major = 0, minor = 0, patch = 0;
   found.version(&major, &minor, &patch);
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
-}
-
-// An older library lacks what the headers and the device code take for granted.
-void CheckVersion(const Library& found) {
-  int major = 0, minor = 0, patch = 0;
-  found.version(&major, &minor, &patch);
+  const std::string text =
+      std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
   if (major != NVSHMEM_VENDOR_MAJOR_VERSION || minor < NVSHMEM_VENDOR_MINOR_VERSION) {
-    throw std::runtime_error("version " + Version(found) + ", built for " +
+    throw std::runtime_error("version " + text + ", built for " +
                              std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION) + "." +
                              std::to_string(NVSHMEM_VENDOR_MINOR_VERSION) + " or newer of " +
                              std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION));
   }
+  return text;
 }
 
 const Library& Opened() {
@@ -87,11 +86,11 @@ std::string Load(const std::string& path) {
     Find(handle, "nvshmem_align", found.allocate);
     Find(handle, "nvshmem_free", found.free);
     Find(handle, "nvshmem_ptr", found.reached);
-    CheckVersion(found);
+    version = CheckedVersion(found);
     library = found;
     opened = true;
   }
-  return Version(library);
+  return version;
 }
 
 bool Started() { return Opened().status() >= NVSHMEM_STATUS_IS_INITIALIZED; }
