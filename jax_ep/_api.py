@@ -46,8 +46,6 @@ def dispatch(
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
             above, outside shard_map, under vmap, or if `ep` is closed.
-
-    Source: SPEC section 3; the system documents' dispatch_kernel (fused form).
     """
     weighted, args = _operands.of_dispatch(
         "dispatch", ep, tokens, topk_ids, router_weights, input_scale
@@ -90,8 +88,6 @@ def combine(
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
             above, outside shard_map, under vmap, or if `ep` is closed.
-
-    Source: SPEC section 3; the system documents' EPCombineKernel.
     """
     args = _operands.of_combine(
         "combine", ep, expert_out, route, router_weights, residual
@@ -119,8 +115,6 @@ def dequantize(d: Dispatched) -> jax.Array:
         TypeError: `d` is no `Dispatched`.
         ValueError: `d` is of several ranks, or its scales are missing; in the backward
             pass, if its port is.
-
-    Source: SPEC section 3.
     """
     if not isinstance(d, Dispatched):
         raise TypeError(

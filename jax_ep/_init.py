@@ -64,8 +64,6 @@ def init(
             that this mesh or transport cannot serve.
         RuntimeError: a device has no room for the windows of p2p or shmem; a process of
             the mesh did not come within `timeout_s`, or failed.
-
-    Source: SPEC section 2; the system documents' ep_init.
     """
     mesh = _mesh(mesh)
     if not isinstance(config, EPConfig):

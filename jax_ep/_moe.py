@@ -121,8 +121,6 @@ def moe_ffn(
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
             above, or as `jax_ep.dispatch`.
-
-    Source: SPEC section 7.
     """
     _checks.require_open("moe_ffn", ep)
     _checks.require_scope("moe_ffn", ep)

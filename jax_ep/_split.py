@@ -41,10 +41,8 @@ def dispatch_async(
         A `Pending` for `dispatch_wait`.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.dispatch`; a third pending dispatch where
-            this trace sees it.
-
-    Source: SPEC section 4; the system documents' dispatch_async.
+        ValueError, TypeError: as `jax_ep.dispatch`; one pending dispatch too many,
+            where this trace sees it.
     """
     function = "dispatch_async"
     weighted, args = _operands.of_dispatch(
@@ -98,8 +96,6 @@ def combine_async(
 
     Raises:
         ValueError, TypeError: as `jax_ep.combine` and `dispatch_async`.
-
-    Source: SPEC section 4; the system documents' EPCombineKernel.
     """
     function = "combine_async"
     args = _operands.of_combine(

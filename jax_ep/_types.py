@@ -68,7 +68,7 @@ class Dispatched:
     Attributes:
         tokens: `[N, H]` rows by local expert, then source rank, source token, k; of
             the 4-bit formats `[N, H / 2]`, the low nibble the even element.
-        scales: None for "bf16", else `[N, H / block]`, or tiled (SPEC: section 5).
+        scales: None for "bf16", else `[N, H / block]`, or tiled (docs/formats.md).
         row_offsets: int32 `[G + 1]`, group g is rows `[row_offsets[g],
             row_offsets[g + 1])`.
         group_sizes: int32 `[G]`, `diff(row_offsets)`, for `jax.lax.ragged_dot`.

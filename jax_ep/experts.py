@@ -4,7 +4,7 @@
 
 Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)
 and returns `[N, H]` in the dtype of the rows. Which one is fastest depends on sizes, on
-the GPU and on versions: docs/layers.md has times.
+the GPU and on versions: `benchmarks/layer.py` times them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Token formats, as the native module lists them (SPEC: section 5, formats).
+"""Token formats, as the native module lists them (docs/formats.md).
 
 `quantize` and `dequantize` are what dispatch does to tokens, bit for bit, without a
 dispatch.
@@ -77,7 +77,7 @@ def quantize(
 
     Returns:
         `(tokens, scales)`, `[..., H]` (4-bit formats: `[..., H / 2]`) and
-        `[..., H / block]`, in the dtypes of SPEC section 5. "bf16": `(tokens, None)`.
+        `[..., H / block]`, in the dtypes of docs/formats.md. "bf16": `(tokens, None)`.
 
     Raises:
         ValueError, TypeError: an argument does not hold what is said above.

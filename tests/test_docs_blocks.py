@@ -34,9 +34,12 @@ RUN = {
     ("docs/migrate.md", "python"): 5,  # test_docs_layers.py
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,
+    ("docs/reliability.md", "python"): 1,
+    ("docs/start.md", "bash"): 1,  # test_doctor.py
+    ("docs/start.md", "python"): 3,
 }
-# Fences without a language: how to work on jax_ep, and a formula. Nothing runs them.
-PLAIN = {"CONTRIBUTING.md": 1, "docs/formats.md": 1}
+# Fences without a language: commands for developers, a formula, an error; not run.
+PLAIN = {"CONTRIBUTING.md": 2, "docs/formats.md": 1, "docs/start.md": 1}
 # Pictures and directives: step docs of .ci/run builds them.
 DRAWN = ("mermaid", "{toctree}", "{eval-rst}")
 
@@ -131,6 +134,39 @@ def test_pages_of_halves(page):
     )
     assert int(group_sizes.sum()) == len(tokens) * TOP_K
     np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)
+
+
+def test_start_page(quick_compiles, capsys):
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/start.md")), names)
+    ep, values = names["ep"], names["values"]
+    assert values[-1] < values[0]
+    summary = jax_ep.stats.summary(names["load"])
+    assert names["TOKENS"] * TOP_K <= summary.fullest <= ep.recv_capacity
+    assert str(summary.fullest) in capsys.readouterr().out
+    ep.close()
+    # The figures of "How many rows".
+    sizes = {"num_experts": 256, "top_k": 8, "hidden_size": 7168}
+    config = jax_ep.EPConfig(**sizes, max_tokens_per_rank=4096)
+    assert config.capacity(8) == 262144
+    config = jax_ep.EPConfig(**vars(config) | {"capacity_factor": 1.25})
+    assert config.capacity(8) == 40960
+
+
+def test_reliability_page():
+    def step(state, batch):
+        raise jax.errors.JaxRuntimeError("timed out")
+
+    names = {"jax": jax, "jax_ep": jax_ep, "step": step, "state": 1, "batch": 2}
+    names |= {"mesh": helpers.make_mesh(1), "config": helpers.make_config()}
+    names |= {"make_step": lambda ep: ep, "restore": lambda: 3}
+    with jax_ep.init(names["mesh"], "ep", names["config"]) as failed:
+        exec(*python_blocks("docs/reliability.md"), names | {"ep": failed}, names)
+        assert failed.closed
+    assert names["step"] is names["ep"]
+    assert not names["ep"].closed
+    assert names["new_state"] == 3
+    names["ep"].close()
 
 
 def test_cluster_page(monkeypatch):

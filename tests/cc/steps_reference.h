@@ -93,7 +93,7 @@ class Reference {
     CheckEncodedRows(index, whole ? shape().recv_rows : want.row_offsets.back());
   }
 
-  // Payloads and scales of a first dispatch, and where tiled scales lie: SPEC.md section 5.
+  // Payloads and scales of a first dispatch, and where tiled scales lie: docs/formats.md.
   void CheckEncodedRows(int64_t index, int64_t count) const {
     const Rank& got = rank(index);
     const ExpectedRank& want = at(index);

@@ -13,7 +13,7 @@ namespace jax_ep {
 
 template <typename F>
 concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
-  // The name in SPEC.md section 5.
+  // The name in docs/formats.md.
   { F::kName } -> std::convertible_to<const char*>;
   // Elements that share a scale; hidden_size must be a multiple of it. 1 without scales.
   { F::kBlock } -> std::convertible_to<int64_t>;

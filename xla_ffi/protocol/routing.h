@@ -57,7 +57,7 @@ struct RouteCounters {
   int32_t* rows;
 };
 
-// The tables of SPEC's `route` that the source fills.
+// The tables of a route (docs/protocol.md) that the source fills.
 struct SourceTables {
   int32_t* slot_of;   // [n, K] rank * n + slot, -1 where there is no row
   int32_t* position;  // [n, K] earlier rows of the same expert from this source

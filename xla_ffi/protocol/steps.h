@@ -1,6 +1,6 @@
 // The operands of the steps of the collective transport: the one description that handlers fill and
-// that the CPU and the CUDA kernels take. Shapes are SPEC.md's; every pointer lies in the memory of
-// the device that runs the step.
+// that the CPU and the CUDA kernels take. docs/api.md has the letters of shapes; every pointer lies
+// in the memory of the device that runs the step.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The operands of the fused calls of the window transports, as steps.h has those of the collective
-// one. Shapes are SPEC.md's; every pointer lies in the memory of the device that runs the call.
+// one; every pointer lies in the memory of the device that runs the call.
 #pragma once
 
 #include <cstdint>
