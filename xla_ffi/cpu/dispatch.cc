@@ -194,9 +194,10 @@ RowTask Unpack(const UnpackStep& step) {
         ++received;
         step.row_of[flat_slot * shape.top_k + k] = row;
         step.row_slot[row] = static_cast<int32_t>(flat_slot);
-        step.src_info[row * 3] = static_cast<int32_t>(source);
-        step.src_info[row * 3 + 1] = *Int32At(from, message.source_token);
-        step.src_info[row * 3 + 2] = static_cast<int32_t>(k);
+        int32_t* info = step.src_info + int64_t{row} * 3;
+        info[0] = static_cast<int32_t>(source);
+        info[1] = *Int32At(from, message.source_token);
+        info[2] = static_cast<int32_t>(k);
         std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes, kWeightBytes);
       }
     }
