@@ -230,10 +230,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 
 }  // namespace
 
-bool TakesFewTokens(const WindowCombineStep& step) {
+bool TakesFewTokens(const WindowCombineStep& step, const WindowGroup& group) {
   return !step.has_options() && step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens &&
          step.num_weights == 0 && !step.quantized &&
-         ElementBytes(step.element) == ElementBytes(step.wire);
+         ElementBytes(step.element) == ElementBytes(step.wire) &&
+         HasCells(group, CallKind::kCombine, step.shape.tokens, CellsOf(step.shape.row_bytes()));
 }
 
 cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
