@@ -7,7 +7,6 @@
 #include "cpu/encoding.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
-#include "formats/element_type.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"

@@ -1,6 +1,5 @@
 // The fused combine of the window transports: senders sum a slot's rows and store the sum into the
 // window of the slot's source, placers add up what the ranks have sent for a token.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/launch.h"

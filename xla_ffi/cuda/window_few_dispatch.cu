@@ -7,7 +7,6 @@
 #include "cuda/launch.h"
 #include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
-#include "cuda/window_calls.h"
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_few.cuh"
 #include "cuda/window_few.h"
