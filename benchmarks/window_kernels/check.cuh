@@ -205,7 +205,7 @@ inline void CheckTiles(const World& world, const EpShape& shape, int64_t scale_b
         std::memcpy(&wanted[at], scales + word * kTileColumns, kTileColumns);
       }
     }
-    first_tile += cuda::CeilDiv(expected.group_sizes[group], kTileRows);
+    first_tile += DivideUp(expected.group_sizes[group], kTileRows);
   }
   CheckTable("scales_offsets", rank.dispatch.scales_offsets, offsets, rank, wrong);
   CheckTable("tiled scales", reinterpret_cast<const uint32_t*>(rank.dispatch.scales), wanted, rank,

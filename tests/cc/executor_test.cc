@@ -1,6 +1,6 @@
 // Tests of ffi/cpu_executor.h: every item runs exactly once and the future completes exactly once,
-// after all of them, whenever and wherever the helpers run. Needs XLA's FFI headers; a thread pool
-// of the test's own stands in for XLA's. Runs under ThreadSanitizer as well.
+// after all of them, whenever and wherever the helpers run, also where items throw. Needs XLA's FFI
+// headers; a thread pool of the test's own stands in for XLA's. Runs under ThreadSanitizer as well.
 #include "ffi/cpu_executor.h"
 
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -276,6 +277,59 @@ void TestEmptyAndFailed() {
   CHECK(failures == 1);
 }
 
+// Nothing that an item throws leaves the task, on whatever thread: the future fails instead, when
+// no item runs any more.
+void TestItemsThatThrow() {
+  Random random(23);
+  for (int round = 0; round < 100; ++round) {
+    const int64_t items = random.In(1, 60), chunks = random.In(1, items);
+    const int64_t throws = random.In(0, items - 1), every = random.In(1, 20);
+    CurrentCase() = std::to_string(items) + " items, " + std::to_string(chunks) + " chunks, item " +
+                    std::to_string(throws) + " throws";
+    std::atomic<int> running{0};
+    auto shared = std::make_shared<SharedTask>(
+        cpu::RowTask{items, 0,
+                     [&](int64_t begin, int64_t end) {
+                       ++running;
+                       bool failed = false;
+                       for (int64_t item = begin; item < end; ++item) {
+                         Linger(item);
+                         failed |= item == throws || (item > throws && item % every == 0);
+                       }
+                       --running;
+                       if (failed) throw std::bad_alloc();
+                     }},
+        chunks);
+    std::atomic<int> failures{0};
+    xla::ffi::Future future = shared->future();
+    future.OnReady([&](const std::optional<xla::ffi::Error>& error) {
+      CHECK(error.has_value() && error->message().find("bad_alloc") != std::string::npos);
+      CHECK(running == 0);
+      ++failures;
+    });
+    std::vector<std::thread> workers;
+    for (int64_t i = random.In(1, 4); i > 0; --i)
+      workers.emplace_back([shared] { shared->Work(); });
+    for (std::thread& worker : workers) worker.join();
+    CHECK(failures == 1);
+  }
+}
+
+// Where the pool takes no helper for want of memory the task goes on with those that there are.
+void TestPoolThatThrows() {
+  if (std::thread::hardware_concurrency() < 2) return;  // no helper is asked for
+  Ledger ledger(64);
+  XLA_FFI_ExecutionContext context;
+  context.threads = 64;
+  context.schedule = [](XLA_FFI_Task* task, void* data) -> bool {
+    Abandoned().push_back({task, data});
+    throw std::bad_alloc();
+  };
+  Pool pool(context);
+  xla::ffi::Future future = Run(pool.get(), ledger.Task(64 * kChunkBytes));
+  CHECK(Watcher(future, ledger).count() == 1);
+}
+
 #if defined(__SSE2__)
 // Items see denormals on the handler's thread and on helpers, whose modes come back afterwards.
 void TestDenormals() {
@@ -337,6 +391,8 @@ int main() {
   jax_ep::ffi_layer::TestHelpersThatNeverRun();
   jax_ep::ffi_layer::TestRunDoesNotBlock();
   jax_ep::ffi_layer::TestEmptyAndFailed();
+  jax_ep::ffi_layer::TestItemsThatThrow();
+  jax_ep::ffi_layer::TestPoolThatThrows();
   jax_ep::ffi_layer::TestDenormals();
   jax_ep::ffi_layer::TestEndsWithin();
   std::printf("executor_test: ok\n");

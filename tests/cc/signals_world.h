@@ -1,6 +1,6 @@
-// What signals_exchange.h exchanges: the windows of its ranks, programs of calls, what each call
-// sends; and the mutants. Each JAX_EP_MUTATE_* macro breaks one rule of the protocol, and then
-// signals_test.cc must fail under ThreadSanitizer.
+// What signals_exchange.h exchanges: the windows of its ranks, programs of calls, their items, what
+// each call sends; and the mutants. Each JAX_EP_MUTATE_* macro breaks one rule of the protocol, and
+// then signals_test.cc must fail under ThreadSanitizer.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,11 @@
 #include "protocol/signals.h"
 
 namespace jax_ep {
+
+template <SignalMemory M>
+WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan, Queue queue) {
+  return ItemOf(plan, queue, DrawTickets(memory, state, queue, 1));
+}
 
 // ---- Mutants ------------------------------------------------------------------------------------
 

@@ -15,12 +15,16 @@ struct Draws {
   bool halves = false;
   bool one_region = false;  // in the windows, as for many tokens
   int64_t times = 1;        // that each call is made
+  // Of the config that the windows are made for, where it is not that of the calls.
+  std::string window_format;
+  int64_t window_element_bytes = 0;
+  int64_t window_tokens = 0;
 };
 
 inline std::string Text(const Draws& draws) {
   return Text(draws.options) + " halves " + std::to_string(draws.halves) + " one_region " +
-         std::to_string(draws.one_region) + " times " + std::to_string(draws.times) +
-         " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
+         std::to_string(draws.one_region) + " times " + std::to_string(draws.times) + " windows " +
+         draws.window_format + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
 
 inline Draws Draw(Random& random) {

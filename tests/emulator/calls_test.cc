@@ -1,8 +1,8 @@
 // Whole calls of the window kernels on emulated GPUs against the CPU steps
 // (tests/cc/steps_world.h): every table and row byte for byte, in all formats, element types and
-// types of the wire, with residuals and weight gradients, whole and in halves; and dispatches whose
-// rows cross one by one. Takes the seed of its draws and their number; after `tampered` the tables
-// and the windows are spoiled.
+// types of the wire, with residuals and weight gradients, whole and in halves; dispatches whose
+// rows cross one by one; and calls in windows of another config. Takes the seed of its draws and
+// their number; after `tampered` the tables and the windows are spoiled.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -69,6 +69,23 @@ void RunByEntry(Random& random) {
   Gpus gpus(one_by_one, draws);
   gpus.FillRegions(kLeft);
   for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+}
+
+// In windows that were made for shorter messages, but for more of them: what handlers let pass.
+void RunInOtherWindows(Random& random) {
+  Draws draws = Draw(random);
+  Options& options = draws.options;
+  EpShape& shape = options.shape;
+  const bool encodes = random.OneIn(2);
+  options.format = encodes ? MxFp8Format::kName : Bf16Format::kName;
+  options.tiled = options.weights = options.quantized_sums = draws.halves = false;
+  options.element = options.wire = ElementType::kFloat32;
+  shape.element_bytes = 4, shape.hidden = 512;
+  shape.tokens = encodes ? random.In(kFewDispatchTokens + 1, kFewEncodedTokens) : random.In(2, 8);
+  shape.recv_rows = random.In(1, shape.slots());
+  draws.window_format = encodes ? Bf16Format::kName : MxFp4Format::kName;
+  draws.window_element_bytes = 2, draws.window_tokens = 3 * shape.tokens;
+  RunWholeLayer(draws, random);
 }
 
 // ---- Tables that came back changed, and bytes that others spoil ---------------------------------
@@ -210,6 +227,7 @@ int Main(int argc, char** argv) {
   Random random_of_entries(seed + 1);
   for (int64_t i = 0; i < draws; ++i) {
     if (i % 30 == 0) RunByEntry(random_of_entries);
+    if (i % 20 == 0) RunInOtherWindows(random_of_entries);
     RunWholeLayer(Draw(random), random);
   }
   std::printf("%lld layers: right\n", static_cast<long long>(draws));

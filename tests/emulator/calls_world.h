@@ -48,15 +48,18 @@ class Gpus {
   Gpus(const World& world, const Draws& draws, uint64_t timeout_ns = kTimeoutNs)
       : world_(world), halves_(draws.halves) {
     const EpShape& shape = world.shape();
+    const auto or_else = [](int64_t given, int64_t own) { return given != 0 ? given : own; };
+    const int64_t tokens = or_else(draws.window_tokens, shape.tokens);
+    const int64_t bytes = draws.window_element_bytes;
     WindowSizes sizes{};
     CHECK(ffi_layer::SizesOf(
-        {.format = world.options.format,
+        {.format = draws.window_format.empty() ? world.options.format : draws.window_format,
          .hidden = shape.hidden,
-         .element_bytes = shape.element_bytes,
-         .wire_element_bytes = ElementBytes(world.options.wire),
-         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : shape.tokens,
-         .dispatch_tokens = shape.tokens,
-         .combine_tokens = shape.tokens,
+         .element_bytes = or_else(bytes, shape.element_bytes),
+         .wire_element_bytes = or_else(bytes, ElementBytes(world.options.wire)),
+         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : tokens,
+         .dispatch_tokens = tokens,
+         .combine_tokens = tokens,
          .top_k = shape.top_k,
          .ranks = shape.ranks,
          .local_experts = shape.local_experts,

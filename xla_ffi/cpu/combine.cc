@@ -6,7 +6,6 @@
 #include "cpu/rows.h"
 #include "cpu/steps.h"
 #include "formats/combine_wire.h"
-#include "formats/element_type.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
 

@@ -7,7 +7,6 @@
 #include "cpu/encoding.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
-#include "formats/element_type.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
 #include "protocol/routing.h"
@@ -194,9 +193,10 @@ RowTask Unpack(const UnpackStep& step) {
         ++received;
         step.row_of[flat_slot * shape.top_k + k] = row;
         step.row_slot[row] = static_cast<int32_t>(flat_slot);
-        step.src_info[row * 3] = static_cast<int32_t>(source);
-        step.src_info[row * 3 + 1] = *Int32At(from, message.source_token);
-        step.src_info[row * 3 + 2] = static_cast<int32_t>(k);
+        int32_t* info = step.src_info + int64_t{row} * 3;
+        info[0] = static_cast<int32_t>(source);
+        info[1] = *Int32At(from, message.source_token);
+        info[2] = static_cast<int32_t>(k);
         std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes, kWeightBytes);
       }
     }

@@ -7,7 +7,7 @@
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "formats/element_type.h"
-#include "formats/registry.h"
+#include "formats/token_format.h"
 #include "protocol/shape.h"
 
 namespace jax_ep::cpu {

@@ -1,5 +1,5 @@
 // A warp's stages in shared memory, through which it passes rows: bulk loads fill them, bulk stores
-// empty them, several of both in flight. Used by window_*.cu.
+// empty them, several of both in flight. Used by window_*dispatch*.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Elements of a row in a lane's registers, for sums. Used by combine.cu and window_combine.cu.
+// Elements of a row in a lane's registers, for sums and for codes. Used by combine.cu,
+// quantize.cuh, window_columns.cuh, window_decode.cuh and window_few_combine.cu.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,7 +16,7 @@ using FabricHandle = std::array<uint8_t, 64>;
 // not yet, and where there is no such library.
 std::string FabricOf(int32_t ordinal);
 
-// Whether fabric handles of this device's memory can be made and mapped here. The driver's
+// Whether fabric handles of this device's memory can be made and opened here. The driver's
 // attribute alone says it of drivers; the process also needs an IMEX channel. Tried once for each
 // device.
 bool SharesByFabric(int32_t ordinal);

@@ -59,7 +59,7 @@ __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t*
   };
   // Each thread has a run of experts, so that the order of the sums is the order of the groups.
   const int64_t length =
-      shape.local_experts <= team.threads ? 1 : CeilDiv(shape.local_experts, team.threads);
+      shape.local_experts <= team.threads ? 1 : DivideUp(shape.local_experts, team.threads);
   const int64_t begin = Min(team.thread * length, shape.local_experts);
   const int64_t end = Min(begin + length, shape.local_experts);
   int64_t padded = 0;
@@ -82,7 +82,7 @@ __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t*
 __device__ inline void PlaceTilesOfGroups(const Team& team, const UnpackStep& step,
                                           int64_t* totals) {
   const int64_t groups = step.shape.local_experts;
-  const int64_t length = CeilDiv(groups, team.threads);
+  const int64_t length = DivideUp(groups, team.threads);
   const int64_t begin = Min(team.thread * length, groups);
   const int64_t end = Min(begin + length, groups);
   int64_t tiles = 0;

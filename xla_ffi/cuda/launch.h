@@ -25,20 +25,16 @@ inline constexpr int64_t kVectorBytes = 16;
 inline constexpr int kVectorsPerLane = 4;
 inline constexpr int64_t kPartVectors = kVectorsPerLane * kWarpSize;
 
-JAX_EP_HOST_DEVICE constexpr int64_t CeilDiv(int64_t value, int64_t by) {
-  return (value + by - 1) / by;
-}
-
 // One thread an item.
 inline dim3 ItemGrid(int64_t items) {
-  return dim3(static_cast<unsigned>(Min(CeilDiv(items, kBlockThreads), kMaxGridX)));
+  return dim3(static_cast<unsigned>(Min(DivideUp(items, kBlockThreads), kMaxGridX)));
 }
 
 // One warp a (row, part); ForEachPart of primitives.cuh walks it.
 inline dim3 RowGrid(int64_t rows, int64_t row_bytes) {
   return dim3(
-      static_cast<unsigned>(Min(CeilDiv(rows, kWarpsPerBlock), kMaxGridX)),
-      static_cast<unsigned>(Min(CeilDiv(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
+      static_cast<unsigned>(Min(DivideUp(rows, kWarpsPerBlock), kMaxGridX)),
+      static_cast<unsigned>(Min(DivideUp(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
 }
 
 template <typename... Params>

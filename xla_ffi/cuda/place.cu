@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   static_assert(kRows == 4 && kTileColumns == 4);
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
-  const int64_t runs = CeilDiv(tiles.column_words, kTileWords);
+  const int64_t runs = DivideUp(tiles.column_words, kTileWords);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + Warp();
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock;
   ForEachItem(warp, warps, tiles.tiles * runs, [&](int64_t item) {
@@ -242,7 +242,7 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
   if (error == cudaSuccess && tiled) {
     const auto tiles =
         ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock);
-    const int64_t warps = tiles.tiles * CeilDiv(tiles.column_words, kTileWords);
+    const int64_t warps = tiles.tiles * DivideUp(tiles.column_words, kTileWords);
     error = Launch(PlaceTilesKernel, ItemGrid(warps * kWarpSize), kBlockThreads, 0, stream, step,
                    tiles, message, header.bytes, region_bytes);
   }

@@ -1,5 +1,5 @@
 // What a warp does to rows: read a part once and write it to several places, walk the parts of all
-// rows. Nothing here knows about experts. Used by pack.cu, place.cu and combine.cu.
+// rows; and what all kernels know of lanes. Nothing here knows about experts. Used by all of them.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ class RowPart {
 // `visit` may use warp collectives.
 template <typename Visit>
 __device__ void ForEachPart(int64_t rows, int64_t row_bytes, Visit visit) {
-  const int64_t parts = CeilDiv(row_bytes, kPartVectors * kVectorBytes);
+  const int64_t parts = DivideUp(row_bytes, kPartVectors * kVectorBytes);
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock;
   for (int64_t part = blockIdx.y; part < parts; part += gridDim.y) {
     for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + Warp(); row < rows;

@@ -1,7 +1,6 @@
 // Blocks of a format in a warp: a lane holds one 16-byte vector of elements, a block lies in
 // neighbouring lanes, and its largest element goes round them in registers. Used by pack.cu,
-// place.cu, combine.cu, quantize.cu, window_encode.cuh, window_columns.cuh and
-// window_cached_worker.cuh.
+// place.cu, combine.cu, quantize.cu and window_{encode,decode,columns,few_send}.cuh.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 #include "cuda/elements.cuh"
 #include "cuda/primitives.cuh"
 #include "formats/element_type.h"
-#include "formats/registry.h"
+#include "formats/token_format.h"
 
 namespace jax_ep::cuda {
 

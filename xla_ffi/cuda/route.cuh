@@ -1,6 +1,6 @@
-// Routing by warps: each block routes for one destination rank, each of its warps a run of tokens:
-// count, sum over the warps before, assign. Gives exactly the tables of RouteTokens
-// (protocol/routing.h), whatever the number of warps. Used by pack.cu.
+// Routing by warps, for pack.cu: each block routes for one destination rank, each of its warps a
+// run of tokens: count, sum over the warps before, assign. Gives exactly the tables of RouteTokens
+// (protocol/routing.h), whatever the number of warps. window_route.cuh walks over tokens likewise.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ static_assert(alignof(InvalidIds) == alignof(int32_t));
 
 // As many warps as have work and whose counters fit.
 inline int64_t RouteWarps(const EpShape& shape) {
-  const int64_t steps = CeilDiv(shape.tokens, kWarpSize / shape.top_k);
+  const int64_t steps = DivideUp(shape.tokens, kWarpSize / shape.top_k);
   const int64_t fitting = kRouteSharedBytes / RouteShared::BytesPerWarp(shape.local_experts);
   return std::clamp(Min(steps, fitting), kMinRouteWarps, kMaxRouteWarps);
 }
@@ -72,7 +72,7 @@ struct TokenRun {
 
 __device__ inline TokenRun RunOf(const TokenWalk& walk, int64_t tokens, int64_t warp,
                                  int64_t warps) {
-  const int64_t length = RoundUp(CeilDiv(tokens, warps), walk.tokens);
+  const int64_t length = RoundUp(DivideUp(tokens, warps), walk.tokens);
   return {Min(warp * length, tokens), Min((warp + 1) * length, tokens)};
 }
 

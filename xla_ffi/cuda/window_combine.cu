@@ -1,6 +1,5 @@
 // The fused combine of the window transports: senders sum a slot's rows and store the sum into the
 // window of the slot's source, placers add up what the ranks have sent for a token.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/launch.h"
@@ -53,7 +52,7 @@ BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t toke
 
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
-  if (TakesFewTokens(step)) return WindowFewCombine(step, group, stream);
+  if (TakesFewTokens(step, group)) return WindowFewCombine(step, group, stream);
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.roles = SumRoles(group, plan.call.work, step.shape.tokens);
   const dim3 grid(plan.call.roles.blocks);

@@ -1,6 +1,4 @@
 // The second half of a combine of the window transports: what the placers of window_combine.cu do.
-#include <cstdint>
-
 #include "cuda/launch.h"
 #include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"

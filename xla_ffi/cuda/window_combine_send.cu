@@ -1,6 +1,4 @@
 // The first half of a combine of the window transports: what the senders of window_combine.cu do.
-#include <cstdint>
-
 #include "cuda/launch.h"
 #include "cuda/shared_memory.cuh"
 #include "cuda/window_calls.h"

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
-  if (TakesFewTokens<Format>(step)) return WindowFewDispatch<Format>(step, group, stream);
+  if (TakesFewTokens<Format>(step, group)) return WindowFewDispatch<Format>(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   const WorkPlan& work = plan.call.work;

@@ -1,5 +1,6 @@
 // The placing warps of a window dispatch: from the counts of all sources to the tables of the
-// groups, and from arrived messages to rows. Used by window_dispatch.cu.
+// groups, and from arrived messages to rows. Used by window_dispatch.cu and
+// window_dispatch_halves.cu; what a failed call returns by window_few_dispatch.cu as well.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +73,7 @@ class Placer {
         if constexpr (kEncoded) scales_.ClearTilesOf(expert);
       }
     }
-    const int64_t end = groups_.End(), share = CeilDiv(shape.recv_rows - end, items);
+    const int64_t end = groups_.End(), share = DivideUp(shape.recv_rows - end, items);
     const int64_t begin = Min(end + item * share, shape.recv_rows);
     Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
     if constexpr (kEncoded) scales_.ClearTailTiles(item, items);

@@ -1,5 +1,5 @@
 // The sending warps of a window dispatch: route, post the counts, encode and store messages into
-// the destinations' windows. Used by window_dispatch.cu.
+// the destinations' windows. Used by window_dispatch.cu and window_dispatch_halves.cu.
 #pragma once
 
 #include <cstdint>

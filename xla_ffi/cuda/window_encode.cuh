@@ -1,5 +1,5 @@
 // Tokens that are sent as codes and scales: a sender's helpers encode them where they lie in its
-// stage. Used by window_dispatch*.cu, window_dispatch_send.cuh and window_cached_worker.cuh.
+// stage. Used by window_dispatch* and window_cached_*.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include "cuda/quantize.cuh"
 #include "cuda/window_rows.cuh"
 #include "cuda/window_team.cuh"
-#include "formats/registry.h"
+#include "formats/token_format.h"
 #include "protocol/steps.h"
 
 namespace jax_ep::cuda {
@@ -48,14 +48,14 @@ template <typename Format>
 bool PlanEncoding(int64_t hidden, ElementType element, int64_t scales, int64_t rest,
                   int64_t message_bytes, int64_t budget, EncodePlan& plan, StagePlan& stages) {
   constexpr int64_t kElements = EncodeElements<Format>();
-  for (int64_t pieces = 1; pieces == 1 || pieces <= CeilDiv(hidden, kElements); ++pieces) {
-    const int64_t elements = pieces == 1 ? hidden : RoundUp(CeilDiv(hidden, pieces), kElements);
+  for (int64_t pieces = 1; pieces == 1 || pieces <= DivideUp(hidden, kElements); ++pieces) {
+    const int64_t elements = pieces == 1 ? hidden : RoundUp(DivideUp(hidden, pieces), kElements);
     const int64_t scale_bytes = RoundUp(Format::ScaleBytes(elements), kRowAlignBytes);
     const int64_t as_elements = elements * ElementBytes(element);
     const int64_t as_codes = Format::PayloadBytes(elements, 0) + message_bytes - rest;
     const int64_t stage = scale_bytes + std::max(as_elements, as_codes);
     if (!FitStages(std::max<int64_t>(stage, stages.stage_bytes), budget, stages)) continue;
-    plan = {.pieces = Divisor::Of(CeilDiv(hidden, elements)),
+    plan = {.pieces = Divisor::Of(DivideUp(hidden, elements)),
             .piece_elements = static_cast<uint32_t>(elements),
             .hidden = static_cast<uint32_t>(hidden),
             .element_bytes = static_cast<uint32_t>(ElementBytes(element)),

@@ -11,7 +11,6 @@
 #include "cuda/groups.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/window_call.cuh"
-#include "protocol/window.h"
 
 namespace jax_ep::cuda {
 

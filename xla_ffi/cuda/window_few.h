@@ -9,13 +9,21 @@
 
 namespace jax_ep::cuda {
 
-bool TakesFewTokens(const WindowCombineStep& step);
+// Whether so many messages of so many cells have a place in windows. They have in those of the
+// call's own config; a handler lets others pass as well whose messages fit in regions.
+inline bool HasCells(const WindowGroup& group, CallKind kind, int64_t messages, int64_t cells) {
+  const BufferGroupLayout& layout = group.layout.groups[static_cast<int>(kind)];
+  return cells <= layout.message_cells &&
+         messages * layout.message_cells <= layout.cells_per_source;
+}
+
+bool TakesFewTokens(const WindowCombineStep& step, const WindowGroup& group);
 cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
                              cudaStream_t stream);
 cudaError_t PreloadWindowFewCombine();
 
 template <typename Format>
-bool TakesFewTokens(const WindowDispatchStep& step);
+bool TakesFewTokens(const WindowDispatchStep& step, const WindowGroup& group);
 template <typename Format>
 cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                               cudaStream_t stream);

@@ -8,7 +8,6 @@
 #include "cuda/primitives.cuh"
 #include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
-#include "cuda/window_calls.h"
 #include "cuda/window_few.cuh"
 #include "cuda/window_few.h"
 #include "cuda/window_grid.h"
@@ -230,10 +229,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 
 }  // namespace
 
-bool TakesFewTokens(const WindowCombineStep& step) {
+bool TakesFewTokens(const WindowCombineStep& step, const WindowGroup& group) {
   return !step.has_options() && step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens &&
          step.num_weights == 0 && !step.quantized &&
-         ElementBytes(step.element) == ElementBytes(step.wire);
+         ElementBytes(step.element) == ElementBytes(step.wire) &&
+         HasCells(group, CallKind::kCombine, step.shape.tokens, CellsOf(step.shape.row_bytes()));
 }
 
 cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
@@ -243,7 +243,7 @@ cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& g
   plan.row_bytes = shape.row_bytes();
   plan.row_words = static_cast<uint32_t>(plan.row_bytes / 4);
   plan.cells = static_cast<uint32_t>(CellsOf(plan.row_bytes));
-  const int64_t pieces = CeilDiv(plan.cells, kFewWorkers);
+  const int64_t pieces = DivideUp(plan.cells, kFewWorkers);
   plan.tokens = Divisor::Of(shape.tokens);
   plan.pieces = Divisor::Of(pieces);
   plan.call.work = {0, static_cast<uint32_t>(shape.ranks * shape.tokens * pieces),

@@ -7,7 +7,6 @@
 #include "cuda/launch.h"
 #include "cuda/shared_memory.cuh"
 #include "cuda/window_call.cuh"
-#include "cuda/window_calls.h"
 #include "cuda/window_dispatch_place.cuh"
 #include "cuda/window_few.cuh"
 #include "cuda/window_few.h"
@@ -88,13 +87,17 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 }  // namespace
 
 template <typename Format>
-bool TakesFewTokens(const WindowDispatchStep& step) {
+bool TakesFewTokens(const WindowDispatchStep& step, const WindowGroup& group) {
   // An item each for as many multiprocessors as there are at least: a block's second item comes
   // later than a flag would. Very few tokens win even so.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
   if (shape.tokens <= 0 || shape.tokens > kFewTokens<Format>) return false;
-  if (QuantizedFormat<Format> && MessageOf<Format>(shape).bytes > kMostMessageBytes) return false;
+  const int64_t bytes = MessageOf<Format>(shape).bytes;
+  if (!HasCells(group, CallKind::kDispatch, shape.tokens, DispatchCells(bytes, shape.top_k))) {
+    return false;
+  }
+  if (QuantizedFormat<Format> && bytes > kMostMessageBytes) return false;
   return QuantizedFormat<Format> || shape.tokens <= kVeryFew ||
          shape.tokens * (shape.ranks + 1) <= kItems;
 }
@@ -155,7 +158,7 @@ cudaError_t PreloadWindowFewDispatch() {
 }
 
 #define JAX_EP_INSTANTIATE(Format)                                                              \
-  template bool TakesFewTokens<Format>(const WindowDispatchStep&);                              \
+  template bool TakesFewTokens<Format>(const WindowDispatchStep&, const WindowGroup&);          \
   template cudaError_t WindowFewDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
                                                  cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)

@@ -219,7 +219,7 @@ class FewPlacer {
         }
       }
     }
-    const int64_t end = groups_.End(), share = CeilDiv(shape.recv_rows - end, items);
+    const int64_t end = groups_.End(), share = DivideUp(shape.recv_rows - end, items);
     const int64_t begin = Min(end + item * share, shape.recv_rows);
     Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
     if constexpr (kEncodes) {

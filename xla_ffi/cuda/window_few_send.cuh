@@ -10,8 +10,7 @@
 #include "cuda/window_few.cuh"
 #include "cuda/window_route.cuh"
 #include "cuda/window_scales.cuh"
-#include "formats/registry.h"
-#include "protocol/layout.h"
+#include "formats/token_format.h"
 #include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
@@ -172,7 +171,7 @@ class FewSender {
     const uint8_t* row = static_cast<const uint8_t*>(step_.tokens) + token * row_bytes;
     float input_scale = kNoInputScale;
     if constexpr (Format::kTakesInputScale) input_scale = *step_.input_scale;
-    const int64_t parts = CeilDiv(row_bytes, int64_t{kPartVectors} * kVectorBytes);
+    const int64_t parts = DivideUp(row_bytes, int64_t{kPartVectors} * kVectorBytes);
     // The first warps, which route, have the fewest parts.
     JAX_EP_NO_UNROLL
     for (int64_t part = static_cast<int>(kFewWarps) - 1 - Warp(); part < parts; part += kFewWarps) {

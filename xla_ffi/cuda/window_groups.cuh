@@ -1,6 +1,6 @@
 // The receiving rank's tables of a window dispatch: where the rows of each (source, expert) start,
-// and what lies between and behind the real rows. Used by window_dispatch_place.cuh
-// and window_scales.cuh; the zeros by window_cached_worker.cuh as well.
+// and what lies between and behind the real rows. Used by window_dispatch_place.cuh,
+// window_few_place.cuh and window_scales.cuh; the zeros by window_cached_worker.cuh as well.
 #pragma once
 
 #include <cstdint>
@@ -91,7 +91,7 @@ class GroupTable {
 
   // Whole team, after Build: the first tile of each group's scales, and behind the last one.
   __device__ void BuildTiles(const Team& team, int32_t* first_tiles) const {
-    const int64_t groups = shape_.local_experts, length = CeilDiv(groups, team.threads);
+    const int64_t groups = shape_.local_experts, length = DivideUp(groups, team.threads);
     const int64_t begin = Min(team.thread * length, groups), end = Min(begin + length, groups);
     const auto tiles_of = [&](int64_t group) {
       return TilesOfGroup(Offset(group + 1) - Offset(group));

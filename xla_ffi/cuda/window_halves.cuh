@@ -1,6 +1,6 @@
 // The halves of a window call that is cut in two: the first routes and sends and leaves the call
-// pending, the second places what has arrived. Used by window_*_halves.cu; protocol/pending.h has
-// the rules.
+// pending, the second places what has arrived. Used by window_dispatch_halves.cu,
+// window_combine_{send,place}.cu and window_cached_dispatch.cu; protocol/pending.h has the rules.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,6 @@
 #include <cstdint>
 
 #include "cuda/divisor.h"
-#include "cuda/window_grid.h"
 #include "protocol/window.h"
 
 namespace jax_ep::cuda {

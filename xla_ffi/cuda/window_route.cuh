@@ -1,6 +1,6 @@
 // Routing inside a sending warp: it counts the tokens before its chunk and assigns slots and
 // positions to those of the chunk, so that no warp waits for another's tables. Gives exactly the
-// tables of RouteTokens (protocol/routing.h). Used by window_dispatch.cu.
+// tables of RouteTokens (protocol/routing.h). Used by the senders of window_*dispatch*.
 #pragma once
 
 #include <cstdint>

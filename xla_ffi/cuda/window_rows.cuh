@@ -1,6 +1,6 @@
 // How rows pass through the stages of a warp on their way to windows and from windows to their
 // places: whole messages, or in pieces where a message is too long for a stage. What both kinds of
-// window dispatch share. Used by window_dispatch.cu and window_cached_dispatch.cu.
+// window dispatch share. Used by window_*dispatch*.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "cuda/groups.cuh"
 #include "cuda/launch.h"
 #include "cuda/window_call.cuh"
-#include "protocol/window_steps.h"
+#include "cuda/window_grid.h"
 
 namespace jax_ep::cuda {
 
@@ -27,7 +27,7 @@ inline constexpr int64_t kClearBytes = int64_t{64} << 10;
 // Enough items for the chunks, and for clearing in case that is more.
 inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
   return static_cast<uint32_t>(
-      std::max({int64_t{1}, chunk_items, CeilDiv(clear_bytes, kClearBytes)}));
+      std::max({int64_t{1}, chunk_items, DivideUp(clear_bytes, kClearBytes)}));
 }
 
 // Of a row, what its tables hold.
@@ -116,9 +116,9 @@ inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes,
   constexpr int64_t kMinPieceBytes = 1024;
   if (message_bytes > INT32_MAX) return false;
   for (int64_t pieces = 1; pieces == 1 || payload_bytes / pieces >= kMinPieceBytes; ++pieces) {
-    const int64_t piece = RoundUp(CeilDiv(payload_bytes, pieces), align);
+    const int64_t piece = RoundUp(DivideUp(payload_bytes, pieces), align);
     if (!FitStages(piece + message_bytes - side, budget, plan.stages)) continue;
-    plan.pieces = Divisor::Of(CeilDiv(payload_bytes, piece));
+    plan.pieces = Divisor::Of(DivideUp(payload_bytes, piece));
     plan.piece_bytes = static_cast<uint32_t>(piece);
     plan.payload_bytes = static_cast<uint32_t>(payload_bytes);
     plan.side = static_cast<uint32_t>(side);

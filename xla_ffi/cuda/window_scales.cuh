@@ -1,11 +1,12 @@
 // The scales of a window dispatch's rows: by row, or in the tiles of scale_layout "tiled_128x4",
-// and zeros where no row is. Used by window_dispatch_place.cuh.
+// and zeros where no row is. Used by window_dispatch_place.cuh
+// and window_few_place.cuh.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/window_groups.cuh"
-#include "formats/registry.h"
+#include "formats/token_format.h"
 #include "protocol/scale_tiles.h"
 #include "protocol/window_steps.h"
 
@@ -106,7 +107,7 @@ class ScalePlacer {
   __device__ void ClearTailTiles(int64_t item, int64_t items) const {
     if (!tiled()) return;
     const int64_t end = plan_.tiles.tiles, used = first_tiles_[step_.shape.local_experts];
-    const int64_t share = CeilDiv(end - used, items), first = Min(used + item * share, end);
+    const int64_t share = DivideUp(end - used, items), first = Min(used + item * share, end);
     StoreZeros(step_.scales + first * plan_.TileBytes(),
                step_.scales + Min(first + share, end) * plan_.TileBytes(), zeros_);
   }

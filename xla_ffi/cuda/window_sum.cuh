@@ -1,5 +1,5 @@
 // Sums of pieces of rows in the registers of a warp, with the loads of the next rows on their way
-// while one is added. Used by window_combine.cu.
+// while one is added. Used by window_combine*.
 #pragma once
 
 #include <cstdint>

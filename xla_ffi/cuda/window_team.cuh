@@ -12,7 +12,7 @@
 #include "cuda/ptx.cuh"
 #include "cuda/window_rows.cuh"
 #include "formats/combine_wire.h"
-#include "formats/registry.h"
+#include "formats/token_format.h"
 
 namespace jax_ep::cuda {
 

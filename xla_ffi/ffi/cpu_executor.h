@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <new>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -30,21 +33,43 @@ class SharedTask {
       const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
       if (begin >= task_.items) return;
       const int64_t end = std::min(begin + chunk_, task_.items);
-      task_.run(begin, end);
-      // Release pairs with the acquire of the thread that finishes last: it publishes all items.
+      RunItems(begin, end);
+      // Release pairs with the acquire of the thread that finishes last: it publishes all items,
+      // and what they have thrown.
       const int64_t before = done_.fetch_add(end - begin, std::memory_order_acq_rel);
-      if (before + end - begin == task_.items) promise_.SetAvailable();
+      if (before + end - begin == task_.items) Complete();
     }
   }
 
   xla::ffi::Future future() const { return xla::ffi::Future(promise_); }
 
  private:
+  // Items may lack memory. Nothing may escape into XLA's pool, and the operands must stay until no
+  // thread writes to them any more, so the future fails instead.
+  void RunItems(int64_t begin, int64_t end) {
+    try {
+      task_.run(begin, end);
+    } catch (const std::exception&) {
+      // Relaxed: done_ publishes what the one that was first has caught.
+      if (!failed_.exchange(true, std::memory_order_relaxed)) thrown_ = std::current_exception();
+    }
+  }
+  void Complete() {
+    if (thrown_ == nullptr) return promise_.SetAvailable();
+    try {
+      std::rethrow_exception(thrown_);
+    } catch (const std::exception& e) {
+      promise_.SetError(xla::ffi::Error::Internal(std::string("jax_ep: ") + e.what()));
+    }
+  }
+
   cpu::RowTask task_;
   int64_t chunk_;
   xla::ffi::Promise promise_;
   std::atomic<int64_t> next_{0};
   std::atomic<int64_t> done_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr thrown_;
 };
 
 inline xla::ffi::Future Completed() {
@@ -69,8 +94,12 @@ inline xla::ffi::Future Run(xla::ffi::ThreadPool& pool, cpu::RowTask task) {
   // XLA's pool may have many more threads than the machine has cores.
   const int64_t threads =
       std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
-  for (int64_t helper = 1; helper < std::min(threads, chunks); ++helper) {
-    pool.Schedule([shared] { shared->Work(); });
+  try {
+    for (int64_t helper = 1; helper < std::min(threads, chunks); ++helper) {
+      pool.Schedule([shared] { shared->Work(); });
+    }
+  } catch (const std::bad_alloc&) {
+    // Those that there are, and this thread, are enough.
   }
   shared->Work();
   return future;

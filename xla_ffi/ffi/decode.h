@@ -6,8 +6,6 @@
 #include <string>
 #include <string_view>
 
-#include "formats/registry.h"
-#include "protocol/layout.h"
 #include "protocol/steps.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ffi/decode.h"
+#include "formats/registry.h"
 
 namespace jax_ep::ffi_layer {
 

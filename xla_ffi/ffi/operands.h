@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ffi/format_operands.h"
+#include "protocol/layout.h"
 
 namespace jax_ep::ffi_layer {
 

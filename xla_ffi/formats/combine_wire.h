@@ -1,5 +1,6 @@
 // What a combine's sums travel as: elements of the wire's type, or codes and scales of the one
-// format that combine_format and grad_format take. Used by handlers and kernels of combine.
+// format that combine_format and grad_format take. Used by handlers and kernels
+// of combine and of dispatches along a route.
 #pragma once
 
 #include <cstdint>

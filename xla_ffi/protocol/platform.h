@@ -24,9 +24,12 @@ JAX_EP_HOST_DEVICE constexpr T Min(T a, T b) {
   return a < b ? a : b;
 }
 
-// `align` must be positive; it need not be a power of two.
+// `by` must be positive, as `align`, which need not be a power of two.
+JAX_EP_HOST_DEVICE constexpr int64_t DivideUp(int64_t value, int64_t by) {
+  return (value + by - 1) / by;
+}
 JAX_EP_HOST_DEVICE constexpr int64_t RoundUp(int64_t value, int64_t align) {
-  return (value + align - 1) / align * align;
+  return DivideUp(value, align) * align;
 }
 
 }  // namespace jax_ep

@@ -296,12 +296,6 @@ JAX_EP_HOST_DEVICE uint32_t DrawTickets(const M& memory, CallState& state, Queue
   return memory.FetchAddRelaxed(&state.tickets[static_cast<uint32_t>(queue)], count);
 }
 
-template <SignalMemory M>
-JAX_EP_HOST_DEVICE WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan,
-                                     Queue queue) {
-  return ItemOf(plan, queue, DrawTickets(memory, state, queue, 1));
-}
-
 // How many workers came before this one. The first few may take other work than the rest: whoever
 // waits for them waits for workers that are running.
 template <SignalMemory M>

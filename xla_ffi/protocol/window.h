@@ -11,7 +11,6 @@
 
 #include "protocol/layout.h"
 #include "protocol/pending.h"
-#include "protocol/shape.h"
 #include "protocol/signals.h"
 
 namespace jax_ep {
@@ -23,10 +22,6 @@ enum class CallKind : uint32_t { kDispatch, kCombine };
 inline constexpr int kBufferGroups = 2;
 
 // ---- Chunks -------------------------------------------------------------------------------------
-
-JAX_EP_HOST_DEVICE constexpr int64_t DivideUp(int64_t value, int64_t by) {
-  return (value + by - 1) / by;
-}
 
 // A chunk is what one flag announces. Few tokens make chunks of one, so that many workers share
 // them; many make larger ones, so that a fence and a flag are paid for less often, but not so large
