@@ -47,7 +47,7 @@ CASES = {
 TINY = {"tiny": {"hidden": 128, "inner": 128, "experts": 16}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
-# Surest first; a way that is slow comes last. layer_experts.py checks that it has them.
+# For layer_experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "mosaic", "ragged_dot")
 WORKER = "layer_worker.py"
 

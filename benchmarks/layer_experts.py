@@ -7,9 +7,7 @@ must be finite, those past the last group too.
 from jax_ep import experts
 from jax_ep.experts import grouped_matmul
 
-__all__ = ["NAMES", "available", "grouped_matmul", "make"]
-
-NAMES = ("ragged_dot", "mosaic", "padded")
+__all__ = ["available", "grouped_matmul", "make"]
 
 
 def available(name, sizes):

@@ -22,14 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-NAMES = (
-    "matmul",
-    "matmul_fitted",
-    "ragged_dot",
-    "elementwise",
-    "mosaic",
-    "attention",
-)
 # How the exchange and what is beside it stand in a program, and whether the exchange,
 # or its first half, is on XLA's stream of collectives.
 ARRANGEMENTS = {

@@ -33,7 +33,6 @@ import recording
 from suite_record import Suite
 
 TRANSPORTS = ("p2p", "collective")
-HERE = pathlib.Path(__file__).resolve()
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
     "benchmark_fuzz",

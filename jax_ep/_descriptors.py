@@ -76,6 +76,9 @@ class Giver:
 
     def close(self) -> None:
         """Stops, and closes what it had to give. Those who took have their own."""
+        # Closing is not enough: a forked child may have it open, too.
+        with contextlib.suppress(OSError):
+            self._wake.shutdown(socket.SHUT_RDWR)
         self._wake.close()
         self._thread.join()
         while self._descriptors:

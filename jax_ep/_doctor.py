@@ -160,12 +160,12 @@ def self_test(mesh: Mesh, transport: str) -> str:
         d = jax_ep.dispatch(ep, x, ids, weights)
         rank = jax.lax.axis_index("ep")
         local = jnp.repeat(
-            jnp.arange(ep.local_experts),
+            jnp.arange(ep.local_experts, dtype=jnp.int32),
             d.group_sizes,
             total_repeat_length=ep.recv_capacity,
         )
         scale = 1 + rank * ep.local_experts + local
-        rows = d.tokens * scale[:, None]
+        rows = d.tokens * scale[:, None].astype(d.tokens.dtype)
         return jax_ep.combine(ep, rows, d.route, d.router_weights)
 
     try:

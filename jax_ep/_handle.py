@@ -100,7 +100,8 @@ class EPHandle:
         )
         self._closed = False
         _handles[self.key] = self
-        # Programs of jax_ep.sharded, which live as long as the handle.
+        # Of jax_ep.sharded and of layers. While they are here JAX keeps their traces,
+        # which refer to the handle: it is then collected only once it is closed.
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Collected handles leave no group behind; collective programs run without one.
         self._process = os.getpid()
@@ -145,8 +146,12 @@ class EPHandle:
         flight: up to three times `timeout_s`, after which their windows are left to the
         process.
         In a forked child it releases nothing: what the parent holds is the parent's.
+
+        A handle that is dropped is closed when it is collected, but one that
+        `jax_ep.sharded` or a layer of `jax_ep.flax` was called with only by this.
         """
         self._closed = True
+        self._programs.clear()
         self._release()
 
     def check(self) -> None:

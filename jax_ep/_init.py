@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_ep import _ffi, _runtime, _shmem, _transports, _windows
@@ -79,6 +78,7 @@ def init(
     names = group_axes(mesh, axis_name, config)
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks)
+    _check_untraced(mesh)
     subject = repr((_content(mesh, names, config), transport))
     with Meeting.of(mesh, config.timeout_s, subject) as meeting:
         chosen = _transports.choose(mesh, names, transport, meeting, config)
@@ -167,6 +167,22 @@ def _check_served(config: EPConfig, ranks: int) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def _check_untraced(mesh: Mesh) -> None:
+    try:
+        with jax.set_mesh(_automatic(mesh)):
+            return
+    except ValueError as error:  # what it refuses is any transformation
+        raise ValueError(
+            "jax_ep.init: must run outside of traced functions, got a call under jit, "
+            "shard_map or another transformation; call it once and close over ep"
+        ) from error
 
 
 def _rank_of_devices(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
@@ -263,9 +279,8 @@ def _run_init(
     mesh: Mesh, key: int, local_devices: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Binds ep_init on every device; returns dev_ptrs and my_rank of the local ones."""
-    # Automatic axes whatever the mesh's are: nothing here is sharded by hand.
-    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+    # Whatever the mesh's axes are: nothing here is sharded by hand.
+    mesh = _automatic(mesh)
     spec = PartitionSpec(mesh.axis_names)
 
     def body() -> Any:
@@ -284,17 +299,9 @@ def _run_init(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(), out_specs=(spec, spec), check_vma=False
     )
-    try:
-        with jax.set_mesh(mesh):
-            pointers, ranks = jax.jit(mapped)()
-            jax.block_until_ready(ranks)
-    except (jax.errors.JAXTypeError, ValueError) as error:
-        if not isinstance(jnp.zeros(()), Tracer):
-            raise
-        raise ValueError(
-            "jax_ep.init: must run outside of traced functions, got a call under jit, "
-            "shard_map or another transformation; call it once and close over ep"
-        ) from error
+    with jax.set_mesh(mesh):
+        pointers, ranks = jax.jit(mapped)()
+        jax.block_until_ready(ranks)
 
     def local(array: jax.Array) -> np.ndarray:
         shards = {shard.device: shard.data for shard in array.addressable_shards}

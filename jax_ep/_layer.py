@@ -120,6 +120,8 @@ class Layer:
         with _lock:
             found = _handles.get(key)
             if found is None or found.closed:
+                for other in [k for k, ep in _handles.items() if ep.closed]:
+                    del _handles[other]
                 found = _handles[key] = self._init()
         return found
 
@@ -174,15 +176,16 @@ class Layer:
         in_specs = (specs, spec, spec, PartitionSpec())
         # Kept with the handle, so that eager calls compile once.
         key = (self, names, spec)
-        if key not in ep._programs:
+        program = ep._programs.get(key)
+        if program is None:
             mapped = jax.shard_map(
                 partial(self._body, ep),
                 mesh=self.mesh,
                 in_specs=in_specs,
                 out_specs=(spec, MoEAux.specs(_axes(spec))),
             )
-            ep._programs[key] = jax.jit(mapped)
-        return ep._programs[key](*self._placed(operands, in_specs))
+            program = ep._programs[key] = jax.jit(mapped)
+        return program(*self._placed(operands, in_specs))
 
     def _body(
         self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any

@@ -297,16 +297,18 @@ class Meeting:
         trace: TracebackType | None,
     ) -> None:
         """Closes all; tells the others of an exception, so that they do not wait."""
-        # First, so that whoever finds this process's socket closed finds out why.
-        if kind is not None and self._locked:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._give_up(f"{kind.__name__}: {value}")
-        if self._giver is not None:
-            self._giver.close()
-        for taker in self._takers.values():
-            taker.close()
-        if self._locked:
-            _locks[self._series].release()
+        # The rest comes to pass also where a part of it is interrupted.
+        with contextlib.ExitStack() as rest:
+            if self._locked:
+                rest.callback(_locks[self._series].release)
+            for taker in self._takers.values():
+                rest.callback(taker.close)
+            if self._giver is not None:
+                rest.callback(self._giver.close)
+            # First, so that whoever finds this process's socket closed finds out why.
+            if kind is not None and self._locked:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._give_up(f"{kind.__name__}: {value}")
 
     def _give_up(self, why: str) -> None:
         card = f"{self._cards}/{self.own}"

@@ -133,7 +133,7 @@ def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
         [tokens, jnp.zeros_like(tokens, shape=(1, *tokens.shape[1:]))]
     )
     own = jax.lax.dynamic_slice_in_dim(tokens, first, most)
-    has_copy = jnp.arange(most) < count
+    has_copy = jnp.arange(most, dtype=jnp.int32) < count
     own = jnp.where(has_copy[:, None], own, rows[:most])
     return jax.lax.dynamic_update_slice_in_dim(rows, own, 0, 0)
 
@@ -142,14 +142,14 @@ def shared_rows(ep: EPHandle, n: int) -> jax.Array:
     """Which of the N rows are the shared expert's."""
     if not ep.config.fused_shared_expert:
         return jnp.zeros(ep.recv_capacity, bool)
-    return jnp.arange(ep.recv_capacity) < _part(ep, n)[1]
+    return jnp.arange(ep.recv_capacity, dtype=jnp.int32) < _part(ep, n)[1]
 
 
 def entry_slots(slot_of: jax.Array) -> jax.Array:
     """The slots of entries that each have one: `slot_of` of `by_entry`, as `[n, K]`."""
     top_k = slot_of.shape[1]
     entry = jnp.arange(top_k, dtype=jnp.int32)
-    return jnp.where(slot_of < 0, -1, slot_of * top_k + entry)
+    return jnp.where(slot_of < 0, -1, slot_of * top_k + entry[None, :])
 
 
 def by_entry(route: Route) -> Route:

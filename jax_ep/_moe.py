@@ -103,7 +103,8 @@ def moe_ffn(
         routing: what a router of your own decided, in place of "router".
         mask: bool `[n]`, False for padding: it goes to no expert (the shared one
             excepted) and counts in no loss.
-        residual: `[n, H]`, added to the result before it is rounded.
+        residual: `[n, H]` in the config's dtype, added to the result: before it is
+            rounded, but with `tp_axis` to the rounded sum over it.
         input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         batch_axes: mesh axes that tokens are split over, for the losses; None is all
             axes of the mesh, which is right also where tokens are equal along some.
@@ -129,6 +130,8 @@ def moe_ffn(
     _moe_checks.check_sizes(ep, tokens, params, routing, tp_axis)
     if mask is not None:
         mask = _moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
+    if residual is not None:
+        residual = _moe_checks.checked_residual(ep, residual, tokens)
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _checks
 from jax_ep import router as routers
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
@@ -102,6 +103,17 @@ def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
             f"jax_ep.{function}: mask must have shape {shape}, the tokens' one, got "
             f"{array.shape}; give one bool a token"
         )
+    return array
+
+
+def checked_residual(ep: EPHandle, residual: Any, tokens: jax.Array) -> jax.Array:
+    """`residual` as an array like `tokens`: what is added to it casts or repeats it."""
+    array = as_array("moe_ffn", "residual", residual)
+    _checks.require_dtype("moe_ffn", "residual", array, ep.config.dtype)
+    remedy = "pass a row for each token"
+    _checks.require_shape(
+        "moe_ffn", "residual", array, tokens.shape, "the tokens' one", remedy
+    )
     return array
 
 

@@ -252,25 +252,20 @@ class Heap:
         found = _windows.first({p: card["failure"] for p, card in ids.items()})
         if found is not None:
             raise NotMapped(found)
-        name = ids[first]["name"]
+        name = bytes.fromhex(ids[first]["name"])
         (device,) = (d for d in groups.flat if d.process_index == meeting.own)
         pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
         ordinal = _windows.ordinal(device)
-        start = self._module().start
         try:
             # Half of the time: a process that fails at once waits for the others.
-            self._bounded(start, timeout_s / 2, bytes.fromhex(name), pe, pes, ordinal)
+            self._bounded(self._module().start, timeout_s / 2, name, pe, pes, ordinal)
         except RuntimeError:
             failure = ("NVSHMEM to start in all processes", str(self.broken))
-        self._refuse(meeting.gather("started", failure))
-        self.processes, self.ordinal = tuple(meeting.processes), ordinal
-
-    def _refuse(self, failures: dict[int, Any]) -> None:
-        """Raises NotMapped in all processes where one has failed."""
-        found = _windows.first(failures)
+        found = _windows.first(meeting.gather("started", failure))
         if found is not None:
             self.broken = self.broken or "a start that another process failed in"
             raise NotMapped(found)
+        self.processes, self.ordinal = tuple(meeting.processes), ordinal
 
     def _free_closed(
         self, native: ModuleType, meeting: Meeting, timeout_s: float
@@ -297,8 +292,13 @@ class Heap:
                 failure.append(error)
 
         thread = threading.Thread(target=run, name="jax_ep NVSHMEM", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        try:
+            thread.start()
+            thread.join(timeout_s)
+        except BaseException:
+            # It goes on by itself, and NVSHMEM takes one call at a time.
+            self.broken = self.broken or "a wait of NVSHMEM that was interrupted"
+            raise
         if thread.is_alive():
             self.broken = f"a wait of NVSHMEM that has not ended in {timeout_s:g} s"
         elif failure:

@@ -143,8 +143,8 @@ def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     place = jnp.arange(largest, dtype=jnp.int32)
-    row = jnp.minimum(starts[:, None] + place, count - 1)
-    filled = place < group_sizes[:, None]
+    row = jnp.minimum(starts[:, None] + place[None, :], count - 1)
+    filled = place[None, :] < group_sizes[:, None]
     index = jnp.arange(count, dtype=jnp.int32)
     group = jnp.searchsorted(ends, index, side="right", method="compare_all")
     group = jnp.minimum(group, group_sizes.size - 1).astype(jnp.int32)

@@ -126,7 +126,7 @@ def route(
         probabilities = scores / (total + _LEAST_SUM)
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
-        wanted = wanted + jax.lax.stop_gradient(bias)
+        wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
     _, ids = jax.lax.top_k(wanted, top_k)

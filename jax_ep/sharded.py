@@ -289,7 +289,8 @@ def _run(
 ) -> Any:
     placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
     key = (function, axes, *operands)
-    if key not in ep._programs:
+    program = ep._programs.get(key)
+    if program is None:
         specs = {
             name: PartitionSpec(*([over] if over else []))
             for name, over in sharded_over.items()
@@ -301,8 +302,8 @@ def _run(
         mapped = jax.shard_map(
             body, mesh=ep.mesh, in_specs=(specs,), out_specs=PartitionSpec(axes)
         )
-        ep._programs[key] = jax.jit(mapped)
-    return ep._programs[key](placed)
+        program = ep._programs[key] = jax.jit(mapped)
+    return program(placed)
 
 
 def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:

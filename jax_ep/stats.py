@@ -71,15 +71,25 @@ class Load:
     invalid: jax.Array
 
 
-def init(ep: EPHandle, axis_names: Sequence[str] | None = None) -> Load:
+def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
     """Zeros, as global arrays.
 
     Args:
         ep: the layer's handle.
         axis_names: mesh axes that tokens are split over, where there is a
             tensor-parallel axis besides; None is all axes.
+
+    Raises:
+        ValueError: one of `axis_names` is no axis of the mesh.
     """
-    axes = ep.mesh.axis_names if axis_names is None else tuple(axis_names)
+    known = ep.mesh.axis_names
+    names = known if axis_names is None else axis_names
+    axes = (names,) if isinstance(names, str) else tuple(names)
+    if not set(axes) <= set(known):
+        raise ValueError(
+            f"jax_ep.stats.init: axis_names must be axes of the mesh, {known}, got "
+            f"{axis_names!r}; leave it out for all of them"
+        )
     ranks = math.prod(ep.mesh.shape[axis] for axis in axes)
     sharding = NamedSharding(ep.mesh, PartitionSpec(axes))
 
@@ -128,7 +138,8 @@ def update(load: Load, aux: MoEAux) -> Load:
             steps=load.steps + 1,
             imbalance=load.imbalance + imbalance,
             worst=jnp.maximum(load.worst, imbalance),
-            fullest=jnp.maximum(load.fullest, jnp.sum(counts, axis=1)),
+            # Of its own dtype: with jax_enable_x64 sums of int32 are int64.
+            fullest=jnp.maximum(load.fullest, jnp.sum(counts, axis=1, dtype=jnp.int32)),
             invalid=_add(load.invalid, aux.num_invalid),
         )
 

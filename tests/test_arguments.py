@@ -54,13 +54,14 @@ def test_init_inside_the_context_of_another_mesh(mesh):
         assert ep.my_rank.tolist() == list(range(mesh.size))
 
 
-def test_init_under_a_trace_says_so(mesh):
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.checkpoint])
+def test_init_under_a_trace_says_so(mesh, transform):
     def traced(x):
         helpers.init(mesh)
         return x
 
     with pytest.raises(ValueError, match=r"jax_ep.init: must run outside of traced"):
-        jax.jit(traced)(1.0)
+        transform(traced)(1.0)
 
 
 @pytest.mark.parametrize("names", [None, 0, [["ep"]], (), ("ep", "ep"), "zz"])

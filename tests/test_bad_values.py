@@ -25,6 +25,16 @@ def mesh():
     return helpers.make_mesh(helpers.some_ranks(2))
 
 
+@pytest.fixture
+def strict():
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        yield
+
+
 # ---- NaN and infinity ---------------------------------------------------------------
 
 
@@ -155,6 +165,67 @@ def test_wide_types_of_x64(mesh) -> None:
             with raises() as caught:
                 jax.eval_shape(run, *args.values())
             check_form(caught, "dispatch", name, np.dtype(wide).name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reduce": "none"},
+        {"reduce": "source"},
+        {"skip_a2a": True, "fused_shared_expert": True},
+        {"dispatch_format": "mxfp8", "scale_layout": "tiled_128x4"},
+    ],
+    ids=str,
+)
+def test_strict_settings_of_jax(mesh, strict, changes) -> None:
+    """Nothing here leaves a dtype or a dimension to JAX's promotion."""
+    config = helpers.make_config(dtype="float32", hidden_size=128, **changes)
+    ep = helpers.make_ep(mesh, config)
+
+    def there_and_back(x, weights, ids):
+        d = jax_ep.dispatch(ep, x, ids, weights)
+        given = {"rank": d.router_weights, "source": weights, "none": None}
+        rows = jax_ep.dequantize(d)
+        y = jax_ep.combine(ep, rows, d.route, given[config.reduce])
+        return jnp.sum(y, keepdims=True).reshape(1)
+
+    def both(x, weights, ids):
+        y, back = jax.vjp(functools.partial(there_and_back, ids=ids), x, weights)
+        return y, back(y)
+
+    shapes = (
+        jax.ShapeDtypeStruct((8 * mesh.size, 128), jnp.float32),
+        jax.ShapeDtypeStruct((8 * mesh.size, config.top_k), jnp.float32),
+        jax.ShapeDtypeStruct((8 * mesh.size, config.top_k), jnp.int32),
+    )
+    y, grads = jax.eval_shape(moe.sharded(mesh, both), *shapes)
+    assert {leaf.dtype for leaf in (y, *grads)} == {jnp.dtype("float32")}
+
+
+def test_strict_settings_of_jax_around_the_calls(mesh, strict) -> None:
+    ep = helpers.make_ep(mesh, helpers.make_config(num_experts=8))
+    router = jax_ep.router.Router(score="sigmoid", num_groups=4, top_groups=2)
+
+    def around(load):
+        rows, bias = jnp.ones((16, 8), jnp.float32), jnp.zeros(8, jnp.float32)
+        sizes, ranks = jnp.zeros(2, jnp.int32), jnp.zeros(mesh.size, jnp.int32)
+        gate_up = jnp.ones((2, 8, 2, 4), jnp.float32)
+        out = jax_ep.experts.Padded(8)(
+            rows, gate_up, jnp.ones((2, 4, 8), jnp.float32), sizes
+        )
+        routing = jax_ep.router.route(out, 2, router, bias=bias)
+        losses = jax_ep.router.losses(routing)
+        counts = jnp.zeros(8, jnp.int32)
+        several = losses.balance_loss, losses.z_loss, losses.load, counts
+        aux = jax_ep.MoEAux(*several, ranks, ranks)
+        bias = jax_ep.router.update_bias(bias, losses.load)
+        return jax_ep.stats.update(load, aux), bias, out
+
+    before = jax.eval_shape(functools.partial(jax_ep.stats.init, ep))
+    after, *floats = jax.eval_shape(around, before)
+    for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 
 
 # ---- Too large ----------------------------------------------------------------------

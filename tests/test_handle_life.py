@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
 import pathlib
 import pickle
 import signal
 import subprocess
 import sys
+import weakref
 
 import helpers
 import numpy as np
 import pytest
 from errors import check_form
 from jax.sharding import PartitionSpec as P
+
+from jax_ep import sharded
 
 WORKER = pathlib.Path(__file__).with_name("handle_life_worker.py")
 TIMEOUT_S = 500
@@ -147,3 +151,17 @@ def test_attributes_stay(mesh) -> None:
         with pytest.raises(AttributeError) as caught:
             del ep.key
         check_form(caught, "EPHandle", "key")
+
+
+def test_closed_handle_of_eager_calls_is_collected(mesh) -> None:
+    """Its programs are its own, and JAX keeps what they were traced to."""
+    ep = helpers.init(mesh)
+    inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+    operands = [helpers.put(mesh, part) for part in vars(inputs).values()]
+    d = sharded.dispatch(ep, *operands)
+    sharded.combine(ep, d.tokens, d.route, d.router_weights)
+    found = weakref.ref(ep)
+    ep.close()
+    del ep
+    gc.collect()
+    assert found() is None

@@ -52,6 +52,8 @@ def test_experts_of_ones_own():
         ({"batch_axes": ("dp",)}, "batch_axes must be a sequence of axes of the mesh"),
         ({"batch_axes": "ep"}, "batch_axes must be a sequence of axes of the mesh"),
         ({"batch_axes": 3}, "batch_axes must be a sequence of axes of the mesh"),
+        ({"residual": np.ones((1, 16), np.float32)}, "residual must have shape"),
+        ({"residual": np.ones((N, 16), np.int32)}, "residual must be float32, got int"),
         ({"experts": 3}, "experts must be a function"),
         ({"router": "softmax"}, "router must be a jax_ep.router.Router"),
         ({"routing": 3}, "routing must be a jax_ep.router.Routing"),

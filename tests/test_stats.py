@@ -127,3 +127,12 @@ def test_aux_of_another_layer_is_refused():
     aux = jax_ep.MoEAux(*[jnp.zeros(())] * 2, jnp.zeros(6), *[jnp.zeros(6)] * 3)
     with pytest.raises(ValueError, match=r"^jax_ep.stats.update: aux must be .*got 6"):
         stats.update(stats.init(ep), aux)
+
+
+def test_axes_of_a_load():
+    _, ep, _ = make()
+    assert stats.init(ep, "ep").steps.shape == (2,)
+    with pytest.raises(
+        ValueError, match=r"^jax_ep.stats.init: axis_names must be .*tp"
+    ):
+        stats.init(ep, ("ep", "tp"))

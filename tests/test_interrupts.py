@@ -1,0 +1,78 @@
+"""What an init leaves behind where Ctrl-C ends it, or the process forks meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import imagined
+import pytest
+
+from jax_ep import _shmem
+from jax_ep._descriptors import Giver
+from jax_ep._meeting import Meeting
+
+
+def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
+    """A fork copies descriptors: none of them is closed before the child ends."""
+    giver = Giver()
+    copy = os.dup(giver._wake.fileno())
+    closing = threading.Thread(target=giver.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    os.close(copy)
+    assert not closing.is_alive()
+
+
+class Interrupted(imagined.Store):
+    """Of a process whose user presses Ctrl-C, and again while it says so to others."""
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        if "/gone/" in key:
+            raise KeyboardInterrupt
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+
+def test_second_interrupt_of_a_meeting() -> None:
+    """It keeps neither its thread and socket nor the next meeting from beginning."""
+    before = imagined.descriptors()
+    store = Interrupted()
+    other = Meeting([0, 1], 1, 20.0, "same", store)
+
+    def act(meeting: Meeting) -> None:
+        with meeting:
+            meeting.gather("one", meeting.listen())
+            if meeting is not other:
+                raise KeyboardInterrupt
+
+    thread = threading.Thread(target=act, args=(other,))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        act(Meeting([0, 1], 0, 20.0, "same", store))
+    thread.join(20)
+    assert imagined.threads_of_meetings() == 0
+    assert imagined.descriptors() == before
+    # It waits for the other process, and for no lock of its own.
+    alone = Meeting([0, 1], 0, 0.3, "same", store)
+    with pytest.raises(RuntimeError, match="got nothing from"), alone:
+        alone.gather("one", 1)
+
+
+def test_interrupted_wait_of_nvshmem() -> None:
+    """The call goes on by itself: no other one may come beside it."""
+    heap, ended = _shmem.Heap(lambda: None), threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def call() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        ended.wait(60)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            heap._bounded(call, 20.0)
+        with pytest.raises(RuntimeError, match="got a wait of NVSHMEM that was interr"):
+            heap._bounded(lambda: None, 20.0)
+    finally:
+        ended.set()
