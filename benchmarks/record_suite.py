@@ -75,9 +75,11 @@ LONG = {
 
 
 def devices():
-    # In a process of its own: the suite is to find the devices free.
+    # In a process of its own: the suite is to find the devices free. Those of CPUs are
+    # as many as tests/conftest.py makes.
     code = (
-        "import jax, json; d = jax.devices(); print(json.dumps("
+        "import jax, json; jax.config.update('jax_num_cpu_devices', 8);"
+        "d = jax.devices(); print(json.dumps("
         "{'kind': d[0].device_kind, 'count': len(d), 'platform': d[0].platform,"
         " 'jax': jax.__version__}))"
     )
