@@ -98,11 +98,8 @@ def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
             f"jax_ep.{function}: mask must be bool, got {array.dtype}; give one bool a "
             "token"
         )
-    if array.shape != shape:
-        raise ValueError(
-            f"jax_ep.{function}: mask must have shape {shape}, the tokens' one, got "
-            f"{array.shape}; give one bool a token"
-        )
+    remedy = "give one bool a token"
+    _checks.require_shape(function, "mask", array, shape, "the tokens' one", remedy)
     return array
 
 

@@ -29,6 +29,14 @@ void RunWholeLayer(const Draws& draws, Random& random) {
   Gpus(world, draws).Run(draws.times);
 }
 
+// Cached dispatches along the routes of `world`, whatever they are, over what regions hold.
+void RunAlongRoutes(World& world, const Draws& draws) {
+  world.CachedDispatch();
+  Gpus gpus(world, draws);
+  gpus.FillRegions(kLeft);
+  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+}
+
 // Rows that cross one by one, as `by_entry` of jax_ep/_modes.py: (token, k) are tokens, (slot, k)
 // slots. Their chunks have several slots, and gaps between those: of entries that go elsewhere and,
 // where the last one of a token is a shared expert's, of tokens that nothing else brought there.
@@ -65,10 +73,7 @@ void RunByEntry(Random& random) {
       if (row >= 0) to.row_slot.as<int32_t>()[row] = static_cast<int32_t>(i);
     }
   }
-  one_by_one.CachedDispatch();
-  Gpus gpus(one_by_one, draws);
-  gpus.FillRegions(kLeft);
-  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+  RunAlongRoutes(one_by_one, draws);
 }
 
 // In windows that were made for shorter messages, but for more of them: what handlers let pass.
@@ -149,10 +154,7 @@ void RunChangedRoute(Random& random) {
       }
     }
   }
-  world.CachedDispatch();
-  Gpus gpus(world, draws);
-  gpus.FillRegions(kLeft);
-  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+  RunAlongRoutes(world, draws);
 }
 
 // Anything anywhere: the emulator judges, which knows all memory that there is.
