@@ -225,7 +225,7 @@ class WindowCall {
     // In the last warp, which has the least else to do.
     const uint32_t rank = threadIdx.x - (blockDim.x - kWarpSize);
     const bool free = rank >= group_.ranks || AwaitCredit(rank);
-    return __syncthreads_and(free) != 0;
+    return SyncThreadsAndApart(free);
   }
   // Whole warp, for its block.
   __device__ bool WarpAwaitsCredits() const {

@@ -63,7 +63,7 @@ class FewCrew {
   // Whole workers: false where a wait of the block has failed.
   __device__ bool AwaitCredits() const {
     __syncwarp();  // barriers want whole warps
-    NamedBarrier(kCreditsBarrier, kFewThreads);
+    NamedBarrierApart(kCreditsBarrier, kFewThreads);
     return !block_.failed;
   }
   // Whole workers; they do not wait here.
@@ -84,7 +84,7 @@ class FewCrew {
     const uint32_t ticket = call_.Draw(Queue::kSend);
     if (item.phase == Phase::kSend) {
       if (!call_.WarpAwaitsCredits()) block_.failed = true;
-      NamedBarrier(kCreditsBarrier, kFewThreads);
+      NamedBarrierApart(kCreditsBarrier, kFewThreads);
     }
     NamedBarrier(kReadsBarrier, kFewThreads);
     const bool failed = block_.failed;
