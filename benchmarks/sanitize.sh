@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# compute-sanitizer over jax_ep's kernels: memcheck on p2p semantics tests, racecheck and synccheck
-# on small ones. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S (default 600).
+# compute-sanitizer over jax_ep's kernels, first without JAX (window_kernels.py's program, which is
+# built unless KERNELS names one), in all formats: synccheck, racecheck and memcheck; then memcheck
+# and racecheck over tests. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S
+# (default 600).
 #
 #   benchmarks/sanitize.sh [python]
 #
@@ -29,20 +31,19 @@ export JAX_EP_TEST_TRANSPORT=p2p
 
 summary=()
 worst=0
-# check NAME SECONDS GPUS TOOL [pytest arguments]: one tool over some tests.
-check() {
-  local name=$1 seconds=$2 gpus=$3 kind=$4
-  shift 4
+# sanitized NAME SECONDS GPUS TOOL PASSED COMMAND...: PASSED is what a log of a good run matches.
+sanitized() {
+  local name=$1 seconds=$2 gpus=$3 kind=$4 passed=$5
+  shift 5
   local log=$logs/$name.log
   echo "== $name: $kind on GPUs $gpus, at most $seconds s"
   CUDA_VISIBLE_DEVICES=$gpus timeout --kill-after=10 "$seconds" "$tool" --tool "$kind" \
     "$filter" kns=jax_ep --report-api-errors no --target-processes "${processes:-application-only}" \
-    --error-exitcode 7 --print-limit 20 \
-    "$python" -m pytest -q -x -p no:cacheprovider "$@" >"$log" 2>&1
+    --error-exitcode 7 --print-limit 20 "$@" >"$log" 2>&1
   local status=$?
   local found tests verdict=clean
   found=$(grep -hE '(ERROR|RACECHECK) SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')
-  tests=$(grep -hE '[0-9]+ (passed|failed|skipped|deselected)' "$log" | tail -n 1)
+  tests=$(grep -hE '[0-9]+ (passed|failed|skipped|deselected)|^checked' "$log" | tail -n 1)
   if grep -q 'Device not supported' "$log"; then
     verdict="NOT RUN: the tool does not support this machine's device"
   elif [ "$status" = 124 ] || [ "$status" = 137 ]; then
@@ -50,14 +51,37 @@ check() {
   elif [ "$status" != 0 ]; then
     verdict="NOT CLEAN, exit status $status"
   elif ! grep -qE '(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)' "$log" ||
-    ! grep -qE '[0-9]+ passed' "$log"; then
+    ! grep -qE "$passed" "$log"; then
     verdict="NOT RUN: no summary or no test"
   fi
   [ "$verdict" = clean ] || { worst=1; grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
   summary+=("$name: $verdict; ${found:-no summary}; ${tests:-no test ended}")
 }
+# check NAME SECONDS GPUS TOOL [pytest arguments]: one tool over some tests.
+check() {
+  sanitized "${@:1:4}" '[0-9]+ passed' "$python" -m pytest -q -x -p no:cacheprovider "${@:5}"
+}
+# kernels NAME SECONDS GPUS TOOL [option]...: over the kernels' program, SECONDS for each format.
+kernels() {
+  local format
+  for format in bf16 fp8_block128 mxfp8 mxfp4 nvfp4; do
+    sanitized "$1-$format" "${@:2:3}" '^checked .*right' "$program" --kinds none \
+      --experts 12 --top-k 3 --hidden 512 --format "$format" --quantized "${@:5}"
+  done
+}
 
-# All three kernels where they drop, align, cut groups, and have the least and the odd row sizes.
+share=$((limit / 40))
+program=${KERNELS:-$logs/window_kernels}
+[ -x "$program" ] || "$python" benchmarks/window_kernels.py --keep "$program" --nvcc=-lineinfo ||
+  exit 2
+# Calls of few tokens, in one part and in many; of both ways, and along a known route.
+kernels kernels-synccheck "$share" "$one" synccheck --tokens 3,40,300
+kernels kernels-racecheck "$share" "$one" racecheck --tokens 3,40,300
+kernels kernels-memcheck "$share" "$two" memcheck --tokens 3,40,300,600
+kernels kernels-halves "$share" "$two" memcheck --halves --tokens 40,300
+
+# The transport's tests, where they drop, align, cut groups, and have the least and the odd row
+# sizes.
 files=(tests/test_dispatch.py tests/test_combine.py tests/test_vjp.py tests/test_p2p.py)
 # Formats, options and calls in halves: a few of each; and routes that came back changed, in a
 # process of the test's own, where slow calls may take longer.
@@ -67,19 +91,17 @@ corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
 small='ranks1 or top32_one_rank or (test_vjp and cut_aligned)'
-share=$((limit / 20))
 # XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
 # own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
-XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 3)) "$one" memcheck \
-  "${files[@]}" -k "$corners"
-[ "$two" = "$one" ] || check memcheck-two $((share * 4)) "$two" memcheck "${files[@]}" -k "$corners"
+check racecheck $((share * 2)) "$one" racecheck "${files[@]}" -k "$small"
 if [ "$two" != "$one" ]; then
-  check memcheck-options $((share * 3)) "$two" memcheck "${more[@]}" -k "$some"
-  processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 5)) "$two" memcheck \
+  processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 3)) "$two" memcheck \
     tests/test_tampered.py -k p2p_survives
+  check memcheck-two $((share * 6)) "$two" memcheck "${files[@]}" -k "$corners"
+  check memcheck-options $((share * 4)) "$two" memcheck "${more[@]}" -k "$some"
 fi
-check racecheck $((share * 3)) "$one" racecheck "${files[@]}" -k "$small"
-check synccheck $((share * 2)) "$one" synccheck "${files[@]}" -k "$small"
+XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 5)) "$one" memcheck \
+  "${files[@]}" -k "$corners"
 
 echo "== summary (logs in $logs)"
 printf '%s\n' "${summary[@]}"
