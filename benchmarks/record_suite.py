@@ -65,12 +65,17 @@ LONG = {
     "test_p2p_formats.py": 2,
     "test_p2p_split.py": 2,
     "test_p2p_wires.py": 1,
-    "test_p2p_order.py": 1,
+    "test_p2p_order.py": 3,
+    "test_shmem_gpu.py": 4,
+    "test_graph_layer.py": 2,
     "test_dispatch.py": 1,
     "test_combine.py": 1,
-    "test_graph_layer.py": 1,
-    "test_shmem_gpu.py": 1,
     "test_multiprocess.py": 1,
+    "test_options_grads.py": 1,
+    "test_options.py": 1,
+    "test_processes_gpu.py": 1,
+    "test_p2p_faults.py": 1,
+    "test_split.py": 1,
 }
 
 
