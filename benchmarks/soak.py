@@ -6,7 +6,9 @@ Layers of two handles (A-B-A) with their derivatives, several steps in one progr
 programs of several sizes in random order and many in flight (soak_program.py). A call
 is one exchange. A second thread runs programs with formats, the kinds of reduce, a
 shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
-programs without calls; --threads 1 launches all from one thread and compiles nothing.
+programs without calls, unless --no-compiling (on several GPUs of one process new
+programs can hang calls: docs/sharp_bits.md); --threads 1 launches all from one thread
+and compiles nothing.
 Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
 failure is run again with the same seed.
 """
@@ -161,7 +163,7 @@ def soak(eps, options, mesh, args):
         for i, part in enumerate(parts)
     ]
     devices = list(mesh.devices.flat)
-    compiler = soak_run.Compiler(devices)
+    compiler = soak_run.Compiler(devices, args.threads > 1 and args.compiling)
     # JAX keeps more of a program's first shapes than of later programs.
     for _ in range(soak_run.COMPILED_SHAPES):
         compiler.one()
@@ -200,6 +202,9 @@ def main():
     parser.add_argument("--devices", type=int, default=0, help="default: all")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
+    parser.add_argument(
+        "--compiling", action=argparse.BooleanOptionalAction, default=True
+    )
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args()
@@ -214,6 +219,7 @@ def command(args):
     words += [f"--devices {args.devices}"] if args.devices else []
     words += [f"--transport {args.transport}"] if args.transport != "auto" else []
     words += ["--threads 1"] if args.threads == 1 else []
+    words += [] if args.compiling else ["--no-compiling"]
     words += (
         [" ".join(["--options", *args.options])] if args.options is not None else []
     )

@@ -102,10 +102,11 @@ class Launcher:
 
 
 class Compiler:
-    """Compiles and runs other programs on all devices meanwhile."""
+    """Compiles and runs other programs on all devices meanwhile, if `active`."""
 
-    def __init__(self, devices):
-        self.devices, self.count, self.error = devices, 0, None
+    def __init__(self, devices, active):
+        self.devices, self.active = devices, active
+        self.count, self.error = 0, None
 
     def one(self):
         n = 8 * (1 + self.count % COMPILED_SHAPES)
@@ -134,7 +135,7 @@ def together(launchers, compiler, deadline, launches):
         threading.Thread(target=launcher.run, args=(deadline, launches))
         for launcher in launchers
     ]
-    if len(threads) > 1:
+    if compiler.active:
         compiling.start()
     for thread in threads:
         thread.start()
@@ -149,7 +150,7 @@ def together(launchers, compiler, deadline, launches):
             calls = sum(launcher.tally.calls for launcher in launchers)
             print(f"{calls} calls, {compiler.count} compilations", flush=True)
     stop.set()
-    if len(threads) > 1:
+    if compiler.active:
         compiling.join()
 
 

@@ -37,7 +37,8 @@ PROMISES = (
      "pytest tests/test_determinism.py", ("ci", "gpu")),
     ("Right results for long, with random shapes, routing, skew, formats and options",
      "python benchmarks/soak.py --minutes 15", ("soak-cpu",)),
-    ("The same on GPUs", "python benchmarks/soak.py --minutes 10", ("soak-gpu",)),
+    ("The same on GPUs", "python benchmarks/soak.py --minutes 10 --no-compiling",
+     ("soak-gpu",)),
     ("3,000 calls, 150 handles with their compilation and 20,000 without leave no "
      "memory behind; p2p: nor do windows, opened and closed 1,000 times",
      "pytest tests/test_leaks.py", ("ci", "gpu")),

@@ -9,6 +9,7 @@ import pathlib
 import sys
 
 import helpers
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,6 +21,8 @@ import soak
 import soak_run
 
 SECONDS = 3.0
+# On several GPUs of one process new programs can hang calls: docs/sharp_bits.md.
+COMPILING = jax.default_backend() == "cpu"
 right_dispatch, right_combine = jax_ep.dispatch, jax_ep.combine
 
 CHANGES = {
@@ -63,6 +66,7 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
         folder=folder,
         options=list(options),
         threads=2,
+        compiling=COMPILING,
     )
     status = soak.run(args)
     (written,) = folder.glob("soak-*.json")
@@ -82,7 +86,8 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     assert status == 0
     assert record["options"] == list(names)
     assert record["threads"] == 2
-    assert record["compilations"] > soak_run.COMPILED_SHAPES
+    beforehand = soak_run.COMPILED_SHAPES
+    assert (record["compilations"] > beforehand) == COMPILING
     assert record["seconds"] >= SECONDS
     # Each launch of either thread is of so many calls at least.
     assert record["calls"] >= 10 * soak.STEPS * 4
