@@ -91,8 +91,6 @@ corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
 small='ranks1 or top32_one_rank or (test_vjp and cut_aligned)'
-# XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
-# own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
 check racecheck $((share * 2)) "$one" racecheck "${files[@]}" -k "$small"
 if [ "$two" != "$one" ]; then
   processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 3)) "$two" memcheck \
@@ -100,6 +98,8 @@ if [ "$two" != "$one" ]; then
   check memcheck-two $((share * 6)) "$two" memcheck "${files[@]}" -k "$corners"
   check memcheck-options $((share * 4)) "$two" memcheck "${more[@]}" -k "$some"
 fi
+# XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
+# own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
 XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 5)) "$one" memcheck \
   "${files[@]}" -k "$corners"
 

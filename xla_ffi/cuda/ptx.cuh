@@ -180,7 +180,7 @@ __device__ __forceinline__ void NamedBarrier(uint32_t id, uint32_t threads) {
 }
 
 // The same, and __syncthreads_and, where warps come to one barrier by different instructions, as
-// those with different roles do: bar.sync and its like promise that there is one.
+// those with different roles do: synccheck wants one instruction of bar.sync and its like.
 __device__ __forceinline__ void NamedBarrierApart(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
