@@ -179,24 +179,10 @@ __device__ __forceinline__ void NamedBarrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same, and __syncthreads_and, where warps come to one barrier by different instructions, as
-// those with different roles do: synccheck wants one instruction of bar.sync and its like.
+// The same where warps come to one barrier by different instructions, as those with different roles
+// do: synccheck wants one instruction of bar.sync and its like, and of all that comes to barrier 0.
 __device__ __forceinline__ void NamedBarrierApart(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ bool SyncThreadsAndApart(bool value) {
-  uint32_t all;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine, everyones;\n"
-      "setp.ne.u32 mine, %1, 0;\n"
-      "barrier.red.and.pred everyones, 0, mine;\n"
-      "selp.u32 %0, 1, 0, everyones;\n"
-      "}"
-      : "=r"(all)
-      : "r"(static_cast<uint32_t>(value))
-      : "memory");
-  return all != 0;
 }
 
 // Counts this thread's warp as come to barrier `id` without waiting; orders its accesses before

@@ -13,6 +13,9 @@
 
 namespace jax_ep::cuda {
 
+// Kernels have those below it for themselves.
+inline constexpr uint32_t kCreditsBarrier = 14;
+
 // Every warp has its own.
 class WindowCall {
  public:
@@ -223,9 +226,13 @@ class WindowCall {
   // of each other could get further apart than credits tell.
   __device__ bool AwaitCredits() const {
     // In the last warp, which has the least else to do.
-    const uint32_t rank = threadIdx.x - (blockDim.x - kWarpSize);
-    const bool free = rank >= group_.ranks || AwaitCredit(rank);
-    return SyncThreadsAndApart(free);
+    if (threadIdx.x >= blockDim.x - kWarpSize) {
+      const bool free = WarpAwaitsCredits();
+      if (Lane() == 0) block_.free = free;
+    }
+    __syncwarp();
+    NamedBarrierApart(kCreditsBarrier, blockDim.x);
+    return block_.free;
   }
   // Whole warp, for its block.
   __device__ bool WarpAwaitsCredits() const {

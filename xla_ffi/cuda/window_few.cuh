@@ -76,7 +76,7 @@ class FewCrew {
   __device__ Team team() const { return {threadIdx.x, kFewWorkers, kWorkersBarrier}; }
 
  private:
-  static constexpr uint32_t kWorkersBarrier = 1, kCreditsBarrier = 2, kReadsBarrier = 3;
+  static constexpr uint32_t kWorkersBarrier = 1, kReadsBarrier = 2;
 
   // The clerk.
   __device__ void Assist(WorkItem item) {

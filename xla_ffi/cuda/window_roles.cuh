@@ -75,6 +75,7 @@ struct CallPlan {
 // a short call hundreds of warps that did would queue for microseconds at one address.
 struct CallBlock {
   Gate gate;
+  bool free;  // every destination's region is
   RegionLease lease;
   uint32_t senders;
   uint32_t first_tickets[kQueues];

@@ -20,6 +20,8 @@ inline constexpr uint32_t kRowThreads = kRowWarps * kWarpSize;
 // Named barriers: among the placers; and for senders that wait until placers have their tables.
 inline constexpr uint32_t kPlacerBarrier = 1;
 inline constexpr uint32_t kTablesBarrier = 2;
+// And of a block whose senders are done, above those of WindowCall.
+inline constexpr uint32_t kSentBarrier = kCreditsBarrier + 1;
 
 // A warp clears this much at a time.
 inline constexpr int64_t kClearBytes = int64_t{64} << 10;
@@ -61,13 +63,19 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
   return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 
+// Whole block.
+__device__ inline void AwaitSent() {
+  __syncwarp();
+  NamedBarrierApart(kSentBarrier, blockDim.x);
+}
+
 // The warps of this block that place: those behind the senders, or all of them when the senders, if
 // any, are done. False in a sender that stays one. `kHelpers`: there are warps behind these
 // (window_team.cuh), which wait in AwaitSenders meanwhile.
 template <bool kHelpers>
 __device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
   if (roles.ByBlock()) {
-    if (senders != 0) __syncthreads();
+    if (senders != 0) AwaitSent();
     team = {threadIdx.x, kRowThreads, kHelpers ? kPlacerBarrier : 0};
     return true;
   }
@@ -77,7 +85,7 @@ __device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Te
 }
 
 __device__ inline void AwaitSenders(const BlockRoles& roles, uint32_t senders) {
-  if (roles.ByBlock() && senders != 0) __syncthreads();
+  if (roles.ByBlock() && senders != 0) AwaitSent();
 }
 
 // What an sm_90 gives a block that asks for it.

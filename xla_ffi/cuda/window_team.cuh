@@ -27,7 +27,7 @@ inline constexpr uint32_t kRowBlockThreads = kRowThreads + kHelperWarps<Format> 
 // Named barriers: two a row warp, and one of all helpers.
 inline constexpr uint32_t kTeamBarriers = kTablesBarrier + 1;
 inline constexpr uint32_t kHelpersBarrier = kTeamBarriers + 2 * kRowWarps;
-static_assert(kHelpersBarrier < 16);
+static_assert(kHelpersBarrier < kCreditsBarrier);
 
 // What a row warp asks of its helpers; in shared memory.
 struct TeamJob {

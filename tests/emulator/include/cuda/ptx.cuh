@@ -86,7 +86,6 @@ inline uint64_t FetchAddAcqRelGpu(uint64_t* counter, uint64_t value) {
 
 inline void NamedBarrier(uint32_t id, uint32_t threads) { emulator::Sync(id, threads, true, true); }
 inline void NamedBarrierApart(uint32_t id, uint32_t threads) { NamedBarrier(id, threads); }
-inline bool SyncThreadsAndApart(bool value) { return __syncthreads_and(value) != 0; }
 inline void ArriveAtBarrier(uint32_t id, uint32_t threads) {
   emulator::Sync(id, threads, true, false);
 }
