@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over jax_ep's kernels, first without JAX (window_kernels.py's program, which is
 # built unless KERNELS names one), in all formats: synccheck, racecheck and memcheck; then memcheck
-# and racecheck over tests. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S
+# over tests. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S
 # (default 600).
 #
 #   benchmarks/sanitize.sh [python]
@@ -29,13 +29,12 @@ export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer="
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export JAX_EP_TEST_TRANSPORT=p2p
 
-summary=()
-worst=0
 # sanitized NAME SECONDS GPUS TOOL PASSED COMMAND...: PASSED is what a log of a good run matches.
 sanitized() {
   local name=$1 seconds=$2 gpus=$3 kind=$4 passed=$5
   shift 5
   local log=$logs/$name.log
+  echo "$name" >>"$logs/names"
   echo "== $name: $kind on GPUs $gpus, at most $seconds s"
   CUDA_VISIBLE_DEVICES=$gpus timeout --kill-after=10 "$seconds" "$tool" --tool "$kind" \
     "$filter" kns=jax_ep --report-api-errors no --target-processes "${processes:-application-only}" \
@@ -54,31 +53,34 @@ sanitized() {
     ! grep -qE "$passed" "$log"; then
     verdict="NOT RUN: no summary or no test"
   fi
-  [ "$verdict" = clean ] || { worst=1; grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
-  summary+=("$name: $verdict; ${found:-no summary}; ${tests:-no test ended}")
+  [ "$verdict" = clean ] || { grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
+  echo "$name: $verdict; ${found:-no summary}; ${tests:-no test ended}" >"$log.summary"
 }
 # check NAME SECONDS GPUS TOOL [pytest arguments]: one tool over some tests.
 check() {
   sanitized "${@:1:4}" '[0-9]+ passed' "$python" -m pytest -q -x -p no:cacheprovider "${@:5}"
 }
-# kernels NAME SECONDS GPUS TOOL [option]...: over the kernels' program, SECONDS for each format.
+# kernels NAME SECONDS GPUS TOOL FORMATS [option]...: over the kernels' program, a process a format,
+# all at once.
 kernels() {
   local format
-  for format in bf16 fp8_block128 mxfp8 mxfp4 nvfp4; do
+  for format in $5; do
     sanitized "$1-$format" "${@:2:3}" '^checked .*right' "$program" --kinds none \
-      --experts 12 --top-k 3 --hidden 512 --format "$format" --quantized "${@:5}"
+      --experts 12 --top-k 3 --hidden 512 --format "$format" "${@:6}" &
   done
+  wait
 }
 
-share=$((limit / 40))
+share=$((limit / 31))
+formats="bf16 fp8_block128 mxfp8 mxfp4 nvfp4"
 program=${KERNELS:-$logs/window_kernels}
 [ -x "$program" ] || "$python" benchmarks/window_kernels.py --keep "$program" --nvcc=-lineinfo ||
   exit 2
 # Calls of few tokens, in one part and in many; of both ways, and along a known route.
-kernels kernels-synccheck "$share" "$one" synccheck --tokens 3,40,300
-kernels kernels-racecheck "$share" "$one" racecheck --tokens 3,40,300
-kernels kernels-memcheck "$share" "$two" memcheck --tokens 3,40,300,600
-kernels kernels-halves "$share" "$two" memcheck --halves --tokens 40,300
+kernels synccheck $((share * 3)) "$one" synccheck "$formats" --quantized --tokens 3,40,300,600
+kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 40,300,600
+kernels memcheck $((share * 4)) "$two" memcheck "$formats" --quantized --tokens 3,40,300,600
+kernels memcheck-halves $((share * 3)) "$two" memcheck "$formats" --quantized --halves --tokens 40,300
 
 # The transport's tests, where they drop, align, cut groups, and have the least and the odd row
 # sizes.
@@ -90,8 +92,6 @@ some='nvfp4 or shared_source or same_gradients'
 corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or cut_aligned or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
-small='ranks1 or top32_one_rank or (test_vjp and cut_aligned)'
-check racecheck $((share * 2)) "$one" racecheck "${files[@]}" -k "$small"
 if [ "$two" != "$one" ]; then
   processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 3)) "$two" memcheck \
     tests/test_tampered.py -k p2p_survives
@@ -104,7 +104,10 @@ XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 5)) "$one" me
   "${files[@]}" -k "$corners"
 
 echo "== summary (logs in $logs)"
+mapfile -t summary < <(while read -r name; do cat "$logs/$name.log.summary"; done <"$logs/names")
 printf '%s\n' "${summary[@]}"
+worst=0
+for line in "${summary[@]}"; do [[ $line == *": clean;"* ]] || worst=1; done
 PYTHONPATH=benchmarks "$python" - "$two" "${summary[@]}" <<'END'
 import subprocess
 import sys

@@ -226,10 +226,7 @@ class WindowCall {
   // of each other could get further apart than credits tell.
   __device__ bool AwaitCredits() const {
     // In the last warp, which has the least else to do.
-    if (threadIdx.x >= blockDim.x - kWarpSize) {
-      const bool free = WarpAwaitsCredits();
-      if (Lane() == 0) block_.free = free;
-    }
+    if (threadIdx.x >= blockDim.x - kWarpSize) LookForCredits();
     __syncwarp();
     NamedBarrierApart(kCreditsBarrier, blockDim.x);
     return block_.free;
@@ -344,6 +341,12 @@ class WindowCall {
   DeviceSignalMemory memory_;
 
  private:
+  // Whole warp. Out of line: kernels wait for credits in several places, and have to fetch them all.
+  __device__ __noinline__ void LookForCredits() const {
+    const bool free = WarpAwaitsCredits();
+    if (Lane() == 0) block_.free = free;
+  }
+
   // A rank that comes when the others have given up sends nothing.
   __device__ bool AwaitCredit(uint32_t destination) const {
     const uint64_t* credit = Credit(group_.rank, lease_.region, destination);
