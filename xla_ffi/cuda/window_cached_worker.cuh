@@ -70,6 +70,7 @@ class EntrySteps {
 template <typename Format>
 class CachedWorker {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
+  using NextTicket = WindowCall::NextTicket;
 
  public:
   // `jobs` are those of quantised formats.
@@ -94,8 +95,8 @@ class CachedWorker {
       ok = AwaitCredits(call_);
     } else {
       bool first = true;
-      ok = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
-        const bool sent = SendChunk(current.index, first);
+      ok = call_.ForEach(Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
+        const bool sent = SendChunk(current.index, first, next);
         first = false;
         return sent;
       });
@@ -107,8 +108,9 @@ class CachedWorker {
   }
 
   __device__ bool Place(WorkItem item) {
-    const bool ok = call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+    const bool ok = call_.ForEach(Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
       ClearShare(current.index);
+      next.DrawAhead();
       const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
       return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
     });
@@ -149,7 +151,7 @@ class CachedWorker {
             WeightOf(entry)};
   }
 
-  __device__ bool SendChunk(uint32_t chunk, bool first) {
+  __device__ bool SendChunk(uint32_t chunk, bool first, NextTicket& next) {
     const RowPlan& rows = plan_.rows;
     const Divisor& pieces = kEncodes ? plan_.encode.pieces : rows.pieces;
     const int32_t begin = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
@@ -213,6 +215,7 @@ class CachedWorker {
       }
     });
     const uint32_t count = kWarpSize - static_cast<uint32_t>(__clz(static_cast<int>(sent)));
+    next.DrawAhead();
     PublishChunk(call_, chunk, first_slot, sent << kSlotCountBits | count);
     return true;
   }

@@ -57,7 +57,7 @@ class WindowCall {
 
   // Whole warp: the next item, in one step or in two.
   __device__ WorkItem Take(Queue queue) { return Resolve(queue, Draw(queue)); }
-  __device__ uint32_t Draw(Queue queue) {
+  __device__ uint32_t Draw(Queue queue) const {
     return Lane() == 0 ? DrawTickets(memory_, state_, queue, 1) : 0;
   }
   __device__ WorkItem Resolve(Queue queue, uint32_t ticket) const {
@@ -70,17 +70,39 @@ class WindowCall {
     return plan_.roles.DrawnAtOnce(plan_.work, queue);
   }
 
-  // Calls `work(item)`, from `item` on, as long as there are items and it is true. Where hardly any
-  // are left the next ticket is drawn before the item in hand is worked off, and costs no time of
-  // its own; elsewhere that would keep items from warps that have nothing else to do.
+  // Whole warp: the ticket of its next item.
+  class NextTicket {
+   public:
+    __device__ NextTicket(const WindowCall& call, Queue queue, bool ahead)
+        : call_(call), queue_(queue), ahead_(ahead) {}
+    // While the item in hand is waited for, so that the ticket costs no time of its own, if hardly
+    // any are left: elsewhere that would keep items from warps that have nothing else to do. Never
+    // as a call begins: blocks that come a little later would find that their items are taken, by
+    // warps that have another one in hand.
+    __device__ void DrawAhead() {
+      if (ahead_) ticket_ = call_.Draw(queue_);
+    }
+    // After the item in hand.
+    __device__ WorkItem Item() {
+      if (!ahead_) ticket_ = call_.Draw(queue_);
+      return call_.Resolve(queue_, ticket_);
+    }
+
+   private:
+    const WindowCall& call_;
+    Queue queue_;
+    bool ahead_;
+    uint32_t ticket_ = 0;
+  };
+
+  // Calls `work(item, next)`, from `item` on, as long as there are items and it is true; `work`
+  // calls next.DrawAhead() once.
   template <typename Work>
   __device__ bool ForEach(Queue queue, WorkItem item, Work work) {
-    const bool ahead = DrawsAhead(queue);
+    NextTicket next(*this, queue, DrawsAhead(queue));
     while (item.phase != Phase::kNone) {
-      uint32_t ticket = ahead ? Draw(queue) : 0;
-      if (!work(item)) return false;
-      if (!ahead) ticket = Draw(queue);
-      item = Resolve(queue, ticket);
+      if (!work(item, next)) return false;
+      item = next.Item();
     }
     return true;
   }
@@ -341,7 +363,7 @@ class WindowCall {
   DeviceSignalMemory memory_;
 
  private:
-  // Whole warp. Out of line: kernels wait for credits in several places, and have to fetch them all.
+  // Whole warp. Out of line: kernels wait for credits in several places, each fetched anew.
   __device__ __noinline__ void LookForCredits() const {
     const bool free = WarpAwaitsCredits();
     if (Lane() == 0) block_.free = free;

@@ -49,7 +49,8 @@ class Placer {
   }
 
   __device__ bool Run(WorkItem item) {
-    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current) {
+    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current, WindowCall::NextTicket& next) {
+      next.DrawAhead();
       if (current.index == 0) {
         groups_.Write(step_);
         if constexpr (kEncoded) scales_.WriteOffsets();

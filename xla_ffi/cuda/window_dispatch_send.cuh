@@ -17,6 +17,7 @@ namespace jax_ep::cuda {
 template <typename Format>
 class Sender {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
+  using NextTicket = WindowCall::NextTicket;
 
  public:
   // `jobs` are those of quantised formats.
@@ -32,11 +33,12 @@ class Sender {
 
   // False where a wait failed. The block's wait for credits is part of it.
   __device__ bool Run(WorkItem item) {
-    const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current) {
+    const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
       const bool routes = current.phase == Phase::kRoute;
       const Chunk chunk = routes ? Chunk{} : Start(current.index);
       const InvalidIds invalid = Count(routes, current.index);
-      if (!routes) return Send(current.index, chunk);
+      if (!routes) return Send(current.index, chunk, next);
+      next.DrawAhead();
       if (!Route(current.index, invalid)) return false;
       if (current.index != 0) TellBefore(current.index);
       return true;
@@ -171,7 +173,7 @@ class Sender {
   }
 
   // The tokens before the chunk are counted.
-  __device__ bool Send(uint32_t item, const Chunk& chunk) {
+  __device__ bool Send(uint32_t item, const Chunk& chunk, NextTicket& next) {
     const int32_t first_slot = router_.slots();
     const uint32_t destination = DestinationOf(call_, item);
     // While the first token is on its way.
@@ -213,6 +215,7 @@ class Sender {
     const int32_t at = static_cast<int32_t>(destination);
     const int32_t first = __shfl_sync(kFullWarp, first_slot, at);
     const int32_t count = __shfl_sync(kFullWarp, router_.slots() - first_slot, at);
+    next.DrawAhead();
     PublishChunk(call_, item, static_cast<uint32_t>(first), static_cast<uint32_t>(count));
     return true;
   }
