@@ -10,6 +10,7 @@
 #include "cuda/window_call.cuh"
 #include "cuda/window_encode.cuh"
 #include "cuda/window_groups.cuh"
+#include "cuda/window_items.cuh"
 #include "cuda/window_rows.cuh"
 #include "cuda/window_team.cuh"
 #include "formats/combine_wire.h"
@@ -70,7 +71,6 @@ class EntrySteps {
 template <typename Format>
 class CachedWorker {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
-  using NextTicket = WindowCall::NextTicket;
 
  public:
   // `jobs` are those of quantised formats.
@@ -95,7 +95,7 @@ class CachedWorker {
       ok = AwaitCredits(call_);
     } else {
       bool first = true;
-      ok = call_.ForEach(Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
+      ok = ForEachItem(call_, Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
         const bool sent = SendChunk(current.index, first, next);
         first = false;
         return sent;
@@ -108,12 +108,13 @@ class CachedWorker {
   }
 
   __device__ bool Place(WorkItem item) {
-    const bool ok = call_.ForEach(Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
-      ClearShare(current.index);
-      next.DrawAhead();
-      const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
-      return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
-    });
+    const bool ok =
+        ForEachItem(call_, Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
+          ClearShare(current.index);
+          next.DrawAhead();
+          const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
+          return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
+        });
     // Even where a wait failed.
     if constexpr (kEncodes) place_team_.Dismiss();
     return ok;

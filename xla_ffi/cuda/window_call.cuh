@@ -70,43 +70,6 @@ class WindowCall {
     return plan_.roles.DrawnAtOnce(plan_.work, queue);
   }
 
-  // Whole warp: the ticket of its next item.
-  class NextTicket {
-   public:
-    __device__ NextTicket(const WindowCall& call, Queue queue, bool ahead)
-        : call_(call), queue_(queue), ahead_(ahead) {}
-    // While the item in hand is waited for, so that the ticket costs no time of its own, if hardly
-    // any are left: elsewhere that would keep items from warps that have nothing else to do. Never
-    // as a call begins: blocks that come a little later would find that their items are taken, by
-    // warps that have another one in hand.
-    __device__ void DrawAhead() {
-      if (ahead_) ticket_ = call_.Draw(queue_);
-    }
-    // After the item in hand.
-    __device__ WorkItem Item() {
-      if (!ahead_) ticket_ = call_.Draw(queue_);
-      return call_.Resolve(queue_, ticket_);
-    }
-
-   private:
-    const WindowCall& call_;
-    Queue queue_;
-    bool ahead_;
-    uint32_t ticket_ = 0;
-  };
-
-  // Calls `work(item, next)`, from `item` on, as long as there are items and it is true; `work`
-  // calls next.DrawAhead() once.
-  template <typename Work>
-  __device__ bool ForEach(Queue queue, WorkItem item, Work work) {
-    NextTicket next(*this, queue, DrawsAhead(queue));
-    while (item.phase != Phase::kNone) {
-      if (!work(item, next)) return false;
-      item = next.Item();
-    }
-    return true;
-  }
-
   __device__ uint32_t rank() const { return group_.rank; }
   __device__ uint32_t ranks() const { return group_.ranks; }
   __device__ const Divisor& by_ranks() const { return plan_.ranks; }

@@ -9,6 +9,7 @@
 #include "cuda/window_call.cuh"
 #include "cuda/window_dispatch_plan.cuh"
 #include "cuda/window_groups.cuh"
+#include "cuda/window_items.cuh"
 #include "cuda/window_rows.cuh"
 #include "cuda/window_scales.cuh"
 #include "protocol/window_steps.h"
@@ -49,7 +50,7 @@ class Placer {
   }
 
   __device__ bool Run(WorkItem item) {
-    return call_.ForEach(Queue::kPlace, item, [&](WorkItem current, WindowCall::NextTicket& next) {
+    return ForEachItem(call_, Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
       next.DrawAhead();
       if (current.index == 0) {
         groups_.Write(step_);

@@ -7,6 +7,7 @@
 #include "cuda/window_call.cuh"
 #include "cuda/window_counts.cuh"
 #include "cuda/window_dispatch_plan.cuh"
+#include "cuda/window_items.cuh"
 #include "cuda/window_route.cuh"
 #include "cuda/window_rows.cuh"
 #include "cuda/window_team.cuh"
@@ -17,7 +18,6 @@ namespace jax_ep::cuda {
 template <typename Format>
 class Sender {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
-  using NextTicket = WindowCall::NextTicket;
 
  public:
   // `jobs` are those of quantised formats.
@@ -33,16 +33,17 @@ class Sender {
 
   // False where a wait failed. The block's wait for credits is part of it.
   __device__ bool Run(WorkItem item) {
-    const bool sent = call_.ForEach(Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
-      const bool routes = current.phase == Phase::kRoute;
-      const Chunk chunk = routes ? Chunk{} : Start(current.index);
-      const InvalidIds invalid = Count(routes, current.index);
-      if (!routes) return Send(current.index, chunk, next);
-      next.DrawAhead();
-      if (!Route(current.index, invalid)) return false;
-      if (current.index != 0) TellBefore(current.index);
-      return true;
-    });
+    const bool sent =
+        ForEachItem(call_, Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
+          const bool routes = current.phase == Phase::kRoute;
+          const Chunk chunk = routes ? Chunk{} : Start(current.index);
+          const InvalidIds invalid = Count(routes, current.index);
+          if (!routes) return Send(current.index, chunk, next);
+          next.DrawAhead();
+          if (!Route(current.index, invalid)) return false;
+          if (current.index != 0) TellBefore(current.index);
+          return true;
+        });
     const bool ok = sent && MayStore();
     if constexpr (kEncodes) {
       if (ok) team_.Dismiss();
