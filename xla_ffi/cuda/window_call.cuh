@@ -208,10 +208,13 @@ class WindowCall {
 
   // Whole block, each warp once, where its own work has come to the first store: every
   // destination's region is free. Even where there is nothing to send, or ranks that need nothing
-  // of each other could get further apart than credits tell.
+  // of each other could get further apart than credits tell. `kCalled`: for kernels that wait in
+  // several places, each of which is fetched; not where the last warp has loads under way, since a
+  // function call waits for them.
+  template <bool kCalled = false>
   __device__ bool AwaitCredits() const {
     // In the last warp, which has the least else to do.
-    if (threadIdx.x >= blockDim.x - kWarpSize) LookForCredits();
+    if (threadIdx.x >= blockDim.x - kWarpSize) kCalled ? CallLook() : LookForCredits();
     __syncwarp();
     NamedBarrierApart(kCreditsBarrier, blockDim.x);
     return block_.free;
@@ -326,11 +329,12 @@ class WindowCall {
   DeviceSignalMemory memory_;
 
  private:
-  // Whole warp. Out of line: kernels wait for credits in several places, each fetched anew.
-  __device__ __noinline__ void LookForCredits() const {
+  // Whole warp.
+  __device__ void LookForCredits() const {
     const bool free = WarpAwaitsCredits();
     if (Lane() == 0) block_.free = free;
   }
+  __device__ __noinline__ void CallLook() const { LookForCredits(); }
 
   // A rank that comes when the others have given up sends nothing.
   __device__ bool AwaitCredit(uint32_t destination) const {

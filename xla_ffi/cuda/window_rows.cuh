@@ -201,7 +201,7 @@ __device__ inline int32_t SlotAt(uint32_t destination, uint32_t ranks, int32_t b
 
 // WindowCall::AwaitCredits before bulk stores.
 __device__ inline bool AwaitCredits(const WindowCall& call) {
-  const bool free = call.AwaitCredits();
+  const bool free = call.AwaitCredits<true>();
   FenceProxyAsyncGlobal();
   return free;
 }
