@@ -120,6 +120,7 @@ __device__ inline bool FillRouter(const WindowCall& call, WarpRouter& router, in
   constexpr uint32_t kPerCell = static_cast<uint32_t>(kCountsPerCell);
   const uint32_t row_cells = static_cast<uint32_t>(RoutePart::RowCells(experts));
   const uint32_t all_cells = static_cast<uint32_t>(RoutePart::Cells(experts, call.ranks()));
+  __syncwarp();  // lanes may still read rows that they post
   bool there = true;
   int32_t slots = 0;  // of the rank of this lane's last cell
   JAX_EP_NO_UNROLL
