@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What is recorded on GPUs, run again on all of this machine: one step after the other, or those
-# given. Each ends within LIMIT_S seconds (default 550) and leaves its records in benchmarks/results;
+# given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in benchmarks/results;
 # then docs/generate.py writes the tables.
 #
 #   benchmarks/record_gpu.sh [step]...

@@ -13,7 +13,7 @@
 
 namespace jax_ep::cuda {
 
-// Kernels have those below it for themselves.
+// Kernels have the others for themselves.
 inline constexpr uint32_t kCreditsBarrier = 14;
 
 // Every warp has its own.
@@ -209,8 +209,8 @@ class WindowCall {
   // Whole block, each warp once, where its own work has come to the first store: every
   // destination's region is free. Even where there is nothing to send, or ranks that need nothing
   // of each other could get further apart than credits tell. `kCalled`: for kernels that wait in
-  // several places, each of which is fetched; not where the last warp has loads under way, since a
-  // function call waits for them.
+  // several places, each of which is fetched. Combine, whose last warp sends and has loads under
+  // way, is faster without.
   template <bool kCalled = false>
   __device__ bool AwaitCredits() const {
     // In the last warp, which has the least else to do.
