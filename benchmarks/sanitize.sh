@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # compute-sanitizer over jax_ep's kernels, first without JAX (window_kernels.py's program, which is
 # built unless KERNELS names one), in all formats: synccheck, racecheck and memcheck; then memcheck
-# over tests. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S
-# (default 600).
+# over tests, a process a file, side by side. Needs the tool, GPUs and the tests' packages; ends
+# within LIMIT_S (default 600).
 #
 #   benchmarks/sanitize.sh [python]
 #
@@ -56,9 +56,14 @@ sanitized() {
   [ "$verdict" = clean ] || { grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
   echo "$name: $verdict; ${found:-no summary}; ${tests:-no test ended}" >"$log.summary"
 }
-# check NAME SECONDS GPUS TOOL [pytest arguments]: one tool over some tests.
-check() {
-  sanitized "${@:1:4}" '[0-9]+ passed' "$python" -m pytest -q -x -p no:cacheprovider "${@:5}"
+# tests NAME SECONDS GPUS EXPRESSION FILE...: memcheck over some tests, a process a file, in the
+# background.
+tests() {
+  local file
+  for file in "${@:5}"; do
+    sanitized "memcheck-$1-$(basename "$file" .py)" "$2" "$3" memcheck '[0-9]+ passed' \
+      "$python" -m pytest -q -x -p no:cacheprovider "$file" -k "$4" &
+  done
 }
 # kernels NAME SECONDS GPUS TOOL FORMATS [option]...: over the kernels' program, a process a format,
 # all at once.
@@ -95,15 +100,19 @@ corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
 if [ "$two" != "$one" ]; then
-  processes=all JAX_EP_TEST_TIMEOUT_S=3 check memcheck-tampered $((share * 3)) "$two" memcheck \
-    tests/test_tampered.py -k p2p_survives
-  check memcheck-two $((share * 6)) "$two" memcheck "${files[@]}" -k "$corners"
-  check memcheck-options $((share * 4)) "$two" memcheck "${more[@]}" -k "$some"
+  processes=all JAX_EP_TEST_TIMEOUT_S=3 tests tampered $((share * 3)) "$two" p2p_survives \
+    tests/test_tampered.py
+  wait
+fi
+left=$((limit - SECONDS - 20))
+if [ "$two" != "$one" ]; then
+  tests two "$left" "$two" "$corners" "${files[@]}"
+  tests two "$left" "$two" "$some" "${more[@]}"
 fi
 # XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
 # own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
-XLA_PYTHON_CLIENT_ALLOCATOR=platform check memcheck-one $((share * 5)) "$one" memcheck \
-  "${files[@]}" -k "$corners"
+XLA_PYTHON_CLIENT_ALLOCATOR=platform tests one "$left" "$one" "$corners" "${files[@]}"
+wait
 
 echo "== summary (logs in $logs)"
 mapfile -t summary < <(while read -r name; do cat "$logs/$name.log.summary"; done <"$logs/names")
