@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/window_combine_plan.cuh"
+#include "cuda/window_items.cuh"
 
 namespace jax_ep::cuda {
 
@@ -144,12 +145,12 @@ class PlaceJob {
 // A placer, until there is nothing left to place. False where a wait fails.
 template <typename Element, typename Wire, bool kOptions>
 __device__ bool PlaceSums(const Combine& c) {
-  bool ok = true;
-  for (WorkItem item = c.call.First(Queue::kPlace); ok && item.phase != Phase::kNone;
-       item = c.call.Take(Queue::kPlace)) {
-    ok = PlaceJob<Element, Wire, kOptions>(c, item.index).Run();
-  }
-  return ok;
+  const WorkItem first = c.call.First(Queue::kPlace);
+  return ForEachItem(c.call, Queue::kPlace, first, [&](WorkItem item, NextTicket& next) {
+    // Not as the call begins: most warps have sent something before.
+    next.DrawAhead();
+    return PlaceJob<Element, Wire, kOptions>(c, item.index).Run();
+  });
 }
 
 // Whole block: what a call returns that did not end.

@@ -1,5 +1,5 @@
 // How a warp takes one item after the other from a queue of a window call. Used by
-// window_dispatch_{send,place}.cuh and window_cached_worker.cuh.
+// window_dispatch_{send,place}.cuh, window_combine_place.cuh and window_cached_worker.cuh.
 #pragma once
 
 #include <cstdint>
