@@ -47,7 +47,7 @@ for step in "${steps[@]}"; do
         --only p2p --routing uniform --tokens 4096 128 1024 1 --budget "$limit"
       ;;
     suite)
-      run "$python" benchmarks/record_suite.py --gpus "${counts[@]}" --jobs 16 --limit-s "$limit"
+      run "$python" benchmarks/record_suite.py --gpus "${counts[@]}" --jobs "$(($(nproc) / 2))" --limit-s "$limit"
       ;;
     processes)
       run "$python" benchmarks/record_suite.py --processes "$gpus" --transports p2p \
