@@ -49,6 +49,7 @@ HOST_ONLY = (
     "protocol_model",
     "readme",
     "supply",
+    "turns",
 )
 # Files that choose their transport themselves, none of them collective.
 P2P_ONLY = ("test_p2p", "test_processes_gpu", "test_shmem_gpu")
@@ -159,6 +160,7 @@ class Job:
         environment = {
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "JAX_EP_TEST_TRANSPORT": self.suite.transport,
+            "JAX_EP_TEST_TURNS": str(self.folder.parent),
         }
         started = time.monotonic()
         with log.open("wb") as output:

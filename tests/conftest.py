@@ -5,8 +5,11 @@ jax_ep comes before anything starts a JAX backend, because its import raises NPR
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import jax_ep
 
@@ -18,6 +21,9 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import helpers
+import turns
+
+TURNS = turns.of_environment()
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
 # lockstep.py has started processes of fewer devices each.
@@ -39,6 +45,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
             items=[item for item in items if item not in kept]
         )
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[Any]:
+    """All of a test, with the fixtures that it is the first or the last to need."""
+    if TURNS is None:
+        return (yield)
+    with contextlib.contextmanager(TURNS.run)():
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,92 @@
+"""Turns at the GPUs, for processes that run tests on the same ones.
+
+A GPU runs one process at a time, for milliseconds, and a kernel that waits for another
+GPU's waits all of its time. Among a dozen processes a call of microseconds thus takes
+a tenth of a second. So a process holds a lock on each of its GPUs while it runs a
+test, but not while JAX traces and compiles: that is most of a test's time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Generator
+
+import jax
+
+# Both ends of tracing, of lowering and of compiling are reported under it.
+COMPILING = "/jax/core/compile/"
+
+
+class Turns:
+    """Locks of all of a process's threads; `files` one for each GPU."""
+
+    def __init__(self, files: list[pathlib.Path]) -> None:
+        # In one order, so that no two wait for each other.
+        flags = os.O_RDWR | os.O_CREAT
+        self._files = [os.open(file, flags, 0o600) for file in sorted(files)]
+        self._mutex = threading.Lock()
+        self._wanted = False
+        self._held = False
+        self._compiling = 0
+        jax.monitoring.register_scalar_listener(self._begin)
+        jax.monitoring.register_event_duration_secs_listener(self._end)
+
+    def run(self) -> Generator[None]:
+        """Holds the locks until it is resumed."""
+        self._set(wanted=True)
+        try:
+            yield
+        finally:
+            self._set(wanted=False)
+
+    def leave(self) -> None:
+        """Instead of the rest of a test's turn."""
+        self._set(wanted=False)
+
+    def close(self) -> None:
+        jax.monitoring.unregister_scalar_listener(self._begin)
+        jax.monitoring.unregister_event_duration_listener(self._end)
+        for file in self._files:
+            os.close(file)
+
+    def _begin(self, event: str, *_: object, **__: object) -> None:
+        if event.startswith(COMPILING):
+            self._set(compiling=1)
+
+    def _end(self, event: str, *_: object, **__: object) -> None:
+        if event.startswith(COMPILING):
+            self._set(compiling=-1)
+
+    def _set(self, wanted: bool | None = None, compiling: int = 0) -> None:
+        with self._mutex:
+            self._wanted = self._wanted if wanted is None else wanted
+            self._compiling += compiling
+            hold = self._wanted and self._compiling == 0
+            if hold != self._held:
+                for file in self._files:
+                    fcntl.flock(file, fcntl.LOCK_EX if hold else fcntl.LOCK_UN)
+                self._held = hold
+
+
+def of_environment() -> Turns | None:
+    """Those that JAX_EP_TEST_TURNS asks for, a folder for the locks.
+
+    Processes that a test starts take no turns, because they may wait for each other;
+    and the test, which waits for them, none any more.
+    """
+    folder = os.environ.pop("JAX_EP_TEST_TURNS", None)
+    if folder is None:
+        return None
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    turns = Turns([pathlib.Path(folder, f"gpu{gpu}") for gpu in gpus])
+
+    def leave(event: str, _: object) -> None:
+        if event == "subprocess.Popen":
+            turns.leave()
+
+    sys.addaudithook(leave)
+    return turns
