@@ -93,6 +93,9 @@ def summary(rows):
         collective = fastest(rows, transport="collective", **wanted)
         default = fastest(rows, transport="ragged", flags="default", **wanted)
         flags = fastest(rows, transport="ragged", updates="rank", **wanted)
+        others = [row for row in rows if row.get("flags") != "default"]
+        if not fastest(others, transport="ragged", updates="rank", **wanted):
+            flags = None
         best = fastest(rows, transport="ragged", **wanted)
         some = p2p or collective or best
         if some is None:

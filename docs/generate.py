@@ -22,6 +22,7 @@ import p2p_report
 import performance_tables
 import reliability_table
 import scale_model
+import suite_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -96,22 +97,11 @@ def targets():
     return performance_tables.targets(newest("p2p", 4), newest("formats", 4), table)
 
 
-def newest_suites():
-    """By transport and devices; a record without a transport is collective's."""
-    found = {}
-    for data in records("suite"):
-        devices = data["devices"]
-        if devices.get("platform", "gpu") != "gpu":
-            continue
-        suite = reliability_table.suite_name(data)
-        found[devices["kind"], suite, devices["count"]] = data
-    return found
-
-
 def benchmarks():
     found = [(newest(prefix), part) for prefix, part in PARTS]
-    found.append((newest_suites(), suite_part))
-    return "\n\n".join(part(data) for data, part in found if data)
+    parts = [part(data) for data, part in found if data]
+    parts.append(suite_table.on_gpus(records, table))
+    return "\n\n".join(filter(None, parts))
 
 
 def cpu_part(data):
@@ -231,25 +221,6 @@ def collective_part(data):
     )
     columns = ("T a rank", "dispatch us", "combine us", "`all_to_all` us")
     return head + "\n\n" + table(columns, rows)
-
-
-def suite_part(suites):
-    rows = [
-        (
-            f"{count} x {kind}",
-            transport,
-            data["passed"],
-            len(data["failed"]),
-            sum(data["skipped"].values()),
-            data["devices"]["jax"],
-            data["date"],
-            data["commit"][:12],
-        )
-        for (kind, transport, count), data in sorted(suites.items(), reverse=True)
-    ]
-    head = "**Tests on GPUs** (`benchmarks/record_suite.py`):"
-    names = ("on", "transport", "passed", "failed", "skipped", "jax", "date", "commit")
-    return head + "\n\n" + table(names, rows)
 
 
 PARTS = (

@@ -5,6 +5,8 @@ Also what README.md says of a soak.
 
 import collections
 
+import suite_table
+
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record,
 # "gpu": the newest suite on GPUs that has run the command's tests, or "processes": the
 # suites that ran in several at once.
@@ -111,7 +113,7 @@ def _of_suite(records, command, platform):
     for data in reversed(records("suite")):
         if data["devices"].get("platform", "gpu") != platform:
             continue
-        if set(_files(command)) & set(data.get("not_run", ())):
+        if set(_files(command)) & suite_table.cut_off(data):
             continue
         # Of the semantics in several processes, which have a row of their own.
         if data.get("processes"):
@@ -129,21 +131,10 @@ def _of_suite(records, command, platform):
     return None
 
 
-def suite_name(data):
-    """The transport of a suite, and over how many processes and forced nodes it ran."""
-    # A record without a transport is collective's.
-    name = f"`{data.get('transport', 'collective')}`"
-    if data.get("processes"):
-        name += f", {data['processes']} processes"
-    if data.get("ranks_per_node"):
-        name += f", {data['ranks_per_node']} GPUs a node"
-    return name
-
-
 def _of_processes(records, command):
     """The newest suite of each transport, processes and nodes, in several processes."""
     newest = {
-        (suite_name(data), data["devices"]["count"]): data
+        (suite_table.name(data), data["devices"]["count"]): data
         for data in records("suite")
         if data.get("processes") and data["devices"].get("platform", "gpu") == "gpu"
     }
@@ -151,8 +142,8 @@ def _of_processes(records, command):
     for (name, count), data in sorted(newest.items()):
         text = f"{name} on {count} x {data['devices']['kind']}, {_source(data)}: "
         text += f"{data['passed']} passed, {len(data['failed'])} failed"
-        if data["not_run"]:
-            text += f", {len(data['not_run'])} files not run to their end"
+        if missing := suite_table.cut_off(data):
+            text += f", {len(missing)} files not run to their end"
         found.append(text)
     return "; ".join(found) or f"GPUs: {NOT_YET}"
 

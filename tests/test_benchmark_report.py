@@ -75,6 +75,10 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
     assert found["collective_us"] == 70.0
     assert (found["ragged_default_us"], found["ragged_best_us"]) == (900.0, 300.0)
     assert (found["ragged_best"], found["ragged_flags_us"]) == ("decomposer", 500.0)
+    # Nothing was found of flags where there was no time to try any.
+    (found,) = p2p_report.summary([*rows[:5], *rows[6:]])
+    assert found["ragged_default_us"] == 900.0
+    assert found["ragged_flags_us"] is None
     p2p_report.print_table(record(*rows))
     assert "WRONG: {'y': 3}" in capsys.readouterr().out
 

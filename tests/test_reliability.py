@@ -103,7 +103,7 @@ def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
             "test_p2p_faults.py::test_late_rank": 2,
             "test_handle.py::test_persistent_cache": 1,
         },
-        "not_run": ["test_leaks.py"],
+        "not_run": ["test_leaks.py 1/2"],
     }
     found = reliability_table.promises(records(suites=[suite]), generate.table)
     ran = row_of(found, "test_determinism.py")

@@ -1,0 +1,51 @@
+"""The table of the test suites recorded on GPUs.
+
+Of each transport and number of devices the newest of benchmarks/results.
+"""
+
+
+def name(data):
+    """The transport of a suite, and over how many processes and forced nodes it ran."""
+    # A record without a transport is collective's.
+    name = f"`{data.get('transport', 'collective')}`"
+    if data.get("processes"):
+        name += f", {data['processes']} processes"
+    if data.get("ranks_per_node"):
+        name += f", {data['ranks_per_node']} GPUs a node"
+    return name
+
+
+def cut_off(data):
+    """The files of a suite that did not come to their end; of some, parts are named."""
+    return {file.split()[0] for file in data.get("not_run", ())}
+
+
+def on_gpus(records, table):
+    """The table, or nothing; `records(prefix)` are those of results, oldest first."""
+    newest = {
+        (data["devices"]["kind"], name(data), data["devices"]["count"]): data
+        for data in records("suite")
+        if data["devices"].get("platform", "gpu") == "gpu"
+    }
+    if not newest:
+        return ""
+    rows = [
+        (
+            f"{count} x {kind}",
+            suite,
+            data["passed"],
+            len(data["failed"]),
+            sum(data["skipped"].values()),
+            len(cut_off(data)) or "",
+            data["devices"]["jax"],
+            data["date"],
+            data["commit"][:12],
+        )
+        for (kind, suite, count), data in sorted(newest.items(), reverse=True)
+    ]
+    counts = ("passed", "failed", "skipped", "cut off")
+    return (
+        "**Tests on GPUs** (`benchmarks/record_suite.py`; `cut off` counts files that "
+        "did not come to their end in the time that there was):\n\n"
+        + table(("on", "transport", *counts, "jax", "date", "commit"), rows)
+    )
