@@ -61,12 +61,12 @@ ALONE_S = 15  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
 # Parts in which files that take minutes run side by side.
 LONG = {
-    "test_p2p_split.py": 10,
+    "test_p2p_split.py": 8,
     "test_p2p.py": 6,
     "test_p2p_options.py": 8,
     "test_p2p_formats.py": 8,
     "test_p2p_wires.py": 4,
-    "test_p2p_order.py": 4,
+    "test_p2p_order.py": 3,
     "test_shmem_gpu.py": 4,
     "test_processes_gpu.py": 3,
     "test_p2p_faults.py": 2,

@@ -47,6 +47,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
         items[:] = kept
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if TURNS is not None and session.items:
+        turns.warm_up()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[Any]:
     """All of a test, with the fixtures that it is the first or the last to need."""

@@ -10,7 +10,7 @@ import threading
 
 import jax
 import pytest
-from turns import Turns, of_environment
+from turns import Turns, of_environment, warm_up
 
 
 def free(path: pathlib.Path) -> bool:
@@ -63,6 +63,11 @@ def test_holds_all_but_while_compiling(turns, paths) -> None:
     assert traced(4) == 9
     assert len(found) == 3
     run.close()
+    assert seen(paths) == [True, True]
+
+
+def test_warm_up_takes_no_turn(turns, paths) -> None:
+    warm_up()
     assert seen(paths) == [True, True]
 
 

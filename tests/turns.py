@@ -16,6 +16,9 @@ import threading
 from collections.abc import Generator
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 # Both ends of tracing, of lowering and of compiling are reported under it.
 COMPILING = "/jax/core/compile/"
@@ -70,6 +73,13 @@ class Turns:
                 for file in self._files:
                     fcntl.flock(file, fcntl.LOCK_EX if hold else fcntl.LOCK_UN)
                 self._held = hold
+
+
+def warm_up() -> None:
+    """What a process does once, in no turn: starts the GPUs, and NCCL among them."""
+    devices = jax.devices()
+    rows = NamedSharding(jax.make_mesh((len(devices),), ("gpu",)), PartitionSpec("gpu"))
+    jax.jit(jnp.sum, in_shardings=rows)(np.ones(len(devices))).block_until_ready()
 
 
 def of_environment() -> Turns | None:
