@@ -16,6 +16,7 @@ failure is run again with the same seed.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -132,6 +133,25 @@ def memory(devices):
     return free_memory(devices), host_memory.in_use()
 
 
+def executables(parts, key):
+    """`parts` with executables, which have run once, in place of programs."""
+    # All at once, because each takes XLA many seconds; traced one after the other.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = [
+            {
+                n: (pool.submit(run.lower(key).compile), x)
+                for n, (run, x) in part.items()
+            }
+            for part in parts
+        ]
+    found = [{n: (run.result(), x) for n, (run, x) in part.items()} for part in found]
+    for part in found:
+        for n, (run, _) in part.items():
+            jax.block_until_ready(run(key))
+            print(f"compiled n {n}", flush=True)
+    return found
+
+
 def soak(eps, options, mesh, args):
     """Runs launches until there were enough calls or time is over."""
     layers = (eps[0], eps[1], eps[0])
@@ -151,9 +171,7 @@ def soak(eps, options, mesh, args):
         for name, (ep, split) in options.items()
         for n in OPTION_SIZES
     }
-    for n, (run, _) in (programs | others).items():
-        jax.block_until_ready(run(jax.random.key(args.seed)))
-        print(f"compiled n {n}", flush=True)
+    programs, others = executables((programs, others), jax.random.key(args.seed))
     # Each thread has handles of its own.
     parts = [part for part in (programs, others) if part]
     if args.threads == 1:
