@@ -1,14 +1,14 @@
 """Runs the test suite on the devices present and records it in benchmarks/results.
 
     python benchmarks/record_suite.py [pytest arguments]
-    python benchmarks/record_suite.py --gpus 4 2 1 --jobs 6 [pytest arguments]
+    python benchmarks/record_suite.py --gpus 4 2 1 --jobs 24 [pytest arguments]
     python benchmarks/record_suite.py --processes 4 [--ranks-per-node 2]
         --transports shmem [pytest arguments]
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-a file of tests a process, --jobs of them side by side; it leaves out what no device
-runs. The third runs the files of lockstep_run.SEMANTICS, each in so many processes that
+a file of tests a process, --jobs of them side by side, which take turns at the GPUs;
+it leaves out what no device runs. The third runs the files of lockstep_run.SEMANTICS, each in so many processes that
 share out the GPUs (without any: a CPU device each). Each suite leaves a file
 suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which says which
 devices, JAX and commit, which tests passed and failed and how many were skipped for
