@@ -8,12 +8,12 @@
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
 a file of tests a process, --jobs of them side by side, which take turns at the GPUs;
-it leaves out what no device runs. The third runs the files of lockstep_run.SEMANTICS, each in so many processes that
-share out the GPUs (without any: a CPU device each). Each suite leaves a file
-suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which says which
-devices, JAX and commit, which tests passed and failed and how many were skipped for
-which reason, and which files were not run if --limit-s was over: the record behind
-every claim that something runs on a GPU.
+it leaves out what no device runs. The third runs the files of lockstep_run.SEMANTICS,
+each in so many processes that share out the GPUs (without any: a CPU device each). Each
+suite leaves a file suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json,
+which says which devices, JAX and commit, which tests passed and failed and how many
+were skipped for which reason, and which files were not run if --limit-s was over: the
+record behind every claim that something runs on a GPU.
 """
 
 import argparse
