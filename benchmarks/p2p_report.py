@@ -92,10 +92,10 @@ def summary(rows):
         p2p = fastest(rows, transport="p2p", num_sms=None, **wanted)
         collective = fastest(rows, transport="collective", **wanted)
         default = fastest(rows, transport="ragged", flags="default", **wanted)
-        flags = fastest(rows, transport="ragged", updates="rank", **wanted)
-        others = [row for row in rows if row.get("flags") != "default"]
-        if not fastest(others, transport="ragged", updates="rank", **wanted):
-            flags = None
+        # Which flags are best is not known where none were tried.
+        tried = [row for row in rows if row.get("flags") != "default"]
+        as_many = {"transport": "ragged", "updates": "rank", **wanted}
+        flags = fastest(tried, **as_many) and fastest(rows, **as_many)
         best = fastest(rows, transport="ragged", **wanted)
         some = p2p or collective or best
         if some is None:

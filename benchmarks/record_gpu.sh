@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is recorded on GPUs, run again on all of this machine: one step after the other, or those
-# given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in benchmarks/results;
-# then docs/generate.py writes the tables.
+# given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in
+# benchmarks/results; then docs/generate.py writes the tables.
 #
 #   benchmarks/record_gpu.sh [step]...
 #
@@ -47,7 +47,8 @@ for step in "${steps[@]}"; do
         --only p2p --routing uniform --tokens 4096 128 1024 1 --budget "$limit"
       ;;
     suite)
-      run "$python" benchmarks/record_suite.py --gpus "${counts[@]}" --jobs "$(($(nproc) / 2))" --limit-s "$limit"
+      run "$python" benchmarks/record_suite.py --gpus "${counts[@]}" \
+        --jobs "$((($(nproc) + 1) / 2))" --limit-s "$limit"
       ;;
     processes)
       run "$python" benchmarks/record_suite.py --processes "$gpus" --transports p2p \

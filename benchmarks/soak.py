@@ -139,12 +139,15 @@ def executables(parts, key):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = [
             {
-                n: (pool.submit(run.lower(key).compile), x)
-                for n, (run, x) in part.items()
+                n: (pool.submit(run.lower(key).compile), layers)
+                for n, (run, layers) in part.items()
             }
             for part in parts
         ]
-    found = [{n: (run.result(), x) for n, (run, x) in part.items()} for part in found]
+    found = [
+        {n: (run.result(), layers) for n, (run, layers) in part.items()}
+        for part in found
+    ]
     for part in found:
         for n, (run, _) in part.items():
             jax.block_until_ready(run(key))

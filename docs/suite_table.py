@@ -7,12 +7,12 @@ Of each transport and number of devices the newest of benchmarks/results.
 def name(data):
     """The transport of a suite, and over how many processes and forced nodes it ran."""
     # A record without a transport is collective's.
-    name = f"`{data.get('transport', 'collective')}`"
+    parts = [f"`{data.get('transport', 'collective')}`"]
     if data.get("processes"):
-        name += f", {data['processes']} processes"
+        parts.append(f"{data['processes']} processes")
     if data.get("ranks_per_node"):
-        name += f", {data['ranks_per_node']} GPUs a node"
-    return name
+        parts.append(f"{data['ranks_per_node']} GPUs a node")
+    return ", ".join(parts)
 
 
 def cut_off(data):

@@ -5,7 +5,6 @@ jax_ep comes before anything starts a JAX backend, because its import raises NPR
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ def pytest_runtest_protocol() -> Iterator[Any]:
     """All of a test, with the fixtures that it is the first or the last to need."""
     if TURNS is None:
         return (yield)
-    with contextlib.contextmanager(TURNS.run)():
+    with TURNS.run():
         return (yield)
 
 

@@ -65,7 +65,7 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
         row(10.0, num_sms=8),
         row(5.0, wrong=True, differences={"y": 3}),
         row(70.0, transport="collective"),
-        row(900.0, transport="ragged", flags="default"),
+        row(900.0, transport="ragged", flags="default", updates="rank"),
         row(500.0, transport="ragged", flags="other", updates="rank"),
         row(300.0, transport="ragged", flags="decomposer", updates="expert"),
         row(1.0, zero_tail=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import pathlib
 import subprocess
 import sys
@@ -50,40 +51,85 @@ def test_holds_all_but_while_compiling(turns, paths) -> None:
         return inner + 1
 
     assert seen(paths) == [True, True]
-    run = turns.run()
-    next(run)
-    assert seen(paths) == [False, False]
-    assert traced(3) == 7
-    # While one compiles inside the other as well, and after it.
-    assert found == [[True, True]] * 3
-    assert seen(paths) == [False, False]
-    with pytest.raises(ZeroDivisionError):
-        jax.jit(lambda x: x / (1 // 0))(1)
-    assert seen(paths) == [False, False]
-    assert traced(4) == 9
-    assert len(found) == 3
-    run.close()
+    with turns.run():
+        assert seen(paths) == [False, False]
+        assert traced(3) == 7
+        # While one compiles inside the other as well, and after it.
+        assert found == [[True, True]] * 3
+        assert seen(paths) == [False, False]
+        with pytest.raises(ZeroDivisionError):
+            jax.jit(lambda x: x / (1 // 0))(1)
+        assert seen(paths) == [False, False]
+        assert traced(4) == 9
+        assert len(found) == 3
     assert seen(paths) == [True, True]
 
 
-def test_warm_up_takes_no_turn(turns, paths) -> None:
-    warm_up()
-    assert seen(paths) == [True, True]
+def test_warm_up_is_on_all_devices() -> None:
+    total = warm_up()
+    assert total == jax.device_count()
+    assert total.sharding.device_set == set(jax.devices())
+
+
+INNER = """
+import fcntl, os, pathlib, turns
+PATHS = [pathlib.Path(FOLDER, f"gpu{i}") for i in range(2)]
+
+def taken():
+    found = []
+    for path in PATHS:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(path.name)
+    return found
+
+before, warm_up = [taken()], turns.warm_up
+turns.warm_up = lambda: (warm_up(), before.append(taken()))
+
+def test_inner():
+    # While collecting, and once the GPUs are started.
+    assert before == [[], []]
+    assert taken() == ["gpu0", "gpu1"]
+"""
+
+
+def test_a_test_has_the_turn(tmp_path) -> None:
+    """In a process of pytest's, which is told so by the environment."""
+    (tmp_path / "test_inner.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{INNER}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_inner.py"]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path]),
+        "PYTEST_ADDOPTS": "-p no:cacheprovider",
+        "JAX_EP_TEST_TURNS": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
 
 
 def test_one_after_the_other(turns, paths) -> None:
     other = Turns(paths)
-    run, theirs = turns.run(), other.run()
-    next(run)
-    waiting = threading.Thread(target=lambda: next(theirs), daemon=True)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    run.close()
+    theirs = other.run()
+    waiting = threading.Thread(target=theirs.__enter__, daemon=True)
+    with turns.run():
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
     waiting.join(60)
     assert not waiting.is_alive()
     assert seen(paths) == [False, False]
-    theirs.close()
+    theirs.__exit__(None, None, None)
     other.close()
     assert seen(paths) == [True, True]
 
@@ -99,11 +145,9 @@ def test_environment(monkeypatch, tmp_path) -> None:
     assert of_environment() is None
     paths = [tmp_path / "gpu3", tmp_path / "gpu11"]
     for _ in range(2):
-        run = made.run()
-        next(run)
-        assert seen(paths) == [False, False]
-        # Neither that one nor the test that waits for it.
-        assert subprocess.run([sys.executable, "-c", ""], check=False).returncode == 0
-        assert seen(paths) == [True, True]
-        run.close()
+        with made.run():
+            assert seen(paths) == [False, False]
+            # Neither that one nor the test that waits for it.
+            subprocess.run([sys.executable, "-c", ""], check=True)
+            assert seen(paths) == [True, True]
     made.close()

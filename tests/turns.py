@@ -1,13 +1,13 @@
 """Turns at the GPUs, for processes that run tests on the same ones.
 
 A GPU runs one process at a time, for milliseconds, and a kernel that waits for another
-GPU's waits all of its time. Among a dozen processes a call of microseconds thus takes
-a tenth of a second. So a process holds a lock on each of its GPUs while it runs a
-test, but not while JAX traces and compiles: that is most of a test's time.
+GPU's may take all of its time. So a process holds a lock on each of its GPUs while it
+runs a test, but not while JAX traces and compiles: that is most of a test's time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -38,8 +38,9 @@ class Turns:
         jax.monitoring.register_scalar_listener(self._begin)
         jax.monitoring.register_event_duration_secs_listener(self._end)
 
+    @contextlib.contextmanager
     def run(self) -> Generator[None]:
-        """Holds the locks until it is resumed."""
+        """Holds the locks."""
         self._set(wanted=True)
         try:
             yield
@@ -75,11 +76,15 @@ class Turns:
                 self._held = hold
 
 
-def warm_up() -> None:
-    """What a process does once, in no turn: starts the GPUs, and NCCL among them."""
+def warm_up() -> jax.Array:
+    """What a process does once, in no turn: starts the GPUs, and NCCL among them.
+
+    Returns a sum over all of them.
+    """
     devices = jax.devices()
     rows = NamedSharding(jax.make_mesh((len(devices),), ("gpu",)), PartitionSpec("gpu"))
-    jax.jit(jnp.sum, in_shardings=rows)(np.ones(len(devices))).block_until_ready()
+    total = jax.jit(jnp.sum, in_shardings=rows)(np.ones(len(devices)))
+    return total.block_until_ready()
 
 
 def of_environment() -> Turns | None:

@@ -147,7 +147,7 @@ template <typename Element, typename Wire, bool kOptions>
 __device__ bool PlaceSums(const Combine& c) {
   const WorkItem first = c.call.First(Queue::kPlace);
   return ForEachItem(c.call, Queue::kPlace, first, [&](WorkItem item, NextTicket& next) {
-    // Not as the call begins: most warps have sent something before.
+    // In a whole call not as it begins: most warps have sent something before.
     next.DrawAhead();
     return PlaceJob<Element, Wire, kOptions>(c, item.index).Run();
   });
