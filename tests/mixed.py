@@ -1,8 +1,8 @@
 """Tokens that reach every code of a format: for helpers (NumPy) and twins (on devices).
 
 Of random bits alone nearly every block holds numbers of all sizes, or NaN: its codes
-are 0 and the largest then. Here every second row is of normal numbers instead, with
-some NaN, infinities, denormals and whole runs of zeros or of denormals.
+are 0 and the largest then. Here every second row is of numbers of a few sizes instead,
+with some NaN, infinities, denormals and whole runs of zeros or of denormals.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import noise
 import numpy as np
 import oracle
 
@@ -39,20 +40,19 @@ def rows(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.nda
     return made.view(dtype)
 
 
-def draw(key: jax.Array, shape: tuple[int, int], name: str) -> jax.Array:
-    """Tokens `[n, H]` of the dtype `name`; to be jitted."""
+def draw(seed: Any, shape: tuple[int, int], name: str) -> jax.Array:
+    """Tokens `[n, H]` of the dtype `name`; to be jitted. Takes streams 0 to 4."""
     n, hidden = shape
     dtype = oracle.DTYPES[name]
     unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
-    keys = jax.random.split(key, 5)
-    values = jax.random.normal(keys[0], shape, jnp.float32)
-    values *= jnp.exp2(jax.random.randint(keys[1], (n, 1), -5, 10).astype(jnp.float32))
+    values = noise.numbers(seed, 0, shape)
+    values *= jnp.exp2(noise.below(16, seed, 1, (n, 1)).astype(jnp.float32) - 5)
     made = _mixed(
         jnp,
-        jax.random.bits(keys[2], shape, unsigned),
+        noise.bits(seed, 2, shape).astype(unsigned),
         jax.lax.bitcast_convert_type(values.astype(dtype), unsigned),
-        jax.random.randint(keys[3], shape, 0, _ELEMENTS),
-        jax.random.randint(keys[4], (n, math.ceil(hidden / _RUN)), 0, _RUNS),
+        noise.below(_ELEMENTS, seed, 3, shape),
+        noise.below(_RUNS, seed, 4, (n, math.ceil(hidden / _RUN))),
         0,
         dtype,
     )

@@ -89,8 +89,9 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     beforehand = soak_run.COMPILED_SHAPES
     assert (record["compilations"] > beforehand) == COMPILING
     assert record["seconds"] >= SECONDS
-    # Each launch of either thread is of so many calls at least.
-    assert record["calls"] >= 10 * soak.STEPS * 4
+    # As many as the time allows, at least one of either thread, and of so many calls.
+    assert record["launches"] >= 2
+    assert record["calls"] >= 5 * soak.STEPS * record["launches"]
     assert record["checks"] > record["calls"]
     # The routing drawn exercises what it should.
     assert min(record["rows"], record["dropped"], record["invalid"]) > 0

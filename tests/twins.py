@@ -17,6 +17,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import mixed
+import noise
 import numpy as np
 import oracle
 import pytest
@@ -63,32 +64,13 @@ def make_operands(
     weighted: bool = True,
     residual: bool = True,
 ) -> Operands:
-    """Random operands of all ranks; tokens are mixed, what is summed is normal."""
+    """Random operands of all ranks; tokens are mixed, what is summed is finite."""
     config, ranks, rng = ep.config, mesh.size, np.random.default_rng(seed)
     words = [routing] * ranks if isinstance(routing, str) else list(routing)[:ranks]
     ids = [helpers.make_ids(rng, config, n, word) for word in words]
-    dtype, hidden = oracle.DTYPES[config.dtype], config.hidden_size
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
-
-    @functools.partial(jax.jit, out_shardings=sharding)
-    def draw(key):
-        keys = iter(jax.random.split(key, 6))
-        wide = {"hidden": (hidden,), "none": ()}
-
-        def normal(count, kind, to):
-            shape = (ranks * count, *wide[kind])
-            return jax.random.normal(next(keys), shape, jnp.float32).astype(to)
-
-        return (
-            mixed.draw(next(keys), (ranks * n, hidden), config.dtype),
-            normal(ep.recv_capacity, "hidden", dtype),
-            normal(ep.recv_capacity, "none", jnp.float32),
-            normal(n, "hidden", dtype),
-            normal(n, "hidden", dtype),
-        )
-
-    tokens, rows, row_weights, skip, dy = draw(jax.random.key(seed))
     weights = helpers.normal(rng, (ranks * n, config.top_k), np.float32)
+    draw = _drawn(mesh, n, ep.recv_capacity, config.hidden_size, config.dtype)
+    tokens, rows, row_weights, skip, dy = draw(np.uint32(seed))
     return Operands(
         tokens,
         helpers.put(mesh, ids),
@@ -98,6 +80,24 @@ def make_operands(
         skip if residual else None,
         dy,
     )
+
+
+@functools.cache
+def _drawn(mesh: Mesh, n: int, capacity: int, hidden: int, name: str) -> Any:
+    """A program that draws all but ids and their weights, on the devices, of a seed."""
+    ranks, dtype = mesh.size, oracle.DTYPES[name]
+
+    def draw(seed):
+        return (
+            mixed.draw(seed, (ranks * n, hidden), name),
+            noise.numbers(seed, 5, (ranks * capacity, hidden)).astype(dtype),
+            noise.numbers(seed, 6, (ranks * capacity, 1))[:, 0],
+            noise.numbers(seed, 7, (ranks * n, hidden)).astype(dtype),
+            noise.numbers(seed, 8, (ranks * n, hidden)).astype(dtype),
+        )
+
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.jit(draw, out_shardings=sharding)
 
 
 def _bits(a: Any) -> Any:
