@@ -11,10 +11,11 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
+
+import ports
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -114,9 +115,7 @@ def run(arguments, count, devices, folder, deadline, environment=None):
 
 
 def _start_and_wait(arguments, count, devices, folder, left, first, environment):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = ports.free_port()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["-p", "lockstep", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-m", "not multiprocess and not exclusive", *arguments]

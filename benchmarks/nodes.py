@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import pathlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import threading
 import time
 
 import p2p
+import ports
 import recording
 
 AHEAD_S = 0.05  # from a command to the start that it names
@@ -53,9 +53,7 @@ class Job:
     """Processes that get the same commands."""
 
     def __init__(self, count, each, spec, environment, end):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = ports.free_port()
         spec = spec | {"port": port, "processes": count, "devices": each}
         script = str(pathlib.Path(__file__).with_name("nodes_process.py"))
         self.started = [

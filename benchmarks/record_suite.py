@@ -7,11 +7,13 @@
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-a file of tests a process, --jobs of them side by side, which take turns at the GPUs;
-it leaves out what no device runs. The third runs the files of lockstep_run.SEMANTICS,
-each in so many processes that share out the GPUs (without any: a CPU device each). Each
-suite leaves a file suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json,
-which says which devices, JAX and commit, which tests passed and failed and how many
+a file of tests a process, --jobs of them side by side, SHARE of which take turns at the
+GPUs; it leaves out what no device runs. The third runs the files of SEMANTICS, in
+lockstep_run.py, each in so many processes that share out the GPUs (without any: a CPU
+device each).
+
+Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
+says which devices, JAX and commit, which tests passed and failed and how many
 were skipped for which reason, and which files were not run if --limit-s was over: the
 record behind every claim that something runs on a GPU.
 """
@@ -59,6 +61,10 @@ STUCK_S = 240
 FEW_S = 10
 ALONE_S = 15  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
+# Processes of which one at a time may use the GPUs. Of too few, GPUs switch between
+# kernels that wait for each other; of all, GPUs idle while each process waits behind
+# all others after every compilation.
+SHARE = 5
 # Parts in which files that take minutes run side by side.
 LONG = {
     "test_p2p_split.py": 8,
@@ -132,6 +138,7 @@ class Job:
     gpus: list
     file: pathlib.Path
     folder: pathlib.Path
+    turns: pathlib.Path  # of those it takes turns with
     part: str = "0/1"
     alone: bool = False  # the tests that need GPUs to themselves, or all others
 
@@ -156,11 +163,12 @@ class Job:
             self.suite.not_run.append(file)
             return False
         self.folder.mkdir()
+        self.turns.mkdir(exist_ok=True)
         report, log = self.folder / "report.xml", self.folder / "log"
         environment = {
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "JAX_EP_TEST_TRANSPORT": self.suite.transport,
-            "JAX_EP_TEST_TURNS": str(self.folder.parent),
+            "JAX_EP_TEST_TURNS": str(self.turns),
         }
         started = time.monotonic()
         with log.open("wb") as output:
@@ -218,8 +226,10 @@ def run_all(args, arguments, folder):
                     # Small suites leave no GPU to the large ones alone.
                     first = len(jobs) * count % (len(gpus) // count * count)
                     chosen = gpus[first : first + count]
-                    place = folder / str(len(jobs))
-                    jobs.append(Job(suite, chosen, file, place, f"{part}/{parts}"))
+                    i, groups = len(jobs), -(-args.jobs // SHARE)
+                    place, turns = folder / str(i), folder / f"turns{i % groups}"
+                    part_of = f"{part}/{parts}"
+                    jobs.append(Job(suite, chosen, file, place, turns, part_of))
     alone = [
         dataclasses.replace(job, alone=True, folder=folder / f"alone{i}", part="0/1")
         for i, job in enumerate(jobs)

@@ -6,20 +6,17 @@ import dataclasses
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import ports
+
 TESTS = pathlib.Path(__file__).parent
 LIMIT = "JAX_EP_TEST_LIMIT_S"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def visible() -> list[str] | None:
@@ -81,7 +78,7 @@ def launch(
     Waits until all have, one has failed that is not in `dying`, or time is up. Workers
     call `bound_life`, so that they end even where the tests were ended.
     """
-    port, started, shared = str(free_port()), [], environment or {}
+    port, started, shared = str(ports.free_port()), [], environment or {}
     for process in range(processes):
         own = per_process[process] if per_process else {}
         with (folder / f"{process}.log").open("wb") as log:
