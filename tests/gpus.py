@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import pytest
+import turns
 
 from jax_ep import _native
 
@@ -102,14 +103,15 @@ def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:
     """
     command = [sys.executable, str(TESTS / script), *args]
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        with turns.for_processes():
+            done = subprocess.run(
+                command,
+                env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env},
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
     except subprocess.TimeoutExpired as error:
         tail = (error.stderr or b"")[-4000:]
         pytest.fail(f"{script} {args} did not end within {timeout} s: {tail!r}")

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import ports
+import turns
 
 TESTS = pathlib.Path(__file__).parent
 LIMIT = "JAX_EP_TEST_LIMIT_S"
@@ -81,7 +82,7 @@ def launch(
     port, started, shared = str(ports.free_port()), [], environment or {}
     for process in range(processes):
         own = per_process[process] if per_process else {}
-        with (folder / f"{process}.log").open("wb") as log:
+        with (folder / f"{process}.log").open("wb") as log, turns.for_processes():
             started.append(
                 subprocess.Popen(
                     [

@@ -11,7 +11,7 @@ import threading
 
 import jax
 import pytest
-from turns import Turns, of_environment, warm_up
+from turns import Turns, for_processes, of_environment, warm_up
 
 
 def free(path: pathlib.Path) -> bool:
@@ -146,6 +146,8 @@ def test_environment(monkeypatch, tmp_path) -> None:
     paths = [tmp_path / "gpu3", tmp_path / "gpu11"]
     for _ in range(2):
         with made.run():
+            with for_processes():
+                subprocess.run([sys.executable, "-c", ""], check=True)
             assert seen(paths) == [False, False]
             # Neither that one nor the test that waits for it.
             subprocess.run([sys.executable, "-c", ""], check=True)

@@ -8,6 +8,7 @@ runs a test, but not while JAX traces and compiles: that is most of a test's tim
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import fcntl
 import os
 import pathlib
@@ -90,8 +91,9 @@ def warm_up() -> jax.Array:
 def of_environment() -> Turns | None:
     """Those that JAX_EP_TEST_TURNS asks for, a folder for the locks.
 
-    Processes that a test starts take no turns, because they may wait for each other;
-    and the test, which waits for them, none any more.
+    Processes that a test starts take no turns: they may wait for each other, and what
+    some measure is no time of waiting for others. Either the test keeps its own for
+    them, by `for_processes`, or it has none from then on.
     """
     folder = os.environ.pop("JAX_EP_TEST_TURNS", None)
     if folder is None:
@@ -100,8 +102,24 @@ def of_environment() -> Turns | None:
     turns = Turns([pathlib.Path(folder, f"gpu{gpu}") for gpu in gpus])
 
     def leave(event: str, _: object) -> None:
-        if event == "subprocess.Popen":
+        if event == "subprocess.Popen" and not _KEPT.get():
             turns.leave()
 
     sys.addaudithook(leave)
     return turns
+
+
+_KEPT = contextvars.ContextVar("kept", default=False)
+
+
+@contextlib.contextmanager
+def for_processes() -> Generator[None]:
+    """The test's turn, if it has one, is that of the processes that it starts in here.
+
+    Nobody of its group is at the GPUs until they have ended.
+    """
+    token = _KEPT.set(True)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
