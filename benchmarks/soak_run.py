@@ -60,7 +60,7 @@ class Launcher:
         self.thread, self.programs = thread, programs
         self.steps, self.wanted, self.enqueued = steps, calls, 0
         self.choose = random.Random(seed * 2 + thread)
-        self.key = jax.random.fold_in(jax.random.key(seed), thread)
+        self.key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), thread)
         self.tally, self.launches = Tally(), 0
         self.error = None
 

@@ -20,6 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 import soak
 import soak_run
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SECONDS = 3.0
 # On several GPUs of one process new programs can hang calls: docs/sharp_bits.md.
 COMPILING = jax.default_backend() == "cpu"
