@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # On CPUs these tests' time is XLA's, which compiles them in two thirds of it by its
-# older emitters. `.ci/run python313` takes the newer ones, by an XLA_FLAGS of "".
+# older emitters. From jax 0.12 on it has the newer ones alone, and ignores this.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
