@@ -67,11 +67,11 @@ NOTHING_SELECTED = 5  # pytest's exit status
 SHARE = 5
 # Parts in which files that take minutes run side by side.
 LONG = {
-    "test_p2p_split.py": 8,
-    "test_p2p.py": 6,
-    "test_p2p_options.py": 8,
-    "test_p2p_formats.py": 8,
-    "test_p2p_wires.py": 4,
+    "test_p2p_split.py": 4,
+    "test_p2p.py": 4,
+    "test_p2p_options.py": 5,
+    "test_p2p_formats.py": 4,
+    "test_p2p_wires.py": 2,
     "test_p2p_order.py": 5,
     "test_shmem_gpu.py": 4,
     "test_processes_gpu.py": 3,
