@@ -24,7 +24,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import time
 
 import lockstep_run
 import recording
+import suite_record
 from suite_record import Suite
 
 TRANSPORTS = ("p2p", "collective")
@@ -50,6 +50,7 @@ HOST_ONLY = (
     "lockstep",
     "protocol_model",
     "readme",
+    "suite_record",
     "supply",
     "turns",
 )
@@ -180,17 +181,12 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                status = process.wait(timeout=left)
-            except subprocess.TimeoutExpired:
-                # What the tests have started as well.
-                os.killpg(process.pid, signal.SIGKILL)
-                status = process.wait()
+            status, whole = suite_record.ended(process, left)
         seconds = time.monotonic() - started
         print(f"-- {name}: exit status {status}, {seconds:.0f} s", flush=True)
         if report.exists():
             self.suite.add(report)
-        else:
+        if not (whole and report.exists()):
             self.suite.not_run.append(file)
         good = status in (0, NOTHING_SELECTED)
         if not good:
@@ -235,7 +231,7 @@ def run_all(args, arguments, folder):
         for i, job in enumerate(jobs)
         if job.part.startswith("0/") and "mark.exclusive" in job.file.read_text()
     ]
-    end = time.monotonic() + args.limit_s
+    end = time.monotonic() + args.limit_s - 2 * suite_record.REPORT_S
     together = end - ALONE_S * len(alone)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         good = list(pool.map(lambda job: job.run(together), jobs))

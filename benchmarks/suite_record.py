@@ -1,7 +1,11 @@
 """The record of a suite of tests, as record_suite.py writes it."""
 
 import collections
+import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import xml.etree.ElementTree as ET
@@ -10,6 +14,7 @@ import recording
 
 # How a test may end without having passed.
 ENDS = ("failure", "error", "skipped")
+REPORT_S = 8  # for pytest's report of tests that the time has ended
 
 
 class Suite:
@@ -30,20 +35,22 @@ class Suite:
             self._add(suite)
 
     def _add(self, suite):
-        self.total += int(suite.get("tests"))
+        # A test that the end of its file's time has interrupted has no name.
+        cases = [case for case in suite.iter("testcase") if case.get("classname")]
+        self.total += len(cases)
         self.seconds += float(suite.get("time"))
         self.skipped += collections.Counter(
-            item.get("message", "") for item in suite.iter("skipped")
+            item.get("message", "") for case in cases for item in case.iter("skipped")
         )
         self.tests += collections.Counter(
             f"{case.get('classname').split('.')[-1]}.py::"
             f"{case.get('name').split('[')[0]}"
-            for case in suite.iter("testcase")
+            for case in cases
             if not any(case.find(end) is not None for end in ENDS)
         )
         self.failed += [
             f"{case.get('classname')}::{case.get('name')}"
-            for case in suite.iter("testcase")
+            for case in cases
             if case.find("failure") is not None or case.find("error") is not None
         ]
 
@@ -92,3 +99,17 @@ class Suite:
         name += f"{recording.short_device(found['kind'])}x{found['count']}"
         recording.write(name, record)
         print(json.dumps(record, indent=1))
+
+
+def ended(process, left):
+    """Exit status of pytest in a session of its own, and whether it was in time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=left), True
+    # So that it still reports what it has found.
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=REPORT_S)
+    # What the tests have started as well.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(), False
