@@ -31,8 +31,7 @@ import time
 
 import lockstep_run
 import recording
-import suite_record
-from suite_record import Suite
+from suite_record import REPORT_S, Suite, ended
 
 TRANSPORTS = ("p2p", "collective")
 # Files of tests that are the same on every machine.
@@ -181,7 +180,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            status, whole = suite_record.ended(process, left)
+            status, whole = ended(process, left)
         seconds = time.monotonic() - started
         print(f"-- {name}: exit status {status}, {seconds:.0f} s", flush=True)
         if report.exists():
@@ -208,7 +207,7 @@ def run_all(args, arguments, folder):
     ]
     # The long ones first, so that none is left to the end alone.
     files.sort(key=lambda file: (file.name not in LONG, -file.stat().st_size))
-    suites, jobs = [], []
+    suites, jobs, groups = [], [], -(-args.jobs // SHARE)
     for count in sorted(args.gpus, reverse=True):
         for transport in args.transports:
             suite = Suite(transport, arguments)
@@ -222,8 +221,8 @@ def run_all(args, arguments, folder):
                     # Small suites leave no GPU to the large ones alone.
                     first = len(jobs) * count % (len(gpus) // count * count)
                     chosen = gpus[first : first + count]
-                    i, groups = len(jobs), -(-args.jobs // SHARE)
-                    place, turns = folder / str(i), folder / f"turns{i % groups}"
+                    place = folder / str(len(jobs))
+                    turns = folder / f"turns{len(jobs) % groups}"
                     part_of = f"{part}/{parts}"
                     jobs.append(Job(suite, chosen, file, place, turns, part_of))
     alone = [
@@ -231,7 +230,7 @@ def run_all(args, arguments, folder):
         for i, job in enumerate(jobs)
         if job.part.startswith("0/") and "mark.exclusive" in job.file.read_text()
     ]
-    end = time.monotonic() + args.limit_s - 2 * suite_record.REPORT_S
+    end = time.monotonic() + args.limit_s - 2 * REPORT_S
     together = end - ALONE_S * len(alone)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         good = list(pool.map(lambda job: job.run(together), jobs))

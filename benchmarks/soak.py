@@ -174,9 +174,7 @@ def soak(eps, options, mesh, args):
         for name, (ep, split) in options.items()
         for n in OPTION_SIZES
     }
-    programs, others = executables(
-        (programs, others), jax.random.key(args.seed, impl="rbg")
-    )
+    programs, others = executables((programs, others), soak_run.random_key(args.seed))
     # Each thread has handles of its own.
     parts = [part for part in (programs, others) if part]
     if args.threads == 1:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 
+import gpus
 import jax
+import launch
 import pytest
-from turns import Turns, for_processes, of_environment, warm_up
+from turns import Turns, of_environment, warm_up
 
 
 def free(path: pathlib.Path) -> bool:
@@ -144,10 +146,14 @@ def test_environment(monkeypatch, tmp_path) -> None:
     # For nobody that is started from here.
     assert of_environment() is None
     paths = [tmp_path / "gpu3", tmp_path / "gpu11"]
+    script = tmp_path / "worker.py"
+    script.write_text('print("{}")')
     for _ in range(2):
         with made.run():
-            with for_processes():
-                subprocess.run([sys.executable, "-c", ""], check=True)
+            # They are the test's own.
+            assert gpus.run_worker(str(script), timeout=60) == {}
+            (ended,) = launch.launch(str(script), 1, [], tmp_path, 60)
+            assert ended.code == 0
             assert seen(paths) == [False, False]
             # Neither that one nor the test that waits for it.
             subprocess.run([sys.executable, "-c", ""], check=True)
