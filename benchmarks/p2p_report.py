@@ -45,10 +45,11 @@ def line(row):
     if row.get("wrong"):
         tail += f"  WRONG: {row['differences']}"
     share = f"{100 * row['of_peak']:4.0f}%" if row.get("of_peak") else ""
+    floor = row["floor_us"]
+    floor = "" if floor is None else f"floor {floor:.1f}; "
     return (
         f"{head}{row['us']:10.1f} us {row['gb_s']:7.1f} GB/s {share} "
-        f"(floor {number(row['floor_us'], 1)}; {row['us_least']:.1f} to "
-        f"{row['us_most']:.1f}){tail}"
+        f"({floor}{row['us_least']:.1f} to {row['us_most']:.1f}){tail}"
     )
 
 
@@ -120,7 +121,8 @@ def formats(rows):
     """summary's rows of p2p beside the same in bfloat16, where there is such a row.
 
     `recovered` is the part of the ratio of bytes that is found in the times: 1 where a
-    call takes as much less time as its wire has fewer bytes.
+    call takes as much less time as its wire has fewer bytes. Of calls that send nothing
+    to other ranks, as those of one rank, there are no such ratios.
     """
     rows = [row for row in summary(rows) if row["p2p"]]
     keys = ("routing", "op", "tokens")
@@ -133,8 +135,9 @@ def formats(rows):
         us = row["p2p"]["us"]
         found = dict.fromkeys(("bytes_ratio", "us_ratio", "recovered"))
         if base is not None:
-            found["bytes_ratio"] = row["bytes"] / base["bytes"]
             found["us_ratio"] = us / base["p2p"]["us"]
+        if base is not None and base["bytes"]:
+            found["bytes_ratio"] = row["bytes"] / base["bytes"]
             found["recovered"] = found["bytes_ratio"] / found["us_ratio"]
         result.append(row | {"us": us} | found)
     return sorted(
@@ -184,8 +187,9 @@ def print_table(record):
     rows = record["results"]
     print_sweep(rows)
     peak = record["peak_gb_s"]
+    peak = f"peak {peak:.1f} GB/s a GPU" if peak else "peak not measured"
     print(
-        f"\n{record['count']} x {record['device']}, peak {number(peak, 1)} GB/s a GPU, "
+        f"\n{record['count']} x {record['device']}, {peak}, "
         f"hidden {record['hidden']}, {record['dtype']}, top-{record['top_k']} of "
         f"{record['experts']}; times in us"
     )
@@ -195,11 +199,12 @@ def print_table(record):
     )
     for s in summary(rows):
         p2p, best = s["p2p"], s["ragged_best_us"]
+        share = (p2p or {}).get("of_peak")
         print(
             f"{s['routing']:>8}{s['op']:>10}{s['tokens']:>6}"
             f"{number(s['floor_us'], 1):>9}{number(p2p and p2p['us'], 1):>9}"
             f"{number(p2p and p2p['gb_s'], 0):>7}"
-            f"{number(p2p and 100 * (p2p.get('of_peak') or 0), 0):>5}"
+            f"{number(share and 100 * share, 0):>5}"
             f"{number(s['collective_us'], 1):>12}"
             f"{number(s['ragged_default_us'], 0):>10}"
             f"{number(s['ragged_flags_us'], 0):>10}{number(best, 0):>10}"

@@ -155,6 +155,22 @@ def test_formats_are_compared_with_bfloat16(capsys):
     assert "4096 mxfp8 0.5 540.0 0.500 0.540 0.93" in printed
 
 
+def test_nothing_sent_has_no_share_of_a_peak(capsys):
+    """As of one rank, whose peak is not measured either."""
+    sent = {"bytes": 0, "floor_us": None, "gb_s": 0.0, "of_peak": None}
+    rows = [row(20.0, **sent), row(25.0, **sent, format="mxfp8")]
+    mxfp8 = next(r for r in p2p_report.formats(rows) if r["format"] == "mxfp8")
+    assert mxfp8["us_ratio"] == 1.25
+    assert mxfp8["bytes_ratio"] is mxfp8["recovered"] is None
+    print(p2p_report.line(rows[0]))
+    p2p_report.print_table(record(*rows) | {"count": 1, "peak_gb_s": None})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "20.0 us 0.0 GB/s (20.0 to 20.0)" in printed
+    assert "made up, peak not measured, hidden 16" in printed
+    assert "uniform dispatch 128 20.0 0 uniform" in printed
+    assert "128 mxfp8 25.0 1.250" in printed
+
+
 def test_page_shows_formats_and_their_targets():
     data = record(*rows_of_formats()) | {"kind": "formats"}
     lines = performance_tables.formats(data, generate.table).splitlines()
