@@ -148,11 +148,12 @@ def test_wide_types_of_x64(mesh) -> None:
     """With jax_enable_x64 numpy's defaults are float64 and int64: errors, no casts."""
     config = helpers.make_config(dtype="float32")
     ep = helpers.make_ep(mesh, config)
+    n = mesh.size * config.max_tokens_per_rank
     with jax.enable_x64(True):
         good = {
-            "tokens": np.zeros((16, 16), np.float32),
-            "topk_ids": np.zeros((16, 3), np.int32),
-            "router_weights": np.zeros((16, 3), np.float32),
+            "tokens": np.zeros((n, 16), np.float32),
+            "topk_ids": np.zeros((n, 3), np.int32),
+            "router_weights": np.zeros((n, 3), np.float32),
         }
         run = moe.sharded(mesh, functools.partial(jax_ep.dispatch, ep))
         jax.eval_shape(run, *good.values())
