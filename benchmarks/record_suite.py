@@ -15,7 +15,9 @@ device each).
 Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
 says which devices, JAX and commit, which tests passed and failed and how many
 were skipped for which reason, and which files were not run if --limit-s was over: the
-record behind every claim that something runs on a GPU.
+record behind every claim that something runs on a GPU. With --resume the second and
+third form go on with the newest record of the same commit, devices and arguments: they
+run the files that it names as not run, anew and whole, and write it again.
 """
 
 import argparse
@@ -184,7 +186,7 @@ class Job:
         seconds = time.monotonic() - started
         print(f"-- {name}: exit status {status}, {seconds:.0f} s", flush=True)
         if report.exists():
-            self.suite.add(report)
+            self.suite.add(report, self.file.name)
         if not (whole and report.exists()):
             self.suite.not_run.append(file)
         good = status in (0, NOTHING_SELECTED)
@@ -212,10 +214,15 @@ def run_all(args, arguments, folder):
         for transport in args.transports:
             suite = Suite(transport, arguments)
             suites.append((count, suite))
-            for file in files:
-                # What tests p2p by name needs no second run beside the other transport.
-                if transport != "p2p" and file.name.startswith(P2P_ONLY):
-                    continue
+            if args.resume:
+                suite.resume({**here, "count": count})
+            # What tests p2p by name needs no second run beside the other transport.
+            left = suite.left(
+                file.name
+                for file in files
+                if transport == "p2p" or not file.name.startswith(P2P_ONLY)
+            )
+            for file in (file for file in files if file.name in left):
                 parts = LONG.get(file.name, 1)
                 for part in range(parts):
                     # Small suites leave no GPU to the large ones alone.
@@ -235,8 +242,7 @@ def run_all(args, arguments, folder):
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         good = list(pool.map(lambda job: job.run(together), jobs))
     good += [job.run(end) for job in alone]
-    for count, suite in suites:
-        suite.write({**here, "count": count})
+    good += [suite.write({**here, "count": count}) for count, suite in suites]
     return 0 if all(good) else 1
 
 
@@ -263,6 +269,9 @@ def run_in_processes(args, arguments, folder):
     for transport in args.transports:
         suite = Suite(transport, arguments, count, nodes)
         shared = environment | {"JAX_EP_TEST_TRANSPORT": transport}
+        if args.resume:
+            suite.resume(here)
+        left = suite.left(f"test_{name}.py" for name in args.files)
 
         def one(name, suite=suite, shared=shared):
             file, started = recording.ROOT / f"tests/test_{name}.py", time.monotonic()
@@ -275,9 +284,10 @@ def run_in_processes(args, arguments, folder):
             suite.take(file.name, found)
             return found.good
 
+        chosen = [name for name in args.files if f"test_{name}.py" in left]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            good = all(list(pool.map(one, args.files))) and good
-        suite.write(here)
+            good = all(list(pool.map(one, chosen))) and good
+        good = suite.write(here) and good
     return 0 if good else 1
 
 
@@ -294,14 +304,15 @@ def main():
     parser.add_argument(
         "--files", nargs="+", default=lockstep_run.SEMANTICS, help="with --processes"
     )
+    parser.add_argument("--resume", action="store_true", help="run what was not run")
     args, arguments = parser.parse_known_args()
-    if args.processes:
-        with tempfile.TemporaryDirectory() as folder:
-            return run_in_processes(args, arguments, pathlib.Path(folder))
-    if not args.gpus:
+    if not (args.processes or args.gpus):
+        if args.resume:
+            parser.error("--resume must come with --gpus or --processes")
         return run_suite(arguments)
+    run = run_in_processes if args.processes else run_all
     with tempfile.TemporaryDirectory() as folder:
-        return run_all(args, arguments, pathlib.Path(folder))
+        return run(args, arguments, pathlib.Path(folder))
 
 
 if __name__ == "__main__":
