@@ -1,8 +1,9 @@
-// Blocks of a format in a warp: a lane holds one 16-byte vector of elements, a block lies in
-// neighbouring lanes, and its largest element goes round them in registers. Used by pack.cu,
+// Blocks of a format in a warp: a lane holds one 16-byte vector of elements or two, a block lies
+// in neighbouring lanes, and its largest element goes round them in registers. Used by pack.cu,
 // place.cu, combine.cu, quantize.cu and window_{encode,decode,columns,few_send}.cuh.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -20,14 +21,17 @@ struct CodedVector {
   using Code = typename Format::Code;
   static constexpr int kBytes = kCount * Code::kBits / 8;
   static constexpr int kLanes = static_cast<int>(Format::kBlock) / kCount;
-  static_assert(kBytes == 8 || kBytes == 4 || kBytes == 2);
+  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
   static_assert(kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0);
 
   uint32_t words[(kBytes + 3) / 4];
 
   __device__ void Load(const uint8_t* payload, int64_t vector) {
     const uint8_t* from = payload + vector * kBytes;
-    if constexpr (kBytes == 8) {
+    if constexpr (kBytes == 16) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from);
+      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    } else if constexpr (kBytes == 8) {
       const uint2 v = *reinterpret_cast<const uint2*>(from);
       words[0] = v.x, words[1] = v.y;
     } else if constexpr (kBytes == 4) {
@@ -38,7 +42,9 @@ struct CodedVector {
   }
   __device__ void Store(uint8_t* payload, int64_t vector) const {
     uint8_t* to = payload + vector * kBytes;
-    if constexpr (kBytes == 8) {
+    if constexpr (kBytes == 16) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (kBytes == 8) {
       *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     } else if constexpr (kBytes == 4) {
       *reinterpret_cast<uint32_t*>(to) = words[0];
@@ -114,17 +120,17 @@ struct EncodedVector {
         return [factor](float value) { return Multiply(value, factor); };
       }
     }();
+    float of[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const int bit = i * Format::Code::kBits;
-      encoded.codes.words[bit / 32] |=
-          Format::Code::EncodeTwo(scaled(values[i]), scaled(values[i + 1])) << (bit % 32);
+    for (int i = 0; i < kCount; ++i) of[i] = scaled(values[i]);
+    // Elements that are none have made the factor a NaN; infinity makes one of zero.
+    const bool numbers = fabsf(factor) < INFINITY;
+    using Code = typename Format::Code;
+    constexpr int kWordCodes = Min(32 / Code::kBits, kCount);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kWordCodes) {
+      encoded.codes.words[i / kWordCodes] = Code::template EncodeWord<kWordCodes>(of + i, numbers);
     }
-    // Of a NaN the hardware's conversion may keep the sign.
-    constexpr uint32_t kEach = Format::Code::kBits == 8 ? 0x01010101u : 0x11111111u;
-    const bool nan = factor != factor;
-#pragma unroll
-    for (uint32_t& word : encoded.codes.words) word = nan ? Format::Code::kNan * kEach : word;
     return encoded;
   }
 };

@@ -1,5 +1,6 @@
 // The fused combine of the window transports: senders sum a slot's rows and store the sum into the
 // window of the slot's source, placers add up what the ranks have sent for a token.
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/launch.h"
@@ -41,11 +42,13 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 #endif
 }
 
-// A sender has a fence to wait for and more terms than a placer, so most blocks send first.
+// A sender has a fence to wait for and more terms than a placer, so most blocks send first: more
+// than this many placers wait for what is not yet sent.
+constexpr uint32_t kMostPlacers = 16;
 BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);
   if (tokens <= kShortCombine) return BlockRoles::Alike(limit, kSumWarps, kSumWarps, work);
-  return BlockRoles::ByArrival(limit, kSumWarps, limit * 3 / 4);
+  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostPlacers));
 }
 
 }  // namespace

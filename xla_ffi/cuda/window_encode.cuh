@@ -79,7 +79,8 @@ __device__ inline void LoadTokenPiece(BulkStages& stages, const EncodePlan& plan
   });
 }
 
-// Vectors that a helper has in its registers at a time.
+// Vectors that a helper's lane has in its registers at a time: neighbours, so that a block of 16
+// elements is one lane's.
 inline constexpr uint32_t kHelperVectors = 2;
 
 // A helper, whole warp: its share of a stage's elements. Rounds ascending: the codes of a round end
@@ -88,28 +89,18 @@ inline constexpr uint32_t kHelperVectors = 2;
 template <typename Format, typename Element>
 __device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper, uint8_t* stage,
                                                uint32_t elements, float input_scale) {
-  constexpr int kCount = kLaneElements<Element>;
-  using Encoded = EncodedVector<Format, kCount>;
+  constexpr int kCount = kHelperVectors * kLaneElements<Element>;
+  static_assert(Format::kBlock % kCount == 0);
   uint8_t* scales = stage + elements * sizeof(Element);
-  const uint32_t vectors = elements / kCount, threads = helper.team.threads();
+  const uint32_t runs = elements / kCount, threads = helper.team.threads();
   JAX_EP_NO_UNROLL
-  for (uint32_t round = 0; round < vectors; round += kHelperVectors * threads) {
-    const uint32_t first = round + helper.thread();
-    Elements<Element, kCount> values[kHelperVectors]{};
-#pragma unroll
-    for (uint32_t i = 0; i < kHelperVectors; ++i) {
-      const uint32_t vector = first + i * threads;
-      if (vector < vectors) values[i].Load(stage + vector * kVectorBytes);
-    }
-    Encoded encoded[kHelperVectors];
-#pragma unroll
-    for (uint32_t i = 0; i < kHelperVectors; ++i) encoded[i] = Encoded::Of(values[i], input_scale);
+  for (uint32_t round = 0; round < runs; round += threads) {
+    const uint32_t run = round + helper.thread();
+    Elements<Element, kCount> values{};
+    if (run < runs) values.Load(stage + run * kHelperVectors * kVectorBytes);
+    const auto encoded = EncodedVector<Format, kCount>::Of(values, input_scale);
     helper.team.Sync();
-#pragma unroll
-    for (uint32_t i = 0; i < kHelperVectors; ++i) {
-      const uint32_t vector = first + i * threads;
-      if (vector < vectors) encoded[i].Store(stage, scales, vector);
-    }
+    if (run < runs) encoded.Store(stage, scales, run);
   }
 }
 

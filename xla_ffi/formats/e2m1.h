@@ -44,16 +44,16 @@ struct E2M1 {
     return code | ((bits >> 28) & 0x8u);
   }
 
-  // As Encode but for the sign of a NaN, in fewer instructions of a GPU.
-  JAX_EP_HOST_DEVICE static uint32_t EncodeByAdder(float value) {
-    // Of a NaN fmaxf takes the other.
-    const float magnitude = fminf(fmaxf(fabsf(value), 0.0f), 6.0f);
-    // 1, 2 or 4: half of it is the last place, to which the float adder rounds.
-    const uint32_t binade = FloatBits(fmaxf(magnitude, 1.0f)) & 0x7F800000u;
-    const uint32_t sum = FloatBits(FusedMultiplyAdd(BitsFloat(binade), 0x1p22f, magnitude));
-    const uint32_t places = sum - binade - (22u << 23);
-    const uint32_t code = places + (binade >> 22) - 254u;  // two codes a binade
-    return code | ((FloatBits(value) >> 28) & 0x8u);
+  // As Encode of a magnitude, which is no NaN, in few instructions of a GPU: kLineBits more. A code
+  // is the least of three lines, since each binade has two codes, and 7; the float adder rounds
+  // each to a whole number, the even one of two as near, whose code's last place is zero as well.
+  static constexpr uint32_t kLineBits = 0x4B000000;  // 2^23, whose last place is 1
+  JAX_EP_HOST_DEVICE static uint32_t EncodeByLines(float magnitude) {
+    const float zero = BitsFloat(kLineBits);
+    const uint32_t to_two = FloatBits(FusedMultiplyAdd(magnitude, 2.0f, zero));
+    const uint32_t to_four = FloatBits(Add(magnitude, zero + 2.0f));
+    const uint32_t to_six = FloatBits(FusedMultiplyAdd(magnitude, 0.5f, zero + 4.0f));
+    return Min(Min(Min(to_two, to_four), to_six), kLineBits + 7u);
   }
 
   // Exact.
@@ -64,20 +64,39 @@ struct E2M1 {
   }
 
 #if defined(__CUDACC__)
-  // Two at once, the first in the low bits.
-  __device__ __forceinline__ static uint32_t EncodeTwo(float first, float second) {
+  // kCount at once, the first in the low bits. `numbers`: none of them is a NaN.
+  template <int kCount>
+  __device__ __forceinline__ static uint32_t EncodeWord(const float* values, bool numbers) {
+    static_assert(kCount <= 8);
+    float of[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) of[i] = values[i];
+    if (!numbers) {
+#pragma unroll
+      for (float& value : of) value = value != value ? 0.0f : value;
+    }
+    uint32_t codes = 0;
 #if defined(JAX_EP_HAS_E2M1)
-    uint32_t codes;
-    asm("{\n\t.reg .b8 pair;\n\t"
-        "cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\n\t"
-        "cvt.u32.u8 %0, pair;\n\t}"
-        : "=r"(codes)
-        : "f"(second), "f"(first));
-    // The instruction makes 6 of a NaN.
-    codes = first != first ? codes & 0xF0u : codes;
-    return second != second ? codes & 0x0Fu : codes;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      uint32_t two;
+      asm("{\n\t.reg .b8 pair;\n\t"
+          "cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\n\t"
+          "cvt.u32.u8 %0, pair;\n\t}"
+          : "=r"(two)
+          : "f"(of[i + 1]), "f"(of[i]));
+      codes |= two << i * kBits;
+    }
+    return codes;
 #else
-    return EncodeByAdder(first) | EncodeByAdder(second) << kBits;
+    uint32_t signs = 0;  // above what else is in the highest bits of each
+#pragma unroll
+    for (int i = kCount - 1; i >= 0; --i) {
+      codes = (codes << kBits) + EncodeByLines(fabsf(of[i]));
+      signs = __funnelshift_l(FloatBits(of[i]), signs, kBits);
+    }
+    constexpr uint32_t kLines = kLineBits + (kCount > 1 ? kLineBits << kBits : 0);
+    return (codes - kLines) | (signs & 0x88888888u);
 #endif
   }
 

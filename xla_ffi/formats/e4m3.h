@@ -16,7 +16,7 @@ struct E4M3 {
   // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    return value != value ? kNan : EncodeTwo(value, 0.0f);
+    return value != value ? kNan : EncodeNumbers(value, 0.0f);
 #else
     return value != value ? kNan : EncodeNumber(value);
 #endif
@@ -47,14 +47,33 @@ struct E4M3 {
   }
 
 #if defined(__CUDACC__)
-  // Two at once, the first in the low bits.
-  __device__ __forceinline__ static uint32_t EncodeTwo(float first, float second) {
+  // kCount at once, the first in the low bits. `numbers`: none of them is a NaN.
+  template <int kCount>
+  __device__ __forceinline__ static uint32_t EncodeWord(const float* values, bool numbers) {
+    static_assert(kCount == 2 || kCount == 4);
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      codes |= EncodeNumbers(values[i], values[i + 1]) << i * kBits;
+    }
+    if (!numbers) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const uint32_t code = 0xFFu << i * kBits;
+        if (values[i] != values[i]) codes = (codes & ~code) | kNan << i * kBits;
+      }
+    }
+    return codes;
+  }
+
+  // Two that are no NaN: of one the instruction may keep the sign.
+  __device__ __forceinline__ static uint32_t EncodeNumbers(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint16_t codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
     return codes;
 #else
-    return Encode(first) | Encode(second) << kBits;
+    return EncodeNumber(first) | EncodeNumber(second) << kBits;
 #endif
   }
 

@@ -35,7 +35,7 @@ concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
 template <typename F>
 concept QuantizedFormat =
     TokenFormat<F> && requires(uint32_t bits, float value, typename F::Scale scale) {
-      // Of an element: kBits, Encode, Decode and, on the device, EncodeTwo and DecodeTwo.
+      // Of an element: kBits, Encode, Decode and, on the device, EncodeWord and DecodeTwo.
       typename F::Code;
       // What `scales` holds of a block.
       typename F::Scale;
