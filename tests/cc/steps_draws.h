@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -36,7 +37,9 @@ inline void DrawFormat(Random& random, Options& options) {
       const int64_t unit =
           options.tiled ? 4 * Format::kBlock : std::max<int64_t>(Format::kBlock, 32);
       options.shape.hidden = random.In(1, 5) * unit;
-      if (Format::kTakesInputScale && random.OneIn(2)) options.input_scale = 37.5f;
+      if (Format::kTakesInputScale && random.OneIn(2)) {
+        options.input_scale = random.OneIn(3) ? INFINITY : 37.5f;  // which makes a NaN of zero
+      }
     }
   });
   options.quantized_sums = random.OneIn(4);
