@@ -15,9 +15,8 @@ device each).
 Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
 says which devices, JAX and commit, which tests passed and failed and how many
 were skipped for which reason, and which files were not run if --limit-s was over: the
-record behind every claim that something runs on a GPU. With --resume the second and
-third form go on with the newest record of the same commit, devices and arguments: they
-run the files that it names as not run, anew and whole, and write it again.
+record behind every claim that something runs on a GPU. With --resume, forms two and
+three run what the newest record of the same commit, devices and arguments has not run.
 """
 
 import argparse
@@ -52,6 +51,7 @@ HOST_ONLY = (
     "protocol_model",
     "readme",
     "suite_record",
+    "suite_resume",
     "supply",
     "turns",
 )
@@ -128,7 +128,7 @@ def run_suite(arguments):
             print(f"no report: pytest ended with {status}")
             return status or 1
         suite.add(report)
-    suite.write(devices())
+    suite.write(devices(), resumable=False)
     return status
 
 
@@ -266,8 +266,9 @@ def run_in_processes(args, arguments, folder):
         environment = environment | {"JAX_EP_TEST_RANKS_PER_NODE": str(nodes)}
     here["count"] = count * int(each.removeprefix("gpu"))
     end, good = time.monotonic() + args.limit_s, True
+    given = [] if args.files is lockstep_run.SEMANTICS else ["--files", *args.files]
     for transport in args.transports:
-        suite = Suite(transport, arguments, count, nodes)
+        suite = Suite(transport, [*given, *arguments], count, nodes)
         shared = environment | {"JAX_EP_TEST_TRANSPORT": transport}
         if args.resume:
             suite.resume(here)

@@ -59,8 +59,14 @@ class Suite:
             self._add(suite, self.files[file])
 
     def _add(self, suite, found):
-        # A test that the end of its file's time has interrupted has no name.
-        cases = [case for case in suite.iter("testcase") if case.get("name")]
+        # What has no class is a test that the end of its file's time has interrupted,
+        # or a file: one that cannot be imported, or skips itself.
+        cases = [case for case in suite.iter("testcase") if case.get("classname")]
+        files = [
+            case.get("name")
+            for case in suite.iter("testcase")
+            if not case.get("classname") and case.find("error") is not None
+        ]
         found.seconds += float(suite.get("time"))
         found.skipped += collections.Counter(
             item.get("message", "") for case in cases for item in case.iter("skipped")
@@ -71,12 +77,13 @@ class Suite:
             for case in cases
             if not any(case.find(end) is not None for end in ENDS)
         )
-        # A file that cannot be imported is a case without a class.
         found.failed += [
-            f"{case.get('classname')}::{case.get('name')}".removeprefix("::")
+            f"{case.get('classname')}::{case.get('name')}"
             for case in cases
             if case.find("failure") is not None or case.find("error") is not None
         ]
+        # Each part of it says so.
+        found.failed += [file for file in files if file not in found.failed]
 
     def take(self, file, run):
         """Takes in what lockstep_run.run found of a file."""
@@ -110,7 +117,7 @@ class Suite:
             recording.RESULTS.glob(f"{self._name(devices)}-*.json"), reverse=True
         ):
             record = json.loads(path.read_text())
-            # An older record does not tell what was skipped where.
+            # Others do not tell which files they lack, or what was skipped where.
             if "cut_off" in record and all(
                 record.get(name) == value for name, value in ours.items()
             ):
@@ -121,12 +128,9 @@ class Suite:
 
     def left(self, names):
         """Those of the files `names` that are to be run, without what has been."""
-        names = set(names)
         if self.resumed is None:
-            return names
-        parts = self.resumed["not_run"]
-        self.not_run += [part for part in parts if _file(part) not in names]
-        return names & set(map(_file, parts))
+            return set(names)
+        return set(names) & set(map(_file, self.resumed["not_run"]))
 
     def _facts(self, devices):
         """What is the same of two runs that make one record."""
@@ -151,8 +155,11 @@ class Suite:
             name += f"{-(-devices['count'] // self.ranks_per_node)}nodes-"
         return name + f"{recording.short_device(devices['kind'])}x{devices['count']}"
 
-    def write(self, devices):
-        """Writes and prints the record; whether all tests were run and none failed."""
+    def write(self, devices, resumable=True):
+        """Writes and prints the record; whether all tests were run and none failed.
+
+        `resumable`: files were run one by one, so it tells which were not.
+        """
         files = self.earlier | self.files
         found = sum(files.values(), Found())
         record = {
@@ -162,18 +169,19 @@ class Suite:
             "passed": found.tests.total(),
             "failed": found.failed,
             "not_run": self.not_run,
+            "skipped": dict(found.skipped),
+            "tests": dict(sorted(found.tests.items())),
+            "seconds": round(found.seconds, 1),
+        }
+        if resumable:
             # The part of all other counts that --resume takes off them again.
-            "cut_off": {
+            record["cut_off"] = {
                 file: {
                     "skipped": dict(files[file].skipped),
                     "seconds": round(files[file].seconds, 1),
                 }
                 for file in sorted(files.keys() & set(map(_file, self.not_run)))
-            },
-            "skipped": dict(found.skipped),
-            "tests": dict(sorted(found.tests.items())),
-            "seconds": round(found.seconds, 1),
-        }
+            }
         recording.write(self._name(devices), record)
         print(json.dumps(record, indent=1))
         return not (record["failed"] or record["not_run"])

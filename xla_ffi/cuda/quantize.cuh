@@ -1,5 +1,5 @@
 // Blocks of a format in a warp: a lane holds one 16-byte vector of elements or two, a block lies
-// in neighbouring lanes, and its largest element goes round them in registers. Used by pack.cu,
+// in one lane or in neighbouring ones, and its largest element goes round them in registers. Used by pack.cu,
 // place.cu, combine.cu, quantize.cu and window_{encode,decode,columns,few_send}.cuh.
 #pragma once
 
@@ -123,7 +123,7 @@ struct EncodedVector {
     float of[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of[i] = scaled(values[i]);
-    // Elements that are none have made the factor a NaN; infinity makes one of zero.
+    // NaN and infinity among the elements make the factor a NaN; an infinite one makes a NaN of zero.
     const bool numbers = fabsf(factor) < INFINITY;
     using Code = typename Format::Code;
     constexpr int kWordCodes = Min(32 / Code::kBits, kCount);

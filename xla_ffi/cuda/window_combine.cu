@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 }
 
 // A sender has a fence to wait for and more terms than a placer, so most blocks send first: more
-// than this many placers wait for what is not yet sent.
-constexpr uint32_t kMostPlacers = 16;
+// that place would wait for what is not yet sent.
+constexpr uint32_t kMostPlacingBlocks = 16;
 BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);
   if (tokens <= kShortCombine) return BlockRoles::Alike(limit, kSumWarps, kSumWarps, work);
-  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostPlacers));
+  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostPlacingBlocks));
 }
 
 }  // namespace

@@ -79,8 +79,7 @@ __device__ inline void LoadTokenPiece(BulkStages& stages, const EncodePlan& plan
   });
 }
 
-// Vectors that a helper's lane has in its registers at a time: neighbours, so that a block of 16
-// elements is one lane's.
+// Vectors that a helper has in its registers at a time.
 inline constexpr uint32_t kHelperVectors = 2;
 
 // A helper, whole warp: its share of a stage's elements. Rounds ascending: the codes of a round end
@@ -89,6 +88,7 @@ inline constexpr uint32_t kHelperVectors = 2;
 template <typename Format, typename Element>
 __device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper, uint8_t* stage,
                                                uint32_t elements, float input_scale) {
+  // Neighbours, so that fewer lanes share a block, and work out its scale.
   constexpr int kCount = kHelperVectors * kLaneElements<Element>;
   static_assert(Format::kBlock % kCount == 0);
   uint8_t* scales = stage + elements * sizeof(Element);

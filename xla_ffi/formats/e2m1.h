@@ -44,9 +44,9 @@ struct E2M1 {
     return code | ((bits >> 28) & 0x8u);
   }
 
-  // As Encode of a magnitude, which is no NaN, in few instructions of a GPU: kLineBits more. A code
-  // is the least of three lines, since each binade has two codes, and 7; the float adder rounds
-  // each to a whole number, the even one of two as near, whose code's last place is zero as well.
+  // kLineBits + Encode of a magnitude, which is no NaN, in few instructions of a GPU. A code is the
+  // least of three lines, since each binade has two codes, and 7; the float adder rounds each to a
+  // whole number, the even one of two as near, whose code's last place is zero as well.
   static constexpr uint32_t kLineBits = 0x4B000000;  // 2^23, whose last place is 1
   JAX_EP_HOST_DEVICE static uint32_t EncodeByLines(float magnitude) {
     const float zero = BitsFloat(kLineBits);
@@ -95,12 +95,13 @@ struct E2M1 {
       codes = (codes << kBits) + EncodeByLines(fabsf(of[i]));
       signs = __funnelshift_l(FloatBits(of[i]), signs, kBits);
     }
+    // What is shifted further leaves the word.
     constexpr uint32_t kLines = kLineBits + (kCount > 1 ? kLineBits << kBits : 0);
     return (codes - kLines) | (signs & 0x88888888u);
 #endif
   }
 
-  // Likewise.
+  // Two at once, the first in the low bits.
   __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
     first = Decode(codes & 0xFu);
     second = Decode(codes >> kBits & 0xFu);

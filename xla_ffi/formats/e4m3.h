@@ -66,7 +66,7 @@ struct E4M3 {
     return codes;
   }
 
-  // Two that are no NaN: of one the instruction may keep the sign.
+  // Two at once, but for the code of a NaN, whose sign the instruction may keep.
   __device__ __forceinline__ static uint32_t EncodeNumbers(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint16_t codes;
@@ -77,7 +77,7 @@ struct E4M3 {
 #endif
   }
 
-  // Likewise. Exact but for the bits of a NaN.
+  // Two at once, the first in the low bits. Exact but for the bits of a NaN.
   __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     // Every value is a half's.
