@@ -1,6 +1,6 @@
 // Blocks of a format in a warp: a lane holds one 16-byte vector of elements or two, a block lies
-// in one lane or in neighbouring ones, and its largest element goes round them in registers. Used by pack.cu,
-// place.cu, combine.cu, quantize.cu and window_{encode,decode,columns,few_send}.cuh.
+// in one lane or in neighbouring ones, and its largest element goes round them in registers. Used
+// by pack.cu, place.cu, combine.cu, quantize.cu and window_{encode,decode,columns,few_send}.cuh.
 #pragma once
 
 #include <cmath>
@@ -123,7 +123,8 @@ struct EncodedVector {
     float of[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of[i] = scaled(values[i]);
-    // NaN and infinity among the elements make the factor a NaN; an infinite one makes a NaN of zero.
+    // NaN and infinity among the elements make the factor a NaN; if it is infinite itself, it makes
+    // a NaN of zero.
     const bool numbers = fabsf(factor) < INFINITY;
     using Code = typename Format::Code;
     constexpr int kWordCodes = Min(32 / Code::kBits, kCount);
