@@ -8,8 +8,8 @@ import collections
 import suite_table
 
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record,
-# "gpu": the newest suite on GPUs that has run the command's tests, or "processes": the
-# suites that ran in several at once.
+# "gpu": the suite on GPUs that has run the command's tests, of p2p before collective, on
+# the most devices, the newest of those; or "processes": the suites that ran in several.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
@@ -110,7 +110,8 @@ def _of_gpus(records, command):
 
 
 def _of_suite(records, command, platform):
-    for data in reversed(records("suite")):
+    # The sort keeps the order of dates; tests of several ranks need as many devices.
+    for data in sorted(reversed(records("suite")), key=_reach, reverse=True):
         if data["devices"].get("platform", "gpu") != platform:
             continue
         if set(_files(command)) & suite_table.cut_off(data):
@@ -129,6 +130,10 @@ def _of_suite(records, command, platform):
             )
             return f"{count} x {kind}, {_source(data)}: {tail}"
     return None
+
+
+def _reach(data):
+    return data.get("transport") == "p2p", data["devices"]["count"]
 
 
 def _of_processes(records, command):

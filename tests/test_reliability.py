@@ -124,6 +124,28 @@ def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
     assert "not yet run" in row_of(found, "-k persistent_cache")
 
 
+def test_the_newest_suite_on_the_most_gpus_is_shown() -> None:
+    def suite(transport: str, count: int, day: int, passed: int) -> dict:
+        return {
+            "transport": transport,
+            "devices": {"kind": "made up", "count": count},
+            "date": f"2001-02-0{day}",
+            "commit": "0123456789abcdef",
+            "failed": ["test_determinism::test_same_bytes"],
+            "tests": {"test_determinism.py::test_same_bytes": passed},
+        }
+
+    suites = [
+        suite("p2p", 2, 1, 9),
+        suite("p2p", 2, 2, 7),
+        suite("collective", 4, 3, 8),
+        suite("p2p", 1, 4, 9),
+    ]
+    found = reliability_table.promises(records(suites=suites), generate.table)
+    row = row_of(found, "test_determinism.py")
+    assert "2 x made up, 2001-02-02, 0123456789ab: 7 passed, 1 failed" in row
+
+
 def functions_of(file) -> list[str]:
     text = (ROOT / "tests" / file).read_text()
     return re.findall(r"^def (test_\w+)", text, re.MULTILINE)
