@@ -15,7 +15,9 @@ experts, exchange; forward, and forward with every gradient. The layers:
 
 The router is the same function in all of them, and so is what the experts do, but for
 "dense": of several ways of multiplying (layer_experts.py) each case takes the one that
-is fastest here. `recv_capacity` is 1.25 * T * K rounded up to 128.
+is fastest here. `jax.lax.ragged_dot`, which a layer has that names none, is tried in
+the mid-size case, and in large ones where --matmul names it. `recv_capacity` is 1.25 *
+T * K rounded up to 128.
 
 A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
 host's clock, over the calls; median of the repeats; two token arrays in turn. The share
@@ -49,6 +51,8 @@ LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
 # For layer_experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "mosaic", "ragged_dot")
+# As XLA may do it, the last takes a second a call and 70 GiB in cases that are large.
+_OF_LARGE = MATMULS[:2]
 WORKER = "layer_worker.py"
 
 
@@ -58,7 +62,9 @@ def parse(arguments):
     parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--matmul", nargs="+", choices=MATMULS, default=MATMULS)
+    parser.add_argument(
+        "--matmul", nargs="+", choices=MATMULS, help="default: all that are fast enough"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
@@ -105,6 +111,11 @@ def chosen_matmuls(results, offered):
     return {case: found.get(case, matmuls) for case, matmuls in offered.items()}
 
 
+def offered_matmuls(args, case):
+    """What is tried for a case."""
+    return list(args.matmul or (_OF_LARGE if case.startswith("large") else MATMULS))
+
+
 def main(arguments=None):
     args = parse(arguments)
     start = time.time()
@@ -129,7 +140,7 @@ def main(arguments=None):
         "results": [],
         "problems": [],
     }
-    offered = {case: list(args.matmul) for case in cases}
+    offered = {case: offered_matmuls(args, case) for case in cases}
     for name, flags, share, spec in workers(args, cases):
         print(f"{name}, {time.time() - start:.0f} s", flush=True)
         spec["matmul"] = chosen_matmuls(record["results"], offered)

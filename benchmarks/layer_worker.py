@@ -155,7 +155,8 @@ class Worker:
         if asked:
             facts = {"layer": layer_report.COUNTED, "format": "bf16", "flags": ""}
             yield facts, functools.partial(self.counted, experts)
-        if asked and matmul != DEFAULT:
+        offered = self.spec["matmul"][self.name]
+        if asked and matmul != DEFAULT and DEFAULT in offered:
             facts = {"layer": layer_report.DEFAULT_EXPERTS, "format": "bf16"}
             facts |= {"flags": "", "matmul": DEFAULT}
             yield facts, functools.partial(self.ours, "p2p", "bf16", None)

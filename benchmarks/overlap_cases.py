@@ -195,10 +195,13 @@ def operation(transport, op, arrangement, beside):
         if result is not None:
             outputs.append(result.row_offsets if op == "dispatch" else result)
         if other is not None:
-            # Zero, which XLA cannot know; the barrier keeps all of it from being cut
-            # down to the element that is looked at.
-            last = p2p_programs.last_element(lax.optimization_barrier(other))
-            outputs.append((last == shared["never"]).astype(jnp.uint32))
+            # The barrier keeps all of it from being cut down to the element that is
+            # looked at. Without an exchange nothing else uses `first`, and a barrier
+            # that lost it would tie nothing.
+            for array in (lax.optimization_barrier(other), first):
+                last = p2p_programs.last_element(array)
+                # Zero, which XLA cannot know.
+                outputs.append((last == shared["never"]).astype(jnp.uint32))
         return outputs
 
     mesh = transport.case.mesh
@@ -208,4 +211,14 @@ def operation(transport, op, arrangement, beside):
         "beside": beside.operands if beside else (),
         "never": jax.device_put(never, NamedSharding(mesh, P("ep"))),
     }
-    return dataclasses.replace(base, step=step, shared=shared, target=None)
+    made = dataclasses.replace(base, step=step, shared=shared, target=None)
+    if beside is not None and jax.default_backend() == "gpu":
+        made.product = _product(mesh, beside)
+    return made
+
+
+def _product(mesh, beside):
+    """What the work makes on a rank."""
+    local = [(x.shape[0] // mesh.size, *x.shape[1:]) for x in beside.operands]
+    operands = map(jax.ShapeDtypeStruct, local, [x.dtype for x in beside.operands])
+    return jax.eval_shape(beside.run, *operands)

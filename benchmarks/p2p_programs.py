@@ -41,13 +41,15 @@ class Operation:
 
     `step(first, rest, shared)` returns arrays: all that must be computed. `draws` are
     its (first, rest) pairs, global arrays; `first` is the array that ties calls.
-    `target` is the custom call to find once a call in the compiled program, or None.
+    `target` is the custom call to find once a call in the compiled program, or None;
+    `product` an array of which something must make one in every call, or None.
     """
 
     step: Callable[..., list[jax.Array]]
     draws: list[tuple[jax.Array, Any]]
     shared: Any
     target: str | None = None
+    product: jax.ShapeDtypeStruct | None = None
 
 
 @dataclasses.dataclass
@@ -122,6 +124,26 @@ def _opcodes(text):
     return {name: found.count(name) for name in dict.fromkeys(found)}
 
 
+_TYPES = {"bfloat16": "bf16", "float32": "f32"}
+_WORK = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (?:fusion|custom-call|dot|call)\(")
+
+
+def times_made(text, product):
+    """How many instructions that do work have such an array among their results.
+
+    In any order of dimensions: some kernels transpose.
+    """
+    sizes = sorted(size for size in product.shape if size > 1)
+    name, count = _TYPES[str(product.dtype)], 0
+    for made in filter(None, map(_WORK.match, text.splitlines())):
+        shapes = re.findall(rf"\b{name}\[([\d,]+)\]", made[1])
+        found = (
+            sorted(int(n) for n in shape.split(",") if n != "1") for shape in shapes
+        )
+        count += sizes in found
+    return count
+
+
 def compiling(mesh, operation, unrolled, iterations, tie="barrier"):
     """A function that compiles a program, so that several can at the same time.
 
@@ -139,6 +161,12 @@ def compiling(mesh, operation, unrolled, iterations, tie="barrier"):
             if calls != unrolled:
                 raise RuntimeError(
                     f"{calls} calls of {operation.target} for {unrolled} in a program"
+                )
+        if operation.product is not None:
+            made = times_made(text, operation.product)
+            if made < unrolled:
+                raise RuntimeError(
+                    f"XLA does the work of {unrolled} calls {made} times"
                 )
         return Program(
             run=lambda: executable(*arguments),

@@ -8,8 +8,8 @@ import collections
 import suite_table
 
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record,
-# "gpu": the suite on GPUs that has run the command's tests, of p2p before collective, on
-# the most devices, the newest of those; or "processes": the suites that ran in several.
+# "gpu": the suite on GPUs that has run the command's tests, of p2p before collective,
+# on the most devices, the newest of those; or "processes": those that ran in several.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`", "pytest tests/test_misuse.py tests/test_dispatch.py",
@@ -110,8 +110,9 @@ def _of_gpus(records, command):
 
 
 def _of_suite(records, command, platform):
-    # The sort keeps the order of dates; tests of several ranks need as many devices.
-    for data in sorted(reversed(records("suite")), key=_reach, reverse=True):
+    newest_first = records("suite")[::-1]
+    # Tests of several ranks need as many devices. Of equals the sort keeps the order.
+    for data in sorted(newest_first, key=_reach, reverse=True):
         if data["devices"].get("platform", "gpu") != platform:
             continue
         if set(_files(command)) & suite_table.cut_off(data):

@@ -296,6 +296,30 @@ def test_later_workers_multiply_as_the_first():
     assert layer.chosen_matmuls(rows, offered) == offered | {"mid": ["mosaic"]}
 
 
+@pytest.mark.parametrize(
+    ("words", "large", "mid"),
+    [
+        ("", ["padded", "mosaic"], ["padded", "mosaic", "ragged_dot"]),
+        ("--matmul ragged_dot", ["ragged_dot"], ["ragged_dot"]),
+    ],
+)
+def test_large_cases_take_ragged_dot_where_asked_for(words, large, mid):
+    args = layer.parse(words.split())
+    assert layer.offered_matmuls(args, "large-64") == large
+    assert layer.offered_matmuls(args, "mid") == mid
+
+
+@pytest.mark.parametrize(
+    ("offered", "wanted"), [(["padded", "ragged_dot"], 1), (["padded"], 0)]
+)
+def test_the_default_experts_are_measured_where_they_are_offered(offered, wanted):
+    spec = {"ours": [("p2p", "bf16")], "dense": False, "ragged": ()}
+    spec |= {"matmul": {"mid": offered}}
+    made = layer_worker.Worker(spec, None, "mid", None).layers(None, "padded")
+    found = [facts["layer"] for facts, _ in made]
+    assert found.count(layer_report.DEFAULT_EXPERTS) == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_command(tmp_path, monkeypatch, capfd):

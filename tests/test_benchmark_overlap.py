@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import sys
@@ -140,6 +141,37 @@ def test_work_is_all_done(opened, name):
     text = lowered.as_text()
     assert f"tensor<{whole // run.mesh.size}x{columns}xbf16>" in text
     assert text.count("call @step") == 3
+
+
+def test_merged_work_is_seen() -> None:
+    """In the compiled text: XLA may do once what several calls ask for."""
+    lines = (
+        "  %gemm.1 = (bf16[1,64,8]{2,1,0}, s8[32]{0}) custom-call(%a, %b), target=x",
+        "  %of = bf16[8,64]{1,0} get-tuple-element(%gemm.1), index=0",
+        "  ROOT %loop = bf16[8,64]{1,0} fusion(%of), kind=kLoop, calls=%c",
+        "  %other = bf16[8,640]{1,0} fusion(%of), kind=kLoop, calls=%d",
+        "  %wide = f32[8,64]{1,0} fusion(%of), kind=kLoop, calls=%e",
+    )
+    product = jax.ShapeDtypeStruct((8, 64), jax.numpy.bfloat16)
+    assert p2p_programs.times_made("\n".join(lines), product) == 2
+
+
+@pytest.mark.parametrize("name", ["elementwise", "matmul"])
+def test_work_alone_is_done_in_every_call(opened, name, monkeypatch):
+    run, _ = opened
+    run.spec["beside"] = [name]
+    (beside,) = run.besides()
+    made = overlap_cases.operation(run.transports[None], "dispatch", None, beside)
+    compiling = functools.partial(p2p_programs.compiling, run.mesh, made, 3, 2, "data")
+    if jax.default_backend() == "gpu":
+        compiling()()
+    # XLA's CPU compiler merges it.
+    else:
+        assert made.product is None
+        made.product = jax.ShapeDtypeStruct((1,), jax.numpy.float32)
+    monkeypatch.setattr(p2p_programs, "times_made", lambda text, product: 1)
+    with pytest.raises(RuntimeError, match="work of 3 calls 1 times"):
+        compiling()()
 
 
 def test_wrong_results_are_seen(opened, monkeypatch):
