@@ -162,16 +162,17 @@ def errors(got, want):
     """Largest error of y and of each gradient over the largest element, by name.
 
     `got` and `want` are of "both"; tokens that lost a row are left out of what is by
-    token.
+    token, and where there are some so are the parameters, whose gradients are sums of
+    all tokens'.
     """
     (y, dropped), (tokens, params) = got
     (want_y, _), (want_tokens, want_params) = want
-    none = jnp.zeros(1, bool)
     found = {
         "y": _largest_error(y, want_y, dropped),
         "d tokens": _largest_error(tokens, want_tokens, dropped),
     }
-    for name in sorted(params):
+    none = jnp.zeros(1, bool)
+    for name in () if bool(dropped.any()) else sorted(params):
         found[f"d {name}"] = _largest_error(params[name], want_params[name], none)
     return {name: float(error) for name, error in found.items()}
 

@@ -119,7 +119,8 @@ def trace(mesh, operation, unrolled, iterations, tie):
 
 
 def _opcodes(text):
-    names = "fusion|copy|copy-start|custom-call|call|while|all-to-all|async-start"
+    names = "fusion|copy|copy-start|custom-call|call|call-start|while|all-to-all"
+    names += "|all-to-all-start|async-start"
     found = re.findall(rf" ({names})\(", text)
     return {name: found.count(name) for name in dict.fromkeys(found)}
 

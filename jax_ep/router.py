@@ -129,16 +129,27 @@ def route(
         wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
-    _, ids = jax.lax.top_k(wanted, top_k)
+    ids = _best(wanted, top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if router.normalize:
         weights /= jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM
     weights = weights * router.scale
-    ids = ids.astype(jnp.int32)
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, -1)
         weights = jnp.where(mask[:, None], weights, 0.0)
     return Routing(ids, weights, logits, probabilities)
+
+
+@partial(jax.jit, static_argnums=1)
+def _best(scores: jax.Array, count: int) -> jax.Array:
+    """Indices of the `count` highest scores of each row, best first; int32.
+
+    On GPUs XLA of jax 0.11.2 returns zeros for indices that nothing in the program
+    uses, if the scores are sharded by row (openxla/xla#49005); outside of jit top_k
+    alone is a program. The minimum uses them and changes none.
+    """
+    _, at = jax.lax.top_k(scores, count)
+    return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)
 
 
 def _check_groups(router: Router, experts: int, top_k: int) -> None:
@@ -165,7 +176,7 @@ def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
     n, experts = wanted.shape
     grouped = wanted.reshape(n, router.num_groups, experts // router.num_groups)
     best, _ = jax.lax.top_k(grouped, router.best_of_group)
-    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), router.top_groups)
+    groups = _best(jnp.sum(best, axis=-1), router.top_groups)
     chosen = jnp.any(jax.nn.one_hot(groups, router.num_groups, dtype=bool), axis=1)
     return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(n, experts)
 

@@ -11,6 +11,7 @@ import moe_dense
 import numpy as np
 import pytest
 from errors import check_form, raises
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_moe_ffn import N, config, expert_parallel
 
@@ -42,6 +43,28 @@ def test_experts_of_ones_own():
     assert names
     # Weights sum to 1.
     np.testing.assert_allclose(y, 3 * operands[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "router", [Router(), Router(score="sigmoid", num_groups=4, top_groups=2)]
+)
+def test_router_of_scores_sharded_by_token(router) -> None:
+    """Also where its ids are all that a program returns: see `router._best`."""
+    ranks = helpers.some_ranks(2)
+    logits = np.random.default_rng(5).standard_normal((8 * ranks, 16), np.float32)
+    wanted = route(jnp.asarray(logits), 3, router)
+    sharding = NamedSharding(helpers.make_mesh(ranks), P("ep"))
+    sharded = jax.device_put(logits, sharding)
+
+    def ids_of(logits):
+        return route(logits, 3, router).ids
+
+    assert len(np.unique(wanted.ids)) > 3
+    for found in (ids_of(sharded), jax.jit(ids_of)(sharded)):
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, wanted.ids)
+    # Without GPUs the text alone can show it.
+    assert "minimum" in jax.jit(ids_of).lower(sharded).as_text()
 
 
 @pytest.mark.parametrize(
