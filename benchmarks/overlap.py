@@ -18,11 +18,11 @@ and both in one program, calls that do not depend on each other. The other work:
 one after the other, and each one's exchange under the other's experts.
 
 The arrangements: "whole" calls and "halves" with the work between them, both on the
-one stream that XLA has by default; "stream_whole" and "stream_halves": the call, or its
-first half, under `compute_on("gpu_stream:collective")`, with several `num_sms`, with
-XLA's default flags and with its latency-hiding scheduler; "copy_halves": halves of a
-handle with `overlap="copy"`, that scheduler and XLA's copies by copy engines; of these
-packing, copies and placing are timed alone too.
+one stream that XLA has by default; "stream_halves": halves of a handle with
+`overlap="stream"`, the first on XLA's stream of collectives, with several `num_sms`,
+with XLA's default flags, with its latency-hiding scheduler and without CUDA graphs;
+"copy_halves": halves of a handle with `overlap="copy"`, that scheduler and XLA's copies
+by copy engines; of these packing, copies and placing are timed alone too.
 
 A time is that of a program of many calls tied by data (p2p_programs.py), median of the
 repeats. Exposed is the time of both less that of the work alone; hidden is the share of
@@ -103,24 +103,24 @@ def overlap_workers(args):
         "matmul": args.matmul,
         "inner": args.inner,
         "megabytes": args.megabytes,
-        "num_sms": args.num_sms,
-        "overlap": "sm",
         "trace": args.trace,
     }
     if not args.beside:
         return
-    ours = args.transport == "p2p"
-    copies = [name for name in args.arrangements if name.startswith("copy")]
-    kernels = [name for name in args.arrangements if name not in copies]
-    streams = [name for name in kernels if name.startswith("stream")]
-    if kernels:
-        yield "", {**spec, "flags": "", "arrangements": kernels}
-    if copies and ours:
-        flags = f"{COPIES} {SCHEDULER}"
-        changes = {"overlap": "copy", "num_sms": [], "arrangements": copies}
-        yield flags, {**spec, "flags": flags, **changes}
-    if streams and ours:
-        yield SCHEDULER, {**spec, "flags": SCHEDULER, "arrangements": streams}
+    ways = [("sm", "")]
+    if args.transport == "p2p":
+        ways += [("copy", f"{COPIES} {SCHEDULER}")]
+        ways += [("stream", flags) for flags in ("", SCHEDULER, GRAPHS[False])]
+    for overlap, flags in ways:
+        chosen = [
+            name
+            for name in args.arrangements
+            if overlap_report.OVERLAPS[name] == overlap
+        ]
+        counts = args.num_sms if overlap == "stream" else []
+        changes = {"overlap": overlap, "num_sms": counts, "arrangements": chosen}
+        if chosen:
+            yield flags, {**spec, "flags": flags, **changes}
 
 
 def _key(row):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import layer_cases
 import layer_experts
 import numpy as np
-import overlap_cases
 import overlap_report
 import p2p_check
 import p2p_programs
@@ -37,13 +36,10 @@ def one_after_the_other(eps, experts, first, second):
     return one, _layer(eps[0], experts, *second)
 
 
-def in_turns(eps, place, experts, first, second):
-    """The same, each batch on a handle of its own, its exchange under the other's work.
-
-    `place` puts a first half on a stream.
-    """
-    begin = [place(functools.partial(jax_ep.dispatch_async, ep)) for ep in eps]
-    back = [place(functools.partial(jax_ep.combine_async, ep)) for ep in eps]
+def in_turns(eps, experts, first, second):
+    """The same, each batch on its own handle, its exchange under the other's work."""
+    begin = [functools.partial(jax_ep.dispatch_async, ep) for ep in eps]
+    back = [functools.partial(jax_ep.combine_async, ep) for ep in eps]
     d = jax_ep.dispatch_wait(begin[0](*first))
     pending = begin[1](*second)
     rows = experts(d.tokens, d.group_sizes)
@@ -99,9 +95,7 @@ class Batches:
         batches = [(tokens, each, weights) for each in ids]
         if form is None:
             return one_after_the_other(self.eps, experts, *batches)
-        _, on_stream = overlap_cases.ARRANGEMENTS[form]
-        place = overlap_cases.on_collective_stream if on_stream else lambda f: f
-        return in_turns(self.eps, place, experts, *batches)
+        return in_turns(self.eps, experts, *batches)
 
     def measure(self, form):
         """What a row says of the arrangement `form`; None: one after the other."""

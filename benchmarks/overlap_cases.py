@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import layer_cases
 import layer_experts
 import numpy as np
+import overlap_report
 import p2p_check
 import p2p_programs
 from jax import lax
@@ -22,16 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-# How the exchange and what is beside it stand in a program, and whether the exchange,
-# or its first half, is on XLA's stream of collectives.
-ARRANGEMENTS = {
-    "whole": ("whole", False),
-    "halves": ("halves", False),
-    "stream_whole": ("whole", True),
-    "stream_halves": ("halves", True),
-    # Of a handle with overlap="copy".
-    "copy_halves": ("halves", False),
-}
 _STREAM_SINCE = (0, 11, 1)
 # A matmul "fitted" to the exchange takes so much longer that all of it could hide.
 _LONGER = 1.2
@@ -41,19 +32,8 @@ _NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
 
 def available(arrangement):
     """Whether this JAX puts custom calls on the stream of collectives."""
-    _, on_stream = ARRANGEMENTS[arrangement]
+    on_stream = overlap_report.OVERLAPS[arrangement] == "stream"
     return not on_stream or jax.__version_info__ >= _STREAM_SINCE
-
-
-def on_collective_stream(function):
-    """`function`, run where XLA runs collectives, beside what needs not its results."""
-    from jax.experimental.compute_on import compute_on
-
-    place = {
-        "compute_type": "gpu_stream:collective",
-        "out_memory_spaces": jax.memory.Space.Device,
-    }
-    return compute_on(function, **place)
 
 
 @dataclasses.dataclass
@@ -162,16 +142,14 @@ def together(ep, op, arrangement, beside):
     `beside` may be None, and so may `arrangement`: then its result is None.
     """
     whole, begin, end, _ = _exchange(ep, op)
-    form, on_stream = ARRANGEMENTS[arrangement or "whole"]
-    place = on_collective_stream if on_stream else lambda function: function
 
     def run(operands, others):
         work = (lambda: None) if beside is None else (lambda: beside.run(*others))
         if arrangement is None:
             return None, work()
-        if form == "whole":
-            return place(whole)(*operands), work()
-        pending = place(begin)(*operands)
+        if arrangement == "whole":
+            return whole(*operands), work()
+        pending = begin(*operands)
         other = work()
         if other is not None:
             # The second half comes after it.

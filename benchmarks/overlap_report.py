@@ -9,10 +9,16 @@ NO_TIME = "no time left"
 TARGET_US = 30  # that overlap="copy" may leave exposed beside its packing and placing
 PARTS = ("pack", "copies", "place")
 TWO_BATCHES = "two_batches"
+# `EPConfig.overlap` of each arrangement.
+OVERLAPS = {
+    "whole": "sm",
+    "halves": "sm",
+    "stream_halves": "stream",
+    "copy_halves": "copy",
+}
 COLUMNS = {
     "whole": "one stream, whole",
     "halves": "one stream, halves",
-    "stream_whole": "two streams, whole",
     "stream_halves": "two streams, halves",
     "copy_halves": "copy engines, halves",
 }
@@ -104,6 +110,8 @@ def _noted(row, text):
     notes = [] if row["num_sms"] is None else [f"{row['num_sms']} SMs"]
     if "latency_hiding" in row["flags"]:
         notes.append("scheduler")
+    if "enable_command_buffer" in row["flags"]:
+        notes.append("no graphs")
     return f"{text} [{', '.join(notes)}]" if notes else text
 
 

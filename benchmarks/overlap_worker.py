@@ -276,7 +276,7 @@ class Worker:
             for op in _OPS
             for name in chosen
             for num_sms in self.transports
-            if num_sms is None or overlap_cases.ARRANGEMENTS[name][1]
+            if num_sms is None or overlap_report.OVERLAPS[name] == "stream"
         ]
         for beside in self.besides():
             self.measure([("dispatch", None, None)], beside)

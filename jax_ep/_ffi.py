@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._native import cpu as native
@@ -67,3 +69,32 @@ def call(
     for i, array in zip(full, passed, strict=True):
         arrays[i] = array
     return arrays
+
+
+def call_aside(
+    target: str,
+    results: Sequence[Any],
+    *operands: jax.Array,
+    **attributes: int | bool | str,
+) -> list[jax.Array]:
+    """As `call`, where XLA runs its collectives, beside what does not need the results.
+
+    They must be int32, for they come back as one array: an element of several results
+    is to XLA work on that stream too, which has to wait for the call at once.
+    """
+    from jax.experimental.compute_on import compute_on
+
+    def run(*operands: jax.Array) -> jax.Array:
+        arrays = call(target, results, *operands, **attributes)
+        return jnp.concatenate([array.reshape(-1) for array in arrays])
+
+    aside = compute_on(
+        run,
+        compute_type="gpu_stream:collective",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
+    ends = np.cumsum([math.prod(result.shape) for result in results])
+    parts = jnp.split(aside(*operands), ends[:-1])
+    return [
+        part.reshape(result.shape) for part, result in zip(parts, results, strict=True)
+    ]

@@ -96,7 +96,8 @@ def moe_ffn(
             "down" `[L, F, H]`;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
             that every token goes to with weight 1. Its matmuls wait for no exchange,
-            and with `overlap="copy"` in the config stand between the dispatch's halves;
+            and where the config's `overlap` is "copy" or "stream" stand between the
+            dispatch's halves;
             with `fused_shared_expert=True` in the config they are those of group 0 of
             the routed experts' (S = F).
         router: the kind of router; None is `jax_ep.router.Router()`.
@@ -201,11 +202,11 @@ def _dispatch_beside(
             return _shared_expert(tokens, params)
 
     sent = (ep, tokens, ids, weights)
-    if ep.config.overlap != "copy" or not ep.config.pending_calls:
+    if ep.config.overlap == "sm" or not ep.config.pending_calls:
         # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
         return _api.dispatch(*sent, input_scale=input_scale), shared_expert()
     pending = _split.dispatch_async(*sent, input_scale=input_scale)
-    # Without it the second half may come first, and nothing hides the copies.
+    # Without it the second half may come first, and nothing hides the exchange.
     both = jax.lax.optimization_barrier((pending, shared_expert()))
     return _split.dispatch_wait(both[0]), both[1]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
-from jax_ep._p2p_calls import pending_call, site
+from jax_ep._p2p_calls import first_half, pending_call, site
 from jax_ep._p2p_combine import combine, combine_send, combine_sum
 from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
@@ -87,7 +87,7 @@ def dispatch_send(
 ) -> Sent:
     """The part of `dispatch` that routes and sends."""
     topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
-    pending, slot_of, num_invalid = _ffi.call(
+    pending, slot_of, num_invalid = first_half(ep)(
         "ep_dispatch_send",
         (
             pending_call(tokens),

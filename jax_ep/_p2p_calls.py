@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _ffi
 from jax_ep._results import struct
 
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
 PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
+_STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives
 
 # Their frames, and those of what wraps functions, lie between a user's line and a call.
 _NOT_USERS = {"jax_ep", "jax", "jaxlib", "contextlib", "functools"}
@@ -37,3 +43,15 @@ def site() -> int:
 def pending_call(like: jax.Array) -> Any:
     """The type of what the first half of a call leaves of it."""
     return struct(like, (1, PENDING_INTS), jnp.int32)
+
+
+def first_half(ep: EPHandle) -> Callable[..., list[jax.Array]]:
+    """How the first half of a call is launched: `_ffi.call`, or beside others."""
+    if ep.config.overlap != "stream":
+        return _ffi.call
+    if jax.__version_info__ < _STREAM_SINCE:
+        raise ValueError(
+            f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
+            f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
+        )
+    return _ffi.call_aside

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes
-from jax_ep._p2p_calls import pending_call, site
+from jax_ep._p2p_calls import first_half, pending_call, site
 from jax_ep._results import struct, zeros
 from jax_ep._types import Route
 
@@ -110,7 +110,7 @@ def combine_send(
     """The part of `combine` that sums and sends: the pending call, `done`."""
     alone = by_entry or _alone(ep, route.slot_of)
     rows = _modes.by_entry(route) if by_entry else route
-    pending, done = _ffi.call(
+    pending, done = first_half(ep)(
         "ep_combine_send",
         (pending_call(expert_out), struct(expert_out, (1,), jnp.int32)),
         expert_out,

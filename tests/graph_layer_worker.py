@@ -1,6 +1,6 @@
 """A process of test_graph_layer: one MoE step called many times, routing always new.
 
-    graph_layer_worker.py whole|halves|copied TOKENS CALLS
+    graph_layer_worker.py whole|halves|copied|stream TOKENS CALLS
 
 The step draws its own routing from a counter that it carries, so that each call has
 other ids in the same buffers: nothing but the device can tell a replayed graph which
@@ -110,7 +110,8 @@ def main(form: str, tokens: int, calls: int) -> dict[str, Any]:
         "hidden_size": HIDDEN,
     }
     fields |= {"max_tokens_per_rank": tokens, "dtype": "float32"}
-    ep = helpers.init(mesh, **fields, overlap="copy" if form == "copied" else "sm")
+    overlap = {"copied": "copy", "stream": "stream"}.get(form, "sm")
+    ep = helpers.init(mesh, **fields, overlap=overlap)
     rng = np.random.default_rng(calls + tokens)
     n = mesh.size * tokens
     given = (

@@ -67,18 +67,23 @@ def uncopied(run):
     return ["copies"] * (run.mesh.size == 1)
 
 
-def test_every_arrangement_is_measured_and_right(worker):
-    run, rows = worker("--num-sms", "8", "--beside", "matmul", "two_batches")
+@pytest.mark.parametrize("of", ["sm", "stream"])
+def test_every_arrangement_is_measured_and_right(worker, of):
+    asked = [
+        name for name in overlap.ARRANGEMENTS if overlap_report.OVERLAPS[name] == of
+    ]
+    changes = {"overlap": of, "arrangements": asked}
+    counts = [8] if of == "stream" else []
+    run, rows = worker("--beside", "matmul", "two_batches", num_sms=counts, **changes)
     run.run()
     assert [row for row in rows if "error" in row or row["wrong"]] == []
-    names = [n for n in overlap.ARRANGEMENTS if overlap_cases.available(n)]
-    names.remove("copy_halves")
+    names = [name for name in asked if overlap_cases.available(name)]
     found = [row for row in rows if row["beside"] == "matmul" and row["arrangement"]]
     wanted = {
         (op, name, sms)
         for op in ("dispatch", "combine")
         for name in names
-        for sms in ((None, 8) if name.startswith("stream") else (None,))
+        for sms in (None, *counts)
     }
     keys = [(r["op"], r["arrangement"], r["num_sms"]) for r in found]
     assert len(keys) == len(wanted)
@@ -88,7 +93,8 @@ def test_every_arrangement_is_measured_and_right(worker):
         assert row["hidden"] == 1 - row["exposed_us"] / row["alone_us"]
         assert "over_parts_us" not in row
     # Of each two, the halves alone as well.
-    assert len([row for row in rows if row["beside"] is None]) == 8
+    alone = [row for row in rows if row["beside"] is None]
+    assert len(alone) == 4 * (1 + len(counts))
     batches = [row for row in rows if row["beside"] == "two_batches"]
     halves = [name for name in names if name.endswith("halves")]
     assert [row["arrangement"] for row in batches] == [None, *halves]
@@ -213,7 +219,7 @@ def test_steps_without_a_time_say_why(opened, monkeypatch):
 ROW = {
     "op": "dispatch",
     "beside": "matmul",
-    "arrangement": "stream_whole",
+    "arrangement": "stream_halves",
     "num_sms": None,
     "tokens": 4096,
     "wrong": False,
@@ -281,10 +287,14 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     assert overlap.main(arguments) == 0
     (path,) = tmp_path.glob("overlap-made-upx4-*.json")
     written = json.loads(path.read_text())
-    flags = ["", f"{overlap.COPIES} {overlap.SCHEDULER}", overlap.SCHEDULER]
-    assert [each["flags"] for each in written["results"]] == flags
+    copies = f"{overlap.COPIES} {overlap.SCHEDULER}"
+    flags = ["", copies, "", overlap.SCHEDULER, overlap.GRAPHS[False]]
+    assert [spec["flags"] for _, spec, _ in calls[:5]] == flags
+    # Of two rows of the same the later.
+    assert len(written["results"]) == 5
     # Made for each other: the flag says who copies, the option what is copied.
-    assert [spec.get("overlap") for _, spec, _ in calls[:3]] == ["sm", "copy", "sm"]
+    overlaps = ["sm", "copy", *["stream"] * 3]
+    assert [spec.get("overlap") for _, spec, _ in calls[:5]] == overlaps
     assert [each["graphs"] for each in written["graphs"]] == [True, False]
     assert [flags for flags, *_ in calls] == [*flags, *overlap.GRAPHS.values()]
     deadlines = [spec["deadline"] for _, spec, _ in calls]

@@ -29,7 +29,7 @@ def row(us, **changes):
     facts = {
         "op": "dispatch",
         "beside": "matmul",
-        "arrangement": "stream_whole",
+        "arrangement": "stream_halves",
         "num_sms": None,
         "flags": "",
         "us": us,
@@ -75,7 +75,7 @@ def test_table_has_the_least_exposed_right_row():
     (cells,) = overlap_report.cells(record())
     assert cells == (
         *("dispatch", "matmul", "500", "1400"),
-        *("500 (0%)", "", "100 (80%) [16 SMs, scheduler]", "", "", ""),
+        *("500 (0%)", "", "100 (80%) [16 SMs, scheduler]", "", ""),
     )
     assert list(overlap_report.graphs(record())) == [
         (1, "combine", "30.0", "12.0", "2.50", "0/5000", "48/0")
@@ -135,7 +135,7 @@ def test_what_is_missing_is_said_and_the_rest_shown():
     ]
     data = record(results=results, problems=[{"problem": "worker killed"}])
     matmul, mosaic = overlap_report.cells(data)
-    assert matmul[4:8] == ("no time", "failed", "100 (80%)", "")
+    assert matmul[4:7] == ("no time", "failed", "100 (80%)")
     assert mosaic[1:5] == ("mosaic", "", "", "failed")
     assert overlap_report.failures(data) == []
     assert len(overlap_report.missing(data)) == 4

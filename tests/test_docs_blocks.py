@@ -127,8 +127,6 @@ def test_scaled_matmul_of_formats_page():
 
 @pytest.mark.parametrize("page", ["options", "overlap"])
 def test_pages_of_halves(page):
-    if page == "overlap" and jax.__version_info__ < (0, 11, 1):
-        pytest.skip("needs a JAX whose compute_on takes a function")
     tokens, (_, group_sizes, (shared,)) = run_block(
         f"docs/{page}.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
     )

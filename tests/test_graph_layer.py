@@ -1,6 +1,7 @@
 """A whole MoE step, captured and replayed thousands of times, its routing always new.
 
-"copied" has its halves exchanged by XLA's copies, which run beside graphs.
+"copied" has its halves exchanged by XLA's copies, which run beside graphs; "stream" has
+the first halves on XLA's stream of collectives.
 
 CPUs have no graphs: there a few calls show that the step notices what is wrong.
 """
@@ -17,7 +18,7 @@ import pytest
 from test_gpu import CAPTURE
 
 CALLS = 10_000
-FORMS = pytest.mark.parametrize("form", ["whole", "halves", "copied"])
+FORMS = pytest.mark.parametrize("form", ["whole", "halves", "copied", "stream"])
 # Copies by engines, and the scheduler that puts other work beside them.
 COPIES = (
     "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_enable_latency_hiding_scheduler=true"

@@ -17,17 +17,8 @@ import jax_ep
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import overlap_batches
-import overlap_cases
 
 pytestmark = pytest.mark.gpu
-
-ON_STREAM = pytest.param(
-    *("sm", True),
-    marks=pytest.mark.skipif(
-        not overlap_cases.available("stream_halves"),
-        reason="this JAX puts no custom call on the stream of collectives",
-    ),
-)
 
 
 def doubled(rows: Any, group_sizes: Any) -> Any:
@@ -35,9 +26,7 @@ def doubled(rows: Any, group_sizes: Any) -> Any:
     return rows * 2
 
 
-def results(
-    layers: Callable[..., Any], gradients: bool, first: Any, second: Any
-) -> dict[str, Any]:
+def results(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, Any]:
     """Both batches' sums, and gradients.
 
     The cotangents are made of the sums, so that the calls of a handle follow each other
@@ -48,8 +37,6 @@ def results(
         return layers(doubled, (x, first.ids, w), (z, second.ids, v))
 
     given = first.dy, first.weights, second.dy, second.weights
-    if not gradients:
-        return {"exact": run(*given), "near": ()}
     sums, pull = jax.vjp(run, *given)
     dx, dw, dz, dv = pull(sums)
     return {"exact": (sums, dx, dz), "near": (dw, dv)}
@@ -57,16 +44,12 @@ def results(
 
 # One region that calls go round (T > 512) and two.
 @pytest.mark.parametrize("tokens", [600, 64])
-@pytest.mark.parametrize(
-    ("overlap", "on_stream"), [("sm", False), ("copy", False), ON_STREAM]
-)
-def test_in_turns(tokens: int, overlap: str, on_stream: bool) -> None:
+@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
+def test_in_turns(tokens: int, overlap: str) -> None:
     """100 calls in flight, as two layers one after the other over collective."""
     fields = {"max_tokens_per_rank": tokens, "hidden_size": 1024, "top_k": 4}
     config = helpers.make_config(**fields, overlap=overlap)
     mesh = twins.p2p_mesh()
-    gradients = not on_stream  # XLA compiles none there: docs/overlap.md
-    place = overlap_cases.on_collective_stream if on_stream else lambda call: call
     with (
         twins.Twins(mesh, config) as pair,
         jax_ep.init(mesh, "ep", config, transport="p2p") as other,
@@ -74,18 +57,12 @@ def test_in_turns(tokens: int, overlap: str, on_stream: bool) -> None:
 
         def fast(*batches: Any) -> Any:
             eps = pair.p2p, other
-            return results(
-                lambda *args: overlap_batches.in_turns(eps, place, *args),
-                gradients,
-                *batches,
-            )
+            return results(lambda *args: overlap_batches.in_turns(eps, *args), *batches)
 
         def plain(*batches: Any) -> Any:
             eps = (pair.collective,)
             return results(
-                lambda *args: overlap_batches.one_after_the_other(eps, *args),
-                gradients,
-                *batches,
+                lambda *args: overlap_batches.one_after_the_other(eps, *args), *batches
             )
 
         run, right = (twins.mapped(mesh, body) for body in (fast, plain))

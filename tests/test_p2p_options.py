@@ -63,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "grad_format": "fp8_block128",
     },
     "copied": {"overlap": "copy"},
+    "stream": {"overlap": "stream"},
     "coded_copied": {
         "hidden_size": 1024,
         "dispatch_format": "fp8_block128",

@@ -49,6 +49,7 @@ def whole(ep: Any, o: twins.Operands) -> Any:
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "copied": {"overlap": "copy"},
+    "stream": {"overlap": "stream"},
     "few_blocks": {"num_sms": 3},
     "wide": {"hidden_size": 7168, "num_experts": 64, "top_k": 8},
     "long_rows": {"hidden_size": 70_000, "max_tokens_per_rank": 32},
@@ -63,6 +64,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 1024,
         "dispatch_format": "fp8_block128",
         "overlap": "copy",
+    },
+    "fp8_stream": {
+        "hidden_size": 1024,
+        "dispatch_format": "fp8_block128",
+        "combine_format": "fp8_block128",
+        "overlap": "stream",
     },
     "mxfp8_tiled": {
         "hidden_size": 1024,
@@ -113,7 +120,7 @@ def pulled(ep: Any, o: twins.Operands) -> Any:
     return y, pull(y)
 
 
-@pytest.mark.parametrize("overlap", ["sm", "copy"])
+@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
 @pytest.mark.parametrize("tokens", [7, 600])
 def test_same_gradients(tokens: int, overlap: str) -> None:
     """Backward all is of the windows, on a route of either half's making."""
@@ -149,10 +156,12 @@ def pipelined(ep: Any, o: twins.Operands) -> Any:
 
 
 @TURNS
-@pytest.mark.parametrize("first_epoch", [None, 2**64 - 3])
-def test_in_flight(tokens: int, first_epoch: Any, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "first_epoch"), [("sm", None), ("sm", 2**64 - 3), ("stream", None)]
+)
+def test_in_flight(tokens: int, overlap: str, first_epoch: Any, monkeypatch) -> None:
     monkeypatch.setattr(_init, "_FIRST_EPOCH", first_epoch)
-    with twins.Twins(twins.p2p_mesh(), config(tokens)) as pair:
+    with twins.Twins(twins.p2p_mesh(), config(tokens, overlap=overlap)) as pair:
         fast, plain = (
             twins.mapped(pair.mesh, functools.partial(pipelined, ep))
             for ep in (pair.p2p, pair.collective)
