@@ -86,6 +86,56 @@ def test_copied_halves(mesh) -> None:
     assert afters(text) == chain(len(found))
 
 
+_LINE = re.compile(r"\s*(%\w+)(?::\d+)? = ([\w.]+)(?: @(\w+))?[ (]([^:{)]*)")
+
+
+def made_by(text: str) -> list[tuple[str, str | None]]:
+    """(ep_* call or function of one, which of them its last operand comes from)."""
+    lines = {}
+    for line in text.partition("func.func private")[0].splitlines():
+        if match := _LINE.match(line):
+            lines[match[1]] = (match[3], re.findall(r"%[\w#]+", match[4]))
+    found: list[tuple[str, str | None]] = []
+    for target, operands in lines.values():
+        if not (target or "").startswith(("ep_", "compute_on")):
+            continue
+        (name, _, index), before = operands[-1].partition("#"), None
+        while before is None and name in lines and lines[name][1]:
+            source, from_what = lines[name]
+            before = source if source != "annotate_device_placement" else None
+            # Of a barrier's operands the one that is meant.
+            which = int(index or 0) if len(from_what) > 1 else 0
+            if before is None:
+                name, _, index = from_what[which].partition("#")
+        found.append((target, before))
+    return found
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 1),
+    reason="this JAX puts no custom call on the stream of collectives",
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
+    """First halves, and nothing else, are apart, but in the chain as all calls."""
+    ep = p2p_handle(mesh, overlap="stream")
+
+    def body(x: Any, ids: Any) -> Any:
+        return jax.grad(lambda x: square(split_layer(ep, x, ids)))(x)
+
+    text = lowered(mesh, body, check_vma=check_vma)
+    found = made_by(text)
+    targets = ["compute_on", "ep_dispatch_place", "compute_on_0", "ep_combine_place"]
+    targets += ["ep_dispatch_cached", "ep_combine"]
+    assert [target for target, _ in found] == targets
+    assert [before for _, before in found] == [None, *targets[:-1]]
+    apart = re.findall(r"func.func private @(compute_on\w*)\(.*?\n.*?@(ep_\w+)\(", text)
+    assert apart == [
+        ("compute_on", "ep_dispatch_send"),
+        ("compute_on_0", "ep_combine_send"),
+    ]
+
+
 @pytest.mark.parametrize("one", [layer, split_layer])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_options(mesh, mode: str, one: Any) -> None:
