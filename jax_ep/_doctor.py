@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _doctor_links, _ffi, _native, _shmem, _transports, _windows, formats
+from jax_ep import experts as _experts
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
+_MOSAIC_SIZE = 128  # an intermediate size that is no obstacle
 
 
 def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
@@ -257,6 +259,13 @@ def _advice(
         advice.append(
             "only CPU devices: right for tests and small runs; install jax[cuda13] "
             "for GPUs"
+        )
+    if on_gpu and _experts.ragged_dot_is_dense(config.dtype):
+        obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
+        runs = obstacle is None and config.element_bytes == 2
+        advice.append(
+            "jax.lax.ragged_dot is dense here, each row by all local experts: give "
+            f"layers experts=jax_ep.experts.{'mosaic' if runs else 'Padded'}"
         )
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):

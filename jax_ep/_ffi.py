@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -75,14 +76,15 @@ def call_aside(
     target: str,
     results: Sequence[Any],
     *operands: jax.Array,
-    **attributes: int | bool | str,
+    **attributes: Any,
 ) -> list[jax.Array]:
     """As `call`, where XLA runs its collectives, beside what does not need the results.
 
     They must be int32, for they come back as one array: an element of several results
     is to XLA work on that stream too, which has to wait for the call at once.
     """
-    from jax.experimental.compute_on import compute_on
+    # Older JAX has another function of this name.
+    compute_on: Any = importlib.import_module("jax.experimental.compute_on").compute_on
 
     def run(*operands: jax.Array) -> jax.Array:
         arrays = call(target, results, *operands, **attributes)

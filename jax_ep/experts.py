@@ -34,11 +34,30 @@ def ragged_dot(
     """By `jax.lax.ragged_dot`, the default: anywhere, and for any sizes.
 
     Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
-    every local expert: L times the arithmetic.
+    every local expert: L times the arithmetic. `ragged_dot_is_dense` says whether.
     """
     gate_up, down = _wide(rows, gate_up, down)
     inner = _swiglu(jax.lax.ragged_dot(rows, gate_up, group_sizes))
     return jax.lax.ragged_dot(inner, down, group_sizes)
+
+
+@functools.cache
+def ragged_dot_is_dense(dtype: Any = "bfloat16") -> bool:
+    """Whether XLA does `jax.lax.ragged_dot` densely on the first device.
+
+    Compiles a small one, once; another shape may fare otherwise.
+
+    Args:
+        dtype: of rows and matrices.
+    """
+    groups, size = 4, 256
+    shapes = [(512, size), (groups, size, size)]
+    rows, matrices = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    run = jax.jit(jax.lax.ragged_dot)
+    text = run.lower(rows, matrices, sizes).compile().as_text()
+    # A kernel that takes groups keeps the operation, inside of a fusion.
+    return " ragged-dot(" not in (text or "")
 
 
 def mosaic(

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import helpers
 import jax
@@ -266,6 +267,38 @@ def test_advice_on_the_worst_case(monkeypatch):
     assert any("worst case" in line for line in found["advice"])
     bounded = _doctor.silent_examine(helpers.make_config(capacity_factor=1.25))
     assert not any("worst case" in line for line in bounded["advice"])
+
+
+@pytest.mark.parametrize(
+    ("dense", "obstacle", "dtype", "named"),
+    [
+        (False, None, "bfloat16", None),
+        (True, None, "bfloat16", "jax_ep.experts.mosaic"),
+        (True, None, "float32", "jax_ep.experts.Padded"),
+        (True, "another GPU", "bfloat16", "jax_ep.experts.Padded"),
+    ],
+)
+def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    experts = jax_ep.experts
+    monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda dtype: dense)
+    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *sizes: obstacle)
+    config = helpers.make_config(dtype=dtype)
+    found = {"memory": _doctor.memory(config, 2), "devices": []}
+    lines = [line for line in _doctor._advice(found, [gpu], config) if "dense" in line]
+    assert len(lines) == (named is not None)
+    assert all(line.endswith(f"experts={named}") for line in lines)
+
+
+def test_dense_products_are_told_from_grouped_ones(monkeypatch):
+    if jax.default_backend() == "cpu":
+        assert jax_ep.experts.ragged_dot_is_dense()
+
+    text = "%fusion { ROOT %r = bf16[512,256]{1,0} ragged-dot(%a, %b, %c) }"
+    run = types.SimpleNamespace(as_text=lambda: text)
+    run.lower = lambda *shapes: types.SimpleNamespace(compile=lambda: run)
+    monkeypatch.setattr(jax, "jit", lambda function: run)
+    assert not jax_ep.experts.ragged_dot_is_dense.__wrapped__("float16")
 
 
 @pytest.mark.parametrize(
