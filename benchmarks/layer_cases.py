@@ -162,17 +162,18 @@ def errors(got, want):
     """Largest error of y and of each gradient over the largest element, by name.
 
     `got` and `want` are of "both"; tokens that lost a row are left out of what is by
-    token, and where there are some so are the parameters, whose gradients are sums of
-    all tokens'.
+    token. Where others lost one than are wanted to, so are the parameters, whose
+    gradients are sums of all tokens'.
     """
     (y, dropped), (tokens, params) = got
-    (want_y, _), (want_tokens, want_params) = want
+    (want_y, want_dropped), (want_tokens, want_params) = want
     found = {
         "y": _largest_error(y, want_y, dropped),
         "d tokens": _largest_error(tokens, want_tokens, dropped),
     }
     none = jnp.zeros(1, bool)
-    for name in () if bool(dropped.any()) else sorted(params):
+    alike = bool((dropped == want_dropped).all())
+    for name in sorted(params) if alike else ():
         found[f"d {name}"] = _largest_error(params[name], want_params[name], none)
     return {name: float(error) for name, error in found.items()}
 

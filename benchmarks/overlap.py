@@ -110,6 +110,7 @@ def overlap_workers(args):
     ways = [("sm", "")]
     if args.transport == "p2p":
         ways += [("copy", f"{COPIES} {SCHEDULER}")]
+    if args.transport in ("p2p", "shmem"):
         ways += [("stream", flags) for flags in ("", SCHEDULER, GRAPHS[False])]
     for overlap, flags in ways:
         chosen = [
@@ -124,15 +125,15 @@ def overlap_workers(args):
 
 
 def _key(row):
-    names = ("op", "beside", "arrangement", "num_sms", "flags", "graphs", "tokens")
-    return tuple(row.get(name) for name in names)
+    names = ("op", "beside", "arrangement", "num_sms", "flags", "overlap", "graphs")
+    return tuple(row.get(name) for name in (*names, "tokens"))
 
 
 def _joined(before, after):
     """Rows of both; of two of the same the later, unless only the other has a time."""
-    rows = {_key(row): row for row in before}
-    for row in after:
-        old = rows.get(_key(row), row)
+    rows = {}
+    for row in [*before, *after]:
+        old = rows.setdefault(_key(row), row)
         # What was wrong once stays so.
         if not old.get("wrong") and ("us" in row or "us" not in old):
             rows[_key(row)] = row

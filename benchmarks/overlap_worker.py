@@ -50,7 +50,8 @@ class Worker:
 
     def row(self, **entries):
         facts = {name: self.case.facts[name] for name in ("tokens", "recv_capacity")}
-        self.emit({**facts, "flags": self.spec["flags"], **entries})
+        facts |= {name: self.spec[name] for name in ("flags", "overlap")}
+        self.emit({**facts, **entries})
 
     def late(self):
         return time.time() > self.spec["deadline"]

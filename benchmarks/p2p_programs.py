@@ -126,7 +126,7 @@ def _opcodes(text):
 
 
 _TYPES = {"bfloat16": "bf16", "float32": "f32"}
-_WORK = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (?:fusion|custom-call|dot|call)\(")
+_WORK = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (?:fusion|custom-call)\(")
 
 
 def times_made(text, product):

@@ -38,6 +38,7 @@ TRANSPORTS = ("p2p", "collective")
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
     "benchmark_fuzz",
+    "benchmark_layer_report",
     "benchmark_nodes",
     "benchmark_overlap_report",
     "benchmark_report",

@@ -1,4 +1,4 @@
-"""Promises, what tests them and the newest recorded run of each: reliability.md.
+"""Promises, what tests them and a recorded run of each: reliability.md.
 
 Also what README.md says of a soak.
 """
@@ -232,7 +232,7 @@ def promises(records, table):
         )
         for promise, command, places in PROMISES
     ]
-    return table(("promise", "tested by", "last recorded run"), rows)
+    return table(("promise", "tested by", "recorded run"), rows)
 
 
 # Those tests of the files alone in which something fails.
@@ -254,7 +254,7 @@ BAD_INPUTS = (
 
 
 def figures(records, table):
-    """How much was tried, by the newest record of each kind."""
+    """How much was tried, by the same records."""
     return table(
         ("tried", "what came of it"),
         [

@@ -73,9 +73,9 @@ class EPConfig:
         allreduce_world_size: ranks that split the shared expert; None is R.
         pending_calls: dispatches, and combines, that may be pending at once: 0, 1 or 2.
             Each takes room in the windows of a GPU transport.
-        overlap: what moves the calls in halves of transport p2p: its kernels ("sm"),
-            the first halves' on XLA's stream of collectives ("stream"), or XLA's
-            all-to-all ("copy"), which copy engines do where its flag says so.
+        overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
+            "stream": those, the first on XLA's stream of collectives (jax 0.11.1);
+            "copy": XLA's all-to-all, by copy engines where its flag says so.
         num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
         ranks_per_node: forces "nodes" for tests; None finds them.
         timeout_s: bound on every wait of p2p and shmem, in seconds.

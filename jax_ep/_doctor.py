@@ -260,12 +260,12 @@ def _advice(
             "only CPU devices: right for tests and small runs; install jax[cuda13] "
             "for GPUs"
         )
-    if on_gpu and _experts.ragged_dot_is_dense(config.dtype):
+    if on_gpu and _dense_experts(config):
         obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
         runs = obstacle is None and config.element_bytes == 2
         advice.append(
             "jax.lax.ragged_dot is dense here, each row by all local experts: give "
-            f"layers experts=jax_ep.experts.{'mosaic' if runs else 'Padded'}"
+            f"layers experts=jax_ep.experts.{'mosaic' if runs else 'Padded(largest)'}"
         )
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
@@ -292,6 +292,13 @@ def _advice(
             "(docs/formats.md says with what error)"
         )
     return advice
+
+
+def _dense_experts(config: jax_ep.EPConfig) -> bool:
+    try:
+        return _experts.ragged_dot_is_dense(config.dtype)
+    except Exception:  # an error of XLA's: there is nothing to advise
+        return False
 
 
 def _capability(device: Any) -> float | None:

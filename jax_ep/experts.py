@@ -43,9 +43,9 @@ def ragged_dot(
 
 @functools.cache
 def ragged_dot_is_dense(dtype: Any = "bfloat16") -> bool:
-    """Whether XLA does `jax.lax.ragged_dot` densely on the first device.
+    """Whether XLA does `jax.lax.ragged_dot` densely on the default device.
 
-    Compiles a small one, once; another shape may fare otherwise.
+    Compiles a small one, forward, once; another shape may fare otherwise.
 
     Args:
         dtype: of rows and matrices.

@@ -164,6 +164,10 @@ def test_errors_are_seen(ours):
     found = layer_cases.errors(((y, dropped), (tokens, params | {"down": wrong})), ours)
     assert found.pop("d down") > 0.5
     assert max(found.values()) == 0
+    # Rows that both lose keep nothing from being compared.
+    fewer = dropped.at[0].set(True)
+    same = ((y, fewer), (tokens, params))
+    assert layer_cases.errors(same, same).keys() > found.keys()
     broken = ((y.at[0, 0].set(jnp.nan), dropped), (tokens, params))
     assert layer_cases.errors(broken, ours)["y"] == np.inf
 

@@ -290,7 +290,6 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     copies = f"{overlap.COPIES} {overlap.SCHEDULER}"
     flags = ["", copies, "", overlap.SCHEDULER, overlap.GRAPHS[False]]
     assert [spec["flags"] for _, spec, _ in calls[:5]] == flags
-    # Of two rows of the same the later.
     assert len(written["results"]) == 5
     # Made for each other: the flag says who copies, the option what is copied.
     overlaps = ["sm", "copy", *["stream"] * 3]

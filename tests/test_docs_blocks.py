@@ -10,6 +10,7 @@ import sys
 import tomllib
 import types
 
+import gpus
 import helpers
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,8 @@ def run_block(name, transport, extra):
     )
     if name.endswith("formats.md"):
         config = jax_ep.EPConfig(**vars(config) | {"dispatch_format": "mxfp8"})
+    if name.endswith("overlap.md"):
+        config = jax_ep.EPConfig(**vars(config) | {"overlap": "stream"})
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((N * mesh.size, HIDDEN)).astype(jnp.bfloat16)
     ids = np.argsort(rng.random((len(tokens), experts)))[:, :TOP_K].astype(np.int32)
@@ -127,6 +130,8 @@ def test_scaled_matmul_of_formats_page():
 
 @pytest.mark.parametrize("page", ["options", "overlap"])
 def test_pages_of_halves(page):
+    if page == "overlap" and helpers.TRANSPORT != "collective":
+        gpus.require_stream("stream")
     tokens, (_, group_sizes, (shared,)) = run_block(
         f"docs/{page}.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
     )

@@ -274,8 +274,8 @@ def test_advice_on_the_worst_case(monkeypatch):
     [
         (False, None, "bfloat16", None),
         (True, None, "bfloat16", "jax_ep.experts.mosaic"),
-        (True, None, "float32", "jax_ep.experts.Padded"),
-        (True, "another GPU", "bfloat16", "jax_ep.experts.Padded"),
+        (True, None, "float32", "jax_ep.experts.Padded(largest)"),
+        (True, "another GPU", "bfloat16", "jax_ep.experts.Padded(largest)"),
     ],
 )
 def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):

@@ -139,6 +139,11 @@ CONFIGS = {
         "skip_a2a",
         "'bfloat16'",
     ),
+    "local_rows_on_a_stream": (
+        {"skip_a2a": True, "overlap": "stream"},
+        "overlap must be sm",
+        "skip_a2a",
+    ),
     "local_rows_copied": (
         {"skip_a2a": True, "overlap": "copy"},
         "overlap must be sm",

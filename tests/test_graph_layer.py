@@ -41,6 +41,8 @@ def right(found, calls):
 
 @FORMS
 def test_few_calls(form):
+    if jax.default_backend() != "cpu":
+        gpus.require_stream(form)
     found = graph_layer_worker.main(form, 5, 8)
     assert right(dict(found), 8), found
     # Whoever looks for captured calls finds none where there are no graphs.
@@ -81,6 +83,7 @@ def test_numpy_and_jax_have_the_same_formula():
 @FORMS
 @pytest.mark.parametrize("tokens", [8, 200, 600])
 def test_replayed(form, tokens):
+    gpus.require_stream(form)
     found = gpus.run_worker(
         "graph_layer_worker.py",
         *(form, str(tokens), str(CALLS)),
@@ -89,4 +92,6 @@ def test_replayed(form, tokens):
         JAX_EP_TEST_TRANSPORT=helpers.TRANSPORT,
     )
     assert right(dict(found), CALLS), found
-    gpus.assert_captured(found["launches"], CALLS)
+    # What of another stream XLA captures is its own affair.
+    if form != "stream":
+        gpus.assert_captured(found["launches"], CALLS)

@@ -135,6 +135,30 @@ def test_same_gradients(tokens: int, overlap: str) -> None:
             twins.assert_same(fast(o), plain(o), routing)
 
 
+def looped(ep: Any, o: twins.Operands) -> Any:
+    """Three layers in a scan, of which the backward pass repeats the halves."""
+
+    @jax.checkpoint
+    def step(x: Any, _: None) -> Any:
+        d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, o.ids, o.weights))
+        return jax_ep.combine_wait(jax_ep.combine_async(ep, d.tokens, d.route)), None
+
+    y, pull = jax.vjp(lambda x: jax.lax.scan(step, x, None, length=3)[0], o.dy)
+    return y, pull(y)
+
+
+@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
+def test_loops(overlap: str) -> None:
+    made = config(600, overlap=overlap, recv_capacity=1200)
+    with twins.Twins(twins.p2p_mesh(), made) as pair:
+        fast, plain = (
+            twins.mapped(pair.mesh, functools.partial(looped, ep))
+            for ep in (pair.p2p, pair.collective)
+        )
+        o = pair.operands(5, 600)
+        twins.assert_same(fast(o), plain(o))
+
+
 def pipelined(ep: Any, o: twins.Operands) -> Any:
     """Two dispatches and two combines in flight, with whole calls between."""
     scaled = [o.dy * jnp.asarray(i, o.dy.dtype) for i in (1, 2, 3)]
