@@ -37,11 +37,8 @@ from suite_record import REPORT_S, Suite, ended
 TRANSPORTS = ("p2p", "collective")
 # Files of tests that are the same on every machine.
 HOST_ONLY = (
-    "benchmark_fuzz",
-    "benchmark_layer_report",
-    "benchmark_nodes",
-    "benchmark_overlap_report",
-    "benchmark_report",
+    *("benchmark_fuzz", "benchmark_layer_report", "benchmark_nodes"),
+    *("benchmark_overlap_report", "benchmark_report"),
     "compatibility",
     "demo",
     "formats_errors",
