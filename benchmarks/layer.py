@@ -51,7 +51,7 @@ LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
 # For layer_experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "mosaic", "ragged_dot")
-# As XLA may do it, the last takes a second a call and 70 GiB in cases that are large.
+# As XLA may do it, the last takes 341 ms a matmul on H200s in cases that are large.
 _OF_LARGE = MATMULS[:2]
 WORKER = "layer_worker.py"
 

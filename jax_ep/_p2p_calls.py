@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
 PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
-_STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives
+STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives
 
 # Their frames, and those of what wraps functions, lie between a user's line and a call.
 _NOT_USERS = {"jax_ep", "jax", "jaxlib", "contextlib", "functools"}
@@ -49,7 +49,7 @@ def first_half(ep: EPHandle) -> Callable[..., list[jax.Array]]:
     """How the first half of a call is launched: `_ffi.call`, or beside others."""
     if ep.config.overlap != "stream":
         return _ffi.call
-    if jax.__version_info__ < _STREAM_SINCE:
+    if jax.__version_info__ < STREAM_SINCE:
         raise ValueError(
             f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
             f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"

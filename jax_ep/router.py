@@ -145,8 +145,8 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
     """Indices of the `count` highest scores of each row, best first; int32.
 
     On GPUs XLA of jax 0.11.2 returns zeros for indices that nothing in the program
-    uses, if the scores are sharded by row (openxla/xla#49005); outside of jit top_k
-    alone is a program. The minimum uses them and changes none.
+    uses, if the scores are sharded by row (as in openxla/xla#49005); outside of jit
+    top_k alone is a program. The minimum uses them and changes none.
     """
     _, at = jax.lax.top_k(scores, count)
     return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)

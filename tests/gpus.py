@@ -18,16 +18,24 @@ import jax
 import pytest
 import turns
 
-from jax_ep import _native
+from jax_ep import _native, _p2p_calls
 
 TESTS = pathlib.Path(__file__).parent
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
-def require_stream(overlap: str) -> None:
-    """Skips where JAX cannot do this `overlap` on GPUs."""
-    if overlap == "stream" and jax.__version_info__ < (0, 11, 1):
-        pytest.skip("this JAX puts no custom call on the stream of collectives")
+# Older JAX has no compute_on that takes a function; that jax_ep then refuses is tested
+# by test_aside.py, with any JAX.
+needs_stream = pytest.mark.skipif(
+    jax.__version_info__ < _p2p_calls.STREAM_SINCE,
+    reason="this JAX puts no custom call on the stream of collectives",
+)
+
+
+def require_stream(overlap: str, transport: str = "p2p") -> None:
+    """Skips as `needs_stream` does, where a transport's calls need it."""
+    if overlap == "stream" and transport != "collective" and needs_stream.args[0]:
+        pytest.skip(needs_stream.kwargs["reason"])
 
 
 def _driver() -> ctypes.CDLL:

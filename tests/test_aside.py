@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import check_form, raises
+from gpus import needs_stream
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import _ffi, _p2p_calls
 from jax_ep._results import struct
-
-on_stream = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 1),
-    reason="this JAX puts no custom call on the stream of collectives",
-)
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def program(monkeypatch):
     return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), x
 
 
-@on_stream
+@needs_stream
 @pytest.mark.parametrize("transform", [jax.jit, lambda run: run], ids=["jit", "eager"])
 def test_results_are_those_of_a_call(program, transform) -> None:
     run, x = program
@@ -57,7 +53,7 @@ def test_results_are_those_of_a_call(program, transform) -> None:
         )
 
 
-@on_stream
+@needs_stream
 def test_xla_is_given_one_result(program) -> None:
     """It wraps an element of several as work of that stream, and waits before it."""
     run, x = program
@@ -73,9 +69,9 @@ def test_which_calls_and_which_jax(monkeypatch) -> None:
         return types.SimpleNamespace(config=config, transport="p2p")
 
     assert _p2p_calls.first_half(handle("sm")) is _ffi.call
-    monkeypatch.setattr(_p2p_calls, "_STREAM_SINCE", (0, 1))
+    monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (0, 1))
     assert _p2p_calls.first_half(handle("stream")) is _ffi.call_aside
-    monkeypatch.setattr(_p2p_calls, "_STREAM_SINCE", (99, 0))
+    monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (99, 0))
     with raises() as caught:
         _p2p_calls.first_half(handle("stream"))
     check_form(caught, "EPConfig", "overlap", jax.__version__, "update jax")

@@ -9,6 +9,7 @@ import helpers
 import jax
 import options
 import pytest
+from gpus import needs_stream
 from test_chain import (
     TOKEN_INDEX,
     afters,
@@ -111,10 +112,7 @@ def made_by(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 1),
-    reason="this JAX puts no custom call on the stream of collectives",
-)
+@needs_stream
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
     """First halves, and nothing else, are apart, but in the chain as all calls."""

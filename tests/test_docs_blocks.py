@@ -130,8 +130,8 @@ def test_scaled_matmul_of_formats_page():
 
 @pytest.mark.parametrize("page", ["options", "overlap"])
 def test_pages_of_halves(page):
-    if page == "overlap" and helpers.TRANSPORT != "collective":
-        gpus.require_stream("stream")
+    if page == "overlap":
+        gpus.require_stream("stream", helpers.TRANSPORT)
     tokens, (_, group_sizes, (shared,)) = run_block(
         f"docs/{page}.md", helpers.TRANSPORT, {"shared_expert": lambda x: 2 * x}
     )

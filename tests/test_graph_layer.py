@@ -41,8 +41,7 @@ def right(found, calls):
 
 @FORMS
 def test_few_calls(form):
-    if jax.default_backend() != "cpu":
-        gpus.require_stream(form)
+    gpus.require_stream(form, helpers.TRANSPORT)
     found = graph_layer_worker.main(form, 5, 8)
     assert right(dict(found), 8), found
     # Whoever looks for captured calls finds none where there are no graphs.
@@ -83,7 +82,7 @@ def test_numpy_and_jax_have_the_same_formula():
 @FORMS
 @pytest.mark.parametrize("tokens", [8, 200, 600])
 def test_replayed(form, tokens):
-    gpus.require_stream(form)
+    gpus.require_stream(form, helpers.TRANSPORT)
     found = gpus.run_worker(
         "graph_layer_worker.py",
         *(form, str(tokens), str(CALLS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import gpus
 import helpers
 import jax
 import jax.numpy as jnp
@@ -163,8 +164,7 @@ def test_a_fused_shared_expert_equals_one_beside():
 
 @pytest.mark.parametrize("overlap", ["copy", "stream"])
 def test_a_shared_expert_between_the_halves_of_the_dispatch(overlap):
-    if overlap == "stream" and jax.__version_info__ < (0, 11, 1):
-        pytest.skip("this JAX puts no custom call on the stream of collectives")
+    gpus.require_stream(overlap, helpers.TRANSPORT)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     params = moe_dense.params()
     x = np.random.default_rng(7).standard_normal((N * mesh.size, moe_dense.HIDDEN))
