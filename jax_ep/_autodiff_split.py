@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
 
 
-_NUM_INVALID = 2  # in what `dispatch_send` of a transport leaves
-
-
 def _in_windows(ep: EPHandle) -> bool:
     # Halves that XLA exchanges share nothing with the handle's other calls.
     return split_transport_of(ep) is transport_of(ep)
@@ -56,14 +53,26 @@ def dispatch_async(
     topk_ids: jax.Array,
     router_weights: jax.Array,
     input_scale: jax.Array,
-    given: Token | None = None,
 ) -> tuple[Any, Any]:
     """The first half of `_autodiff.dispatch`."""
+    args = tokens, topk_ids, router_weights, input_scale
+    return _chained_dispatch(ep, weighted, *args)[:2]
+
+
+def _chained_dispatch(
+    ep: EPHandle,
+    weighted: bool,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    input_scale: jax.Array,
+    given: Token | None = None,
+) -> tuple[Any, Any, Token]:
     after = _before(ep, tokens, given)
     args = tokens, topk_ids, router_weights, input_scale
-    (sent, input_scale), ports = _dispatch_async(ep, weighted, *args, after)
-    _passed(ep, (sent[_NUM_INVALID],))
-    return (sent, input_scale), ports
+    held, ports, done = _dispatch_async(ep, weighted, *args, after)
+    _passed(ep, done)
+    return held, ports, done
 
 
 @own_rule(0, 1)
@@ -75,17 +84,17 @@ def _dispatch_async(
     router_weights: jax.Array,
     input_scale: jax.Array,
     after: Token,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Token]:
     body = partial(split_transport_of(ep).dispatch_send, ep)
-    sent = refusing_vmap("dispatch_async", body)(
+    sent, *done = refusing_vmap("dispatch_async", body)(
         tokens, topk_ids, router_weights, input_scale, *after
     )
     port = jnp.zeros_like(router_weights) if weighted else None
-    return (sent, input_scale), (jnp.zeros_like(tokens), port)
+    return (sent, input_scale), (jnp.zeros_like(tokens), port), tuple(done)
 
 
 def _dispatch_async_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
-    return dispatch_async(ep, weighted, *args), None
+    return _chained_dispatch(ep, weighted, *args), None
 
 
 def _dispatch_async_bwd(ep: EPHandle, weighted: bool, _: None, ct: Any) -> Any:
@@ -100,7 +109,7 @@ def dispatch_wait(
     ep: EPHandle, held: Any, ports: Any, given: Token | None = None
 ) -> Dispatched:
     """The second half of `_autodiff.dispatch`."""
-    after = _before(ep, held[0][0], given)
+    after = _before(ep, jax.tree.leaves(held)[0], given)
     d = _dispatch_wait(ep, held, ports, after)
     _passed(ep, (d.num_dropped,))
     return d
@@ -139,10 +148,10 @@ def combine_async(
     """The first half of `_autodiff_combine.combine`."""
     if ep.config.reduce == "none":
         route = _modes.by_entry(route)
-    return _chained_async(ep, route, expert_out, router_weights, residual)[:2]
+    return _chained_combine(ep, route, expert_out, router_weights, residual)[:2]
 
 
-def _chained_async(
+def _chained_combine(
     ep: EPHandle,
     route: Route,
     expert_out: jax.Array,
@@ -191,7 +200,7 @@ def _combine_async(
 
 
 def _combine_async_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return _chained_async(ep, route, *args), combine_kept(route, *args[:3])
+    return _chained_combine(ep, route, *args), combine_kept(route, *args[:3])
 
 
 def _combine_async_bwd(ep: EPHandle, kept: Any, ct: Any) -> Any:
@@ -203,17 +212,17 @@ _combine_async.defvjp(_combine_async_fwd, _combine_async_bwd)
 
 def combine_wait(ep: EPHandle, held: Any, port: jax.Array) -> jax.Array:
     """The second half of `_autodiff_combine.combine`."""
-    y, *_ = _chained_wait(ep, held, port)
+    y, *_ = _chained_sum(ep, held, port)
     if ep.config.reduce != "none":
         return y
     top_k = ep.config.top_k
     return y.reshape(y.shape[0] // top_k, top_k, y.shape[1])
 
 
-def _chained_wait(
+def _chained_sum(
     ep: EPHandle, held: Any, port: jax.Array, given: Token | None = None
 ) -> tuple[jax.Array, ...]:
-    after = _before(ep, held[0], given)
+    after = _before(ep, jax.tree.leaves(held)[0], given)
     out = _combine_wait(ep, held, port, after)
     _passed(ep, out[1:])
     return out
@@ -244,7 +253,7 @@ def _combine_wait(
 
 
 def _combine_wait_fwd(ep: EPHandle, held: Any, port: jax.Array, after: Token) -> Any:
-    return checkpoint_name(_chained_wait(ep, held, port, after), OUT_NAME), None
+    return checkpoint_name(_chained_sum(ep, held, port, after), OUT_NAME), None
 
 
 def _combine_wait_bwd(ep: EPHandle, _: None, ct: Any) -> Any:

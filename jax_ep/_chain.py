@@ -38,7 +38,7 @@ def before(ep: EPHandle, like: jax.Array, given: Token | None = None) -> Token:
         given: what the call comes after where none came before it in this trace.
 
     Returns:
-        int32 `[1]`, zero where there is nothing; () for an unchained transport.
+        int32, zero where there is nothing; () for an unchained transport.
     """
     if not _chained(ep):
         return ()

@@ -38,7 +38,7 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    sent = dispatch_send(ep, tokens, topk_ids, router_weights, input_scale)
+    (sent,) = dispatch_send(ep, tokens, topk_ids, router_weights, input_scale)
     return dispatch_place(ep, tokens, input_scale, sent)
 
 
@@ -57,12 +57,12 @@ def dispatch_send(
     topk_ids: jax.Array,
     router_weights: jax.Array,
     input_scale: jax.Array,
-) -> Sent:
-    """The part of `dispatch` up to its exchange."""
+) -> tuple[Sent]:
+    """The part of `dispatch` up to its exchange: what is there then."""
     send, slot_of, num_invalid = dispatch_pack(
         ep, tokens, topk_ids, router_weights, input_scale
     )
-    return exchange(ep, send), slot_of, num_invalid
+    return ((exchange(ep, send), slot_of, num_invalid),)
 
 
 def dispatch_pack(

@@ -77,26 +77,32 @@ def call_aside(
     results: Sequence[Any],
     *operands: jax.Array,
     **attributes: Any,
-) -> list[jax.Array]:
+) -> jax.Array:
     """As `call`, where XLA runs its collectives, beside what does not need the results.
 
-    They must be int32, for they come back as one array: an element of several results
-    is to XLA work on that stream too, which has to wait for the call at once.
+    They must be int32, for they come back as one array `[1, M]`: an element of several
+    results is to XLA work on that stream too, which has to wait for the call at once.
+    Nor may it be cut up before it is needed: XLA would do so, and wait, at once.
     """
     # Older JAX has another function of this name.
     compute_on: Any = importlib.import_module("jax.experimental.compute_on").compute_on
 
     def run(*operands: jax.Array) -> jax.Array:
         arrays = call(target, results, *operands, **attributes)
-        return jnp.concatenate([array.reshape(-1) for array in arrays])
+        return jnp.concatenate([array.reshape(1, -1) for array in arrays], axis=1)
 
     aside = compute_on(
         run,
         compute_type="gpu_stream:collective",
         out_memory_spaces=jax.memory.Space.Device,
     )
+    return aside(*operands)
+
+
+def parted(array: jax.Array, results: Sequence[Any]) -> list[jax.Array]:
+    """The results that are one array of `call_aside`."""
     ends = np.cumsum([math.prod(result.shape) for result in results])
-    parts = jnp.split(aside(*operands), ends[:-1])
+    parts = jnp.split(array, ends[:-1], axis=1)
     return [
         part.reshape(result.shape) for part, result in zip(parts, results, strict=True)
     ]

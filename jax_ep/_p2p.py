@@ -8,13 +8,13 @@ op leaves the place of the call in the windows, which the second is given.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
-from jax_ep._p2p_calls import first_half, pending_call, site
+from jax_ep._p2p_calls import First, first_half, pending_call, results_of, site
 from jax_ep._p2p_combine import combine, combine_send, combine_sum
 from jax_ep._results import dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
@@ -73,8 +73,18 @@ def held_rows(ep: EPHandle) -> int:
     return 1
 
 
-# What dispatch_send leaves: pending, slot_of, num_invalid, tokens that are not encoded.
-Sent = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+# What dispatch_send leaves: its results, and tokens that are not encoded.
+Sent = tuple[First, jax.Array | None]
+
+
+def _sent(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
+    """The types of pending, slot_of and num_invalid."""
+    top_k = ep.config.top_k + ep.config.fused_shared_expert
+    return (
+        pending_call(tokens),
+        struct(tokens, (tokens.shape[0], top_k), jnp.int32),
+        struct(tokens, (1,), jnp.int32),
+    )
 
 
 def dispatch_send(
@@ -84,30 +94,25 @@ def dispatch_send(
     router_weights: jax.Array,
     input_scale: jax.Array,
     after: jax.Array,
-) -> Sent:
+) -> tuple[Sent, jax.Array]:
     """The part of `dispatch` that routes and sends."""
     topk_ids, router_weights = _modes.routed(ep, topk_ids, router_weights)
-    pending, slot_of, num_invalid = first_half(ep)(
+    first = first_half(
+        ep,
         "ep_dispatch_send",
-        (
-            pending_call(tokens),
-            struct(tokens, topk_ids.shape, jnp.int32),
-            struct(tokens, (1,), jnp.int32),
-        ),
+        _sent(ep, tokens),
         tokens,
         topk_ids,
         router_weights,
         input_scale,
         after,
-        key=ep.key,
-        site=site(),
         ranks=ep.route_ranks,
         local_experts=ep.groups,
         format=ep.config.dispatch_format,
     )
     # Own rows come from the tokens themselves, unless they are encoded.
     encoded = formats.is_quantized(ep.config.dispatch_format)
-    return pending, slot_of, num_invalid, None if encoded else tokens
+    return (first, None if encoded else tokens), first[-1]
 
 
 def dispatch_place(
@@ -118,11 +123,12 @@ def dispatch_place(
     after: jax.Array,
 ) -> Dispatched:
     """The rest of `dispatch`; `like` has the shape and dtype of the tokens."""
-    pending, slot_of, num_invalid, own = sent
+    first, own = sent
+    _, slot_of, num_invalid = results_of(first, _sent(ep, like))
     arrived = _ffi.call(
         "ep_dispatch_place",
         received(ep, like),
-        pending,
+        first[0],
         # Made here: an empty array that comes from another program has no buffer.
         zeros(like, (0, like.shape[1]), like.dtype) if own is None else own,
         after,

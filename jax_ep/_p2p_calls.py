@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -45,13 +45,32 @@ def pending_call(like: jax.Array) -> Any:
     return struct(like, (1, PENDING_INTS), jnp.int32)
 
 
-def first_half(ep: EPHandle) -> Callable[..., list[jax.Array]]:
-    """How the first half of a call is launched: `_ffi.call`, or beside others."""
+# The results of a first half, of which the first begins with the pending call and the
+# last is what the handle's next call comes after; or one array that is all of them.
+First = tuple[jax.Array, ...]
+
+
+def first_half(
+    ep: EPHandle,
+    target: str,
+    results: Sequence[Any],
+    *operands: jax.Array,
+    **attributes: Any,
+) -> First:
+    """Launches the first half of a call, with `overlap="stream"` beside others."""
+    attributes |= {"key": ep.key, "site": site()}
     if ep.config.overlap != "stream":
-        return _ffi.call
+        return tuple(_ffi.call(target, results, *operands, **attributes))
     if jax.__version_info__ < STREAM_SINCE:
         raise ValueError(
             f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
             f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
         )
-    return _ffi.call_aside
+    return (_ffi.call_aside(target, results, *operands, **attributes),)
+
+
+def results_of(first: First, results: Sequence[Any]) -> list[jax.Array]:
+    """The results of a first half, for the second one."""
+    if len(first) == len(results):
+        return list(first)
+    return _ffi.parted(first[0], results)

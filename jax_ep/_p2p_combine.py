@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes
-from jax_ep._p2p_calls import first_half, pending_call, site
+from jax_ep._p2p_calls import First, first_half, pending_call, site
 from jax_ep._results import struct, zeros
 from jax_ep._types import Route
 
@@ -106,11 +106,12 @@ def combine_send(
     wire: str,
     by_entry: bool,
     after: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The part of `combine` that sums and sends: the pending call, `done`."""
+) -> tuple[First, jax.Array]:
+    """The part of `combine` that sums and sends."""
     alone = by_entry or _alone(ep, route.slot_of)
     rows = _modes.by_entry(route) if by_entry else route
-    pending, done = first_half(ep)(
+    first = first_half(
+        ep,
         "ep_combine_send",
         (pending_call(expert_out), struct(expert_out, (1,), jnp.int32)),
         expert_out,
@@ -118,18 +119,16 @@ def combine_send(
         rows.row_of,
         rows.slot_counts,
         after,
-        key=ep.key,
-        site=site(),
         weighted=row_weights is not None,
         by_entry=alone,
         combine_dtype=wire,
     )
-    return pending, done
+    return first, first[-1]
 
 
 def combine_sum(
     ep: EPHandle,
-    pending: jax.Array,
+    first: First,
     slot_of: jax.Array,
     expert_out: jax.Array,
     entry_weights: jax.Array | None,
@@ -151,7 +150,7 @@ def combine_sum(
             ),
             struct(expert_out, (1,), jnp.int32),
         ),
-        pending,
+        first[0],
         _modes.entry_slots(slot_of) if by_entry else slot_of,
         *given,
         after,

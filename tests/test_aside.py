@@ -31,7 +31,7 @@ def program(monkeypatch):
     def body(x):
         shapes = ((1, 4), (3, 2), (1,))
         results = [struct(x, shape, jnp.int32) for shape in shapes]
-        return _ffi.call_aside("made_up", results, x, key=7)
+        return _ffi.parted(_ffi.call_aside("made_up", results, x, key=7), results)
 
     monkeypatch.setattr(_ffi, "call", call)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
@@ -60,18 +60,21 @@ def test_xla_is_given_one_result(program) -> None:
     text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (line for line in text.splitlines() if "call @compute_on" in line)
     assert '_xla_stream_annotation = "collective"' in line
-    assert line.rstrip().endswith("-> tensor<11xi32>")
+    assert line.rstrip().endswith("-> tensor<1x11xi32>")
 
 
 def test_which_calls_and_which_jax(monkeypatch) -> None:
-    def handle(overlap):
+    def first(overlap):
         config = helpers.make_config(overlap=overlap)
-        return types.SimpleNamespace(config=config, transport="p2p")
+        ep = types.SimpleNamespace(config=config, transport="p2p", key=7)
+        return _p2p_calls.first_half(ep, "made_up", (1, 2))
 
-    assert _p2p_calls.first_half(handle("sm")) is _ffi.call
+    monkeypatch.setattr(_ffi, "call", lambda *_, **__: [1, 2])
+    monkeypatch.setattr(_ffi, "call_aside", lambda *_, **__: 12)
+    assert first("sm") == (1, 2)
     monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (0, 1))
-    assert _p2p_calls.first_half(handle("stream")) is _ffi.call_aside
+    assert first("stream") == (12,)
     monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (99, 0))
     with raises() as caught:
-        _p2p_calls.first_half(handle("stream"))
+        first("stream")
     check_form(caught, "EPConfig", "overlap", jax.__version__, "update jax")

@@ -7,6 +7,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import options
 import pytest
 from gpus import needs_stream
@@ -132,6 +133,36 @@ def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
         ("compute_on", "ep_dispatch_send"),
         ("compute_on_0", "ep_combine_send"),
     ]
+
+
+@needs_stream
+def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
+    """XLA cuts an array up as soon as it can: then the work would wait for it."""
+    ep = p2p_handle(mesh, overlap="stream")
+
+    def run(x: Any, ids: Any) -> Any:
+        pending, y = jax_ep.dispatch_async(ep, x, ids), jnp.sin(x)
+        pending, y = jax.lax.optimization_barrier((pending, y))
+        d = jax_ep.dispatch_wait(pending)
+        back, z = jax_ep.combine_async(ep, d.tokens, d.route), jnp.cos(y)
+        back, z = jax.lax.optimization_barrier((back, z))
+        return jax_ep.combine_wait(back) + z
+
+    text = lowered(mesh, run).partition("func.func private")[0]
+    pattern = r"stablehlo\.(?:custom_call @)?(slice|sine|cosine|optim\w+|ep_\w+)\b"
+    order = re.findall(pattern, text)
+    cut = ["slice"] * order.count("slice")
+    assert cut
+    assert order == [
+        *("sine", "optimization_barrier", *cut),
+        *("ep_dispatch_place", "optimization_barrier", "cosine"),
+        *("optimization_barrier", "ep_combine_place", "optimization_barrier"),
+    ]
+    packed = {match[1] for match in re.finditer(r"(%\d+) = func.call @comp", text)}
+    placed = re.findall(r"(%\d+) = .*@annotate_device_placement\((%\d+)\)", text)
+    wanted = [out for out, of in placed if of in packed]
+    found = re.findall(r"@ep_\w+_place\(.*?(%\d+)\)", text)
+    assert found == wanted  # what it comes after, as a whole
 
 
 @pytest.mark.parametrize("one", [layer, split_layer])

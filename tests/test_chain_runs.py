@@ -39,8 +39,9 @@ def tied(x: jax.Array, to: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((x, to))[0]
 
 
-def done(out: jax.Array) -> jax.Array:
-    return tied(jax.lax.full_like(out, 0, jnp.int32, (1,)), out)
+def done(out: Any) -> jax.Array:
+    like = jax.tree.leaves(out)[0]
+    return tied(jax.lax.full_like(like, 0, jnp.int32, (1,)), like)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def runs(monkeypatch):
         dispatch_cached=chained(_collective.dispatch_cached, 1, True),
         combine=chained(_collective.combine, 1, True),
         held_rows=_collective.held_rows,
-        dispatch_send=chained(_collective.dispatch_send, 0, False),
+        dispatch_send=chained(_collective.dispatch_send, 0, True),
         dispatch_place=chained(_collective.dispatch_place, 2, False),
         combine_send=chained(_collective.combine_send, 1, True),
         combine_sum=chained(_collective.combine_sum, 0, True),

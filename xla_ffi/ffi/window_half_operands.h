@@ -1,6 +1,7 @@
 // As window_operands.h, for calls of the window transports in two halves.
 #pragma once
 
+#include <string>
 #include <utility>
 
 #include "ffi/window_operands.h"
@@ -14,8 +15,13 @@ inline constexpr int64_t kPendingInts = sizeof(PendingCall) / sizeof(int32_t);
 inline PendingCall* PendingOf(const I32& pending) {
   return reinterpret_cast<PendingCall*>(pending.typed_data());
 }
+// Of a second half: what follows in the array is the caller's.
 inline void CheckPending(Checker& check, const I32& pending) {
-  check.Dims("pending", pending, {1, kPendingInts});
+  check.Rank("pending", pending, 2);
+  if (!check.ok()) return;
+  check.Require(Dim(pending, 0) == 1 && Dim(pending, 1) >= kPendingInts,
+                "pending must have shape [1, " + std::to_string(kPendingInts) +
+                    "] or longer, got " + DimsText(pending.dimensions()));
 }
 inline void CheckHalvesFit(Checker& check, const WindowSizes& sizes) {
   check.Require(sizes.depth > 1, "pending_calls must be at least 1, got 0");
@@ -35,7 +41,7 @@ struct DecodedWindowDispatchSend {
         .template Arg<I32>()        // topk_ids [n, K]
         .template Arg<F32>()        // router_weights [n, K]
         .template Arg<F32>()        // input_scale [1]
-        .template Arg<I32>()        // after [1]
+        .template Arg<I32>()        // after [...]
         .template Ret<I32>()        // pending [1, 4]
         .template Ret<I32>()        // slot_of [n, K]
         .template Ret<I32>()        // num_invalid [1]
@@ -68,7 +74,7 @@ struct DecodedWindowDispatchSend {
     check.Dims("num_invalid", *num_invalid, {1});
     CheckInputScale(check, input_scale);
     CheckAfter(check, after);
-    CheckPending(check, *pending_out);
+    check.Dims("pending", *pending_out, {1, kPendingInts});
     if (!check.ok()) return check.error();
     message_bytes =
         DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k).bytes;
@@ -100,9 +106,9 @@ struct DecodedWindowDispatchPlace {
   template <typename Binding>
   static auto Bind(Binding binding) {
     return Arrived::Bind(std::move(binding)
-                             .template Arg<I32>()        // pending [1, 4]
+                             .template Arg<I32>()        // pending [1, 4 or more]
                              .template Arg<AnyBuffer>()  // tokens [n, H], of a format [0, H]
-                             .template Arg<I32>())       // after [1]
+                             .template Arg<I32>())       // after [...]
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("expert_alignment")
         .template Attr<bool>("zero_tail")
@@ -169,7 +175,7 @@ struct DecodedWindowCombineSend {
         .template Arg<F32>()        // router_weights [N] or [0]
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // slot_counts [R]
-        .template Arg<I32>()        // after [1]
+        .template Arg<I32>()        // after [...]
         .template Ret<I32>()        // pending [1, 4]
         .template Ret<I32>()        // done [1]
         .template Attr<int64_t>("key")
@@ -202,7 +208,7 @@ struct DecodedWindowCombineSend {
     check.Dims("slot_counts", slot_counts, {shape.ranks});
     check.Dims("done", *done, {1});
     CheckAfter(check, after);
-    CheckPending(check, *pending_out);
+    check.Dims("pending", *pending_out, {1, kPendingInts});
     if (!check.ok()) return check.error();
     message_bytes = CombineMessageOf(step).bytes;
     step.site = site;
@@ -231,13 +237,13 @@ struct DecodedWindowCombinePlace {
   template <typename Binding>
   static auto Bind(Binding binding) {
     return std::move(binding)
-        .template Arg<I32>()        // pending [1, 4]
+        .template Arg<I32>()        // pending [1, 4 or more]
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<AnyBuffer>()  // residual [n, H] or [0, H]
         .template Arg<F32>()        // entry_weights [n, K] or [0, K], of by_entry
         .template Arg<AnyBuffer>()  // shared_rows [N, H] or [0, H]
         .template Arg<I32>()        // shared_part [2] or [0]
-        .template Arg<I32>()        // after [1]
+        .template Arg<I32>()        // after [...]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<I32>()        // done [1]
         .template Attr<int64_t>("key")

@@ -40,9 +40,11 @@ inline void CheckDispatchFits(Checker& check, const EpShape& shape, int64_t mess
 }
 
 // `after` is a result of the group's call before, or anything in a first call. It only orders the
-// two calls and is not read. Never empty: XLA may make it a parameter of a program, and an empty
-// parameter has no buffer on GPUs.
-inline void CheckAfter(Checker& check, const I32& after) { check.Dims("after", after, {1}); }
+// two calls and is not read, so its shape does not matter. Never empty: XLA may make it a parameter
+// of a program, and an empty parameter has no buffer on GPUs.
+inline void CheckAfter(Checker& check, const I32& after) {
+  check.Require(after.element_count() > 0, "after must have an element, got none");
+}
 
 struct DecodedWindowDispatch {
   WindowDispatchStep step{};
@@ -57,7 +59,7 @@ struct DecodedWindowDispatch {
                              .template Arg<I32>()        // topk_ids [n, K]
                              .template Arg<F32>()        // router_weights [n, K]
                              .template Arg<F32>()        // input_scale [1]
-                             .template Arg<I32>())       // after [1]
+                             .template Arg<I32>())       // after [...]
         .template Ret<I32>()                             // slot_of [n, K]
         .template Ret<I32>()                             // num_invalid [1]
         .template Attr<int64_t>("key")
@@ -140,7 +142,7 @@ struct DecodedWindowCachedDispatch {
         .template Arg<I32>()        // slot_of [n, K]
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // row_slot [N]
-        .template Arg<I32>()        // after [1]
+        .template Arg<I32>()        // after [...]
         .template Ret<AnyBuffer>()  // rows [N, H]
         .template Ret<F32>()        // row_weights [N] or [0]
         .template Ret<I32>()        // done [1]
@@ -249,7 +251,7 @@ struct DecodedWindowCombine {
         .template Arg<F32>()        // entry_weights [n, K] or [0, K], of by_entry
         .template Arg<AnyBuffer>()  // shared_rows [N, H] or [0, H]
         .template Arg<I32>()        // shared_part [2] or [0]
-        .template Arg<I32>()        // after [1]
+        .template Arg<I32>()        // after [...]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
         .template Ret<I32>()        // done [1]
