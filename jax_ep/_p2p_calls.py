@@ -66,6 +66,8 @@ def first_half(
             f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
             f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
         )
+    # In a CUDA graph nothing would run beside it: this target is not captured.
+    target += "_aside"
     return (_ffi.call_aside(target, results, *operands, **attributes),)
 
 

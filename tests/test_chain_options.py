@@ -130,8 +130,8 @@ def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
     assert [before for _, before in found] == [None, *targets[:-1]]
     apart = re.findall(r"func.func private @(compute_on\w*)\(.*?\n.*?@(ep_\w+)\(", text)
     assert apart == [
-        ("compute_on", "ep_dispatch_send"),
-        ("compute_on_0", "ep_combine_send"),
+        ("compute_on", "ep_dispatch_send_aside"),
+        ("compute_on_0", "ep_combine_send_aside"),
     ]
 
 

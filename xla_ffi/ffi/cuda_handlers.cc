@@ -293,9 +293,14 @@ std::vector<Target> CudaTargets() {
                            {ffi::Traits::kCmdBufferCompatible});
     return kCall;
   };
+  const auto streamed_of = []<typename Decoded>(Decoded) {
+    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Decoded>{}, Decoded::Bind(Context()));
+    return kCall;
+  };
   std::vector<Target> targets = Targets(kInit, handler_of);
   AddTargets(targets, WindowCalls{}, handler_of);
   AddTargets(targets, WindowHalves{}, handler_of);
+  AddTargets(targets, WindowAsides{}, streamed_of);
   return targets;
 }
 
