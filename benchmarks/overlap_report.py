@@ -110,8 +110,6 @@ def _noted(row, text):
     notes = [] if row["num_sms"] is None else [f"{row['num_sms']} SMs"]
     if "latency_hiding" in row["flags"]:
         notes.append("scheduler")
-    if "enable_command_buffer" in row["flags"]:
-        notes.append("no graphs")
     return f"{text} [{', '.join(notes)}]" if notes else text
 
 

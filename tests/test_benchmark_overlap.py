@@ -288,12 +288,12 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     (path,) = tmp_path.glob("overlap-made-upx4-*.json")
     written = json.loads(path.read_text())
     copies = f"{overlap.COPIES} {overlap.SCHEDULER}"
-    flags = ["", copies, "", overlap.SCHEDULER, overlap.GRAPHS[False]]
-    assert [spec["flags"] for _, spec, _ in calls[:5]] == flags
-    assert len(written["results"]) == 5
+    flags = ["", copies, "", overlap.SCHEDULER]
+    assert [spec["flags"] for _, spec, _ in calls[:4]] == flags
+    assert len(written["results"]) == 4
     # Made for each other: the flag says who copies, the option what is copied.
-    overlaps = ["sm", "copy", *["stream"] * 3]
-    assert [spec.get("overlap") for _, spec, _ in calls[:5]] == overlaps
+    overlaps = ["sm", "copy", *["stream"] * 2]
+    assert [spec.get("overlap") for _, spec, _ in calls[:4]] == overlaps
     assert [each["graphs"] for each in written["graphs"]] == [True, False]
     assert [flags for flags, *_ in calls] == [*flags, *overlap.GRAPHS.values()]
     deadlines = [spec["deadline"] for _, spec, _ in calls]

@@ -45,6 +45,23 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
                           dim3(static_cast<unsigned>(threads)), pointers, shared_bytes, stream);
 }
 
+// As Launch, but its blocks go before those of other streams' kernels that have not begun. What an
+// exchange sends is awaited on other GPUs; and a kernel whose blocks fill the device many times
+// over would hold it up to its own end.
+template <typename... Params>
+cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                        cudaStream_t stream, std::type_identity_t<Params>... params) {
+  int least = 0;
+  cudaLaunchAttribute priority{};
+  priority.id = cudaLaunchAttributePriority;
+  const cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &priority.val.priority);
+  if (error != cudaSuccess) return error;
+  const cudaLaunchConfig_t config{
+      grid, dim3(static_cast<unsigned>(threads)), shared_bytes, stream, &priority, 1};
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
+}
+
 template <typename... Params>
 cudaError_t Preload(void (*kernel)(Params...)) {
   cudaFuncAttributes attributes;

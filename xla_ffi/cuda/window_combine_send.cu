@@ -45,8 +45,8 @@ cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pendin
   plan.call.roles = SendingRoles(group, kSumWarps, plan.call.work, false);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
-    return Launch(WindowCombineSendKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,
-                  group, plan, pending);
+    return LaunchAhead(WindowCombineSendKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,
+                       group, plan, pending);
   });
 }
 

@@ -93,9 +93,9 @@ cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pend
   work.place_items = 0;
   plan.call.at_once = at_once;
   plan.call.roles = SendingRoles(group, kRowWarps, work, QuantizedFormat<Format>);
-  return Launch(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
-                kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
-                stream, step, group, plan, pending);
+  return LaunchAhead(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
+                     kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
+                     stream, step, group, plan, pending);
 }
 
 template <typename Format>

@@ -56,8 +56,23 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 using cudaStream_t = struct EmulatedStream*;
 enum { cudaStreamNonBlocking = 1 };
 struct cudaFuncAttributes {};
+enum cudaLaunchAttributeID { cudaLaunchAttributePriority };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int priority;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 grid, block;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaErrorNotSupported; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 // Runs what is enqueued on all streams.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
@@ -65,6 +80,10 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { ret
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 // The kernel's parameters have no types here: include/cuda/launch.h does without it.
 inline cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
   return cudaErrorNotSupported;
 }
 

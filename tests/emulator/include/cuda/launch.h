@@ -5,8 +5,10 @@
 
 // The launch by CUDA's runtime stays a template that nobody instantiates.
 #define Launch LaunchByRuntime
+#define LaunchAhead LaunchAheadByRuntime
 #include_next "cuda/launch.h"
 #undef Launch
+#undef LaunchAhead
 
 namespace jax_ep::cuda {
 
@@ -20,6 +22,13 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
   launch.body = [=] { kernel(params...); };
   emulator::Enqueue(std::move(launch), stream);
   return cudaSuccess;
+}
+
+// Emulated blocks all run at once.
+template <typename... Params>
+cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                        cudaStream_t stream, std::type_identity_t<Params>... params) {
+  return Launch(kernel, grid, threads, shared_bytes, stream, params...);
 }
 
 }  // namespace jax_ep::cuda
