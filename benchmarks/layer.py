@@ -26,10 +26,14 @@ experts on rows that are there already, over the time of the layer. Results and 
 gradients are compared with those of transport collective, within rounding; wrong ones
 are marked, and the command then exits 1.
 
-Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last.
+Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. The
+records that --merge names join it with the cases that this run did not come to, so that
+several runs make one.
 """
 
 import argparse
+import functools
+import json
 import pathlib
 import secrets
 import sys
@@ -71,6 +75,9 @@ def parse(arguments):
     parser.add_argument("--milliseconds", type=float, default=200, help="of a repeat")
     parser.add_argument("--seed", type=int, help="of tokens and parameters")
     parser.add_argument("--budget", type=float, default=540, help="seconds in all")
+    parser.add_argument(
+        "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
+    )
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args(arguments)
     if args.seed is None:
@@ -116,6 +123,31 @@ def offered_matmuls(args, case):
     return list(args.matmul or (_OF_LARGE if case.startswith("large") else MATMULS))
 
 
+OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
+
+
+def merged(before, after):
+    """One record of two runs on the same devices: of each case the last one's rows."""
+    for name in ("device", "count", "jax", "tokens", "top_k"):
+        if before[name] != after[name]:
+            raise SystemExit(
+                f"layer.py: records to merge must have the same {name}, got "
+                f"{before[name]!r} and {after[name]!r}; leave one of them out"
+            )
+    measured = set(after["cases"]) - set(layer_report.untimed(after))
+    rows = [row for row in before["results"] if row["case"] not in measured]
+    rows += [row for row in after["results"] if row["case"] in measured]
+    cases = before["cases"] | after["cases"]
+    runs = [*_runs(before), *_runs(after)]
+    problems = before["problems"] + after["problems"]
+    joined = {"cases": cases, "results": rows, "runs": runs, "problems": problems}
+    return {**after, **joined}
+
+
+def _runs(record):
+    return record.get("runs", [{name: record[name] for name in OF_A_RUN}])
+
+
 def main(arguments=None):
     args = parse(arguments)
     start = time.time()
@@ -151,10 +183,12 @@ def main(arguments=None):
         if problem:
             record["problems"].append(f"{name}: {problem}")
     record["seconds"] = round(time.time() - start, 1)
+    earlier = [json.loads(path.read_text()) for path in args.merge]
+    record = functools.reduce(merged, [*earlier, record])
     name = recording.short_device(record["device"])
     recording.write(f"layer-{name}x{record['count']}", record, args.results)
     layer_report.print_table(record)
-    return 1 if layer_report.failures(record) else 0
+    return 1 if layer_report.failures(record) or layer_report.untimed(record) else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 OURS = ("p2p", "collective")
+NO_TIME = "no time left"
 
 
 def number(value, digits=2):
@@ -36,15 +37,30 @@ def line(row):
 def failures(record):
     """What makes a record unfit: wrong results, or jax_ep's own that are missing.
 
-    What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out.
+    What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out, and
+    so are the cases of `untimed`.
     """
+    left_out, lacking = untimed(record), (*OURS, "all")
     rows = [
         line(row)
         for row in record["results"]
         if (row.get("wrong") and row["layer"] != "experts")
-        or ("error" in row and row["layer"] in (*OURS, "all"))
+        or (row["layer"] in lacking and "error" in row and row["case"] not in left_out)
     ]
     return [*rows, *record["problems"]]
+
+
+def untimed(record):
+    """The cases that the time did not last to: no layer of theirs was timed."""
+    rows = [row for row in record["results"] if row["layer"] != "experts"]
+    begun = {row["case"] for row in rows if not row.get("error", "").endswith(NO_TIME)}
+    return [case for case in record["cases"] if case not in begun]
+
+
+def sizes(record, case):
+    """What a case is called in tables."""
+    found = record["cases"][case]
+    return f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
 
 
 def _right(rows, **wanted):
@@ -135,11 +151,10 @@ def _time(row):
 def cells(record):
     """The table's cells, as text."""
     for each in summary(record):
-        sizes = record["cases"][each["case"]]
         apart = ("dense", "p2p_default")  # have other experts than the rest
         sparse = [each[key] for key in _LAYERS if each[key] and key not in apart]
         yield (
-            f"{sizes['hidden']} x {sizes['inner']}, {sizes['experts']} experts",
+            sizes(record, each["case"]),
             PASSES[each["pass"]],
             number(sparse[0]["experts_ms"] if sparse else None),
             *(_time(each[key]) for key in _LAYERS),

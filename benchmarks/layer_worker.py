@@ -196,7 +196,7 @@ class Worker:
     def measure(self, facts, programs, reference, matmul):
         """The rows of one layer; what its "both" returned."""
         if self.late():
-            raise RuntimeError("no time left")
+            raise RuntimeError(layer_report.NO_TIME)
         result = raised(programs["both"])(self.case.tokens[0])
         if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
             raise RuntimeError("there is nothing to compare it with")
@@ -229,7 +229,7 @@ class Worker:
         layers, finishers, handles = [], {}, []
         for facts, make in self.layers(experts, matmul):
             if self.late():
-                self.row(**{"matmul": matmul, **facts}, error="no time left")
+                self.row(**{"matmul": matmul, **facts}, error=layer_report.NO_TIME)
                 continue
             try:
                 layer, ep, *operands = make()
@@ -288,7 +288,7 @@ def main():
     with worker.reporting(sys.argv[2], layer_report.line) as emit:
         for name, sizes in spec["cases"].items():
             if time.time() > spec["deadline"]:
-                emit({"case": name, "layer": "all", "error": "no time left"})
+                emit({"case": name, "layer": "all", "error": layer_report.NO_TIME})
                 continue
             case = layer_cases.make_case(mesh, sizes, spec["seed"])
             Worker(spec, case, name, emit).run()

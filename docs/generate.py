@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import draw
 import format_errors
+import layer_tables
 import p2p_report
 import performance_tables
 import reliability_table
@@ -256,7 +257,6 @@ def draw_p2p(check):
 
 def main():
     check = "--check" in sys.argv
-    layers = from_newest("layer", performance_tables.layers)
     stale = [P2P_PICTURE.relative_to(ROOT)] if draw_p2p(check) else []
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
@@ -266,9 +266,9 @@ def main():
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
         (PERFORMANCE, "targets", targets()),
         (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
-        (README, "layers", layers),
-        (LAYERS, "layers", layers),
-        (LAYERS, "train", from_newest("train", performance_tables.train)),
+        (README, "layers", from_newest("layer", layer_tables.layers)),
+        (LAYERS, "layers", from_newest("layer", layer_tables.all_layers)),
+        (LAYERS, "train", from_newest("train", layer_tables.train)),
         (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
         (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),

@@ -1,8 +1,5 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
-import math
-
-import layer_report
 import options_report
 import overlap_report
 import p2p_report
@@ -23,7 +20,7 @@ TARGETS = (
 )
 
 
-def _source(data, command):
+def source(data, command):
     return (
         f"{data['count']} x {data['device']}, {data['date']}, commit "
         f"{data['commit'][:12]}; `{command}`"
@@ -46,7 +43,7 @@ def targets(plain, formats, table):
             for row in p2p_report.summary(data["results"])
             if row["routing"] == "uniform" and row["p2p"] and row["format"] == wanted
         }
-        sources.append(f"`{wanted}`: {_source(data, data['command'])}.")
+        sources.append(f"`{wanted}`: {source(data, data['command'])}.")
     rows = []
     for op, name, tokens, limit, aim in TARGETS:
         row = found.get((op, name, tokens))
@@ -95,7 +92,7 @@ def formats(data, table):
     columns += ("bytes of bf16's", "time of bf16's", "recovered", "")
     peak = p2p_report.number(data["peak_gb_s"], 0)
     head = (
-        f"{_source(data, data['command'])}, seed {data['seed']}; peak {peak} GB/s. "
+        f"{source(data, data['command'])}, seed {data['seed']}; peak {peak} GB/s. "
         f"On 4 GPUs, at T = 4096, the aim is {p2p_report.RECOVERED_AIM} of the bytes; "
         "fewer GPUs are less held up by their links."
     )
@@ -117,7 +114,7 @@ def nodes(data, table):
         for row in sorted(data["rows"], key=lambda row: (row["op"], row["tokens"]))
     ]
     columns = ("", "T a rank", "", "us", "least to most", "of one process")
-    head = f"{_source(data, data['command'])}; seed {data['seed']}.\n\n"
+    head = f"{source(data, data['command'])}; seed {data['seed']}.\n\n"
     return head + table((*columns, "bits of collective"), rows)
 
 
@@ -135,13 +132,13 @@ def sms(data, table):
         shown = ["" if us is None else f"{us:.1f} ({us / least:.2f})" for us in cells]
         rows.append((call, tokens, *shown))
     columns = ["", "T a rank", *("default" if c == 0 else f"{c} SMs" for c in counts)]
-    return f"{_source(data, data['command'])}.\n\n" + table(columns, rows)
+    return f"{source(data, data['command'])}.\n\n" + table(columns, rows)
 
 
-def _runs(data):
-    """As `_source`, of each of the runs that a record was made of."""
-    sources = dict.fromkeys(_source({**data, **r}, r["command"]) for r in data["runs"])
-    return "; ".join(sources)
+def runs(data):
+    """As `source`, of each of the runs that a record was made of."""
+    each = data.get("runs", [data])
+    return "; ".join(dict.fromkeys(source({**data, **r}, r["command"]) for r in each))
 
 
 def overlap(data, table):
@@ -150,7 +147,7 @@ def overlap(data, table):
     if failures:
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
     head = (
-        f"{_runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
+        f"{runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
         f"a rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
         "bfloat16; microseconds."
     )
@@ -179,7 +176,7 @@ def graphs(data, table):
     rows = list(overlap_report.graphs(data))
     if not rows:
         return "No run is recorded yet."
-    head = f"{_runs(data)}; of programs of many calls."
+    head = f"{runs(data)}; of programs of many calls."
     return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
 
 
@@ -187,7 +184,7 @@ def _options(data):
     failures = options_report.failures(data)
     if failures:
         raise SystemExit(f"the newest options file is unfit: {failures}")
-    return f"{_source(data, data['command'])}, jax {data['jax']}"
+    return f"{source(data, data['command'])}, jax {data['jax']}"
 
 
 def options(data, table):
@@ -230,90 +227,3 @@ def p2p_row(row):
         p2p_report.number(row["ragged_best_us"], 0),
         _speed_up(row),
     )
-
-
-def layers(data, table):
-    """Whole layers over jax_ep and over what JAX has."""
-    failures = layer_report.failures(data)
-    if failures:
-        raise SystemExit(f"the newest layer file is unfit: {failures}")
-
-    def seen(key, *names):
-        rows = [row for row in data["results"] if row["layer"] in names]
-        return ", ".join(sorted({row[key] for row in rows}))
-
-    head = (
-        f"**Whole layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
-        f"{data['date']}, commit {data['commit'][:12]}, seed {data['seed']}; "
-        f"`{data['command']}`): {data['tokens']} tokens a rank, top-{data['top_k']}, "
-        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, with "
-        "every gradient in the second row of each size, and in brackets the share of "
-        "them that the same router and experts do not take on rows that are there "
-        "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        "(`benchmarks/ragged.py`): an update a rank with default flags, the same with "
-        f"XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
-        "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
-        "dropped, and batched matmuls; `default experts` is p2p's with "
-        "`jax_ep.experts.ragged_dot`, what a layer has that names none; the last "
-        "columns are p2p's speed-up over each other layer. "
-        "The others multiply by the fastest of several ways in each size (here "
-        f"{seen('matmul', *layer_report.OURS)}; "
-        "`jax_ep.experts`). All results and gradients were compared in "
-        "this run, within rounding."
-    )
-    alone = [
-        (case, each, f"`{way}`", ms)
-        for case, each, way, ms in layer_report.matmuls(data)
-    ]
-    return "\n\n".join(
-        [
-            head,
-            table(layer_report.COLUMNS, list(layer_report.cells(data))),
-            "The experts alone, by way of multiplying:",
-            table(("size", "pass", "way", "ms"), alone),
-            *_stats_cost(data, table),
-        ]
-    )
-
-
-def _stats_cost(data, table):
-    rows = list(layer_report.stats_cost(data))
-    if rows:
-        yield "What `jax_ep.stats.update` adds to p2p's layer:"
-        yield table(("size", "pass", "ms", "with it", ""), rows)
-
-
-def train(data, table):
-    """The curves of examples/train.py, from a dozen steps."""
-    curves = data["curves"]
-    names = [name for name in curves if name != "dense"]
-    apart = {
-        name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
-        for name in names
-    }
-    alike = data["alike"]
-    before = {n: max(gaps[: alike[n]], default=math.inf) for n, gaps in apart.items()}
-    if not names or max(before.values()) > 1e-4:
-        raise SystemExit(f"the newest train file is unfit: {before}")
-    steps = len(curves["dense"])
-    shown = [0, *range(steps // 12 - 1, steps, max(1, steps // 12))]
-    rows = [
-        (step + 1, *(f"{curves[name][step]:.4f}" for name in ("dense", *names)))
-        for step in dict.fromkeys(max(0, step) for step in shown)
-    ]
-    sizes = data["sizes"]
-    found = ", ".join(
-        f"{name} {before[name]:.1e} in {data['alike'][name]} steps and "
-        f"{max(apart[name]):.1e} in all {steps}"
-        for name in names
-    )
-    head = (
-        f"{_source(data, data['command'])}, jax {data['jax']}, mesh "
-        f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
-        f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
-        f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
-        f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
-        "Largest difference from the dense curve before a near tie of a router turned "
-        f"the first token to another expert, and with what came of it: {found}."
-    )
-    return f"{head}\n\n" + table(("step", "dense", *names), rows)

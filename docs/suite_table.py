@@ -11,7 +11,8 @@ def name(data):
     if data.get("processes"):
         parts.append(f"{data['processes']} processes")
     if data.get("ranks_per_node"):
-        parts.append(f"{data['ranks_per_node']} GPUs a node")
+        per_node = data["ranks_per_node"]
+        parts.append(f"{per_node} GPU{'s' * (per_node > 1)} a node")
     return ", ".join(parts)
 
 

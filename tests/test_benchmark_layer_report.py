@@ -14,8 +14,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 import generate
 import layer
 import layer_report
+import layer_tables
 import layer_worker
-import performance_tables
 
 
 def timing(ms):
@@ -80,9 +80,10 @@ def test_summary_takes_the_fastest_right_rows():
 def test_table_of_the_docs():
     found = record()
     with pytest.raises(SystemExit, match="unfit"):
-        performance_tables.layers(found, generate.table)
+        layer_tables.all_layers(found, generate.table)
     del found["results"][5]
-    text = performance_tables.layers(found, generate.table)
+    text = layer_tables.all_layers(found, generate.table)
+    assert text.startswith(layer_tables.layers(found, generate.table))
     row = next(line for line in text.splitlines() if "forward + backward |" in line)
     assert row.split(" | ")[0] == "| 2048 x 1024, 64 experts"
     assert "| 8.00 (75%) | 1.50 | 10.00 |  | 2.00 |" in row
@@ -130,3 +131,27 @@ def test_the_default_experts_are_measured_where_they_are_offered(offered, wanted
     made = layer_worker.Worker(spec, None, "mid", None).layers(None, "padded")
     found = [facts["layer"] for facts, _ in made]
     assert found.count(layer_report.DEFAULT_EXPERTS) == wanted
+
+
+def test_cases_without_time_are_said_and_can_be_joined_later():
+    found = record()
+    del found["results"][5]
+    found |= {"driver": "1", "seconds": 2.0}
+    found["cases"]["large-256"] = found["cases"]["mid"]
+    late = {"error": f"RuntimeError: {layer_report.NO_TIME}", "case": "large-256"}
+    found["results"] += [late | {"layer": "p2p"}, late | {"layer": "all"}]
+    found["results"] += [late | {"layer": "experts", "ms": 1.0, "wrong": False}]
+    assert layer_report.untimed(found) == ["large-256"]
+    assert layer_report.failures(found) == []
+    text = layer_tables.layers(found, generate.table)
+    assert text.endswith("No time was left for 2048 x 1024, 64 experts.")
+    again = found | {"commit": "def", "results": [row("p2p", 9.0, case="large-256")]}
+    joined = layer.merged(found, again)
+    assert layer_report.untimed(joined) == []
+    assert [run["commit"] for run in joined["runs"]] == ["abc", "def"]
+    # Of the case that the second run did not come to, the first one's rows.
+    times = {each["case"]: each["p2p"]["ms"] for each in layer_report.summary(joined)}
+    assert times == {"mid": 4.0, "large-256": 9.0}
+    for name in ("device", "tokens"):
+        with pytest.raises(SystemExit, match=f"the same {name}"):
+            layer.merged(found, again | {name: "other"})

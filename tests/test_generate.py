@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
-import performance_tables
+import layer_tables
 from reliability_table import soak_part
 
 
@@ -84,7 +84,7 @@ def test_curves_of_training_must_be_the_same():
         ),
         "curves": {"dense": dense, "flax": [nats + 1e-5 for nats in dense]},
     }
-    lines = performance_tables.train(data, generate.table).splitlines()
+    lines = layer_tables.train(data, generate.table).splitlines()
     assert "flax 1.0e-05 in 40 steps and 1.0e-05 in all 60" in lines[0]
     assert lines[4] == "| 1 | 5.0000 | 5.0000 |"
     assert lines[-1] == "| 60 | 2.0500 | 2.0500 |"
@@ -97,7 +97,7 @@ def test_curves_of_training_must_be_the_same():
         {"curves": {"dense": dense}},
     ):
         with pytest.raises(SystemExit, match="unfit"):
-            performance_tables.train(data | changes, generate.table)
+            layer_tables.train(data | changes, generate.table)
 
 
 def test_no_records_no_text(tmp_path, monkeypatch):

@@ -1,0 +1,99 @@
+"""Tables of records of whole layers and of training, for README.md and docs."""
+
+import math
+
+import layer_report
+import performance_tables
+
+
+def layers(data, table):
+    """Whole layers over jax_ep and over what JAX has: what README.md shows."""
+    failures = layer_report.failures(data)
+    if failures:
+        raise SystemExit(f"the newest layer file is unfit: {failures}")
+
+    def seen(key, *names):
+        rows = [r for r in data["results"] if r["layer"] in names and "ms" in r]
+        return ", ".join(sorted({row[key] for row in rows}))
+
+    head = (
+        f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
+        f"{data['tokens']} tokens a rank, top-{data['top_k']}, "
+        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, with "
+        "every gradient in the second row of each size, and in brackets the share of "
+        "them that the same router and experts do not take on rows that are there "
+        "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
+        "(`benchmarks/ragged.py`): an update a rank with default flags, the same with "
+        f"XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
+        "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
+        "dropped, and batched matmuls; `default experts` is p2p's with "
+        "`jax_ep.experts.ragged_dot`, what a layer has that names none; the last "
+        "columns are p2p's speed-up over each other layer. "
+        "The others multiply by the fastest of several ways in each size (here "
+        f"{seen('matmul', *layer_report.OURS)}; "
+        "`jax_ep.experts`). All results and gradients were compared in "
+        "this run, within rounding."
+    )
+    untimed = [layer_report.sizes(data, case) for case in layer_report.untimed(data)]
+    times = table(layer_report.COLUMNS, list(layer_report.cells(data)))
+    notes = (f"No time was left for {sizes}." for sizes in untimed)
+    return "\n\n".join([head, times, *notes])
+
+
+def all_layers(data, table):
+    """`layers`, and what they rest on."""
+    alone = [
+        (case, each, f"`{way}`", ms)
+        for case, each, way, ms in layer_report.matmuls(data)
+    ]
+    return "\n\n".join(
+        [
+            layers(data, table),
+            "The experts alone, by way of multiplying:",
+            table(("size", "pass", "way", "ms"), alone),
+            *_stats_cost(data, table),
+        ]
+    )
+
+
+def _stats_cost(data, table):
+    rows = list(layer_report.stats_cost(data))
+    if rows:
+        yield "What `jax_ep.stats.update` adds to p2p's layer:"
+        yield table(("size", "pass", "ms", "with it", ""), rows)
+
+
+def train(data, table):
+    """The curves of examples/train.py, from a dozen steps."""
+    curves = data["curves"]
+    names = [name for name in curves if name != "dense"]
+    apart = {
+        name: [abs(a - b) for a, b in zip(curves[name], curves["dense"], strict=True)]
+        for name in names
+    }
+    alike = data["alike"]
+    before = {n: max(gaps[: alike[n]], default=math.inf) for n, gaps in apart.items()}
+    if not names or max(before.values()) > 1e-4:
+        raise SystemExit(f"the newest train file is unfit: {before}")
+    steps = len(curves["dense"])
+    shown = [0, *range(steps // 12 - 1, steps, max(1, steps // 12))]
+    rows = [
+        (step + 1, *(f"{curves[name][step]:.4f}" for name in ("dense", *names)))
+        for step in dict.fromkeys(max(0, step) for step in shown)
+    ]
+    sizes = data["sizes"]
+    found = ", ".join(
+        f"{name} {before[name]:.1e} in {data['alike'][name]} steps and "
+        f"{max(apart[name]):.1e} in all {steps}"
+        for name in names
+    )
+    head = (
+        f"{performance_tables.source(data, data['command'])}, jax {data['jax']}, mesh "
+        f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
+        f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
+        f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
+        f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
+        "Largest difference from the dense curve before a near tie of a router turned "
+        f"the first token to another expert, and with what came of it: {found}."
+    )
+    return f"{head}\n\n" + table(("step", "dense", *names), rows)
