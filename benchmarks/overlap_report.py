@@ -207,6 +207,38 @@ def batches(record):
 BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
 
 
+# One of each kind: a matmul, a grouped one, and what device memory bounds.
+_TIMELINES = ("matmul", "mosaic", "ragged_dot", "elementwise")
+TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from to us")
+
+
+def _spans(streams, kind):
+    """When each stream began and ended what is of a kind; its sum where it paused."""
+    for stream in sorted(streams, key=lambda s: s.get(kind, {}).get("start_us", 0)):
+        if kind not in stream:
+            continue
+        span = stream[kind]
+        start, end, busy = (span[name] for name in ("start_us", "end_us", "busy_us"))
+        note = f" ({busy:.0f} in all)" if busy < 0.9 * (end - start) else ""
+        yield f"{start:.0f} to {end:.0f}{note}"
+
+
+def timelines(record):
+    """One traced call of each arrangement, the first GPU's streams."""
+    rows = [row for row in record["results"] if row["beside"] in _TIMELINES]
+    cases = dict.fromkeys((row["op"], row["beside"]) for row in rows if row["op"])
+    for op, beside in cases:
+        for arrangement, name in COLUMNS.items():
+            wanted = (op, beside, arrangement)
+            keys = ("op", "beside", "arrangement")
+            found = [row for row in rows if tuple(row[k] for k in keys) == wanted]
+            streams = ((_best(found) or {}).get("trace") or {}).get("streams", [])
+            first = [s for s in streams if s["gpu"] == streams[0]["gpu"]]
+            if first:
+                spans = ("; ".join(_spans(first, k)) for k in ("exchange", "other"))
+                yield (op, beside, name, *spans)
+
+
 def _captured(row):
     """The time of calls in graphs, if handlers were seen under capture alone."""
     captured, streamed = row.get("captured"), row.get("streamed")
@@ -250,6 +282,7 @@ def print_table(record):
     for head, rows in (
         (header(), cells(record)),
         (PARTS_HEADER, parts(record)),
+        (TIMELINES_HEADER, timelines(record)),
         (BATCHES_HEADER, batches(record)),
         (GRAPHS_HEADER, graphs(record)),
     ):

@@ -161,6 +161,14 @@ def overlap(data, table):
             "the copies:",
             table(overlap_report.PARTS_HEADER, parts),
         ]
+    timelines = list(overlap_report.timelines(data))
+    if timelines:
+        shown += [
+            "One traced call of each (`jax.profiler`) with nothing enqueued before it, "
+            "so that the host's launches show: when each stream of the first GPU began "
+            "and ended the exchange, and the other work, to which small copies count:",
+            table(overlap_report.TIMELINES_HEADER, timelines),
+        ]
     batches = list(overlap_report.batches(data))
     if batches:
         shown += [

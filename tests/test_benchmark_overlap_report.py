@@ -184,3 +184,35 @@ def test_runs_of_a_day_make_one_record():
     assert "commit fedcba; " in text
     with pytest.raises(SystemExit, match="must have the same tokens"):
         overlap.merged(first, record(tokens=8))
+
+
+def test_timelines_are_the_first_gpus_streams():
+    def stream(gpu, **spans):
+        found = {
+            kind: {"start_us": start, "end_us": end, "busy_us": busy}
+            for kind, (start, end, busy) in spans.items()
+        }
+        return {"gpu": f"/device:GPU:{gpu}", "stream": "Stream #1"} | found
+
+    streams = [
+        stream(0, other=(60, 700, 640), exchange=(710, 800, 90)),
+        stream(0, exchange=(0, 540, 300)),
+        stream(1, exchange=(5, 6, 1)),
+    ]
+    traced = {"beside": "elementwise", "trace": {"streams": streams}}
+    rows = [
+        row(
+            1000.0, **traced, arrangement="stream_halves", exposed_us=100, op="combine"
+        ),
+        row(
+            900.0, beside="attention", arrangement="whole", exposed_us=90, op="combine"
+        ),
+        row(900.0, beside="matmul", arrangement="whole", exposed_us=90, op="combine"),
+    ]
+    assert list(overlap_report.timelines({"results": rows})) == [
+        (
+            *("combine", "elementwise", "two streams, halves"),
+            "0 to 540 (300 in all); 710 to 800",
+            "60 to 700",
+        )
+    ]
