@@ -32,7 +32,7 @@ import time
 
 import lockstep_run
 import recording
-from suite_record import REPORT_S, Suite, ended
+from suite_record import REPORT_S, Suite, ended, heed_interrupts
 
 TRANSPORTS = ("p2p", "collective")
 # Files of tests that are the same on every machine.
@@ -291,6 +291,7 @@ def run_in_processes(args, arguments, folder):
 
 
 def main():
+    heed_interrupts()
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="other arguments go to pytest"
     )

@@ -213,6 +213,15 @@ def _by_file(record):
     return dict(found)
 
 
+def heed_interrupts():
+    """Has what this process starts heed SIGINT, by which `ended` ends it.
+
+    A shell has what it starts in the background ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def ended(process, left):
     """Exit status of pytest in a session of its own, and whether it was in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -82,10 +82,13 @@ def quick_compiles():
     if jax.default_backend() != "cpu":
         yield
         return
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")  # for processes
+        yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from test_doctor import command
 from jax_ep import _cli, _cli_bench
 from jax_ep._demo import picture
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def record(**times):
     rows = [

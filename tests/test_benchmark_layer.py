@@ -25,6 +25,8 @@ import layer_report
 import layer_worker
 from test_benchmark_layer_report import timing
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SIZES = {"hidden": 32, "inner": 16, "experts": 16, "top_k": 3, "tokens": 8}
 
 

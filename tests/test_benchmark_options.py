@@ -20,6 +20,8 @@ import p2p
 import p2p_transports
 import performance_tables
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TINY = [
     *("--transport", helpers.TRANSPORT, "--tokens", "6", "--hidden", "128"),
     *("--experts", "8", "--top-k", "2", "--num-sms", "8", "--seed", "3"),

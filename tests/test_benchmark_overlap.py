@@ -23,6 +23,8 @@ import overlap_worker
 import p2p
 import p2p_programs
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TINY = [
     *("--transport", helpers.TRANSPORT, "--tokens", "8", "--hidden", "128"),
     *("--experts", "8", "--top-k", "2", "--inner", "128", "--matmul", "64"),

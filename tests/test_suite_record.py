@@ -45,6 +45,7 @@ def test_time_ends_a_file(seconds: float, left: float, tmp_path) -> None:
     """What was found before counts, and the file as one not run to its end."""
     (tmp_path / "test_it.py").write_text(FILE.format(seconds=seconds, reason=REASON))
     report = tmp_path / "report.xml"
+    suite_record.heed_interrupts()
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:xdist", f"--junitxml={report}"],
         cwd=tmp_path,
