@@ -26,9 +26,9 @@ experts on rows that are there already, over the time of the layer. Results and 
 gradients are compared with those of transport collective, within rounding; wrong ones
 are marked, and the command then exits 1.
 
-Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. The
-records that --merge names join it with the cases that this run did not come to, so that
-several runs make one.
+Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. --merge
+adds the cases of earlier records that this run did not time. A case without any time
+exits 1 as well.
 """
 
 import argparse
@@ -129,11 +129,9 @@ OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
 def merged(before, after):
     """One record of two runs on the same devices: of each case the last one's rows."""
     for name in ("device", "count", "jax", "tokens", "top_k"):
-        if before[name] != after[name]:
-            raise SystemExit(
-                f"layer.py: records to merge must have the same {name}, got "
-                f"{before[name]!r} and {after[name]!r}; leave one of them out"
-            )
+        _require_same(name, before[name], after[name])
+    for case in before["cases"].keys() & after["cases"].keys():
+        _require_same(f"sizes of {case}", before["cases"][case], after["cases"][case])
     measured = set(after["cases"]) - set(layer_report.untimed(after))
     rows = [row for row in before["results"] if row["case"] not in measured]
     rows += [row for row in after["results"] if row["case"] in measured]
@@ -144,6 +142,14 @@ def merged(before, after):
     return {**after, **joined}
 
 
+def _require_same(name, before, after):
+    if before != after:
+        raise SystemExit(
+            f"layer.py: records to merge must have the same {name}, got {before!r} and "
+            f"{after!r}; leave one of them out"
+        )
+
+
 def _runs(record):
     return record.get("runs", [{name: record[name] for name in OF_A_RUN}])
 
@@ -151,6 +157,7 @@ def _runs(record):
 def main(arguments=None):
     args = parse(arguments)
     start = time.time()
+    earlier = [json.loads(path.read_text()) for path in args.merge]
     print(f"seed {args.seed}")
     cases = {
         name: {**(CASES | TINY)[name], "tokens": args.tokens, "top_k": args.top_k}
@@ -183,10 +190,12 @@ def main(arguments=None):
         if problem:
             record["problems"].append(f"{name}: {problem}")
     record["seconds"] = round(time.time() - start, 1)
-    earlier = [json.loads(path.read_text()) for path in args.merge]
-    record = functools.reduce(merged, [*earlier, record])
     name = recording.short_device(record["device"])
-    recording.write(f"layer-{name}x{record['count']}", record, args.results)
+    try:
+        record = functools.reduce(merged, [*earlier, record])
+    finally:
+        # Also where it cannot be joined.
+        recording.write(f"layer-{name}x{record['count']}", record, args.results)
     layer_report.print_table(record)
     return 1 if layer_report.failures(record) or layer_report.untimed(record) else 0
 

@@ -207,8 +207,7 @@ def batches(record):
 BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
 
 
-# One of each kind: a matmul, a grouped one, and what device memory bounds.
-_TIMELINES = ("matmul", "mosaic", "ragged_dot", "elementwise")
+_TIMELINES = ("matmul", "mosaic", "ragged_dot", "elementwise", "attention")
 TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from to us")
 
 
@@ -232,11 +231,12 @@ def timelines(record):
             wanted = (op, beside, arrangement)
             keys = ("op", "beside", "arrangement")
             found = [row for row in rows if tuple(row[k] for k in keys) == wanted]
-            streams = ((_best(found) or {}).get("trace") or {}).get("streams", [])
+            row = _best(found) or {}
+            streams = (row.get("trace") or {}).get("streams", [])
             first = [s for s in streams if s["gpu"] == streams[0]["gpu"]]
             if first:
                 spans = ("; ".join(_spans(first, k)) for k in ("exchange", "other"))
-                yield (op, beside, name, *spans)
+                yield (op, beside, _noted(row, name), *spans)
 
 
 def _captured(row):

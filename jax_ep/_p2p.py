@@ -2,8 +2,8 @@
 
 The functions are those of `_collective`, with the same results bit for bit. Each takes
 `after` besides, what `_chain` has the call come after, and those without `num_dropped`
-or `num_invalid` among their results yield one more to come after. The first half of an
-op leaves the place of the call in the windows, which the second is given.
+among their results yield one more to come after. The first half of an op leaves the
+place of the call in the windows, which the second is given.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pathlib
 import sys
 
@@ -155,3 +156,36 @@ def test_cases_without_time_are_said_and_can_be_joined_later():
     for name in ("device", "tokens"):
         with pytest.raises(SystemExit, match=f"the same {name}"):
             layer.merged(found, again | {name: "other"})
+    again["cases"] = again["cases"] | {"mid": {}}
+    with pytest.raises(SystemExit, match="the same sizes of mid"):
+        layer.merged(found, again)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA X", "another"])
+def test_a_run_is_kept_whether_it_can_be_joined_or_not(device, tmp_path, monkeypatch):
+    earlier = record() | {"driver": "1", "seconds": 2.0}
+    del earlier["results"][5]
+    earlier["cases"] = {"large-64": earlier["cases"]["mid"]}
+    for each in earlier["results"]:
+        each["case"] = "large-64"
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+
+    def run_worker(flags, spec, script):
+        facts = {"device": device, "count": 4, "jax": "1"}
+        rows = [facts, row("p2p", 9.0), row("p2p", 9.5, "forward")]
+        return rows, None
+
+    monkeypatch.setattr(layer.p2p, "run_worker", run_worker)
+    monkeypatch.setattr(layer.gpu_limits, "driver", lambda: "1")
+    words = (
+        f"--cases mid --layers p2p --results {tmp_path} --merge {tmp_path}/earlier.json"
+    )
+    if device == "another":
+        with pytest.raises(SystemExit, match="the same device"):
+            layer.main(words.split())
+    else:
+        assert layer.main(words.split()) == 0
+    (path,) = tmp_path.glob("layer-*x4-*.json")
+    found = json.loads(path.read_text())
+    wanted = ["mid"] if device == "another" else ["large-64", "mid"]
+    assert sorted({each["case"] for each in found["results"]}) == wanted

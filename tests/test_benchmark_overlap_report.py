@@ -205,7 +205,11 @@ def test_timelines_are_the_first_gpus_streams():
             1000.0, **traced, arrangement="stream_halves", exposed_us=100, op="combine"
         ),
         row(
-            900.0, beside="attention", arrangement="whole", exposed_us=90, op="combine"
+            900.0,
+            beside="two_batches",
+            arrangement="whole",
+            exposed_us=90,
+            op="combine",
         ),
         row(900.0, beside="matmul", arrangement="whole", exposed_us=90, op="combine"),
     ]

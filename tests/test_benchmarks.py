@@ -23,8 +23,6 @@ import p2p_report
 import p2p_transports
 import ragged
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXPERTS, TOP_K, HIDDEN = 16, 3, 16
 SPEC = {
     "hidden": HIDDEN,

@@ -162,6 +162,7 @@ def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
     placed = re.findall(r"(%\d+) = .*@annotate_device_placement\((%\d+)\)", text)
     wanted = [out for out, of in placed if of in packed]
     found = re.findall(r"@ep_\w+_place\(.*?(%\d+)\)", text)
+    assert len(wanted) == 2
     assert found == wanted  # what it comes after, as a whole
 
 

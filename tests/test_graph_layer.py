@@ -91,6 +91,8 @@ def test_replayed(form, tokens):
         JAX_EP_TEST_TRANSPORT=helpers.TRANSPORT,
     )
     assert right(dict(found), CALLS), found
-    # What of another stream XLA captures is its own affair.
-    if form != "stream":
+    if form == "stream" and helpers.TRANSPORT != "collective":
+        # In a graph nothing would run beside the first halves of its two calls.
+        assert found["launches"][1] >= 2 * CALLS, found
+    else:
         gpus.assert_captured(found["launches"], CALLS)

@@ -28,7 +28,7 @@ add_library(
   jax_ep_cuda OBJECT
   cuda/pack.cu cuda/place.cu cuda/combine.cu cuda/quantize.cu cuda/init.cu cuda/driver.cc
   cuda/fabric.cc cuda/far_calls.cc cuda/lasting.cc cuda/window_support.cc cuda/windows.cc)
-# What has no part that older GPUs than Hopper could run: a quarter of the time to compile.
+# These need Hopper. Without older architectures they compile in three quarters of the time.
 add_library(
   jax_ep_windows OBJECT
   cuda/window_dispatch.cu cuda/window_cached_dispatch.cu cuda/window_combine.cu

@@ -1,5 +1,6 @@
-// The targets on the GPU: decode, then enqueue the step or the call on XLA's stream. All but
-// ep_init may run under graph capture. XLA has made the stream's device current.
+// The targets on the GPU: decode, then enqueue the step or the call on XLA's stream. All may run
+// under graph capture but ep_init, and those aside, which are not to. XLA has made the stream's
+// device current.
 #include "ffi/cuda_handlers.h"
 
 #include <cuda_runtime_api.h>

@@ -297,8 +297,8 @@ struct DecodedWindowCombinePlace {
 using WindowHalves = TargetList<DecodedWindowDispatchSend, DecodedWindowDispatchPlace,
                                 DecodedWindowCombineSend, DecodedWindowCombinePlace>;
 
-// The first halves where XLA runs its collectives. They must not be captured: XLA makes one chain
-// of what is in a CUDA graph, and nothing would run beside them.
+// The first halves where XLA runs its collectives; errors name them without "_aside". They are not
+// to be captured: XLA makes one chain of what is in a CUDA graph (docs/overlap.md).
 struct DecodedWindowDispatchSendAside : DecodedWindowDispatchSend {
   static constexpr const char* kTarget = "ep_dispatch_send_aside";
 };
