@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._native import cpu as native
@@ -73,23 +71,20 @@ def call(
 
 
 def call_aside(
-    target: str,
-    results: Sequence[Any],
-    *operands: jax.Array,
-    **attributes: Any,
+    target: str, result: Any, *operands: jax.Array, **attributes: Any
 ) -> jax.Array:
-    """As `call`, where XLA runs its collectives, beside what does not need the results.
+    """As `call`, where XLA runs its collectives, beside what needs none of the result.
 
-    They must be int32, for they come back as one array `[1, M]`: an element of several
-    results is to XLA work on that stream too, which has to wait for the call at once.
-    Nor may it be cut up before it is needed: XLA would do so, and wait, at once.
+    There is one result: an element of several is to XLA work on that stream too, which
+    has to wait for the call at once. Nor may it be cut up before it is needed: XLA
+    would do so, and wait, at once.
     """
     # Older JAX has another function of this name.
     compute_on: Any = importlib.import_module("jax.experimental.compute_on").compute_on
 
     def run(*operands: jax.Array) -> jax.Array:
-        arrays = call(target, results, *operands, **attributes)
-        return jnp.concatenate([array.reshape(1, -1) for array in arrays], axis=1)
+        (array,) = call(target, (result,), *operands, **attributes)
+        return array
 
     aside = compute_on(
         run,
@@ -97,12 +92,3 @@ def call_aside(
         out_memory_spaces=jax.memory.Space.Device,
     )
     return aside(*operands)
-
-
-def parted(array: jax.Array, results: Sequence[Any]) -> list[jax.Array]:
-    """The results that are one array of `call_aside`."""
-    ends = np.cumsum([math.prod(result.shape) for result in results])
-    parts = jnp.split(array, ends[:-1], axis=1)
-    return [
-        part.reshape(result.shape) for part, result in zip(parts, results, strict=True)
-    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,8 +47,9 @@ def pending_call(like: jax.Array) -> Any:
     return struct(like, (1, PENDING_INTS), jnp.int32)
 
 
-# The results of a first half, of which the first begins with the pending call and the
-# last is what the handle's next call comes after; or one array that is all of them.
+# The results of a first half, all int32. The first begins with the pending call, the
+# last is what the handle's next call comes after. With `overlap="stream"` one array
+# `[1, M]` is all of them in a row.
 First = tuple[jax.Array, ...]
 
 
@@ -68,11 +71,19 @@ def first_half(
         )
     # In a CUDA graph nothing would run beside it: this target is not captured.
     target += "_aside"
-    return (_ffi.call_aside(target, results, *operands, **attributes),)
+    whole = struct(operands[0], (1, _ends(results)[-1]), jnp.int32)
+    return (_ffi.call_aside(target, whole, *operands, **attributes),)
 
 
 def results_of(first: First, results: Sequence[Any]) -> list[jax.Array]:
     """The results of a first half, for the second one."""
     if len(first) == len(results):
         return list(first)
-    return _ffi.parted(first[0], results)
+    parts = jnp.split(first[0], _ends(results)[:-1], axis=1)
+    return [
+        part.reshape(result.shape) for part, result in zip(parts, results, strict=True)
+    ]
+
+
+def _ends(results: Sequence[Any]) -> list[int]:
+    return list(itertools.accumulate(math.prod(result.shape) for result in results))

@@ -16,26 +16,32 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import _ffi, _p2p_calls
 from jax_ep._results import struct
 
+SHAPES = ((1, 4), (3, 2), (1,))
+SIZES = (4, 6, 1)
+
 
 @pytest.fixture
 def program(monkeypatch):
-    """A call of three results, of every rank's first element, in place of a kernel."""
+    """A call that counts from every rank's first element on, in place of a kernel."""
 
     def call(target, results, x, **attributes):
-        assert (target, attributes) == ("made_up", {"key": 7})
-        first = x.reshape(-1)[0]
-        return [
-            jnp.full(r.shape, 10 * i, r.dtype) + first for i, r in enumerate(results)
-        ]
+        assert target == "made_up_aside"
+        assert attributes["key"] == 7
+        (whole,) = results
+        return [x.reshape(-1)[0] + jnp.arange(11, dtype=jnp.int32).reshape(whole.shape)]
+
+    ep = types.SimpleNamespace(
+        config=helpers.make_config(overlap="stream"), transport="p2p", key=7
+    )
 
     def body(x):
-        shapes = ((1, 4), (3, 2), (1,))
-        results = [struct(x, shape, jnp.int32) for shape in shapes]
-        return _ffi.parted(_ffi.call_aside("made_up", results, x, key=7), results)
+        results = [struct(x, shape, jnp.int32) for shape in SHAPES]
+        first = _p2p_calls.first_half(ep, "made_up", results, x)
+        return tuple(_p2p_calls.results_of(first, results))
 
     monkeypatch.setattr(_ffi, "call", call)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
-    x = jnp.arange(2 * mesh.size, dtype=jnp.int32)
+    x = 100 * jnp.arange(2 * mesh.size, dtype=jnp.int32)
     return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), x
 
 
@@ -44,13 +50,13 @@ def program(monkeypatch):
 def test_results_are_those_of_a_call(program, transform) -> None:
     run, x = program
     found = transform(run)(x)
-    ranks = x.size // 2
-    for i, (result, rows) in enumerate(zip(found, (1, 3, 1), strict=True)):
-        firsts = np.repeat(2 * np.arange(ranks), rows)
-        assert result.shape[0] == ranks * rows
-        np.testing.assert_array_equal(
-            result.reshape(ranks * rows, -1)[:, 0], firsts + 10 * i
-        )
+    for rank in range(x.size // 2):
+        begin = 200 * rank
+        for result, shape, size in zip(found, SHAPES, SIZES, strict=True):
+            own = result[rank * shape[0] : (rank + 1) * shape[0]]
+            expected = np.arange(begin, begin + size).reshape(shape)
+            np.testing.assert_array_equal(own, expected)
+            begin += size
 
 
 @needs_stream
@@ -67,13 +73,15 @@ def test_which_calls_and_which_jax(monkeypatch) -> None:
     def first(overlap):
         config = helpers.make_config(overlap=overlap)
         ep = types.SimpleNamespace(config=config, transport="p2p", key=7)
-        return _p2p_calls.first_half(ep, "made_up", (1, 2))
+        x = jnp.zeros(1)
+        results = [struct(x, shape, jnp.int32) for shape in SHAPES[:2]]
+        return _p2p_calls.first_half(ep, "made_up", results, x)
 
     monkeypatch.setattr(_ffi, "call", lambda *_, **__: [1, 2])
-    monkeypatch.setattr(_ffi, "call_aside", lambda *_, **__: 12)
+    monkeypatch.setattr(_ffi, "call_aside", lambda _, whole, *__, **___: whole.shape)
     assert first("sm") == (1, 2)
     monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (0, 1))
-    assert first("stream") == (12,)
+    assert first("stream") == ((1, 10),)
     monkeypatch.setattr(_p2p_calls, "STREAM_SINCE", (99, 0))
     with raises() as caught:
         first("stream")

@@ -44,6 +44,7 @@ const Driver& Driver::Get() {
     constexpr unsigned kVirtualMemory = 10020;
     constexpr unsigned kLibraries = 12000;
     constexpr unsigned kUuidOfInstances = 11040;  // its second form, which knows MIG
+    constexpr unsigned kLaunchAttributes = 11060;
     Driver d{};
     Find("cuGetErrorName", kFirst, d.get_error_name);
     Find("cuDeviceGetAttribute", kFirst, d.device_get_attribute);
@@ -62,7 +63,7 @@ const Driver& Driver::Get() {
     Find("cuLibraryLoadData", kLibraries, d.load_library);
     Find("cuLibraryGetKernel", kLibraries, d.get_kernel);
     Find("cuKernelGetFunction", kLibraries, d.get_function);
-    Find("cuLaunchKernel", kFirst, d.launch);
+    Find("cuLaunchKernelEx", kLaunchAttributes, d.launch);
     return d;
   }();
   return driver;

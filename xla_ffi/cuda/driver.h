@@ -33,7 +33,7 @@ struct Driver {
   decltype(&cuLibraryLoadData) load_library;
   decltype(&cuLibraryGetKernel) get_kernel;
   decltype(&cuKernelGetFunction) get_function;
-  decltype(&cuLaunchKernel) launch;
+  decltype(&cuLaunchKernelEx) launch;
 
   static const Driver& Get();
   bool manages_virtual_memory() const;

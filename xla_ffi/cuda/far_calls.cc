@@ -8,13 +8,17 @@
 
 namespace jax_ep::cuda {
 
+// Ahead of other streams' work, as the half that it is behind (launch.h, LaunchAhead).
 cudaError_t FarRank::Send(const FarCall& call, cudaStream_t stream) const {
-  if (Bundled(far_, call.kind)) {
+  int least = 0;
+  int greatest = 0;
+  cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  if (error == cudaSuccess && Bundled(far_, call.kind)) {
     const int64_t blocks = std::max<int64_t>(1, DivideUp(call.slots.tokens, kBundleTokens));
-    const cudaError_t error = Launch(FarKernel::kBundle, blocks, call, stream);
-    if (error != cudaSuccess) return error;
+    error = Launch(FarKernel::kBundle, blocks, call, stream, greatest);
   }
-  return Launch(FarKernel::kSend, kFarShares, call, stream);
+  return error == cudaSuccess ? Launch(FarKernel::kSend, kFarShares, call, stream, greatest)
+                              : error;
 }
 
 cudaError_t FarRank::Arrive(const FarCall& call, cudaStream_t stream) const {
@@ -30,15 +34,25 @@ cudaError_t FarRank::Return(CallKind kind, cudaStream_t stream) const {
 }
 
 cudaError_t FarRank::Launch(FarKernel kernel, int64_t blocks, const FarCall& call,
-                            cudaStream_t stream) const {
+                            cudaStream_t stream, int priority) const {
   const auto launch = Driver::Get().launch;
   if (launch == nullptr) return cudaErrorNotSupported;
   void* params[] = {const_cast<FarGroup*>(&far_), const_cast<FarCall*>(&call)};
   const uint64_t function = kernels_.functions[static_cast<uint32_t>(kernel)];
-  const auto rows = static_cast<unsigned>(std::popcount(far_.group.far));
-  const CUresult result =
-      launch(reinterpret_cast<CUfunction>(function), static_cast<unsigned>(blocks), rows, 1,
-             kFarThreads, 1, 1, 0, stream, params, nullptr);
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PRIORITY;
+  attribute.value.priority = priority;
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(blocks);
+  config.gridDimY = static_cast<unsigned>(std::popcount(far_.group.far));
+  config.gridDimZ = 1;
+  config.blockDimX = kFarThreads;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const CUresult result = launch(&config, reinterpret_cast<CUfunction>(function), params, nullptr);
   // The two kinds of errors have the same numbers.
   return static_cast<cudaError_t>(result);
 }

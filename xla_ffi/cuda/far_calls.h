@@ -42,9 +42,9 @@ class FarRank {
   cudaError_t Send(const FarCall& call, cudaStream_t stream) const;
   cudaError_t Arrive(const FarCall& call, cudaStream_t stream) const;
   cudaError_t Return(CallKind kind, cudaStream_t stream) const;
-  // A row of so many blocks for each far rank.
-  cudaError_t Launch(FarKernel kernel, int64_t blocks, const FarCall& call,
-                     cudaStream_t stream) const;
+  // A row of so many blocks for each far rank. Priority 0 is that of streams by default.
+  cudaError_t Launch(FarKernel kernel, int64_t blocks, const FarCall& call, cudaStream_t stream,
+                     int priority = 0) const;
 
   FarGroup far_;
   FarKernels kernels_;

@@ -16,6 +16,7 @@
 #include "cuda/far_calls.h"
 #include "cuda/steps.h"
 #include "cuda/window_calls.h"
+#include "ffi/window_aside_operands.h"
 #include "ffi/window_group.h"
 #include "ffi/window_half_operands.h"
 #include "ffi/window_operands.h"

@@ -35,58 +35,74 @@ struct DecodedWindowDispatchSend {
   int64_t message_bytes = 0;
   static constexpr const char* kTarget = "ep_dispatch_send";
   template <typename Binding>
-  static auto Bind(Binding binding) {
-    return std::move(binding)
+  static auto BindOperands(Binding&& binding) {
+    return std::forward<Binding>(binding)
         .template Arg<AnyBuffer>()  // tokens [n, H]
         .template Arg<I32>()        // topk_ids [n, K]
         .template Arg<F32>()        // router_weights [n, K]
         .template Arg<F32>()        // input_scale [1]
-        .template Arg<I32>()        // after [...]
-        .template Ret<I32>()        // pending [1, 4]
-        .template Ret<I32>()        // slot_of [n, K]
-        .template Ret<I32>()        // num_invalid [1]
+        .template Arg<I32>();       // after [...]
+  }
+  template <typename Binding>
+  static auto BindAttributes(Binding&& binding) {
+    return std::forward<Binding>(binding)
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("site")
         .template Attr<int64_t>("ranks")
         .template Attr<int64_t>("local_experts")
         .template Attr<std::string_view>("format");
   }
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return BindAttributes(BindOperands(std::move(binding))
+                              .template Ret<I32>()    // pending [1, 4]
+                              .template Ret<I32>()    // slot_of [n, K]
+                              .template Ret<I32>());  // num_invalid [1]
+  }
   ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
                     const F32& input_scale, const I32& after, Out<I32> pending_out,
                     Out<I32> slot_of, Out<I32> num_invalid, int64_t group_key, int64_t site,
                     int64_t ranks, int64_t local_experts, std::string_view format_name) {
-    key = group_key;
-    format = format_name;
     Checker check(kTarget);
+    DecodeOperands(check, tokens, ids, weights, input_scale, after, ranks, local_experts,
+                   format_name);
+    const EpShape& shape = step.shape;
+    check.Dims("pending", *pending_out, {1, kPendingInts});
+    check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
+    check.Dims("num_invalid", *num_invalid, {1});
+    if (!check.ok()) return check.error();
+    key = group_key;
+    step.site = site;
+    pending = PendingOf(*pending_out);
+    step.slot_of = slot_of->typed_data();
+    step.num_invalid = num_invalid->typed_data();
+    return ffi::Error::Success();
+  }
+  void DecodeOperands(Checker& check, const AnyBuffer& tokens, const I32& ids, const F32& weights,
+                      const F32& input_scale, const I32& after, int64_t ranks,
+                      int64_t local_experts, std::string_view format_name) {
+    format = format_name;
     EpShape& shape = step.shape;
     CheckTokens(check, "tokens", tokens, shape, step.element);
     check.Rank("topk_ids", ids, 2);
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     shape.ranks = ranks;
     shape.local_experts = local_experts;
     shape.top_k = Dim(ids, 1);
     check.Shape(shape);
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     check.Dims("topk_ids", ids, {shape.tokens, shape.top_k});
     check.Dims("router_weights", weights, {shape.tokens, shape.top_k});
-    check.Dims("slot_of", *slot_of, {shape.tokens, shape.top_k});
-    check.Dims("num_invalid", *num_invalid, {1});
     CheckInputScale(check, input_scale);
     CheckAfter(check, after);
-    check.Dims("pending", *pending_out, {1, kPendingInts});
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     message_bytes =
         DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k).bytes;
-    step.site = site;
     step.tokens = tokens.untyped_data();
     step.ids = ids.typed_data();
     step.weights = weights.typed_data();
     step.input_scale = input_scale.typed_data();
-    step.num_invalid = num_invalid->typed_data();
-    step.slot_of = slot_of->typed_data();
-    pending = PendingOf(*pending_out);
-    return ffi::Error::Success();
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
@@ -169,56 +185,71 @@ struct DecodedWindowCombineSend {
   int64_t message_bytes = 0;
   static constexpr const char* kTarget = "ep_combine_send";
   template <typename Binding>
-  static auto Bind(Binding binding) {
-    return std::move(binding)
+  static auto BindOperands(Binding&& binding) {
+    return std::forward<Binding>(binding)
         .template Arg<AnyBuffer>()  // expert_out [N, H]
         .template Arg<F32>()        // router_weights [N] or [0]
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // slot_counts [R]
-        .template Arg<I32>()        // after [...]
-        .template Ret<I32>()        // pending [1, 4]
-        .template Ret<I32>()        // done [1]
+        .template Arg<I32>();       // after [...]
+  }
+  template <typename Binding>
+  static auto BindAttributes(Binding&& binding) {
+    return std::forward<Binding>(binding)
         .template Attr<int64_t>("key")
         .template Attr<int64_t>("site")
         .template Attr<bool>("weighted")
         .template Attr<bool>("by_entry")
         .template Attr<std::string_view>("combine_dtype");
   }
+  template <typename Binding>
+  static auto Bind(Binding binding) {
+    return BindAttributes(BindOperands(std::move(binding))
+                              .template Ret<I32>()    // pending [1, 4]
+                              .template Ret<I32>());  // done [1]
+  }
   ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const I32& row_of,
                     const I32& slot_counts, const I32& after, Out<I32> pending_out, Out<I32> done,
                     int64_t group_key, int64_t site, bool weighted, bool by_entry,
                     std::string_view combine_dtype) {
-    key = group_key;
     Checker check(kTarget);
+    DecodeOperands(check, expert_out, row_weights, row_of, slot_counts, after, weighted, by_entry,
+                   combine_dtype);
+    check.Dims("pending", *pending_out, {1, kPendingInts});
+    check.Dims("done", *done, {1});
+    if (!check.ok()) return check.error();
+    key = group_key;
+    step.site = site;
+    pending = PendingOf(*pending_out);
+    step.done = done->typed_data();
+    return ffi::Error::Success();
+  }
+  void DecodeOperands(Checker& check, const AnyBuffer& expert_out, const F32& row_weights,
+                      const I32& row_of, const I32& slot_counts, const I32& after, bool weighted,
+                      bool by_entry, std::string_view combine_dtype) {
     EpShape& shape = step.shape;
     CheckTokens(check, "expert_out", expert_out, shape, step.element);
     CheckWireType(check, combine_dtype, step);
     check.Rank("row_of", row_of, 3);
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     shape.recv_rows = shape.tokens;
     shape.ranks = Dim(row_of, 0);
     shape.tokens = Dim(row_of, 1);
     shape.top_k = Dim(row_of, 2);
     check.Shape(shape);
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     step.by_entry = by_entry;
     check.Require(!by_entry || shape.top_k == 1,
                   "rows that travel one by one must be of tokens with one");
     check.Dims("router_weights", row_weights, {weighted ? shape.recv_rows : 0});
     check.Dims("slot_counts", slot_counts, {shape.ranks});
-    check.Dims("done", *done, {1});
     CheckAfter(check, after);
-    check.Dims("pending", *pending_out, {1, kPendingInts});
-    if (!check.ok()) return check.error();
+    if (!check.ok()) return;
     message_bytes = CombineMessageOf(step).bytes;
-    step.site = site;
     step.expert_out = expert_out.untyped_data();
     step.row_weights = weighted ? row_weights.typed_data() : nullptr;
     step.row_of = row_of.typed_data();
     step.slot_counts = slot_counts.typed_data();
-    step.done = done->typed_data();
-    pending = PendingOf(*pending_out);
-    return ffi::Error::Success();
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
     Checker check(kTarget);
@@ -296,15 +327,5 @@ struct DecodedWindowCombinePlace {
 
 using WindowHalves = TargetList<DecodedWindowDispatchSend, DecodedWindowDispatchPlace,
                                 DecodedWindowCombineSend, DecodedWindowCombinePlace>;
-
-// The first halves where XLA runs its collectives; errors name them without "_aside". They are not
-// to be captured: XLA makes one chain of what is in a CUDA graph (docs/overlap.md).
-struct DecodedWindowDispatchSendAside : DecodedWindowDispatchSend {
-  static constexpr const char* kTarget = "ep_dispatch_send_aside";
-};
-struct DecodedWindowCombineSendAside : DecodedWindowCombineSend {
-  static constexpr const char* kTarget = "ep_combine_send_aside";
-};
-using WindowAsides = TargetList<DecodedWindowDispatchSendAside, DecodedWindowCombineSendAside>;
 
 }  // namespace jax_ep::ffi_layer
