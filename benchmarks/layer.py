@@ -15,9 +15,9 @@ experts, exchange; forward, and forward with every gradient. The layers:
 
 The router is the same function in all of them, and so is what the experts do, but for
 "dense": of several ways of multiplying (layer_experts.py) each case takes the one that
-is fastest here. `jax.lax.ragged_dot`, which a layer has that names none, is tried in
-the mid-size case, and in large ones where --matmul names it. `recv_capacity` is 1.25 *
-T * K rounded up to 128.
+is fastest here, and p2p's layer is timed besides as one has it that names none.
+`jax.lax.ragged_dot` is tried in the mid-size case, and in large ones where --matmul
+names it. `recv_capacity` is 1.25 * T * K rounded up to 128.
 
 A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
 host's clock, over the calls; median of the repeats; two token arrays in turn. The share

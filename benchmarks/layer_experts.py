@@ -1,7 +1,6 @@
 """The ways of `jax_ep.experts` to multiply, by name, for layer.py and overlap.py.
 
-All layers of a run use the same one, so that they differ in the exchange alone. Rows
-must be finite, those past the last group too.
+All layers of a run use the same one, so that they differ in the exchange alone.
 """
 
 from jax_ep import experts
@@ -14,6 +13,12 @@ def available(name, sizes):
     """Whether this machine's devices can run it for these sizes."""
     obstacle = experts.mosaic_obstacle(sizes["hidden"], sizes["inner"])
     return name != "mosaic" or obstacle is None
+
+
+def default(sizes):
+    """What `jax_ep.experts.auto` is here, for bfloat16 rows."""
+    dense = experts.ragged_dot_is_dense("bfloat16")
+    return "mosaic" if dense and available("mosaic", sizes) else "ragged_dot"
 
 
 def make(name, largest):

@@ -30,7 +30,6 @@ import jax_ep
 # Of the fastest forward pass; slower ways of multiplying are tried no further.
 _HOPELESS = 3
 _REFERENCE = ("collective", "bf16")
-DEFAULT = "ragged_dot"  # of jax_ep.moe_ffn
 
 
 def _error(error):
@@ -156,9 +155,10 @@ class Worker:
             facts = {"layer": layer_report.COUNTED, "format": "bf16", "flags": ""}
             yield facts, functools.partial(self.counted, experts)
         offered = self.spec["matmul"][self.name]
-        if asked and matmul != DEFAULT and DEFAULT in offered:
+        default = layer_experts.default(case.sizes)
+        if asked and matmul != default and default in offered:
             facts = {"layer": layer_report.DEFAULT_EXPERTS, "format": "bf16"}
-            facts |= {"flags": "", "matmul": DEFAULT}
+            facts |= {"flags": "", "matmul": default}
             yield facts, functools.partial(self.ours, "p2p", "bf16", None)
 
     def counted(self, experts):

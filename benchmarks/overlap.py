@@ -9,8 +9,8 @@ and both in one program, calls that do not depend on each other. The other work:
 * "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": of as many rows as take 1.2
   times as long as the exchange;
 * "mosaic" and, where asked for, "ragged_dot": the first grouped matmul of the experts,
-  of rows as dispatch groups them, by JAX's own kernel for Hopper and by
-  `jax.lax.ragged_dot`, which XLA may do as dense matmuls: a thousand exchanges long;
+  of rows as dispatch groups them, by JAX's own kernel for Hopper and, with fewer
+  columns, by `jax.lax.ragged_dot`, which XLA may do as a dense matmul an expert;
 * "attention": causal, of one sequence of T tokens;
 * "elementwise": reads and writes 1 GB.
 
@@ -74,6 +74,7 @@ def parse(arguments):
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     p2p.add_common(parser, repeats=5, milliseconds=60, budget=540)
     parser.add_argument("--inner", type=int, default=2048, help="of the experts")
+    parser.add_argument("--ragged-inner", type=int, default=128, help="of ragged_dot")
     parser.add_argument("--matmul", type=int, default=8192, help="its size")
     parser.add_argument("--megabytes", type=int, default=1000, help="of elementwise")
     parser.add_argument("--transport", default="p2p")
@@ -102,6 +103,7 @@ def overlap_workers(args):
         "beside": args.beside,
         "matmul": args.matmul,
         "inner": args.inner,
+        "ragged_inner": args.ragged_inner,
         "megabytes": args.megabytes,
         "trace": args.trace,
     }

@@ -253,7 +253,7 @@ class Worker:
 
     def grouped(self, way):
         sizes = self.transports[None].dispatched[0].group_sizes
-        inner = self.spec["inner"]
+        inner = self.spec["ragged_inner" if way == "ragged_dot" else "inner"]
         return overlap_cases.grouped(self.mesh, self.case, sizes, inner, way)
 
     def run(self):

@@ -26,6 +26,9 @@ PROMISES = (
     ("Any bytes as ids, counts, messages, routes, sizes or attributes: nothing is read "
      "or written outside of a buffer",
      "python benchmarks/fuzz.py --minutes 30; ctest -R fuzz", ("ci", "fuzz")),
+    ("p2p, shmem: a custom call of which one operand has another size, rank or dtype, "
+     "or an attribute another value, is refused, by itself or against the windows",
+     "ctest -R window_operands", ("ci",)),
     ("Double close, use after close, fork, pickling, collection in any order, exit "
      "with calls in flight", "pytest tests/test_handle.py tests/test_handle_life.py",
      ("ci", "gpu")),

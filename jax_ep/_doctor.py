@@ -263,9 +263,10 @@ def _advice(
     if on_gpu and _dense_experts(config):
         obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
         runs = obstacle is None and config.element_bytes == 2
+        way = "mosaic, as layers do where they can" if runs else "Padded(largest)"
         advice.append(
-            "jax.lax.ragged_dot is dense here, each row by all local experts: give "
-            f"layers experts=jax_ep.experts.{'mosaic' if runs else 'Padded(largest)'}"
+            "jax.lax.ragged_dot is dense here, each row by all local experts: take "
+            f"jax_ep.experts.{way}"
         )
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):

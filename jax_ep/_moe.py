@@ -112,10 +112,11 @@ def moe_ffn(
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
         experts: what the experts do to rows, in place of SwiGLU by
-            `jax.lax.ragged_dot`: a function of (rows `[N, H]`, "gate_up", "down",
-            group_sizes) that returns `[N, H]` in the dtype of the rows; what it makes
-            of rows past the last group is not read. `jax_ep.experts` has others, and
-            grouped matmuls of your own serve.
+            `jax.lax.ragged_dot`, or by JAX's grouped matmuls for Hopper where that is
+            dense and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
+            "gate_up", "down", group_sizes) that returns `[N, H]` in the dtype of the
+            rows; what it makes of rows past the last group is not read.
+            `jax_ep.experts` has others, and grouped matmuls of your own serve.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -160,7 +161,8 @@ def moe_ffn(
     else:
         d = _api.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
-        run = _experts.ragged_dot if experts is None else experts
+        device = ep.mesh.local_devices[0]
+        run = experts or partial(_experts.auto, device=device)
         gate_up, down = params["gate_up"], params["down"]
         if fused:
             gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)

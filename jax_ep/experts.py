@@ -3,12 +3,14 @@
     moe = jax_ep.flax.MoE(..., experts=jax_ep.experts.Padded(largest=512))
 
 Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)
-and returns `[N, H]` in the dtype of the rows. Which one is fastest depends on sizes, on
-the GPU and on versions: `benchmarks/layer.py` times them.
+and returns `[N, H]` in the dtype of the rows; those past the last group are read by
+none and come out unspecified. `auto` is the default. Which one is fastest depends on
+sizes, on the GPU and on versions: `benchmarks/layer.py` times them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -28,10 +30,35 @@ _MOSAIC_MULTIPLE = 128
 _MOSAIC_CAPABILITY = "9.0"
 
 
+def auto(
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    device: Any = None,
+) -> jax.Array:
+    """By `ragged_dot`, or where that is dense and `mosaic` runs, by `mosaic`.
+
+    Args:
+        rows: `[N, H]`.
+        gate_up: `[L, H, 2, F]`, gate first.
+        down: `[L, F, H]`.
+        group_sizes: int32 `[L]`.
+        device: a `jax.Device` of those it will run on; None is JAX's first.
+    """
+    # A kernel for 16-bit types.
+    if rows.dtype.itemsize == 2:
+        obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
+        if obstacle is None and ragged_dot_is_dense(rows.dtype.name, device):
+            return _by_mosaic(rows, gate_up, down, group_sizes)
+    return ragged_dot(rows, gate_up, down, group_sizes)
+
+
 def ragged_dot(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """By `jax.lax.ragged_dot`, the default: anywhere, and for any sizes.
+    """By `jax.lax.ragged_dot`: anywhere, for any sizes, any order of derivative.
 
     Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
     every local expert: L times the arithmetic. `ragged_dot_is_dense` says whether.
@@ -42,28 +69,38 @@ def ragged_dot(
 
 
 @functools.cache
-def ragged_dot_is_dense(dtype: Any = "bfloat16") -> bool:
-    """Whether XLA does `jax.lax.ragged_dot` densely on the default device.
+def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
+    """Whether XLA does `jax.lax.ragged_dot` densely.
 
     Compiles a small one, forward, once; another shape may fare otherwise.
 
     Args:
         dtype: of rows and matrices.
+        device: where, a `jax.Device`; None is JAX's first.
     """
+    # The caller may be in a trace, under a mesh; those are its thread's.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        text = thread.submit(_ragged_dot_text, dtype, device).result()
+    # A kernel that takes groups keeps the operation, inside of a fusion.
+    return " ragged-dot(" not in text
+
+
+def _ragged_dot_text(dtype: Any, device: Any) -> str:
     groups, size = 4, 256
     shapes = [(512, size), (groups, size, size)]
-    rows, matrices = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    run = jax.jit(jax.lax.ragged_dot)
-    text = run.lower(rows, matrices, sizes).compile().as_text()
-    # A kernel that takes groups keeps the operation, inside of a fusion.
-    return " ragged-dot(" not in (text or "")
+    where = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+    rows, matrices = (struct(shape, dtype) for shape in shapes)
+    lowered = jax.jit(jax.lax.ragged_dot).lower(
+        rows, matrices, struct((groups,), jnp.int32)
+    )
+    return lowered.compile().as_text() or ""
 
 
 def mosaic(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """By JAX's own grouped matmuls for Hopper (Pallas), with their derivatives.
+    """By JAX's own grouped matmuls for Hopper (Pallas), with their first derivatives.
 
     Raises:
         ValueError: while tracing, where `mosaic_obstacle` names one.
@@ -74,17 +111,31 @@ def mosaic(
             f"jax_ep.experts.mosaic: must have {obstacle}; take "
             "jax_ep.experts.Padded or leave experts out"
         )
+    return _by_mosaic(rows, gate_up, down, group_sizes)
+
+
+def _by_mosaic(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
-    # Tiles of the last group are read beyond it, and 0 * NaN is NaN.
+    # So that its cotangent is zero past the last group.
     real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     inner = _swiglu(jnp.where(real[:, None], both, 0))
     return grouped_matmul(inner, down, group_sizes)
 
 
-def mosaic_obstacle(hidden_size: int, intermediate_size: int) -> str | None:
-    """What `mosaic` must have and what there is, or None where it runs."""
-    device = jax.devices()[0]
+def mosaic_obstacle(
+    hidden_size: int, intermediate_size: int, device: Any = None
+) -> str | None:
+    """What `mosaic` must have and what there is, or None where it runs.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F, of a rank.
+        device: a `jax.Device` of those it will run on; None is JAX's first.
+    """
+    device = device or jax.devices()[0]
     found = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or found != _MOSAIC_CAPABILITY:
         return (
@@ -96,6 +147,10 @@ def mosaic_obstacle(hidden_size: int, intermediate_size: int) -> str | None:
             f"hidden_size and intermediate_size in multiples of {_MOSAIC_MULTIPLE}, "
             f"got {hidden_size} and {intermediate_size}"
         )
+    try:
+        _kernels()
+    except (ImportError, AttributeError):
+        return f"a JAX that has these kernels, got jax {jax.__version__}"
     return None
 
 
@@ -195,19 +250,22 @@ def _gather_backward(saved: Any, cotangent: Any) -> Any:
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _grouped(which: str, columns: int) -> Callable[..., jax.Array]:
+def _kernels() -> dict[str, Callable[..., jax.Array]]:
     from jax.experimental.pallas.ops.gpu import (
         ragged_dot_mgpu,
         transposed_ragged_dot_mgpu,
     )
 
-    found = {
+    return {
         "rows": ragged_dot_mgpu.ragged_dot,
         "weights": transposed_ragged_dot_mgpu.transposed_ragged_dot,
     }
+
+
+def _grouped(which: str, columns: int) -> Callable[..., jax.Array]:
     # Tiles of neighbouring columns run side by side and share what they read.
     side_by_side = math.gcd(columns // _TILES["block_n"], 8)
-    return functools.partial(found[which], grid_block_n=side_by_side, **_TILES)
+    return functools.partial(_kernels()[which], grid_block_n=side_by_side, **_TILES)
 
 
 @jax.custom_vjp
@@ -216,7 +274,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """What `mosaic` multiplies with: `[N, A]` by `[L, A, B]` as `[N, B]`.
 
-    Rows past the last group come out unspecified; `rows` must be finite there too.
+    Rows past the last group may be anything and come out unspecified; their cotangents
+    must be finite.
     """
     multiply = _grouped("rows", weights.shape[2])
     return multiply(rows, weights, group_sizes=group_sizes)
@@ -231,7 +290,19 @@ def _grouped_backward(kept: Any, cotangent: Any) -> Any:
     multiply = _grouped("rows", weights.shape[1])
     to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
     multiply = _grouped("weights", weights.shape[2])
+    # It reads the last group's tile to its end, times 0, which of NaN is NaN.
+    rows = _zero_tile_after(rows, jnp.sum(sizes))
     return to_rows, multiply(rows, cotangent, group_sizes=sizes), None
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _zero_tile_after(rows: jax.Array, end: jax.Array) -> jax.Array:
+    """`rows` with zeros in a tile's rows from `end` on; in place where XLA can."""
+    count = min(max(_TILES["block_m"], _TILES["block_k"]), rows.shape[0])
+    start = jnp.minimum(end, rows.shape[0] - count)
+    tile = jax.lax.dynamic_slice_in_dim(rows, start, count)
+    real = start + jnp.arange(count) < end
+    tile = jnp.where(real[:, None], tile, 0)
+    return jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0)

@@ -6,6 +6,7 @@ import copy
 import json
 import pathlib
 import sys
+import types
 
 import pytest
 
@@ -124,14 +125,24 @@ def test_large_cases_take_ragged_dot_where_asked_for(words, large, mid):
 
 
 @pytest.mark.parametrize(
-    ("offered", "wanted"), [(["padded", "ragged_dot"], 1), (["padded"], 0)]
+    ("default", "offered", "chosen", "wanted"),
+    [
+        ("ragged_dot", ["padded", "ragged_dot"], "padded", ["ragged_dot"]),
+        ("ragged_dot", ["padded"], "padded", []),
+        ("mosaic", ["padded", "mosaic"], "padded", ["mosaic"]),
+        ("mosaic", ["padded", "mosaic"], "mosaic", []),
+    ],
 )
-def test_the_default_experts_are_measured_where_they_are_offered(offered, wanted):
+def test_the_default_experts_are_measured_where_they_are_offered(
+    default, offered, chosen, wanted, monkeypatch
+):
+    monkeypatch.setattr(layer_worker.layer_experts, "default", lambda sizes: default)
     spec = {"ours": [("p2p", "bf16")], "dense": False, "ragged": ()}
     spec |= {"matmul": {"mid": offered}}
-    made = layer_worker.Worker(spec, None, "mid", None).layers(None, "padded")
-    found = [facts["layer"] for facts, _ in made]
-    assert found.count(layer_report.DEFAULT_EXPERTS) == wanted
+    case = types.SimpleNamespace(sizes={})
+    made = layer_worker.Worker(spec, case, "mid", None).layers(None, chosen)
+    found = [f for f, _ in made if f["layer"] == layer_report.DEFAULT_EXPERTS]
+    assert [facts["matmul"] for facts in found] == wanted
 
 
 def test_cases_without_time_are_said_and_can_be_joined_later():

@@ -287,7 +287,7 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     found = {"memory": _doctor.memory(config, 2), "devices": []}
     lines = [line for line in _doctor._advice(found, [gpu], config) if "dense" in line]
     assert len(lines) == (named is not None)
-    assert all(line.endswith(f"experts={named}") for line in lines)
+    assert all(named in line for line in lines)
 
 
 def test_dense_products_are_told_from_grouped_ones(monkeypatch):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
 
@@ -26,28 +30,31 @@ def formula(rows, gate_up, down, sizes, largest=N):
     return out
 
 
-def operands(sizes, dtype="float32"):
+def operands(sizes, dtype="float32", count=N):
     rng = np.random.default_rng(0)
-    shapes = (N, H), (L, H, 2, F), (L, F, H)
+    shapes = (count, H), (len(sizes), H, 2, F), (len(sizes), F, H)
     rows, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
-    rows[sum(sizes) :] = 0  # as dispatch leaves them
+    rows[sum(sizes) :] = np.nan  # dispatch leaves anything there, without zero_tail
     return jnp.asarray(rows, dtype), gate_up / H**0.5, down / F**0.5
 
 
-def both_ways(run, reference, sizes, dtype="float32"):
+def both_ways(run, reference, sizes, dtype="float32", count=N):
     """Largest errors of y and of all gradients, over the largest element."""
-    args = operands(sizes, dtype)
-    real = (jnp.arange(N) < sum(sizes))[:, None]
+    args = operands(sizes, dtype, count)
+    real = (jnp.arange(count) < sum(sizes))[:, None]
 
-    def main(*args):
-        return jnp.where(real, run(*args, jnp.array(sizes, jnp.int32)), 0)
+    def main(rows, *weights):
+        y = run(rows, *weights, jnp.array(sizes, jnp.int32))
+        return jnp.where(real, y, 0)
 
     found, back = jax.vjp(jax.jit(main), *args)
     wide = [jnp.asarray(each, jnp.float32) for each in args]
+    wide[0] = jnp.where(real, wide[0], 0)
     want, wanted_back = jax.vjp(lambda *a: reference(*a, sizes), *wide)
     cotangent = np.random.default_rng(1).standard_normal(want.shape)
     cotangent = jnp.asarray(cotangent, jnp.float32)
-    gots = found, *back(cotangent.astype(found.dtype))
+    to_rows, *to_weights = back(cotangent.astype(found.dtype))
+    gots = found, jnp.where(real, to_rows, 0), *to_weights
     assert found.dtype == args[0].dtype
     for got, each in zip(gots, (want, *wanted_back(cotangent)), strict=True):
         got = np.asarray(got, np.float32)
@@ -84,8 +91,79 @@ def test_mosaic_says_where_it_does_not_run():
 
 
 @pytest.mark.gpu
-def test_mosaic_equals_the_formula():
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ((10, 0, 30), N),
+        ((1,) * 8, 100),
+        ((700, 0, 3, 129, 64, 0, 1, 100), 1000),
+        ((512, 512), 1024),
+        ((0, 0, 5), 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mosaic", "auto"])
+def test_mosaic_equals_the_formula(name, sizes, count):
     obstacle = experts.mosaic_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
-    assert max(both_ways(experts.mosaic, formula, (10, 0, 30), "bfloat16")) < 0.03
+    reference = functools.partial(formula, largest=count)
+    errors = both_ways(getattr(experts, name), reference, sizes, "bfloat16", count)
+    assert max(errors) < 0.03
+
+
+@pytest.mark.parametrize("end", [0, 1, 100, 299, 300])
+@pytest.mark.parametrize("count", [300, 128, 5])
+def test_rows_of_the_tile_after_the_end_become_zeros(end, count):
+    rows = np.arange(1, 2 * count + 1, dtype=np.float32).reshape(count, 2)
+    end = min(end, count)
+    found = np.asarray(experts._zero_tile_after(jnp.asarray(rows), jnp.int32(end)))
+    np.testing.assert_array_equal(found[:end], rows[:end])
+    assert not found[end : end + 64].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "obstacle", "dense", "wanted"),
+    [
+        ("bfloat16", None, True, "mosaic"),
+        ("float16", None, True, "mosaic"),
+        ("bfloat16", None, False, "ragged_dot"),
+        ("bfloat16", "another GPU", True, "ragged_dot"),
+        ("float32", None, True, "ragged_dot"),
+    ],
+)
+def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch):
+    device = jax.devices()[-1]
+
+    def obstacle_of(hidden_size, intermediate_size, where):
+        assert (hidden_size, intermediate_size, where) == (H, F, device)
+        return obstacle
+
+    def is_dense(name, where):
+        assert (name, where) == (dtype, device)
+        return dense
+
+    monkeypatch.setattr(experts, "mosaic_obstacle", obstacle_of)
+    monkeypatch.setattr(experts, "ragged_dot_is_dense", is_dense)
+    for name, function in (("mosaic", "_by_mosaic"), ("ragged_dot", "ragged_dot")):
+        monkeypatch.setattr(experts, function, lambda *_, name=name: name)
+    args = operands((10, 0, 30), dtype)
+    found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)
+    assert found == wanted
+
+
+def test_density_is_asked_for_in_a_trace_under_a_mesh():
+    """What is compiled for the answer is none of the caller's."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    answers = []
+
+    def body(x):
+        experts.ragged_dot_is_dense.cache_clear()
+        answers.append(experts.ragged_dot_is_dense("float32", mesh.local_devices[0]))
+        return x
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        jax.jit(run)(jnp.zeros(mesh.size))
+    experts.ragged_dot_is_dense.cache_clear()
+    assert answers == [experts.ragged_dot_is_dense("float32")]

@@ -2,7 +2,6 @@
 // shapes of a call, or nearly so, and any contents: ids, messages, counts, routes. What a decoder
 // lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
 // first byte that is read or written outside.
-#include <deque>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -10,28 +9,11 @@
 #include <vector>
 
 #include "ffi/cpu_handlers.cc"  // its Start, which no header shows
+#include "ffi_calls.h"
 #include "input.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
-
-constexpr int64_t kMostBytes = int64_t{1} << 20;  // that a call is run with
-
-struct Operand {
-  std::vector<int64_t> dims;
-  ffi::DataType dtype = ffi::S32;
-};
-using Attribute = std::variant<int64_t, bool, std::string>;
-
-// What a call is made of, in the order of its decoder's parameters.
-struct Call {
-  std::vector<Operand> operands;
-  std::vector<Attribute> attributes;
-
-  void Add(ffi::DataType dtype, std::vector<int64_t> dims) {
-    operands.push_back({std::move(dims), dtype});
-  }
-};
 
 struct Sizes {
   int64_t R, L, n, K, H, N;
@@ -201,18 +183,6 @@ Call MakeCall(DecodedDequantize*, const Sizes& s, FuzzInput& input) {
   return call;
 }
 
-// -1 where no array can be so large, which XLA has refused before a handler sees it.
-int64_t BytesOf(const Operand& operand) {
-  __int128 bytes = static_cast<__int128>(ffi::ByteWidth(operand.dtype));
-  __int128 others = bytes;
-  for (const int64_t dim : operand.dims) {
-    bytes *= dim;
-    others *= std::max<int64_t>(dim, 1);
-    if (others > (int64_t{1} << 45)) return -1;
-  }
-  return static_cast<int64_t>(bytes);
-}
-
 // Other sizes, ranks, dtypes and attributes.
 void Change(FuzzInput& input, Call& call) {
   static constexpr ffi::DataType kTypes[] = {ffi::PRED, ffi::S32, ffi::U8,       ffi::U32,
@@ -247,58 +217,6 @@ void Change(FuzzInput& input, Call& call) {
   }
 }
 
-// Gives a decoder its arguments, in order.
-class Arguments {
- public:
-  Arguments(FuzzInput& input, Call call, int64_t bound) : call_(std::move(call)) {
-    for (Operand& operand : call_.operands) {
-      const int64_t bytes = BytesOf(operand);
-      small_ = small_ && bytes <= kMostBytes;
-      memory_.emplace_back(bytes <= kMostBytes ? bytes : 0);
-      input.Fill(memory_.back(), bound);
-      buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr,
-                          static_cast<XLA_FFI_DataType>(operand.dtype), memory_.back().data(),
-                          static_cast<int64_t>(operand.dims.size()), operand.dims.data()});
-    }
-  }
-  // Whether every operand has its memory.
-  bool small() const { return small_; }
-
-  template <typename T>
-  T Next() {
-    if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, bool>) {
-      return std::get<T>(call_.attributes[attribute_++]);
-    } else if constexpr (std::is_same_v<T, std::string_view>) {
-      return std::get<std::string>(call_.attributes[attribute_++]);
-    } else {
-      return NextBuffer(static_cast<T*>(nullptr));
-    }
-  }
-
- private:
-  AnyBuffer NextBuffer(AnyBuffer*) { return AnyBuffer(&buffers_[buffer_++]); }
-  template <ffi::DataType dtype>
-  ffi::Buffer<dtype> NextBuffer(ffi::Buffer<dtype>*) {
-    // XLA refuses another dtype before it calls the handler: the memory must be of this one.
-    if (call_.operands[buffer_].dtype != dtype) refused_ = true;
-    return ffi::Buffer<dtype>(&buffers_[buffer_++]);
-  }
-  template <typename B>
-  Out<B> NextBuffer(Out<B>*) {
-    return Out<B>(Next<B>());
-  }
-
- public:
-  bool refused() const { return refused_; }
-
- private:
-  Call call_;
-  std::deque<Buffer> memory_;
-  std::vector<XLA_FFI_Buffer> buffers_;
-  size_t buffer_ = 0, attribute_ = 0;
-  bool small_ = true, refused_ = false;
-};
-
 // Tables that others read must be in range, whatever came in.
 void CheckIndices(const int32_t* values, int64_t count, int64_t low, int64_t end) {
   for (int64_t i = 0; i < count; ++i) FUZZ_CHECK(values[i] >= low && values[i] < end);
@@ -323,7 +241,8 @@ void RunCall(FuzzInput& input, ffi::Error (Decoded::*decode)(Parameters...)) {
   const Sizes sizes(input);
   Call call = MakeCall(static_cast<Decoded*>(nullptr), sizes, input);
   Change(input, call);
-  Arguments arguments(input, std::move(call), sizes.Bound());
+  Arguments arguments(std::move(call),
+                      [&](const Buffer& buffer) { input.Fill(buffer, sizes.Bound()); });
   // Braces: in order.
   std::tuple<std::remove_cvref_t<Parameters>...> values{
       arguments.Next<std::remove_cvref_t<Parameters>>()...};

@@ -1,0 +1,482 @@
+// Tests of the decoders of the window transports: a call as Python makes it passes, and one in
+// which any operand has another size, rank or dtype, or any attribute another value, is refused
+// with a message, by the decoder or against the group's windows. What may differ is listed.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "ffi/window_aside_operands.h"
+#include "ffi/window_sizes.h"
+#include "ffi_calls.h"
+
+namespace jax_ep::ffi_layer {
+namespace {
+
+// Pairwise different, so that no two operands agree by chance.
+constexpr int64_t R = 3, L = 4, n = 5, K = 2, H = 256, N = 41;
+constexpr ffi::DataType kTypes[] = {ffi::S32, ffi::U32,      ffi::F32,       ffi::F16, ffi::U8,
+                                    ffi::S64, ffi::F8E4M3FN, ffi::F8E8M0FNU, ffi::F64, ffi::PRED};
+
+struct Variant {
+  std::string format = "bf16";
+  bool tiled = false;
+  bool weighted = false, weight_grads = false, residual = false, by_entry = false, shared = false;
+  std::string wire = "bfloat16";
+};
+
+Encoding EncodingOf(const Variant& v) {
+  Checker check("");
+  return CheckFormat(check, v.format, H, 2);
+}
+
+// Of a dimension of an operand: its size is that of the call, and no other operand has it.
+struct Free {
+  size_t operand;
+  size_t dim;
+  bool larger;  // windows bound it where not
+};
+struct Made {
+  Call call;
+  size_t after;            // the operand of which only emptiness is refused
+  std::vector<Free> free;  // nothing else may change
+  int64_t pending = -1;    // the operand that may be longer
+  // An operand, and what other dtypes it may have: those of tokens that nothing else is of.
+  size_t tokens = 0;
+  std::vector<ffi::DataType> dtypes = {};
+  int64_t flag = -1;  // the attribute that may be either
+};
+
+std::vector<ffi::DataType> TokenTypes(const Variant& v, bool encoded_alone) {
+  if (EncodingOf(v).quantized) return {ffi::F16, ffi::F32};
+  // float32 tokens do not fit the windows.
+  return encoded_alone ? std::vector{ffi::F16} : std::vector<ffi::DataType>{};
+}
+
+void AddArrived(Call& call, const Variant& v) {
+  const Encoding encoding = EncodingOf(v);
+  const auto tiles = ScaleTiles::Of(N, L, encoding.scales);
+  call.Add(encoding.quantized ? encoding.payload_dtype : ffi::BF16, {N, encoding.payload_columns});
+  call.Add(encoding.quantized ? encoding.scale_dtype : ffi::U8,
+           !encoding.quantized ? std::vector<int64_t>{0}
+           : v.tiled           ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
+                               : std::vector<int64_t>{N, encoding.scales});
+  call.Add(ffi::S32, {L + 1});            // row_offsets
+  call.Add(ffi::S32, {L});                // group_sizes
+  call.Add(ffi::S32, {L});                // expert_counts
+  call.Add(ffi::S32, {L});                // expert_ids
+  call.Add(ffi::S32, {v.tiled ? L : 0});  // scales_offsets
+  call.Add(ffi::S32, {N, 3});             // src_info
+  call.Add(ffi::F32, {N});                // router_weights
+  call.Add(ffi::S32, {1});                // num_dropped
+  call.Add(ffi::S32, {R, n, K});          // row_of
+  call.Add(ffi::S32, {N});                // row_slot
+  call.Add(ffi::S32, {R});                // slot_counts
+}
+std::string LayoutOf(const Variant& v) { return v.tiled ? "tiled_128x4" : "rows"; }
+
+void AddRouted(Call& call) {
+  call.Add(ffi::BF16, {n, H});  // tokens
+  call.Add(ffi::S32, {n, K});   // topk_ids
+  call.Add(ffi::F32, {n, K});   // router_weights
+  call.Add(ffi::F32, {1});      // input_scale
+  call.Add(ffi::S32, {1});      // after
+}
+
+Made Make(DecodedWindowDispatch*, const Variant& v) {
+  Made made{.call = {}, .after = 4, .free = {}};
+  AddRouted(made.call);
+  AddArrived(made.call, v);
+  made.call.Add(ffi::S32, {n, K});  // slot_of
+  made.call.Add(ffi::S32, {1});     // num_invalid
+  made.call.attributes = {int64_t{7}, int64_t{9}, int64_t{1}, true, v.format, LayoutOf(v)};
+  made.dtypes = TokenTypes(v, false);
+  made.flag = 3;
+  return made;
+}
+
+Made Make(DecodedWindowCachedDispatch*, const Variant& v) {
+  Made made{.call = {}, .after = 5, .free = {}};
+  made.call.Add(ffi::BF16, {n, H});                  // tokens
+  made.call.Add(ffi::F32, {n, v.weighted ? K : 0});  // weights
+  made.call.Add(ffi::S32, {n, K});                   // slot_of
+  made.call.Add(ffi::S32, {R, n, K});                // row_of
+  made.call.Add(ffi::S32, {N});                      // row_slot
+  made.call.Add(ffi::S32, {1});                      // after
+  made.call.Add(ffi::BF16, {N, H});                  // rows
+  made.call.Add(ffi::F32, {v.weighted ? N : 0});     // row_weights
+  made.call.Add(ffi::S32, {1});                      // done
+  made.call.attributes = {int64_t{7}, int64_t{9}, v.format};
+  return made;
+}
+
+void AddTokenSide(Call& call, const Variant& v) {
+  call.Add(ffi::S32, {n, K});                                 // slot_of
+  call.Add(ffi::BF16, {v.residual ? n : 0, H});               // residual
+  call.Add(ffi::F32, {v.by_entry && v.weighted ? n : 0, K});  // entry_weights
+  call.Add(ffi::BF16, {v.shared ? N : 0, H});                 // shared_rows
+  call.Add(ffi::S32, {v.shared ? 2 : 0});                     // shared_part
+  call.Add(ffi::S32, {1});                                    // after
+}
+
+Made Make(DecodedWindowCombine*, const Variant& v) {
+  const bool by_row = v.weighted && !v.by_entry;
+  Made made{.call = {}, .after = 10, .free = {}};
+  made.call.Add(ffi::BF16, {N, H});                   // expert_out
+  made.call.Add(ffi::F32, {by_row ? N : 0});          // router_weights
+  made.call.Add(ffi::F32, {v.weight_grads ? N : 0});  // weight_grads
+  made.call.Add(ffi::S32, v.by_entry ? std::vector<int64_t>{R, n * K, 1}
+                                     : std::vector<int64_t>{R, n, K});  // row_of
+  made.call.Add(ffi::S32, {R});                                         // slot_counts
+  AddTokenSide(made.call, v);
+  made.call.Add(ffi::BF16, {n, H});                      // output
+  made.call.Add(ffi::F32, {n, v.weight_grads ? K : 0});  // weight_grads
+  made.call.Add(ffi::S32, {1});                          // done
+  made.call.attributes = {int64_t{7},
+                          int64_t{9},
+                          by_row,
+                          v.weight_grads,
+                          v.residual,
+                          v.by_entry,
+                          v.by_entry && v.weighted,
+                          v.shared,
+                          v.wire};
+  if (!by_row && !v.weight_grads && !v.shared) made.free.push_back({0, 0, true});
+  return made;
+}
+
+Made Make(DecodedWindowDispatchSend*, const Variant& v) {
+  Made made{.call = {}, .after = 4, .free = {}};
+  AddRouted(made.call);
+  made.call.Add(ffi::S32, {1, kPendingInts});
+  made.call.Add(ffi::S32, {n, K});  // slot_of
+  made.call.Add(ffi::S32, {1});     // num_invalid
+  made.call.attributes = {int64_t{7}, int64_t{9}, R, L, v.format};
+  made.dtypes = TokenTypes(v, true);
+  return made;
+}
+Made Make(DecodedWindowDispatchSendAside*, const Variant& v) {
+  Made made = Make(static_cast<DecodedWindowDispatchSend*>(nullptr), v);
+  made.call.operands.resize(made.call.operands.size() - 3);
+  made.call.Add(ffi::S32, {1, kPendingInts + n * K + 1});
+  return made;
+}
+
+Made Make(DecodedWindowDispatchPlace*, const Variant& v) {
+  Made made{.call = {}, .after = 2, .free = {}, .pending = 0};
+  const bool quantized = EncodingOf(v).quantized;
+  made.call.Add(ffi::S32, {1, kPendingInts});
+  made.call.Add(ffi::BF16, {quantized ? 0 : n, H});  // tokens
+  made.call.Add(ffi::S32, {1});                      // after
+  AddArrived(made.call, v);
+  made.call.attributes = {int64_t{7}, int64_t{1}, true, v.format, LayoutOf(v)};
+  made.flag = 2;
+  made.tokens = 1;
+  made.dtypes = TokenTypes(v, false);
+  constexpr size_t kRowOf = 3 + 10;
+  made.free.push_back({kRowOf, 2, false});
+  if (quantized) made.free.push_back({kRowOf, 1, false});
+  return made;
+}
+
+Made Make(DecodedWindowCombineSend*, const Variant& v) {
+  Made made{.call = {}, .after = 4, .free = {{2, 1, false}}};
+  const bool by_row = v.weighted && !v.by_entry;
+  made.call.Add(ffi::BF16, {N, H});           // expert_out
+  made.call.Add(ffi::F32, {by_row ? N : 0});  // router_weights
+  made.call.Add(ffi::S32, v.by_entry ? std::vector<int64_t>{R, n * K, 1}
+                                     : std::vector<int64_t>{R, n, K});  // row_of
+  made.call.Add(ffi::S32, {R});                                         // slot_counts
+  made.call.Add(ffi::S32, {1});                                         // after
+  made.call.Add(ffi::S32, {1, kPendingInts});
+  made.call.Add(ffi::S32, {1});  // done
+  made.call.attributes = {int64_t{7}, int64_t{9}, by_row, v.by_entry, v.wire};
+  made.dtypes = {ffi::F16, ffi::F32};
+  if (!by_row) made.free.push_back({0, 0, true});
+  if (!v.by_entry) made.free.push_back({2, 2, false});
+  // Tokens of one entry and entries that travel one by one are the same here.
+  if (v.by_entry) made.flag = 3;
+  return made;
+}
+Made Make(DecodedWindowCombineSendAside*, const Variant& v) {
+  Made made = Make(static_cast<DecodedWindowCombineSend*>(nullptr), v);
+  made.call.operands.resize(made.call.operands.size() - 2);
+  made.call.Add(ffi::S32, {1, kPendingInts + 1});
+  return made;
+}
+
+Made Make(DecodedWindowCombinePlace*, const Variant& v) {
+  Made made{.call = {}, .after = 6, .free = {}, .pending = 0};
+  made.call.Add(ffi::S32, {1, kPendingInts});
+  AddTokenSide(made.call, v);
+  made.call.Add(ffi::BF16, {n, H});  // output
+  made.call.Add(ffi::S32, {1});      // done
+  made.call.attributes = {int64_t{7}, R,     v.residual, v.by_entry, v.by_entry && v.weighted,
+                          v.shared,   v.wire};
+  if (v.shared) made.free.push_back({4, 0, true});
+  // What its slots are of shows in row_of alone, which the first half has.
+  if (v.by_entry && !v.weighted) made.flag = 3;
+  return made;
+}
+
+// ---- Decoding -----------------------------------------------------------------------------------
+
+WindowSizes SizesFor(const Variant& v) {
+  const WindowConfig config{.format = v.format,
+                            .hidden = H,
+                            .element_bytes = 2,
+                            .wire_element_bytes = 4,
+                            .tokens = n,
+                            .dispatch_tokens = n,
+                            .combine_tokens = v.by_entry ? n * K : n,
+                            .top_k = K,
+                            .ranks = R,
+                            .local_experts = L,
+                            .pending_calls = 2};
+  WindowSizes sizes{};
+  CHECK(SizesOf(config, sizes));
+  return sizes;
+}
+
+// "" where the call passes, or why it does not. `see` is given what was decoded.
+template <typename Decoded, typename... Parameters>
+std::string Refusal(const Call& call, const WindowSizes& sizes,
+                    ffi::Error (Decoded::*decode)(Parameters...),
+                    const std::function<void(const Decoded&)>& see = nullptr) {
+  Arguments arguments(call, [](const Buffer&) {});
+  // Braces: in order.
+  std::tuple<std::remove_cvref_t<Parameters>...> values{
+      arguments.Next<std::remove_cvref_t<Parameters>>()...};
+  CHECK(arguments.taken());
+  if (arguments.refused()) return "XLA";
+  Decoded decoded;
+  ffi::Error error =
+      std::apply([&](auto&... value) { return (decoded.*decode)(value...); }, values);
+  if (error.success()) error = decoded.Fits(sizes, WindowLayout::Of(sizes));
+  if (error.success()) {
+    if (see) see(decoded);
+    return "";
+  }
+  CHECK(error.message().starts_with("ep_"));
+  CHECK(error.message().find(": ") != std::string::npos);
+  return error.message();
+}
+
+bool IsFree(const Made& made, size_t operand, size_t dim, bool larger) {
+  if (operand == made.after) return larger;
+  if (static_cast<int64_t>(operand) == made.pending && dim == 1) return larger;
+  for (const Free& free : made.free) {
+    if (free.operand == operand && free.dim == dim) return free.larger || !larger;
+  }
+  return false;
+}
+
+template <typename Decoded>
+class Trial {
+ public:
+  explicit Trial(const Variant& variant)
+      : made_(Make(static_cast<Decoded*>(nullptr), variant)), sizes_(SizesFor(variant)) {
+    name_ = std::string(Decoded::kTarget) + " " + variant.format + " " + variant.wire +
+            (variant.tiled ? " tiled" : "") + (variant.weighted ? " weighted" : "") +
+            (variant.weight_grads ? " weight_grads" : "") + (variant.residual ? " residual" : "") +
+            (variant.by_entry ? " by_entry" : "") + (variant.shared ? " shared" : "");
+  }
+
+  void Run() {
+    Passes(made_.call, sizes_, "as it is");
+    for (size_t i = 0; i < made_.call.operands.size(); ++i) {
+      Operands(i);
+    }
+    Attributes();
+    Windows();
+  }
+
+ private:
+  void Case(const std::string& what) const { CurrentCase() = name_ + ": " + what; }
+  void Passes(const Call& call, const WindowSizes& sizes, const std::string& what) const {
+    const std::string refusal = Refusal(call, sizes, &Decoded::Decode);
+    Case(what + ", refused by " + refusal);
+    CHECK(refusal.empty());
+  }
+  void Refuses(const Call& call, const WindowSizes& sizes, const std::string& what) const {
+    Case(what);
+    CHECK(!Refusal(call, sizes, &Decoded::Decode).empty());
+  }
+  void Changed(size_t i, bool free, const Operand& operand, const std::string& what) const {
+    Call call = made_.call;
+    call.operands[i] = operand;
+    const std::string text = "operand " + std::to_string(i) + " " + what;
+    free ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
+  }
+
+  void Operands(size_t i) const {
+    const Operand own = made_.call.operands[i];
+    for (size_t d = 0; d < own.dims.size(); ++d) {
+      for (const int64_t by : {int64_t{-1}, int64_t{1}, int64_t{1} << 33}) {
+        Operand operand = own;
+        operand.dims[d] += by;
+        if (operand.dims[d] < 0 || BytesOf(operand) < 0) continue;
+        // No int32 index reaches so many rows.
+        const bool free = IsFree(made_, i, d, by > 0) && (by <= 1 || i == made_.after);
+        const bool longer = static_cast<int64_t>(i) == made_.pending && d == 1 && by > 1;
+        Changed(i, free || longer, operand,
+                "dimension " + std::to_string(d) + " " + std::to_string(by));
+      }
+    }
+    Operand operand = own;
+    operand.dims.push_back(1);
+    Changed(i, i == made_.after, operand, "with one dimension more");
+    operand = own;
+    operand.dims.pop_back();
+    Changed(i, i == made_.after, operand, "with one dimension less");
+    for (const ffi::DataType dtype : kTypes) {
+      if (dtype == own.dtype) continue;
+      operand = own;
+      operand.dtype = dtype;
+      // Without scales nothing is read or written there.
+      if (own.dims == std::vector<int64_t>{0} && own.dtype == ffi::U8) continue;
+      const auto& others = made_.dtypes;
+      const bool free = i == made_.tokens && std::ranges::find(others, dtype) != others.end();
+      Changed(i, free, operand, "of dtype " + std::to_string(static_cast<int>(dtype)));
+    }
+  }
+
+  // Key and site are any number, an alignment any positive one.
+  void Attributes() const {
+    for (size_t i = 0; i < made_.call.attributes.size(); ++i) {
+      Call call = made_.call;
+      const std::string text = "attribute " + std::to_string(i);
+      if (auto* flag = std::get_if<bool>(&call.attributes[i])) {
+        *flag = !*flag;
+        const bool free = static_cast<int64_t>(i) == made_.flag;
+        free ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
+      } else if (auto* word = std::get_if<std::string>(&call.attributes[i])) {
+        for (const char* other : {"", "rows2", "bf161", "float8"}) {
+          *word = other;
+          Refuses(call, sizes_, text + " " + other);
+        }
+      } else if (std::get<int64_t>(call.attributes[i]) != 7 &&
+                 std::get<int64_t>(call.attributes[i]) != 9) {
+        for (const int64_t other : {int64_t{0}, int64_t{-1}, INT64_MAX, INT64_MIN}) {
+          call.attributes[i] = other;
+          Refuses(call, sizes_, text + " " + std::to_string(other));
+        }
+      }
+    }
+  }
+
+  // Of groups for less, or for others.
+  void Windows() const {
+    constexpr bool kRouted = std::is_same_v<Decoded, DecodedWindowDispatch> ||
+                             std::is_same_v<Decoded, DecodedWindowDispatchSend> ||
+                             std::is_same_v<Decoded, DecodedWindowDispatchSendAside> ||
+                             std::is_same_v<Decoded, DecodedWindowDispatchPlace>;
+    constexpr bool kDispatch = kRouted || std::is_same_v<Decoded, DecodedWindowCachedDispatch>;
+    constexpr bool kHalf = !std::is_same_v<Decoded, DecodedWindowDispatch> &&
+                           !std::is_same_v<Decoded, DecodedWindowCachedDispatch> &&
+                           !std::is_same_v<Decoded, DecodedWindowCombine>;
+    const auto other = [&](const std::string& what, int64_t WindowSizes::* size, int64_t by,
+                           bool refused) {
+      WindowSizes sizes = sizes_;
+      sizes.*size += by;
+      refused ? Refuses(made_.call, sizes, what) : Passes(made_.call, sizes, what);
+    };
+    other("a rank less", &WindowSizes::ranks, -1, true);
+    other("a rank more", &WindowSizes::ranks, 1, true);
+    other("an expert less", &WindowSizes::local_experts, -1, kRouted);
+    other("an expert more", &WindowSizes::local_experts, 1, kRouted);
+    other("a smaller H", &WindowSizes::hidden, -8, true);
+    other("a larger H", &WindowSizes::hidden, 8, false);
+    const bool one_by_one = SumsAlone();
+    other("a smaller K", &WindowSizes::top_k, -1, !one_by_one);
+    other("fewer tokens", kDispatch ? &WindowSizes::dispatch_tokens : &WindowSizes::combine_tokens,
+          -1, true);
+    other("tokens of the other kind",
+          kDispatch ? &WindowSizes::combine_tokens : &WindowSizes::dispatch_tokens, -1, false);
+    other("no room for pending ones", &WindowSizes::depth, 1 - sizes_.depth, kHalf);
+  }
+  // Whether the call has rows of one entry each, whose K it does not show.
+  bool SumsAlone() const {
+    if constexpr (std::is_base_of_v<DecodedWindowCombineSend, Decoded>) {
+      return std::get<bool>(made_.call.attributes[3]);
+    }
+    return false;
+  }
+
+  Made made_;
+  WindowSizes sizes_;
+  std::string name_;
+};
+
+template <typename Decoded>
+void Try(const std::vector<Variant>& variants) {
+  for (const Variant& variant : variants) Trial<Decoded>(variant).Run();
+}
+
+// Nor do options go together that no kernel has together.
+void OptionsAgree() {
+  const Variant v{.weight_grads = true, .by_entry = true};
+  const Made made = Make(static_cast<DecodedWindowCombine*>(nullptr), v);
+  CurrentCase() = "ep_combine by_entry with weight_grads";
+  CHECK(!Refusal(made.call, SizesFor(v), &DecodedWindowCombine::Decode).empty());
+}
+
+// The one array of a first half aside holds what the other target has apart, and nothing else.
+void OneArrayHoldsAll() {
+  const Variant v;
+  Refusal<DecodedWindowDispatchSendAside>(
+      Make(static_cast<DecodedWindowDispatchSendAside*>(nullptr), v).call, SizesFor(v),
+      &DecodedWindowDispatchSendAside::Decode, [](const DecodedWindowDispatchSendAside& call) {
+        const auto* all = reinterpret_cast<const int32_t*>(call.pending);
+        CHECK(call.step.slot_of == all + kPendingInts);
+        CHECK(call.step.num_invalid == call.step.slot_of + n * K);
+      });
+  int seen = 0;
+  Refusal<DecodedWindowCombineSendAside>(
+      Make(static_cast<DecodedWindowCombineSendAside*>(nullptr), v).call, SizesFor(v),
+      &DecodedWindowCombineSendAside::Decode, [&](const DecodedWindowCombineSendAside& call) {
+        CHECK(call.step.done == reinterpret_cast<const int32_t*>(call.pending) + kPendingInts);
+        ++seen;
+      });
+  CHECK(seen == 1);
+}
+
+void Run() {
+  const std::vector<Variant> formats = {{},
+                                        {.format = "fp8_block128"},
+                                        {.format = "mxfp8", .tiled = true},
+                                        {.format = "nvfp4"},
+                                        {.format = "nvfp4", .tiled = true}};
+  Try<DecodedWindowDispatch>(formats);
+  Try<DecodedWindowDispatchSend>(formats);
+  Try<DecodedWindowDispatchSendAside>(formats);
+  Try<DecodedWindowDispatchPlace>(formats);
+  Try<DecodedWindowCachedDispatch>({{}, {.weighted = true}, {.format = "fp8_block128"}});
+  const std::vector<Variant> sums = {{},
+                                     {.weighted = true},
+                                     {.residual = true, .wire = "float32"},
+                                     {.wire = "fp8_block128"},
+                                     {.shared = true},
+                                     {.weighted = true, .by_entry = true},
+                                     {.by_entry = true, .wire = "float16"}};
+  Try<DecodedWindowCombine>(sums);
+  Try<DecodedWindowCombine>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
+  Try<DecodedWindowCombineSend>(sums);
+  Try<DecodedWindowCombineSendAside>(sums);
+  Try<DecodedWindowCombinePlace>(sums);
+  OptionsAgree();
+  OneArrayHoldsAll();
+}
+
+}  // namespace
+}  // namespace jax_ep::ffi_layer
+
+int main() {
+  jax_ep::ffi_layer::Run();
+  std::puts("window_operands_test: all good");
+}
