@@ -13,19 +13,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_TILES = {
-    "block_m": 128,
-    "block_n": 128,
-    "block_k": 64,
-    "max_concurrent_steps": 4,
-}
+from jax_ep import _grouped
+from jax_ep._grouped import grouped_matmul
+
 _MOSAIC_MULTIPLE = 128
 _MOSAIC_CAPABILITY = "9.0"
 
@@ -148,7 +143,7 @@ def mosaic_obstacle(
             f"got {hidden_size} and {intermediate_size}"
         )
     try:
-        _kernels()
+        _grouped.kernels()
     except (ImportError, AttributeError):
         return f"a JAX that has these kernels, got jax {jax.__version__}"
     return None
@@ -248,61 +243,3 @@ def _gather_backward(saved: Any, cotangent: Any) -> Any:
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def _kernels() -> dict[str, Callable[..., jax.Array]]:
-    from jax.experimental.pallas.ops.gpu import (
-        ragged_dot_mgpu,
-        transposed_ragged_dot_mgpu,
-    )
-
-    return {
-        "rows": ragged_dot_mgpu.ragged_dot,
-        "weights": transposed_ragged_dot_mgpu.transposed_ragged_dot,
-    }
-
-
-def _grouped(which: str, columns: int) -> Callable[..., jax.Array]:
-    # Tiles of neighbouring columns run side by side and share what they read.
-    side_by_side = math.gcd(columns // _TILES["block_n"], 8)
-    return functools.partial(_kernels()[which], grid_block_n=side_by_side, **_TILES)
-
-
-@jax.custom_vjp
-def grouped_matmul(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """What `mosaic` multiplies with: `[N, A]` by `[L, A, B]` as `[N, B]`.
-
-    Rows past the last group may be anything and come out unspecified; their cotangents
-    must be finite.
-    """
-    multiply = _grouped("rows", weights.shape[2])
-    return multiply(rows, weights, group_sizes=group_sizes)
-
-
-def _grouped_forward(rows: Any, weights: Any, group_sizes: Any) -> Any:
-    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
-def _grouped_backward(kept: Any, cotangent: Any) -> Any:
-    rows, weights, sizes = kept
-    multiply = _grouped("rows", weights.shape[1])
-    to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
-    multiply = _grouped("weights", weights.shape[2])
-    # It reads the last group's tile to its end, times 0, which of NaN is NaN.
-    rows = _zero_tile_after(rows, jnp.sum(sizes))
-    return to_rows, multiply(rows, cotangent, group_sizes=sizes), None
-
-
-grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _zero_tile_after(rows: jax.Array, end: jax.Array) -> jax.Array:
-    """`rows` with zeros in a tile's rows from `end` on; in place where XLA can."""
-    count = min(max(_TILES["block_m"], _TILES["block_k"]), rows.shape[0])
-    start = jnp.minimum(end, rows.shape[0] - count)
-    tile = jax.lax.dynamic_slice_in_dim(rows, start, count)
-    real = start + jnp.arange(count) < end
-    tile = jnp.where(real[:, None], tile, 0)
-    return jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0)

@@ -43,7 +43,7 @@ CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.set_mesh": (("mesh",), "jax_ep/_init.py"),
     "jax.typeof": ((), "jax_ep/_results.py"),
     "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_autodiff.py"),
-    "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/_moe.py"),
+    "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/experts.py"),
     "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_names.py"),
     "jax.tree_util.register_dataclass": (
         ("data_fields", "meta_fields"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import grouped
 import helpers
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import experts
+from jax_ep import _grouped, experts
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -90,7 +91,6 @@ def test_mosaic_says_where_it_does_not_run():
         experts.mosaic(rows, gate_up[..., :96], down[:, :96], jnp.ones(L, jnp.int32))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
@@ -103,7 +103,12 @@ def test_mosaic_says_where_it_does_not_run():
     ids=str,
 )
 @pytest.mark.parametrize("name", ["mosaic", "auto"])
-def test_mosaic_equals_the_formula(name, sizes, count):
+@pytest.mark.parametrize(
+    "where", ["imagined", pytest.param("real", marks=pytest.mark.gpu)]
+)
+def test_mosaic_equals_the_formula(where, name, sizes, count, monkeypatch):
+    if where == "imagined":
+        grouped.imagine(monkeypatch)
     obstacle = experts.mosaic_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
@@ -117,7 +122,7 @@ def test_mosaic_equals_the_formula(name, sizes, count):
 def test_rows_of_the_tile_after_the_end_become_zeros(end, count):
     rows = np.arange(1, 2 * count + 1, dtype=np.float32).reshape(count, 2)
     end = min(end, count)
-    found = np.asarray(experts._zero_tile_after(jnp.asarray(rows), jnp.int32(end)))
+    found = np.asarray(_grouped._zero_tile_after(jnp.asarray(rows), jnp.int32(end)))
     np.testing.assert_array_equal(found[:end], rows[:end])
     assert not found[end : end + 64].any()
 

@@ -195,48 +195,6 @@ def test_quantised_dispatch(name):
     assert 0 < error < 0.2 * np.abs(np.asarray(plain[1])).max()
 
 
-@pytest.mark.parametrize("zero_tail", [True, False])
-def test_default_experts(zero_tail, monkeypatch):
-    """On Hopper grouped matmuls of JAX's; what they read past the rows is no matter."""
-    mesh = helpers.make_mesh(helpers.some_ranks(4))
-    size, devices = 128, []
-    fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}
-    ep = helpers.make_ep(mesh, config(**fields))
-    auto = jax_ep.experts.auto
-
-    def seen(*args, device):
-        devices.append(device)
-        return auto(*args, device=device)
-
-    monkeypatch.setattr(jax_ep.experts, "auto", seen)
-    rng = np.random.default_rng(4)
-    shapes = {"router": (size, 16), "gate_up": (16, size, 2, size)}
-    shapes["down"] = (16, size, size)
-    params = {
-        key: (rng.standard_normal(shape) / size**0.5).astype(np.float32)
-        for key, shape in shapes.items()
-    }
-    x = jnp.asarray(rng.standard_normal((N * mesh.size, size)), jnp.bfloat16)
-    mask = np.ones(len(x), bool)
-
-    def run(**options):
-        layer = expert_parallel(mesh, ep, params, Router(), **options)
-
-        def loss(params, x):
-            y = layer(params, x, mask)[0].astype(jnp.float32)
-            return jnp.sum(y**2), y
-
-        grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
-        return jax.tree.leaves((y, grads))
-
-    found, wanted = run(), run(experts=jax_ep.experts.ragged_dot)
-    assert devices
-    assert all(device in mesh.local_devices for device in devices)
-    for each, want in zip(found, wanted, strict=True):
-        each, want = (np.asarray(array, np.float32) for array in (each, want))
-        assert np.abs(each - want).max() <= 0.03 * np.abs(want).max()
-
-
 def test_names_in_the_program():
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     ep = helpers.make_ep(mesh, config())

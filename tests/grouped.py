@@ -1,0 +1,62 @@
+"""JAX's grouped matmuls for Hopper as NumPy would have them, for tests on CPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep import _grouped, experts
+
+_TILE = 64  # rows that the kernel for matrices loads at once
+
+
+def _of_rows(rows: Any, matrices: Any, sizes: Any, transposed: bool) -> Any:
+    """Where there is no group nothing is written, NaN for that."""
+    wide = matrices.astype(np.float32)
+    wide = wide.swapaxes(1, 2) if transposed else wide
+    out = np.full((len(rows), wide.shape[2]), np.nan, np.float32)
+    for matrix, size, end in zip(wide, sizes, np.cumsum(sizes), strict=True):
+        out[end - size : end] = rows[end - size : end].astype(np.float32) @ matrix
+    return out.astype(rows.dtype)
+
+
+def _of_matrices(rows: Any, others: Any, sizes: Any) -> Any:
+    """Whole tiles, of which rows of others count 0 times."""
+    out = []
+    for size, end in zip(sizes, np.cumsum(sizes), strict=True):
+        first = (end - size) // _TILE * _TILE
+        at = np.arange(first, min(-(-end // _TILE) * _TILE, len(rows)))
+        own = ((at >= end - size) & (at < end) & (size > 0))[:, None]
+        left, right = (each[at].astype(np.float32) for each in (rows, others))
+        out.append((left * own).T @ right)
+    return np.stack(out).astype(rows.dtype)
+
+
+def imagine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `mosaic` run by these; skips on GPUs, which may have the kernels."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the kernels may be real here")
+    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
+    monkeypatch.setattr(_grouped, "kernels", _kernels)
+
+
+def _kernels() -> dict[str, Callable[..., jax.Array]]:
+    """As of JAX's, the types of these results do not say that they vary."""
+
+    def rows_kernel(rows, matrices, *, group_sizes, transpose_rhs=False, **_):
+        columns = matrices.shape[1 if transpose_rhs else 2]
+        result = jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype)
+        run = functools.partial(_of_rows, transposed=transpose_rhs)
+        return jax.pure_callback(run, result, rows, matrices, group_sizes)
+
+    def matrices_kernel(rows, others, *, group_sizes, **_):
+        shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
+        result = jax.ShapeDtypeStruct(shape, rows.dtype)
+        return jax.pure_callback(_of_matrices, result, rows, others, group_sizes)
+
+    return {"rows": rows_kernel, "weights": matrices_kernel}
