@@ -18,6 +18,7 @@ _TILES = {
     "block_k": 64,
     "max_concurrent_steps": 4,
 }
+_ROWS_MULTIPLE = 8  # of a tile in shared memory
 
 
 def kernels() -> dict[str, Callable[..., jax.Array]]:
@@ -47,9 +48,12 @@ def grouped_matmul(
     Rows past the last group may be anything and come out unspecified; their cotangents
     must be finite.
     """
+    count = rows.shape[0]
+    # The kernels take no other numbers of rows.
+    rows = jnp.pad(rows, ((0, -count % _ROWS_MULTIPLE), (0, 0)))
     given = (rows, weights, group_sizes)
     axes = sorted(frozenset().union(*map(varying, given)))
-    return _grouped_matmul(*vary_alike(axes, frozenset(), *given))
+    return _grouped_matmul(*vary_alike(axes, frozenset(), *given))[:count]
 
 
 @jax.custom_vjp

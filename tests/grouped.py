@@ -1,8 +1,9 @@
-"""JAX's grouped matmuls for Hopper as NumPy would have them, for tests on CPUs."""
+"""JAX's grouped matmuls for Hopper on CPUs: interpreted, or as NumPy would do them."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,17 @@ def _of_matrices(rows: Any, others: Any, sizes: Any) -> Any:
         left, right = (each[at].astype(np.float32) for each in (rows, others))
         out.append((left * own).T @ right)
     return np.stack(out).astype(rows.dtype)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `mosaic` take this for a Hopper GPU, to lower for one or to interpret."""
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    named = types.ModuleType("jax")
+    named.__dict__.update(jax.__dict__)
+    named.devices = lambda: [types.SimpleNamespace(core_count=3)]
+    monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", named)
+    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
 
 
 def imagine(monkeypatch: pytest.MonkeyPatch) -> None:

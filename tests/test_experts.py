@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import grouped
 import helpers
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import _grouped, experts
@@ -17,6 +19,19 @@ from jax_ep import _grouped, experts
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 L, H, F, N = 3, 128, 128, 64
+MOSAIC_SIZES = [
+    ((10, 0, 30), N),
+    ((1,) * 8, 100),
+    ((7, 0, 3, 70, 64, 0, 1, 50), 200),
+    ((700, 0, 3, 129, 64, 0, 1, 100), 1000),
+    ((512, 512), 1024),
+    ((0, 0, 5), 5),
+]
+needs_interpreter = pytest.mark.skipif(
+    jax.default_backend() != "cpu"
+    or not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
+    reason="this JAX has no interpreter of its kernels for GPUs, or needs none",
+)
 
 
 def formula(rows, gate_up, down, sizes, largest=N):
@@ -91,30 +106,42 @@ def test_mosaic_says_where_it_does_not_run():
         experts.mosaic(rows, gate_up[..., :96], down[:, :96], jnp.ones(L, jnp.int32))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"),
-    [
-        ((10, 0, 30), N),
-        ((1,) * 8, 100),
-        ((700, 0, 3, 129, 64, 0, 1, 100), 1000),
-        ((512, 512), 1024),
-        ((0, 0, 5), 5),
-    ],
-    ids=str,
-)
+def largest_error(name, sizes, count):
+    reference = functools.partial(formula, largest=count)
+    return max(both_ways(getattr(experts, name), reference, sizes, "bfloat16", count))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mosaic", "auto"])
-@pytest.mark.parametrize(
-    "where", ["imagined", pytest.param("real", marks=pytest.mark.gpu)]
-)
-def test_mosaic_equals_the_formula(where, name, sizes, count, monkeypatch):
-    if where == "imagined":
-        grouped.imagine(monkeypatch)
+@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES, ids=str)
+def test_mosaic_equals_the_formula(name, sizes, count):
     obstacle = experts.mosaic_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
-    reference = functools.partial(formula, largest=count)
-    errors = both_ways(getattr(experts, name), reference, sizes, "bfloat16", count)
-    assert max(errors) < 0.03
+    assert largest_error(name, sizes, count) < 0.03
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES[1:3], ids=str)
+def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
+    grouped.pretend(monkeypatch)
+    with mosaic_gpu.force_gpu_interpret_mode():
+        assert largest_error("mosaic", sizes, count) < 0.03
+
+
+@pytest.mark.parametrize("count", [5, 100, 1000])
+def test_mosaic_lowers_for_hopper(count, monkeypatch):
+    """With its derivatives, which have kernels of their own."""
+    grouped.pretend(monkeypatch)
+
+    def both(*args):
+        y, back = jax.vjp(experts.mosaic, *args)
+        return y, back(y)
+
+    args = (*operands((1, 0, 2), "bfloat16", count), jnp.ones(3, jnp.int32))
+    traced = jax.jit(both).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu\w*", text)) == 6
 
 
 @pytest.mark.parametrize("end", [0, 1, 100, 299, 300])
