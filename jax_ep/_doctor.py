@@ -264,9 +264,10 @@ def _advice(
         obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
         runs = obstacle is None and config.element_bytes == 2
         way = "mosaic, as layers do where they can" if runs else "Padded(largest)"
+        why = f"; mosaic must have {obstacle}" if obstacle else ""
         advice.append(
             "jax.lax.ragged_dot is dense here, each row by all local experts: take "
-            f"jax_ep.experts.{way}"
+            f"jax_ep.experts.{way}{why}"
         )
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):

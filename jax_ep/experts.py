@@ -53,7 +53,7 @@ def auto(
 def ragged_dot(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """By `jax.lax.ragged_dot`: anywhere, for any sizes, any order of derivative.
+    """By `jax.lax.ragged_dot`: anywhere, for any sizes.
 
     Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
     every local expert: L times the arithmetic. `ragged_dot_is_dense` says whether.
@@ -144,8 +144,9 @@ def mosaic_obstacle(
         )
     try:
         _grouped.kernels()
-    except (ImportError, AttributeError):
-        return f"a JAX that has these kernels, got jax {jax.__version__}"
+    except (ImportError, AttributeError) as error:
+        # absl-py is no requirement of JAX's.
+        return f"what its kernels import, absl-py among it, got {error}"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 
 import grouped
 import helpers
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import _grouped, experts
@@ -27,10 +27,15 @@ MOSAIC_SIZES = [
     ((512, 512), 1024),
     ((0, 0, 5), 5),
 ]
+try:
+    from jax.experimental.pallas import mosaic_gpu
+except ImportError:  # it imports absl, which JAX does not require
+    mosaic_gpu = None
+needs_kernels = pytest.mark.skipif(mosaic_gpu is None, reason="needs absl-py")
 needs_interpreter = pytest.mark.skipif(
     jax.default_backend() != "cpu"
     or not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
-    reason="this JAX has no interpreter of its kernels for GPUs, or needs none",
+    reason="needs absl-py, a CPU and a JAX that interprets its kernels for GPUs",
 )
 
 
@@ -98,6 +103,19 @@ def test_largest_must_be_positive(largest):
         experts.Padded(largest)
 
 
+def test_mosaic_names_what_its_kernels_lack(monkeypatch):
+    def kernels():
+        raise ModuleNotFoundError("No module named 'absl'")
+
+    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(_grouped, "kernels", dict)
+    assert experts.mosaic_obstacle(H, F, hopper) is None
+    monkeypatch.setattr(_grouped, "kernels", kernels)
+    found = experts.mosaic_obstacle(H, F, hopper)
+    assert found is not None
+    assert found.endswith("import, got No module named 'absl'")
+
+
 def test_mosaic_says_where_it_does_not_run():
     obstacle = experts.mosaic_obstacle(H, 96)
     assert obstacle is not None
@@ -129,6 +147,7 @@ def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
         assert largest_error("mosaic", sizes, count) < 0.03
 
 
+@needs_kernels
 @pytest.mark.parametrize("count", [5, 100, 1000])
 def test_mosaic_lowers_for_hopper(count, monkeypatch):
     """With its derivatives, which have kernels of their own."""

@@ -21,8 +21,8 @@ def test_readme_program_runs_and_differentiates():
     program += (
         "\nimport numpy as np\n"
         "assert y.shape == (n, 64) and np.isfinite(np.asarray(y, np.float32)).all()\n"
-        "loss = lambda w: moe(tokens, topk_ids, router_weights, w, w_out).sum()\n"
-        "assert np.abs(np.asarray(jax.grad(loss)(w_in), np.float32)).sum() > 0\n"
+        "loss = lambda w: moe(tokens, topk_ids, router_weights, w, down).sum()\n"
+        "assert np.abs(np.asarray(jax.grad(loss)(gate_up), np.float32)).sum() > 0\n"
         "print('devices', ep.ep_size)\n"
     )
     header = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
