@@ -6,7 +6,7 @@ All layers of a run use the same one, so that they differ in the exchange alone.
 from jax_ep import experts
 from jax_ep.experts import grouped_matmul
 
-__all__ = ["available", "grouped_matmul", "make"]
+__all__ = ["available", "default", "grouped_matmul", "make"]
 
 
 def available(name, sizes):

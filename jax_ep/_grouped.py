@@ -45,8 +45,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """What `mosaic` multiplies with: `[N, A]` by `[L, A, B]` as `[N, B]`.
 
-    Rows past the last group may be anything and come out unspecified; their cotangents
-    must be finite.
+    Rows past the last group, and their cotangents, may be anything; what comes out for
+    them is unspecified.
     """
     count = rows.shape[0]
     # The kernels take no other numbers of rows.
@@ -72,7 +72,8 @@ def _grouped_backward(kept: Any, cotangent: Any) -> Any:
     to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
     multiply = _grouped("weights", weights.shape[2])
     # It reads the last group's tile to its end, times 0, which of NaN is NaN.
-    rows = _zero_tile_after(rows, jnp.sum(sizes))
+    end = jnp.sum(sizes)
+    rows, cotangent = _zero_tile_after(rows, end), _zero_tile_after(cotangent, end)
     to_weights = multiply(rows, cotangent, group_sizes=sizes)
     return _varies_as(rows, to_rows), _varies_as(rows, to_weights), None
 

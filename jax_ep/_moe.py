@@ -161,13 +161,13 @@ def moe_ffn(
     else:
         d = _api.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
-        device = ep.mesh.local_devices[0]
-        run = experts or partial(_experts.auto, device=device)
+        if experts is None:
+            experts = partial(_experts.auto, device=ep.mesh.local_devices[0])
         gate_up, down = params["gate_up"], params["down"]
         if fused:
             gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
             down = _in_front(params["shared_down"], down, tokens.dtype)
-        rows = run(_api.dequantize(d), gate_up, down, d.group_sizes)
+        rows = experts(_api.dequantize(d), gate_up, down, d.group_sizes)
     y = _api.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
         # Of partial sums: n rows cross, not the N of the experts.

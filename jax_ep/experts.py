@@ -35,19 +35,28 @@ def auto(
 ) -> jax.Array:
     """By `ragged_dot`, or where that is dense and `mosaic` runs, by `mosaic`.
 
+    With first derivatives alone, as `mosaic`.
+
     Args:
         rows: `[N, H]`.
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
         group_sizes: int32 `[L]`.
-        device: a `jax.Device` of those it will run on; None is JAX's first.
+        device: a `jax.Device` of those it will run on; None is this process's first.
     """
     # A kernel for 16-bit types.
     if rows.dtype.itemsize == 2:
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
-        if obstacle is None and ragged_dot_is_dense(rows.dtype.name, device):
+        if obstacle is None and _dense(rows.dtype.name, device):
             return _by_mosaic(rows, gate_up, down, group_sizes)
     return ragged_dot(rows, gate_up, down, group_sizes)
+
+
+def _dense(dtype: str, device: Any) -> bool:
+    try:
+        return ragged_dot_is_dense(dtype, device)
+    except Exception:  # an error of XLA's: the layer's own may compile
+        return False
 
 
 def ragged_dot(
@@ -71,7 +80,7 @@ def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
 
     Args:
         dtype: of rows and matrices.
-        device: where, a `jax.Device`; None is JAX's first.
+        device: where, a `jax.Device`; None is this process's first.
     """
     # The caller may be in a trace, under a mesh; those are its thread's.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -83,7 +92,7 @@ def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
 def _ragged_dot_text(dtype: Any, device: Any) -> str:
     groups, size = 4, 256
     shapes = [(512, size), (groups, size, size)]
-    where = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    where = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
     struct = functools.partial(jax.ShapeDtypeStruct, sharding=where)
     rows, matrices = (struct(shape, dtype) for shape in shapes)
     lowered = jax.jit(jax.lax.ragged_dot).lower(
@@ -128,9 +137,9 @@ def mosaic_obstacle(
     Args:
         hidden_size: H.
         intermediate_size: F, of a rank.
-        device: a `jax.Device` of those it will run on; None is JAX's first.
+        device: a `jax.Device` of those it will run on; None is this process's first.
     """
-    device = device or jax.devices()[0]
+    device = device or jax.local_devices()[0]
     found = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or found != _MOSAIC_CAPABILITY:
         return (

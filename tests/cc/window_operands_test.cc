@@ -223,21 +223,22 @@ void OptionsAgree() {
 // The one array of a first half aside holds what the other target has apart, and nothing else.
 void OneArrayHoldsAll() {
   const Variant v;
+  int seen = 0;
   Refusal<DecodedWindowDispatchSendAside>(
       Make(static_cast<DecodedWindowDispatchSendAside*>(nullptr), v).call, SizesFor(v),
-      &DecodedWindowDispatchSendAside::Decode, [](const DecodedWindowDispatchSendAside& call) {
+      &DecodedWindowDispatchSendAside::Decode, [&](const DecodedWindowDispatchSendAside& call) {
         const auto* all = reinterpret_cast<const int32_t*>(call.pending);
         CHECK(call.step.slot_of == all + kPendingInts);
         CHECK(call.step.num_invalid == call.step.slot_of + n * K);
+        ++seen;
       });
-  int seen = 0;
   Refusal<DecodedWindowCombineSendAside>(
       Make(static_cast<DecodedWindowCombineSendAside*>(nullptr), v).call, SizesFor(v),
       &DecodedWindowCombineSendAside::Decode, [&](const DecodedWindowCombineSendAside& call) {
         CHECK(call.step.done == reinterpret_cast<const int32_t*>(call.pending) + kPendingInts);
         ++seen;
       });
-  CHECK(seen == 1);
+  CHECK(seen == 2);
 }
 
 void Run() {
