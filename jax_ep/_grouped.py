@@ -53,32 +53,59 @@ def grouped_matmul(
     rows = jnp.pad(rows, ((0, -count % _ROWS_MULTIPLE), (0, 0)))
     given = (rows, weights, group_sizes)
     axes = sorted(frozenset().union(*map(varying, given)))
-    return _grouped_matmul(*vary_alike(axes, frozenset(), *given))[:count]
+    alike = vary_alike(axes, frozenset(), *given)
+    result: Any = _by_rows(*alike, False)
+    return result[:count]
+
+
+# Each one's derivatives are made of both, so that there are derivatives of any order.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_rows(rows: Any, weights: Any, group_sizes: Any, transposed: bool) -> Any:
+    """`[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by the same, as `[N, A]`."""
+    multiply = _grouped("rows", weights.shape[1 if transposed else 2])
+    result = multiply(rows, weights, group_sizes=group_sizes, transpose_rhs=transposed)
+    return _varies_as(rows, result)
+
+
+def _by_rows_forward(
+    rows: Any, weights: Any, group_sizes: Any, transposed: bool
+) -> Any:
+    kept = (rows, weights, group_sizes)
+    return _by_rows(*kept, transposed), kept
+
+
+def _by_rows_backward(transposed: bool, kept: Any, cotangent: Any) -> Any:
+    rows, weights, sizes = kept
+    pair = (cotangent, rows) if transposed else (rows, cotangent)
+    to_rows = _by_rows(cotangent, weights, sizes, not transposed)
+    return to_rows, _by_groups(*pair, sizes), None
+
+
+_by_rows.defvjp(_by_rows_forward, _by_rows_backward)
 
 
 @jax.custom_vjp
-def _grouped_matmul(rows: Any, weights: Any, group_sizes: Any) -> Any:
-    multiply = _grouped("rows", weights.shape[2])
-    return _varies_as(rows, multiply(rows, weights, group_sizes=group_sizes))
-
-
-def _grouped_forward(rows: Any, weights: Any, group_sizes: Any) -> Any:
-    return _grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
-def _grouped_backward(kept: Any, cotangent: Any) -> Any:
-    rows, weights, sizes = kept
-    multiply = _grouped("rows", weights.shape[1])
-    to_rows = multiply(cotangent, weights, group_sizes=sizes, transpose_rhs=True)
-    multiply = _grouped("weights", weights.shape[2])
+def _by_groups(left: Any, right: Any, group_sizes: Any) -> Any:
+    """`[N, A]` and `[N, B]` as `[L, A, B]`, the sum of each group's outer products."""
+    multiply = _grouped("weights", right.shape[1])
     # It reads the last group's tile to its end, times 0, which of NaN is NaN.
-    end = jnp.sum(sizes)
-    rows, cotangent = _zero_tile_after(rows, end), _zero_tile_after(cotangent, end)
-    to_weights = multiply(rows, cotangent, group_sizes=sizes)
-    return _varies_as(rows, to_rows), _varies_as(rows, to_weights), None
+    end = jnp.sum(group_sizes)
+    left, right = _zero_tile_after(left, end), _zero_tile_after(right, end)
+    return _varies_as(left, multiply(left, right, group_sizes=group_sizes))
 
 
-_grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+def _by_groups_forward(left: Any, right: Any, group_sizes: Any) -> Any:
+    kept = (left, right, group_sizes)
+    return _by_groups(*kept), kept
+
+
+def _by_groups_backward(kept: Any, cotangent: Any) -> Any:
+    left, right, sizes = kept
+    to_left = _by_rows(right, cotangent, sizes, True)
+    return to_left, _by_rows(left, cotangent, sizes, False), None
+
+
+_by_groups.defvjp(_by_groups_forward, _by_groups_backward)
 
 
 def _varies_as(like: Any, result: Any) -> Any:

@@ -23,6 +23,7 @@ from jax_ep._grouped import grouped_matmul
 
 _MOSAIC_MULTIPLE = 128
 _MOSAIC_CAPABILITY = "9.0"
+_MOSAIC_ITEMSIZE = 2
 
 
 def auto(
@@ -35,8 +36,6 @@ def auto(
 ) -> jax.Array:
     """By `ragged_dot`, or where that is dense and `mosaic` runs, by `mosaic`.
 
-    With first derivatives alone, as `mosaic`.
-
     Args:
         rows: `[N, H]`.
         gate_up: `[L, H, 2, F]`, gate first.
@@ -44,8 +43,7 @@ def auto(
         group_sizes: int32 `[L]`.
         device: a `jax.Device` of those it will run on; None is this process's first.
     """
-    # A kernel for 16-bit types.
-    if rows.dtype.itemsize == 2:
+    if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
         if obstacle is None and _dense(rows.dtype.name, device):
             return _by_mosaic(rows, gate_up, down, group_sizes)
@@ -104,11 +102,17 @@ def _ragged_dot_text(dtype: Any, device: Any) -> str:
 def mosaic(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """By JAX's own grouped matmuls for Hopper (Pallas), with their first derivatives.
+    """By JAX's own grouped matmuls for Hopper (Pallas), with their derivatives.
 
     Raises:
-        ValueError: while tracing, where `mosaic_obstacle` names one.
+        ValueError: while tracing, where the rows are not of a 16-bit type, or
+            `mosaic_obstacle` names what is in the way.
     """
+    if rows.dtype.itemsize != _MOSAIC_ITEMSIZE:
+        raise ValueError(
+            "jax_ep.experts.mosaic: rows must be bfloat16 or float16, got "
+            f"{rows.dtype}; take jax_ep.experts.Padded or leave experts out"
+        )
     obstacle = mosaic_obstacle(rows.shape[1], down.shape[1])
     if obstacle is not None:
         raise ValueError(

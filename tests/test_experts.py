@@ -120,9 +120,15 @@ def test_mosaic_names_what_its_kernels_lack(monkeypatch):
 def test_mosaic_says_where_it_does_not_run():
     obstacle = experts.mosaic_obstacle(H, 96)
     assert obstacle is not None
-    rows, gate_up, down = operands((1, 1, 1))
+    rows, gate_up, down = operands((1, 1, 1), "bfloat16")
     with pytest.raises(ValueError, match=r"^jax_ep.experts.mosaic: must have .*, got"):
         experts.mosaic(rows, gate_up[..., :96], down[:, :96], jnp.ones(L, jnp.int32))
+
+
+def test_mosaic_refuses_float32(monkeypatch):
+    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^jax_ep.experts.mosaic: rows .*got float32"):
+        experts.mosaic(*operands((1, 1, 1)), jnp.ones(L, jnp.int32))
 
 
 def largest_error(name, sizes, count):
@@ -130,14 +136,66 @@ def largest_error(name, sizes, count):
     return max(both_ways(getattr(experts, name), reference, sizes, "bfloat16", count))
 
 
+def curvature(run, sizes, dtype, count):
+    """Errors of a Hessian times a vector, every argument's, as `both_ways`."""
+    rng = np.random.default_rng(2)
+    real = (jnp.arange(count) < sum(sizes))[:, None]
+    *args, weights = (*operands(sizes, dtype, count), rng.standard_normal((count, H)))
+    args = [jnp.where(real, args[0], 0), *args[1:]]
+    directions = [rng.standard_normal(np.shape(arg)) for arg in args]
+
+    def products(run, *args):
+        def loss(*args):
+            y = jnp.where(real, run(*args), 0)
+            return jnp.sum(y.astype(jnp.float32) * weights)
+
+        def along(*args):
+            grads = jax.grad(loss, (0, 1, 2))(*args)
+            pairs = zip(grads, directions, strict=True)
+            return sum(jnp.sum(g.astype(jnp.float32) * d) for g, d in pairs)
+
+        to_rows, *rest = jax.jit(jax.grad(along, (0, 1, 2)))(*args)
+        return jnp.where(real, to_rows, 0), *rest
+
+    found = products(lambda *args: run(*args, jnp.array(sizes, jnp.int32)), *args)
+    wide = [jnp.asarray(arg, jnp.float32) for arg in args]
+    for got, want in zip(found, products(formula_of(sizes), *wide), strict=True):
+        got = np.asarray(got, np.float32)
+        yield np.abs(got - want).max() / np.abs(want).max()
+
+
+def formula_of(sizes):
+    return lambda *args: formula(*args, sizes, largest=max(sizes))
+
+
+# JAX has no second derivatives of ragged_dot.
+@pytest.mark.parametrize("name", ["mosaic", "padded"])
+def test_second_derivatives_equal_the_formulas(name, monkeypatch):
+    if name == "mosaic":
+        grouped.imagine(monkeypatch)
+    run = experts.Padded(32) if name == "padded" else getattr(experts, name)
+    dtype, bound = ("bfloat16", 0.05) if name == "mosaic" else ("float32", 1e-5)
+    assert max(curvature(run, (10, 0, 30), dtype, N)) < bound
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mosaic", "auto"])
 @pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES, ids=str)
 def test_mosaic_equals_the_formula(name, sizes, count):
+    skip_without_mosaic()
+    assert largest_error(name, sizes, count) < 0.03
+
+
+@pytest.mark.gpu
+def test_second_derivatives_on_hopper():
+    skip_without_mosaic()
+    assert max(curvature(experts.auto, (7, 0, 3, 70), "bfloat16", 100)) < 0.05
+
+
+def skip_without_mosaic():
     obstacle = experts.mosaic_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
-    assert largest_error(name, sizes, count) < 0.03
 
 
 @needs_interpreter

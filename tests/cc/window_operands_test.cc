@@ -56,8 +56,7 @@ std::string Refusal(const Call& call, const WindowSizes& sizes,
     if (see) see(decoded);
     return "";
   }
-  CHECK(error.message().starts_with("ep_"));
-  CHECK(error.message().find(": ") != std::string::npos);
+  CHECK(error.message().starts_with(std::string(Decoded::kTarget) + ": "));
   return error.message();
 }
 

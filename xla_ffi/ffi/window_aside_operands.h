@@ -35,6 +35,9 @@ struct DecodedWindowDispatchSendAside : DecodedWindowDispatchSend {
     step.num_invalid = step.slot_of + entries;
     return ffi::Error::Success();
   }
+  ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
+    return FitsAs(kTarget, sizes, layout);
+  }
 };
 struct DecodedWindowCombineSendAside : DecodedWindowCombineSend {
   static constexpr const char* kTarget = "ep_combine_send_aside";
@@ -55,6 +58,9 @@ struct DecodedWindowCombineSendAside : DecodedWindowCombineSend {
     pending = PendingOf(*all);
     step.done = all->typed_data() + kPendingInts;
     return ffi::Error::Success();
+  }
+  ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
+    return FitsAs(kTarget, sizes, layout);
   }
 };
 using WindowAsides = TargetList<DecodedWindowDispatchSendAside, DecodedWindowCombineSendAside>;

@@ -105,7 +105,11 @@ struct DecodedWindowDispatchSend {
     step.input_scale = input_scale.typed_data();
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
-    Checker check(kTarget);
+    return FitsAs(kTarget, sizes, layout);
+  }
+  ffi::Error FitsAs(const char* target, const WindowSizes& sizes,
+                    const WindowLayout& layout) const {
+    Checker check(target);
     CheckHalvesFit(check, sizes);
     CheckDispatchFits(check, step.shape, message_bytes, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
@@ -252,7 +256,11 @@ struct DecodedWindowCombineSend {
     step.slot_counts = slot_counts.typed_data();
   }
   ffi::Error Fits(const WindowSizes& sizes, const WindowLayout& layout) const {
-    Checker check(kTarget);
+    return FitsAs(kTarget, sizes, layout);
+  }
+  ffi::Error FitsAs(const char* target, const WindowSizes& sizes,
+                    const WindowLayout& layout) const {
+    Checker check(target);
     CheckHalvesFit(check, sizes);
     CheckFits(check, step.shape, step.messages(), message_bytes, CallKind::kCombine, sizes, layout);
     return check.ok() ? ffi::Error::Success() : check.error();
