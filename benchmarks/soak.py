@@ -1,6 +1,6 @@
 """Many calls with random routing, sizes and skew between ranks, every result checked.
 
-    python benchmarks/soak.py --calls 20000 [--seed S] [--minutes M]
+    python benchmarks/soak.py [--calls 20000] [--minutes M] [--seed S]
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
 programs of several sizes in random order and many in flight (soak_program.py). A call
@@ -8,7 +8,7 @@ is one exchange. A second thread runs programs with formats, the kinds of reduce
 shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
 programs without calls, unless --no-compiling (on several GPUs of one process new
 programs can hang calls: docs/sharp_bits.md); --threads 1 launches all from one thread
-and compiles nothing.
+and compiles nothing. With --minutes alone as many calls as fit.
 Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
 failure is run again with the same seed.
 """
@@ -217,7 +217,7 @@ def soak(eps, options, mesh, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=20000)
+    parser.add_argument("--calls", type=int, help="default: 20000, or all in --minutes")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minutes", type=float, help="stop after that long")
     parser.add_argument("--devices", type=int, default=0, help="default: all")
@@ -229,13 +229,16 @@ def main():
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args()
+    if args.calls is None:
+        args.calls = sys.maxsize if args.minutes else 20000
     jax.config.update("jax_num_cpu_devices", args.devices or 4)
     return run(args)
 
 
 def command(args):
     """What runs the same again."""
-    words = [f"--calls {args.calls}", f"--seed {args.seed}"]
+    words = [f"--calls {args.calls}"] if args.calls < sys.maxsize else []
+    words += [f"--seed {args.seed}"]
     words += [f"--minutes {args.minutes:g}"] if args.minutes else []
     words += [f"--devices {args.devices}"] if args.devices else []
     words += [f"--transport {args.transport}"] if args.transport != "auto" else []
@@ -278,7 +281,7 @@ def run(args):
         "date": recording.date(),
         "seed": args.seed,
         "command": command(args),
-        "asked_calls": args.calls,
+        "asked_calls": args.calls if args.calls < sys.maxsize else None,
         "options": list(options),
         **found,
     }
