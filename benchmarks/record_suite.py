@@ -76,6 +76,7 @@ LONG = {
     "test_shmem_gpu.py": 4,
     "test_processes_gpu.py": 3,
     "test_p2p_faults.py": 4,
+    "test_experts.py": 6,
     "test_graph_layer.py": 3,
     "test_autodiff.py": 2,
     "test_quantized_grads.py": 2,

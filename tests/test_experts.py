@@ -179,11 +179,10 @@ def test_second_derivatives_equal_the_formulas(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mosaic", "auto"])
 @pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES, ids=str)
-def test_mosaic_equals_the_formula(name, sizes, count):
+def test_mosaic_equals_the_formula(sizes, count):
     skip_without_mosaic()
-    assert largest_error(name, sizes, count) < 0.03
+    assert largest_error("mosaic", sizes, count) < 0.03
 
 
 @pytest.mark.gpu
