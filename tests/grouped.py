@@ -49,13 +49,28 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
 
 
-def imagine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `mosaic` run by these; skips on GPUs, which may have the kernels."""
+def imagine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has `mosaic` run by these; skips on GPUs, which may have the kernels.
+
+    Returns a list that gets the name of each one that a trace takes.
+    """
     if jax.default_backend() != "cpu":
         pytest.skip("the kernels may be real here")
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
-    monkeypatch.setattr(_grouped, "kernels", _kernels)
+    taken: list[str] = []
+    monkeypatch.setattr(_grouped, "kernels", lambda: _Seen(_kernels(), taken))
+    return taken
+
+
+class _Seen(dict):
+    def __init__(self, kernels: dict[str, Any], taken: list[str]) -> None:
+        super().__init__(kernels)
+        self.taken = taken
+
+    def __getitem__(self, name: str) -> Any:
+        self.taken.append(name)
+        return super().__getitem__(name)
 
 
 def _kernels() -> dict[str, Callable[..., jax.Array]]:

@@ -32,8 +32,7 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
         return auto(*args, device=device)
 
     monkeypatch.setattr(jax_ep.experts, "auto", seen)
-    if imagined:
-        grouped.imagine(monkeypatch)
+    taken = grouped.imagine(monkeypatch) if imagined else None
     rng = np.random.default_rng(4)
     shapes = {"router": (size, 16), "gate_up": (16, size, 2, size)}
     shapes["down"] = (16, size, size)
@@ -58,6 +57,7 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
 
     found, wanted = run(), run(experts=jax_ep.experts.ragged_dot)
     assert devices
+    assert taken is None or set(taken) == {"rows", "weights"}
     assert all(device in mesh.local_devices for device in devices)
     for each, want in zip(found, wanted, strict=True):
         each, want = (np.asarray(array, np.float32) for array in (each, want))

@@ -288,6 +288,8 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     lines = [line for line in _doctor._advice(found, [gpu], config) if "dense" in line]
     assert len(lines) == (named is not None)
     assert all(named in line for line in lines)
+    whys = [line.partition("; mosaic must have ")[2] for line in lines]
+    assert whys == [obstacle or ""] * len(lines)
 
 
 def test_dense_products_are_told_from_grouped_ones(monkeypatch):
