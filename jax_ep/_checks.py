@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -50,7 +52,8 @@ def require_open(function: str, ep: EPHandle) -> None:
     if ep.closed:
         raise ValueError(
             f"jax_ep.{function}: ep must be open, got a closed handle; call "
-            "jax_ep.init again"
+            "jax_ep.init again and pass its result, or make the layer of jax_ep.flax "
+            "again (layers of equal sizes share one)"
         )
     if ep.forked:
         raise ValueError(
@@ -134,6 +137,19 @@ def require_scope(function: str, ep: EPHandle) -> None:
             "vmap axis is no mesh axis)"
         )
     _check_manual(function, mesh)
+
+
+@contextlib.contextmanager
+def told_of(function: str) -> Iterator[None]:
+    """Errors of a rank's call as those of `function`, which made it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        name, _, text = str(error).partition(": ")
+        if not name.startswith("jax_ep.") or not text:
+            raise
+        text = f"jax_ep.{function}: {text} ({name}, of one rank's part)"
+        raise type(error)(text) from error
 
 
 def in_scope(names: tuple[str, ...]) -> bool:

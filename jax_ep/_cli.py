@@ -112,7 +112,7 @@ def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return run.run(options)
     except devices.TooManyDevicesError as error:
         parser.error(str(error))
-    except corpus.CorpusError as error:
+    except (corpus.CorpusError, devices.NoBackendError) as error:
         print(f"jax-ep demo: {error}", file=sys.stderr)
         return FAILED
 

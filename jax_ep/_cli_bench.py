@@ -11,7 +11,7 @@ import sys
 import tempfile
 from typing import Any
 
-from jax_ep._cli_values import at_least, file_problem, number
+from jax_ep._cli_values import at_least, file_problem, no_backend, number
 
 _TEXT = """\
 Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
@@ -130,7 +130,8 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     ask = [sys.executable, "-c", what]
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
-        print(f"jax-ep bench: {asked.stderr.strip()[-500:]}", file=sys.stderr)
+        lines = asked.stderr.strip().splitlines()
+        print(f"jax-ep bench: {no_backend(lines[-1])}", file=sys.stderr)
         return 1
     backend, devices = asked.stdout.split()[-2:]
     on_cpu = backend == "cpu"

@@ -58,6 +58,7 @@ def add(commands: Any) -> None:
     capacity.add_argument("--recv-capacity", type=int, metavar="N")
     layer.add_argument("--reduce", default="rank", help="rank (default), source, none")
     layer.add_argument("--fused-shared-expert", action="store_true")
+    layer.add_argument("--expert-alignment", type=int, default=1, metavar="N")
     parser.set_defaults(run=lambda args: _run(args, parser))
 
 
@@ -85,6 +86,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             recv_capacity=args.recv_capacity,
             reduce=args.reduce,
             fused_shared_expert=args.fused_shared_expert,
+            expert_alignment=args.expert_alignment,
         )
     except ValueError as error:
         parser.error(str(error).removeprefix("jax_ep.EPConfig: "))

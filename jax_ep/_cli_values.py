@@ -8,6 +8,20 @@ import os
 from collections.abc import Callable
 
 
+def backend_advice() -> str | None:
+    """What may help where JAX starts no backend."""
+    asked = os.environ.get("JAX_PLATFORMS")
+    said = f"JAX_PLATFORMS is {asked!r}: install its plugin, or unset it"
+    return said if asked else None
+
+
+def no_backend(error: str) -> str:
+    """What to say where JAX starts none."""
+    return "; ".join(
+        filter(None, [f"JAX starts no backend: {error}", backend_advice()])
+    )
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """A parser of integers from `low` on."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
-import re
 import warnings
 from typing import Any
 
@@ -16,14 +14,20 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _doctor_links, _ffi, _native, _shmem, _transports, _windows, formats
-from jax_ep import experts as _experts
+from jax_ep import (
+    _doctor_advice,
+    _doctor_links,
+    _ffi,
+    _native,
+    _shmem,
+    _transports,
+    _windows,
+)
+from jax_ep._cli_values import backend_advice
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-_OLDEST_CAPABILITY = 9.0
-_MOSAIC_SIZE = 128  # an intermediate size that is no obstacle
 
 
 def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
@@ -40,9 +44,7 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
     except Exception as error:  # JAX asserts, raises or whatever: it is the finding
         problem = f"JAX starts no backend: {type(error).__name__}: {error}"
         problem = problem.removesuffix(": ")
-        advice = []
-        if asked := os.environ.get("JAX_PLATFORMS"):
-            advice = [f"JAX_PLATFORMS is {asked!r}: install its plugin, or unset it"]
+        advice = list(filter(None, [backend_advice()]))
         return found | {"devices": [], "problems": [problem], "advice": advice}
     found["devices"] = [_device(device) for device in devices]
     found["peer_access"] = peer_access(devices)
@@ -56,7 +58,7 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
         found["memory"]["p2p_windows"] = _window_bytes(config, group)
     tests = [entry["test"] for entry in found["transports"].values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
-    found["advice"] = _advice(found, devices, config)
+    found["advice"] = _doctor_advice.advice(found, devices, config)
     return found
 
 
@@ -243,74 +245,6 @@ def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
 
 def _fitting(devices: int, experts: int) -> int:
     return max(r for r in range(1, devices + 1) if experts % r == 0)
-
-
-def _advice(
-    found: dict[str, Any], devices: list[Any], config: jax_ep.EPConfig
-) -> list[str]:
-    advice = []
-    on_gpu = devices[0].platform != "cpu"
-    if on_gpu and _ffi.native_cuda is None:
-        advice.append(
-            "built without CUDA: put nvcc (12.5 or newer) on PATH or in CUDA_HOME and "
-            "reinstall jax_ep"
-        )
-    if not on_gpu:
-        advice.append(
-            "only CPU devices: right for tests and small runs; install jax[cuda13] "
-            "for GPUs"
-        )
-    if on_gpu and _dense_experts(config):
-        obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
-        runs = obstacle is None and config.element_bytes == 2
-        way = "mosaic, as layers do where they can" if runs else "Padded(largest)"
-        why = f"; mosaic must have {obstacle}" if obstacle else ""
-        advice.append(
-            "jax.lax.ragged_dot is dense here, each row by all local experts: take "
-            f"jax_ep.experts.{way}{why}"
-        )
-    capabilities = [_capability(device) for device in devices]
-    if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
-        advice.append("p2p needs compute capability 9.0: use transport collective")
-    sizes = found["memory"]
-    needed = sizes["dispatched_rows"] + sizes["expert_rows"] + sizes["exchange"]
-    limits = [d["memory_bytes"] for d in found["devices"] if d["memory_bytes"]]
-    if limits and needed > min(limits) / 2:
-        advice.append(
-            f"the config takes {needed / 1e9:.1f} GB of {min(limits) / 1e9:.1f} GB a "
-            "device: lower max_tokens_per_rank or bound recv_capacity"
-        )
-    if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
-        advice.append(
-            f"recv_capacity is the worst case, {sizes['recv_capacity']} rows where a "
-            f"balanced router sends {_balanced(config)}: capacity_factor=1.25 saves "
-            "memory, at the risk of dropped rows (jax_ep.stats counts them)"
-        )
-    if config.hidden_size % 128 == 0 and not formats.is_quantized(
-        config.dispatch_format
-    ):
-        advice.append(
-            'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch '
-            "(docs/formats.md says with what error)"
-        )
-    return advice
-
-
-def _dense_experts(config: jax_ep.EPConfig) -> bool:
-    try:
-        return _experts.ragged_dot_is_dense(config.dtype)
-    except Exception:  # an error of XLA's: there is nothing to advise
-        return False
-
-
-def _capability(device: Any) -> float | None:
-    """Of an NVIDIA GPU. Other platforms have none, or words of their own there."""
-    text = str(getattr(device, "compute_capability", ""))
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
-
-
-def _balanced(config: jax_ep.EPConfig) -> int:
-    return config.max_tokens_per_rank * config.top_k
 
 
 def silent_examine(*args: Any) -> dict[str, Any]:

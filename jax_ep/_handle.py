@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -222,10 +222,18 @@ class EPHandle:
         """Whether `other` is the same handle."""
         return self is other
 
+    def __copy__(self) -> Self:
+        """Itself: there is one of each handle, as of a mesh."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, so that what holds a handle, a layer say, can be copied."""
+        return self
+
     def __reduce__(self) -> NoReturn:
         """Refuses: a handle belongs to the devices of one process."""
         raise TypeError(
-            "jax_ep.EPHandle: a handle must not be pickled or copied, got an attempt; "
+            "jax_ep.EPHandle: a handle must not be pickled, got an attempt; "
             "pickle ep.config and call jax_ep.init"
         )
 

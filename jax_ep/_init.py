@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep import _ffi, _runtime, _shmem, _transports, _windows
+from jax_ep import _capacity, _ffi, _runtime, _shmem, _transports, _windows
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
 from jax_ep._meeting import Meeting
 from jax_ep._transports import TRANSPORTS
 
-_LARGE_BYTES = 10**9
 # Of the first call over new windows; tests start near the wrap of 64 bits.
 _FIRST_EPOCH: int | None = None
 
@@ -156,17 +155,10 @@ def _check_served(config: EPConfig, ranks: int) -> None:
             f"be at most {limit}, got {rows} and {entries}; lower max_tokens_per_rank "
             "or set recv_capacity"
         )
-    encoded = (config.dispatch_format, config.hidden_size, config.element_bytes)
-    row_bytes = sum(_ffi.native.encoded_bytes(*encoded))
-    worst_case = config.recv_capacity is None and config.capacity_factor is None
-    if worst_case and rows * row_bytes > _LARGE_BYTES:
-        warnings.warn(
-            f"jax_ep.init: dispatch returns {rows} rows of {row_bytes} bytes, "
-            f"{rows * row_bytes / 1e9:.2f} GB a call, to hold the worst case; set "
-            "recv_capacity or capacity_factor to bound it",
-            UserWarning,
-            stacklevel=3,
-        )
+    for remark in (_capacity.worst_case, _capacity.shortfall):
+        text = remark(config, ranks)
+        if text is not None:
+            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=3)
 
 
 def _automatic(mesh: Mesh) -> Mesh:

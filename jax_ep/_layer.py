@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import _init, _moe_checks
+from jax_ep import _checks, _init, _moe_checks
 from jax_ep._arrays import as_array
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
-from jax_ep._layer_params import Param, config_fields, params
+from jax_ep._layer_params import Param, config_fields, entry_axes, params, spec_axes
 from jax_ep._moe import MoEAux, moe_ffn
-from jax_ep.router import Router
+from jax_ep.router import Router, check_choice
 
 _handles: dict[Any, EPHandle] = {}
 _lock = threading.Lock()
@@ -63,6 +63,8 @@ class Layer:
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
         _moe_checks.require_choices(self.function, self.router, self.experts)
+        config = self.config
+        check_choice(self.function, self.router, config.num_experts, config.top_k)
         _moe_checks.require_type(
             self.function,
             "spec",
@@ -122,14 +124,13 @@ class Layer:
             if found is None or found.closed:
                 for other in [k for k, ep in _handles.items() if ep.closed]:
                     del _handles[other]
-                found = _handles[key] = self._init()
+                found = _handles[key] = self._init(*key)
         return found
 
-    def _init(self) -> EPHandle:
+    def _init(self, *key: Any) -> EPHandle:
         # What JAX traces is a matter of its thread: a new one runs what it is told.
-        args = (self.mesh, self.ep_axes, self.config, self.transport)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            return pool.submit(_init.init, *args).result()
+            return pool.submit(_init.init, *key).result()
 
     def _checked(self, ep: EPHandle) -> EPHandle:
         _moe_checks.require_handle(self.function, ep)
@@ -182,7 +183,7 @@ class Layer:
                 partial(self._body, ep),
                 mesh=self.mesh,
                 in_specs=in_specs,
-                out_specs=(spec, MoEAux.specs(_axes(spec))),
+                out_specs=(spec, MoEAux.specs(spec_axes(spec))),
             )
             program = ep._programs[key] = jax.jit(mapped)
         return program(*self._placed(operands, in_specs))
@@ -190,16 +191,17 @@ class Layer:
     def _body(
         self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
     ) -> tuple[jax.Array, MoEAux]:
-        y, aux = moe_ffn(
-            ep,
-            x.reshape(-1, self.config.hidden_size),
-            values,
-            router=self.router,
-            mask=None if mask is None else mask.reshape(-1),
-            input_scale=input_scale,
-            tp_axis=self.tp_axis_name,
-            experts=self.experts,
-        )
+        with _checks.told_of(self.function):
+            y, aux = moe_ffn(
+                ep,
+                x.reshape(-1, self.config.hidden_size),
+                values,
+                router=self.router,
+                mask=None if mask is None else mask.reshape(-1),
+                input_scale=input_scale,
+                tp_axis=self.tp_axis_name,
+                experts=self.experts,
+            )
         return y.reshape(x.shape), aux
 
     def _leading_spec(self, x: jax.Array) -> PartitionSpec:
@@ -214,7 +216,7 @@ class Layer:
         if spec is None:
             names = self.mesh.axis_names
             spec = PartitionSpec(tuple(n for n in names if n != self.tp_axis_name))
-        used = _axes(spec)
+        used = spec_axes(spec)
         if (
             len(spec) >= x.ndim
             or not set(self.ep_axes) <= set(used) <= set(self.mesh.axis_names)
@@ -228,7 +230,7 @@ class Layer:
             )
         for size, entry in zip(x.shape, spec, strict=False):
             parts = 1
-            for axis in _names(entry):
+            for axis in entry_axes(entry):
                 parts *= self.mesh.shape[axis]
             if size == 0 or size % parts:
                 raise ValueError(
@@ -252,16 +254,6 @@ class Layer:
         return jax.tree.map(
             place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
-
-
-def _axes(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(axis for entry in spec for axis in _names(entry))
-
-
-def _names(entry: Any) -> Sequence[str]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def make(

@@ -6,7 +6,7 @@ And checks of what the layers are told of them and of their config.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,3 +118,15 @@ def config_fields(function: str, options: Any) -> Mapping[str, Any]:
             "other fields"
         )
     return options
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes that any dimension lies over."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: Any) -> Sequence[str]:
+    """The axes that one dimension lies over."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

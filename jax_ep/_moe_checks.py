@@ -47,6 +47,11 @@ def require_choices(function: str, router: Any, experts: Any) -> None:
         "a function of rows, gate_up, down and group_sizes",
         "jax_ep.experts has some",
     )
+    if isinstance(experts, type):
+        raise TypeError(
+            f"jax_ep.{function}: experts must be a function, got the class "
+            f"{experts.__name__}; make one of it, as jax_ep.experts.Padded(largest)"
+        )
 
 
 def require_handle(function: str, ep: Any) -> None:
@@ -182,6 +187,24 @@ def check_sizes(
             "and [F, H], as a routed expert's",
             found,
             "give them, or leave fused_shared_expert out",
+        )
+    elif "shared_down" in names:
+        found = [jnp.shape(params[name]) for name in ("shared_gate_up", "shared_down")]
+        inner = found[1][:1]
+        _require(
+            found == [(hidden, 2, *inner), (*inner, hidden)],
+            f"shared_gate_up and shared_down must be [H, 2, S] and [S, H] with H "
+            f"{hidden}",
+            found,
+            "every rank holds all of both, a tp_axis its part of S",
+        )
+    if routing is None and "router_bias" in names:
+        wanted = (ep.config.num_experts,)
+        _require(
+            jnp.shape(params["router_bias"]) == wanted,
+            f"router_bias must be [E] = {wanted}",
+            jnp.shape(params["router_bias"]),
+            "every rank holds all of it",
         )
     if routing is None:
         _require(

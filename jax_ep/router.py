@@ -59,11 +59,15 @@ class Router:
             self.score,
             '"softmax" is the default',
         )
+        counts = (self.top_groups, self.num_groups, self.best_of_group)
         _require(
-            1 <= self.top_groups <= self.num_groups and self.best_of_group >= 1,
+            all(type(count) is int for count in counts)
+            and 1 <= self.top_groups <= self.num_groups
+            and self.best_of_group >= 1,
             "router.Router",
-            "top_groups must be in [1, num_groups] and best_of_group at least 1",
-            (self.top_groups, self.num_groups, self.best_of_group),
+            "top_groups must be an int in [1, num_groups] and best_of_group one of at "
+            "least 1",
+            counts,
             "num_groups=1 and top_groups=1 are no limit",
         )
 
@@ -112,11 +116,44 @@ def route(
         A `Routing`. Equal scores go to the lower expert.
 
     Raises:
-        ValueError: the experts do not divide into the groups, or too few are left.
+        ValueError: an array has another shape, the experts do not divide into the
+            groups, or too few are left.
+        TypeError: `mask` is not of bool.
     """
     router = router or Router()
-    experts = logits.shape[-1]
-    _check_groups(router, experts, top_k)
+    logits = jnp.asarray(logits)
+    _require(
+        logits.ndim == 2,
+        "router.route",
+        "logits must be [n, E]",
+        logits.shape,
+        "reshape them to a row for each token",
+    )
+    n, experts = logits.shape
+    check_choice("router.route", router, experts, top_k)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        _require(
+            bias.shape == (experts,),
+            "router.route",
+            f"bias must be [E] = {(experts,)}",
+            bias.shape,
+            "give one number an expert",
+        )
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"jax_ep.router.route: mask must be bool, got {mask.dtype}; give one "
+                "bool a token"
+            )
+        _require(
+            mask.shape == (n,),
+            "router.route",
+            f"mask must be [n] = {(n,)}",
+            mask.shape,
+            "give one bool a token",
+        )
     logits = logits.astype(jnp.float32)
     if router.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
@@ -152,22 +189,30 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
     return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)
 
 
-def _check_groups(router: Router, experts: int, top_k: int) -> None:
+def check_choice(function: str, router: Router, experts: int, top_k: int) -> None:
+    """Raises unless `router` can choose `top_k` of so many experts."""
+    _require(
+        1 <= top_k <= experts,
+        function,
+        f"top_k must be from 1 to num_experts, {experts}",
+        top_k,
+        "give a smaller one",
+    )
     groups = router.num_groups
     size = experts // groups
     _require(
         experts % groups == 0 and size * router.top_groups >= top_k,
-        "router.route",
+        function,
         "num_groups must divide the experts and top_groups of them hold top_k",
         f"{experts} experts in {groups} groups, top {router.top_groups}, top_k {top_k}",
         "change num_groups or top_groups",
     )
     _require(
         groups == 1 or router.best_of_group <= size,
-        "router.route",
+        function,
         f"best_of_group must be at most {size}, the experts of a group",
         router.best_of_group,
-        "lower it",
+        "give a smaller one",
     )
 
 

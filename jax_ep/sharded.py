@@ -297,7 +297,8 @@ def _run(
         }
 
         def body(operands: dict[str, Any]) -> Any:
-            return function(ep, **operands)
+            with _checks.told_of(f"sharded.{function.__name__.lstrip('_')}"):
+                return function(ep, **operands)
 
         mapped = jax.shard_map(
             body, mesh=ep.mesh, in_specs=(specs,), out_specs=PartitionSpec(axes)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ep._moe import MoEAux
@@ -119,7 +120,14 @@ def update(load: Load, aux: MoEAux) -> Load:
 
     Raises:
         ValueError: `aux` is of other ranks or experts than `load`.
+        TypeError: `aux` is no `MoEAux`.
     """
+    if not isinstance(aux, MoEAux):
+        raise TypeError(
+            "jax_ep.stats.update: aux must be the MoEAux of a layer, got "
+            f"{type(aux).__name__}; jax_ep.moe_ffn returns one, layers of jax_ep.flax "
+            "with return_aux=True"
+        )
     with jax.named_scope("jax_ep.stats"):
         local = load.rows.shape[1]
         ranks = aux.num_dropped.shape[0]
@@ -175,7 +183,16 @@ class Summary:
 
 
 def summary(load: Load) -> Summary:
-    """Waits for `load` and returns its numbers; not inside jit."""
+    """Waits for `load` and returns its numbers; not inside jit.
+
+    Raises:
+        ValueError: inside a traced function.
+    """
+    if isinstance(load.steps, Tracer):
+        raise ValueError(
+            "jax_ep.stats.summary: load must hold arrays, got those of a traced "
+            "function; return it from there and call this outside"
+        )
     host: Any = jax.device_get(load)
 
     def whole(words: np.ndarray) -> np.ndarray:

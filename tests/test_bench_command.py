@@ -167,3 +167,11 @@ def test_a_short_run(tmp_path):
     assert {row["op"] for row in found["results"]} == {"dispatch", "combine"}
     assert all(row["us"] > 0 and not row.get("wrong") for row in found["results"])
     assert _cli_bench.compare(found, found, 0)[1] == 0
+
+
+def test_no_backend_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "nothing")
+    assert _cli.main(["bench", "--quick"]) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "JAX_PLATFORMS is 'nothing'" in said

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_ep import _cli, _ffi
-from jax_ep._demo import check, corpus, dense, devices, moe, picture, run
+from jax_ep._demo import check, corpus, dense, devices, moe, picture, run, train
 from jax_ep._demo.train import Metrics
 
 QUICK = ("-m", "jax_ep._cli", "demo", "--quick")
@@ -194,3 +196,32 @@ def test_gpus_that_this_build_cannot_serve_are_passed_over(monkeypatch):
     chosen, remark = devices.choose(2)
     assert [device.platform for device in chosen] == ["cpu", "cpu"]
     assert "built without a CUDA compiler" in remark
+
+
+def test_no_backend_is_one_line(monkeypatch, capsys):
+    """JAX_PLATFORMS=cuda without its plugin fails an assertion of JAX's, wordless."""
+
+    def devices(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert _cli.main(["demo", "--quick", "--no-plot"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("jax-ep demo: JAX starts no backend: AssertionError; ")
+    assert "JAX_PLATFORMS is 'cuda'" in said
+
+
+def test_a_step_keeps_its_dtypes_under_x64():
+    """A compiled step takes what it returned."""
+    params = {"w": np.ones((3, 2), np.float32)}
+    state = train.State(params, params, params, np.int32(0))
+
+    def loss(params, text):
+        return jnp.sum(params["w"] ** 2), (jnp.float32(0), jnp.zeros(1))
+
+    with jax.enable_x64(True):
+        after, _ = jax.eval_shape(
+            functools.partial(train.adam_step, loss, 30), state, np.zeros(4, np.int32)
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), state, after)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _cli_doctor, _doctor, _doctor_links, _windows
+from jax_ep import _cli, _cli_doctor, _doctor, _doctor_advice, _doctor_links, _windows
 
 
 def command(*arguments):
@@ -230,9 +230,9 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
 )
 def test_other_platforms_words_are_no_capability(told, capability):
     device = Gpu(0)
-    assert _doctor._capability(device) is None
+    assert _doctor_advice._capability(device) is None
     device.compute_capability = told  # pyright: ignore[reportAttributeAccessIssue]
-    assert _doctor._capability(device) == capability
+    assert _doctor_advice._capability(device) == capability
 
 
 def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
@@ -285,7 +285,9 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *sizes: obstacle)
     config = helpers.make_config(dtype=dtype)
     found = {"memory": _doctor.memory(config, 2), "devices": []}
-    lines = [line for line in _doctor._advice(found, [gpu], config) if "dense" in line]
+    lines = [
+        line for line in _doctor_advice.advice(found, [gpu], config) if "dense" in line
+    ]
     assert len(lines) == (named is not None)
     assert all(named in line for line in lines)
     whys = [line.partition("; mosaic must have ")[2] for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import helpers
@@ -17,6 +18,8 @@ from test_flax import fields
 
 import jax_ep.flax
 import jax_ep.flax.linen
+from jax_ep.experts import Padded
+from jax_ep.router import Router
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -32,7 +35,10 @@ WRONG = {
     "no_param_dtype": ({"param_dtype": "zz"}, "param_dtype must be a floating dtype"),
     "spec": ({"spec": "ep"}, "spec must be a jax.sharding.PartitionSpec"),
     "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
+    "top_k": ({"top_k": 17}, "top_k must be from 1 to num_experts, 16"),
+    "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
+    "class": ({"experts": Padded}, "experts must be a function, got the class"),
     "handle": ({"ep": 3}, "ep must be what jax_ep.init returned"),
 }
 
@@ -49,7 +55,8 @@ def test_both_say_what_a_layer_needs(name):
     ):
         with raises() as caught:
             make()
-        assert re.match(rf"jax_ep\.[\w.]+: .*{words}.*, got ", str(caught.value))
+        assert re.match(rf"jax_ep\.[\w.]+: .*{words}", str(caught.value))
+        assert ", got " in str(caught.value)
 
 
 def test_arguments_that_are_no_arrays():
@@ -68,3 +75,32 @@ def test_arguments_that_are_no_arrays():
         with raises() as caught:
             layer(given, mask=mask)
         check_form(caught, "flax.MoE", words)
+
+
+def test_errors_of_a_ranks_call_name_the_layer():
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
+    with raises() as caught:
+        layer(jnp.ones((8 * 1024, 4, 16)))
+    check_form(caught, "flax.MoE", "max_tokens_per_rank", "(jax_ep.dispatch, of one")
+
+
+def test_a_closed_layer_says_how_to_go_on():
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
+    layer.ep.close()
+    with raises() as caught:
+        layer(jnp.ones((8, 4, 16)))
+    check_form(caught, "flax.MoE", "make the layer of jax_ep.flax again")
+    again = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
+    assert jnp.isfinite(again(jnp.ones((8, 4, 16)))).all()
+
+
+def test_layers_can_be_copied():
+    """As for an average of parameters."""
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
+    other, x = copy.deepcopy(layer), jnp.ones((8, 4, 16))
+    assert other.ep is layer.ep
+    other.router[...] = jnp.zeros_like(other.router[...])
+    assert (layer(x) != other(x)).any()

@@ -79,6 +79,18 @@ def test_router_of_scores_sharded_by_token(router) -> None:
         ({"residual": np.ones((1, 16), np.float32)}, "residual must have shape"),
         ({"residual": np.ones((N, 16), np.int32)}, "residual must be float32, got int"),
         ({"experts": 3}, "experts must be a function"),
+        ({"experts": jax_ep.experts.Padded}, "experts must be a function"),
+        (
+            {"params": moe_dense.params() | {"router_bias": np.ones(3, np.float32)}},
+            "router_bias must be [E]",
+        ),
+        (
+            {
+                "params": moe_dense.params()
+                | {"shared_down": np.ones((8, 16), np.float32)}
+            },
+            "shared_gate_up and shared_down must be [H, 2, S] and [S, H]",
+        ),
         ({"router": "softmax"}, "router must be a jax_ep.router.Router"),
         ({"routing": 3}, "routing must be a jax_ep.router.Routing"),
         ({"params": None}, "params must be a mapping"),
@@ -98,6 +110,30 @@ def test_wrong_options(options, words):
     with raises() as caught:
         jax.eval_shape(run, x)
     check_form(caught, "moe_ffn", words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logits": np.ones((2, 4, 16))}, "logits must be [n, E]"),
+        ({"top_k": 17}, "top_k must be from 1 to num_experts, 16"),
+        ({"bias": np.ones(3)}, "bias must be [E]"),
+        ({"bias": np.ones((1, 16))}, "bias must be [E]"),
+        ({"mask": np.ones(3, bool)}, "mask must be [n]"),
+        ({"mask": np.ones(4)}, "mask must be bool"),
+    ],
+)
+def test_wrong_operands_of_a_router(changes, words):
+    operands = {"logits": np.ones((4, 16), np.float32), "top_k": 2, **changes}
+    with raises() as caught:
+        route(**operands)
+    check_form(caught, "router.route", words)
+
+
+def test_groups_are_ints():
+    with raises() as caught:
+        Router(num_groups=2.0)
+    check_form(caught, "router.Router", "must be an int", "2.0")
 
 
 def test_a_routing_takes_no_mask():

@@ -146,3 +146,15 @@ def test_gradients(kind: AxisType) -> None:
     operands = [helpers.put(mesh, [a]) for a in (x, w, ids)]
     actual = jax.jit(jax.grad(layer, (0, 1)))(*operands)
     moe.assert_close(actual, jax.grad(dense, (0, 1))(x, w, ids))
+
+
+def test_errors_of_a_ranks_call_name_the_function() -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, helpers.make_config())
+    tokens = np.ones((8 * mesh.size, ep.config.hidden_size), jnp.bfloat16)
+    ids = np.zeros((4 * mesh.size, ep.config.top_k), np.int32)
+    with pytest.raises(ValueError, match=r"^jax_ep.sharded.dispatch: topk_ids ") as e:
+        jax_ep.sharded.dispatch(ep, tokens, ids)
+    assert "(jax_ep.dispatch, of one rank's part)" in str(e.value)
+    with pytest.raises(TypeError, match=r"^jax_ep.sharded.dequantize: d must be"):
+        jax_ep.sharded.dequantize(ep, tokens)

@@ -129,6 +129,20 @@ def test_aux_of_another_layer_is_refused():
         stats.update(stats.init(ep), aux)
 
 
+def test_what_is_no_aux_is_refused():
+    load = stats.init(helpers.make_ep(helpers.make_mesh(1), helpers.make_config()))
+    with pytest.raises(
+        TypeError, match=r"^jax_ep\.stats\.update: aux must be .*got int"
+    ):
+        stats.update(load, 3)
+
+
+def test_no_numbers_inside_of_jit():
+    load = stats.init(helpers.make_ep(helpers.make_mesh(1), helpers.make_config()))
+    with pytest.raises(ValueError, match=r"^jax_ep\.stats\.summary: load must hold"):
+        jax.jit(lambda load: stats.summary(load).steps)(load)
+
+
 def test_axes_of_a_load():
     _, ep, _ = make()
     assert stats.init(ep, "ep").steps.shape == (2,)

@@ -9,10 +9,15 @@ from typing import Any
 import jax
 
 from jax_ep import _ffi, _runtime
+from jax_ep._cli_values import no_backend
 
 CPU_DEVICES = 8
 # XLA's CPU pool, as jax_ep sizes it, has room for programs on this many.
 MAX_CPU_DEVICES = _runtime.MIN_THREADS // 2
+
+
+class NoBackendError(RuntimeError):
+    """JAX has no devices."""
 
 
 class TooManyDevicesError(ValueError):
@@ -30,6 +35,7 @@ def choose(wanted: int | None) -> tuple[list[Any], str | None]:
 
     Raises:
         TooManyDevicesError: there are fewer.
+        NoBackendError: there are none.
     """
     # A demo should leave room for others on a GPU; read when the backend starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -38,7 +44,10 @@ def choose(wanted: int | None) -> tuple[list[Any], str | None]:
         count = min(wanted or CPU_DEVICES, MAX_CPU_DEVICES)
         jax.config.update("jax_num_cpu_devices", count)
     remark = None
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except Exception as error:  # JAX asserts, raises or whatever
+        raise NoBackendError(no_backend(type(error).__name__)) from error
     try:
         _ffi.native_for(devices[0].platform)
     except ValueError as error:

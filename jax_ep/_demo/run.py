@@ -39,6 +39,7 @@ def run(options: Options) -> int:
 
     Raises:
         devices.TooManyDevicesError: there are fewer than `options.devices`.
+        devices.NoBackendError: JAX has none.
         corpus.CorpusError: there is no text to learn.
     """
     used, remark = devices.choose(options.devices)

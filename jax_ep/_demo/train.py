@@ -99,6 +99,7 @@ def adam_step(
     second = jax.tree.map(
         lambda v, g: _BETA2 * v + (1 - _BETA2) * g * g, state.second, grads
     )
+    rate = rate.astype(jnp.float32)  # with jax_enable_x64 it is float64
     params = jax.tree.map(
         lambda p, m, v: p - rate * m / (jnp.sqrt(v) + _EPSILON),
         state.params,

@@ -1,0 +1,81 @@
+"""What init says of an N that is too large, or that balanced routing does not fit."""
+
+from __future__ import annotations
+
+import warnings
+
+import helpers
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep import _capacity
+
+T = 128
+
+
+def config(**changes):
+    fields = {"num_experts": 64, "top_k": 2, "max_tokens_per_rank": T}
+    return helpers.make_config(**fields | changes)
+
+
+SHORT = {
+    "shared": {"capacity_factor": 1.0, "fused_shared_expert": True},
+    "aligned": {"capacity_factor": 1.25, "expert_alignment": 128},
+    "both": {
+        "capacity_factor": 1.5,
+        "fused_shared_expert": True,
+        "expert_alignment": 64,
+    },
+    "few_tokens": {
+        "capacity_factor": 2.0,
+        "expert_alignment": 128,
+        "max_tokens_per_rank": 4,
+    },
+}
+WIDE = {
+    "plain": {"capacity_factor": 1.0},
+    "below_one": {"capacity_factor": 0.5},
+    "shared": {"capacity_factor": 1.5, "fused_shared_expert": True},
+    "aligned": {"capacity_factor": 1.0, "expert_alignment": 16},
+    "worst_case": {"expert_alignment": 128},
+    "rows": {"recv_capacity": 128, "expert_alignment": 128},
+}
+
+
+def balanced_drops(ep, mesh):
+    """What is lost where every expert is sent as many rows."""
+    shape = (mesh.size * ep.config.max_tokens_per_rank, ep.config.top_k)
+    ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    tokens = np.ones((shape[0], ep.config.hidden_size), ep.config.dtype)
+    d = jax_ep.sharded.dispatch(ep, tokens, ids % ep.config.num_experts)
+    return int(np.sum(d.num_dropped))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_options_that_leave_too_little_are_told(name) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(8))
+    fields = SHORT[name]
+    told = _capacity.shortfall(config(**fields), mesh.size)
+    assert told is not None
+    with pytest.warns(UserWarning, match=r"^jax_ep\.init: capacity_factor .*instead$"):
+        ep = helpers.make_ep(mesh, config(**fields))
+    assert balanced_drops(ep, mesh) > 0
+    # The remedy serves.
+    rows = int(told.partition("recv_capacity=")[2].split()[0])
+    remedy = {**fields, "capacity_factor": None, "recv_capacity": rows}
+    assert balanced_drops(helpers.make_ep(mesh, config(**remedy)), mesh) == 0
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_others_are_not(name) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        helpers.make_ep(mesh, config(**WIDE[name]))
+    assert _capacity.shortfall(config(**WIDE[name]), mesh.size) is None
+
+
+def test_no_exchange_needs_a_share_alone() -> None:
+    fields = {"skip_a2a": True, "expert_alignment": 16, "capacity_factor": 1.0}
+    assert _capacity.shortfall(config(**fields), 8) is None
