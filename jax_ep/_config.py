@@ -75,7 +75,8 @@ class EPConfig:
             Each takes room in the windows of a GPU transport.
         overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
             "stream": those, the first on XLA's stream of collectives (jax 0.11.1);
-            "copy": XLA's all-to-all, by copy engines where its flag says so.
+            "copy": XLA's all-to-all, by copy engines where its flag says so, and with
+            XLA's limits for a rank that does not come.
         num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
         ranks_per_node: forces "nodes" for tests; None finds them.
         timeout_s: bound on every wait of p2p and shmem, in seconds.

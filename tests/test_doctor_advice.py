@@ -1,0 +1,64 @@
+"""What jax-ep doctor advises, and when."""
+
+from __future__ import annotations
+
+import types
+
+import helpers
+import jax
+import pytest
+
+import jax_ep
+from jax_ep import _cli, _doctor, _doctor_advice
+
+
+@pytest.mark.parametrize(
+    ("told", "capability"), [("9.0", 9.0), ("10.3", 10.3), ("gfx942", None), ("", None)]
+)
+def test_other_platforms_words_are_no_capability(told, capability):
+    assert _doctor_advice._capability(types.SimpleNamespace()) is None
+    device = types.SimpleNamespace(compute_capability=told)
+    assert _doctor_advice._capability(device) == capability
+
+
+def test_advice_on_the_worst_case(monkeypatch):
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    monkeypatch.setattr(_doctor, "self_test", lambda *args: "passed")
+    found = _doctor.silent_examine(helpers.make_config())
+    assert any("worst case" in line for line in found["advice"])
+    bounded = _doctor.silent_examine(helpers.make_config(capacity_factor=1.25))
+    assert not any("worst case" in line for line in bounded["advice"])
+
+
+@pytest.mark.parametrize(
+    ("dense", "obstacle", "dtype", "named"),
+    [
+        (False, None, "bfloat16", None),
+        (True, None, "bfloat16", "jax_ep.experts.mosaic"),
+        (True, None, "float32", "jax_ep.experts.Padded(largest)"),
+        (True, "another GPU", "bfloat16", "jax_ep.experts.Padded(largest)"),
+    ],
+)
+def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    experts = jax_ep.experts
+    monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda dtype: dense)
+    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *sizes: obstacle)
+    config = helpers.make_config(dtype=dtype)
+    found = {"memory": _doctor.memory(config, 2), "devices": []}
+    lines = [
+        line for line in _doctor_advice.advice(found, [gpu], config) if "dense" in line
+    ]
+    found = [line.partition("; mosaic must have ")[::2] for line in lines]
+    assert [why for _, why in found] == ([obstacle or ""] if named else [])
+    assert all(named in way for way, _ in found)
+
+
+def test_advice_where_options_leave_too_little_room(capsys):
+    arguments = ["--experts", "64", "--hidden", "128", "--tokens", "128"]
+    arguments += ["--ranks", "8", "--top-k", "2", "--capacity-factor", "1.25"]
+    assert _cli.main(["doctor", *arguments]) == 0
+    assert "capacity_factor" not in capsys.readouterr().out
+    assert _cli.main(["doctor", *arguments, "--expert-alignment", "128"]) == 0
+    assert "advice      capacity_factor 1.25 makes N" in capsys.readouterr().out
