@@ -36,6 +36,7 @@ import recording
 
 AHEAD_S = 0.05  # from a command to the start that it names
 ONE = "one process"
+MOST_OVER_ONE = 1.03  # what a process per GPU may take of one process's time
 # Whether in one process; transport, ranks of a node, whether dispatches may be bundled.
 WAYS = {
     f"p2p, {ONE}": (True, "p2p", None, True),
@@ -261,6 +262,16 @@ def parse(arguments):
     return args
 
 
+def slower(rows):
+    """Which calls of a process per GPU take too long for that."""
+    return [
+        f"{row['op']} of {row['tokens']} tokens takes {row['to_one_process']:.3f} of "
+        f"{ONE}'s time, at most {MOST_OVER_ONE} is right"
+        for row in rows
+        if row.get("way") == "p2p" and (row["to_one_process"] or 0) > MOST_OVER_ONE
+    ]
+
+
 def main(arguments=None):
     args = parse(arguments)
     print(f"seed {args.seed}")
@@ -281,6 +292,7 @@ def main(arguments=None):
         # What was measured until then stays.
         record["problems"].append(str(error))
         print(f"MISSING: {error}")
+    record["problems"] += slower(record["rows"])
     device = recording.short_device(record["device"])
     recording.write(f"nodes-{device}x{args.ranks}", record, args.results)
     wrong = any(row["differences"] for row in record["rows"])

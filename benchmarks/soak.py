@@ -9,8 +9,8 @@ shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles an
 programs without calls, unless --no-compiling (on several GPUs of one process new
 programs can hang calls: docs/sharp_bits.md); --threads 1 launches all from one thread
 and compiles nothing. With --minutes alone as many calls as fit.
-Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch. A
-failure is run again with the same seed.
+Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch,
+and where memory was lost. A failure is run again with the same seed.
 """
 
 from __future__ import annotations
@@ -285,6 +285,7 @@ def run(args):
         "options": list(options),
         **found,
     }
+    record["error"] = record["error"] or soak_run.grown(record)
     for ep in eps:
         ep.close()
     name = f"soak-{recording.short_device(record['device'])}x{len(devices)}"

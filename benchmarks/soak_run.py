@@ -14,6 +14,9 @@ import soak_program
 
 IN_FLIGHT = 4  # launches of a thread
 SHOW_S = 10
+# What may be gone at the end: an array lost in every launch would be more.
+MOST_OF_DEVICE = 64 << 20
+MOST_OF_HEAP, MOST_OF_HEAP_A_LAUNCH = 16 << 20, 1 << 10
 COMPILE_EVERY_S = 5
 COMPILED_SHAPES = 8
 
@@ -157,6 +160,23 @@ def together(launchers, compiler, deadline, launches):
     stop.set()
     if compiler.active:
         compiling.join()
+
+
+def grown(record):
+    """What memory the record says was lost, in words; None where it is flat.
+
+    The resident size of a process on CPUs is no measure: XLA's threads leave gaps.
+    """
+    if record["device"] != "cpu":
+        lost = record["free_memory_start"] - record["free_memory_end"]
+        if lost > MOST_OF_DEVICE:
+            return f"a device has {lost} bytes less than at the start"
+    if record["heap_start"] is not None:
+        more = record["heap_end"] - record["heap_start"]
+        launches = record["launches"] - record["settled"][0]
+        if more > MOST_OF_HEAP + launches * MOST_OF_HEAP_A_LAUNCH:
+            return f"the host's heap has {more} bytes more after {launches} launches"
+    return None
 
 
 def merged(launchers, compiler):

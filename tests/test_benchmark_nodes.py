@@ -91,6 +91,23 @@ def test_rows_before_a_failure_stay(tmp_path, monkeypatch, capsys) -> None:
     assert "MISSING: a process is gone" in capsys.readouterr().out
 
 
+def test_a_slower_process_per_gpu_fails(tmp_path, monkeypatch) -> None:
+    def runs(args, record) -> None:
+        row = {"op": "combine", "tokens": 8, "differences": {}}
+        for way, ratio in (("p2p", ratios[-1]), ("shmem, one a node", 3.9)):
+            record["rows"].append(row | {"way": way, "to_one_process": ratio})
+
+    monkeypatch.setattr(nodes, "run", runs)
+    arguments = ["--platform", "cpu", "--ranks", "2", "--results", str(tmp_path)]
+    ratios = []
+    for ratio, status in ((None, 0), (0.99, 0), (1.03, 0), (1.04, 1)):
+        ratios.append(ratio)
+        assert nodes.main(arguments) == status
+    (path,) = tmp_path.iterdir()
+    (problem,) = json.loads(path.read_text())["problems"]
+    assert problem.startswith("combine of 8 tokens takes 1.040 of one process's time")
+
+
 def test_ways_that_are_turned() -> None:
     """Each transport in both kinds of processes; nodes that are none are left out."""
     args = nodes.parse(["--ranks", "4"])

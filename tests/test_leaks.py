@@ -29,6 +29,7 @@ def test_memory_is_flat(what: str) -> None:
         pytest.skip("test_windows_a_thousand_times counts those of GPUs")
     found = gpus.run_worker("leaks_worker.py", what, timeout=600)
     assert found["bytes_a_cycle"] < FEW_BYTES[what], found
+    assert found["device_lost"] < 64 * MB, found
     assert found["handles_left"] <= 1, found
 
 

@@ -91,13 +91,13 @@ def test_nodes_are_as_collective(node: str, tmp_path: pathlib.Path) -> None:
     assert set(nodes("calls", node, tmp_path)) == {"right"}
 
 
-@pytest.mark.parametrize("node", ["2", "2 direct"])
+@pytest.mark.parametrize("node", ["2", "2 direct", "1"])
 @pytest.mark.parametrize("scenario", ["modes", "pendings"])
 def test_options_over_nodes(scenario: str, node: str, tmp_path: pathlib.Path) -> None:
     assert set(nodes(scenario, node, tmp_path)) == {"right"}
 
 
-@pytest.mark.parametrize("node", ["2", "2 direct"])
+@pytest.mark.parametrize("node", ["2", "2 direct", "1"])
 def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) -> None:
     """Named in time by all others, on its node and elsewhere; another handle works."""
     *others, silent = nodes("silent", node, tmp_path)

@@ -115,3 +115,21 @@ def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
     derived = {"combine", "psum", "d_rows", "d_row_weights", "d_tokens", "d_weights"}
     assert set(CHANGES) | derived == set(record["failures"])
     assert record["first_failure"]["elements"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"heap_start": None}, None),
+        ({"free_memory_end": 2**40 - 2**27}, "a device has 134217728 bytes less"),
+        ({"free_memory_end": 2**40 - 2**27, "device": "cpu"}, None),
+        ({"heap_end": 2**25}, "heap has 33554432 bytes more after 100 launches"),
+        ({"heap_end": 2**25, "launches": 10**5}, None),
+    ],
+)
+def test_lost_memory_fails(changes, words):
+    record = {"device": "H200", "free_memory_start": 2**40, "free_memory_end": 2**40}
+    record |= {"heap_start": 0, "heap_end": 0, "launches": 300, "settled": [200, 8]}
+    found = soak_run.grown(record | changes)
+    assert words in found if words else found is None
