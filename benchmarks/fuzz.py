@@ -13,6 +13,7 @@ import argparse
 import json
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -76,11 +77,12 @@ def run_libfuzzer(command, merged, corpus, folder):
     scratch = folder / f"{merged.name}-scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    start = time.monotonic()
+    start, busy = time.monotonic(), cpu_seconds()
     # It tells all on stderr.
     command = [*command, "-print_final_stats=1", str(scratch), str(corpus)]
     done = started(command, folder, stderr=subprocess.STDOUT)
     seconds = round(time.monotonic() - start, 1)
+    busy = round(cpu_seconds() - busy, 1)
     stats = {
         name: int(value)
         for name, value in re.findall(r"^stat::(\w+):\s+(\d+)", done.stdout, re.M)
@@ -88,6 +90,7 @@ def run_libfuzzer(command, merged, corpus, folder):
     edges = re.findall(r"\bcov: (\d+)", done.stdout)
     found = {
         "seconds": seconds,
+        "cpu_seconds": busy,
         "executions": stats.get("number_of_executed_units", 0),
         "edges": int(edges[-1]) if edges else 0,
         "inputs_given": len(list(corpus.iterdir())),
@@ -100,6 +103,12 @@ def run_libfuzzer(command, merged, corpus, folder):
     if done.returncode != 0:
         print(done.stdout[-8000:], flush=True)
     return done.returncode != 0, found
+
+
+def cpu_seconds():
+    """Of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def started(command, folder, **options):
