@@ -152,9 +152,9 @@ def p2p_part(data):
         "`jax.lax.ragged_all_to_all` of each (token, k) and grouping by expert; back, "
         "and the weighted sum (`benchmarks/ragged.py`), with XLA's default flags, with "
         "its best ones for as many updates, and the fastest of what was tried (here "
-        f"{', '.join(labels)}); `speed-up` is p2p's over that. Every table, row and "
-        "sum of p2p was compared with the collective transport's in this run, bit for "
-        "bit."
+        f"{', '.join(labels)}); `speed-up` is p2p's over that; what is blank was not "
+        "measured. Every table, row and sum of p2p was compared with the collective "
+        "transport's in this run, bit for bit."
     )
     columns = (
         "T a rank",

@@ -60,8 +60,8 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
         config.dispatch_format
     ):
         advice.append(
-            'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch '
-            "(docs/formats.md says with what error)"
+            'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch, '
+            "which pays where calls wait for the link (docs/formats.md)"
         )
     return advice
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import _ffi, _nodes, _shmem, _windows
+from jax_ep import _ffi, _nodes, _shmem, _windows, formats
 from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
+
+# A token and its codes lie in shared memory while they are encoded: with 2048 experts
+# and top-32 nvfp4 has room for 238,592 elements. Others pass in pieces.
+_MOST_HIDDEN_QUANTIZED, _MOST_HIDDEN = 1 << 17, 1 << 22
 
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
@@ -35,6 +39,9 @@ def choose(
             'jax_ep.init: transport="shmem" must have skip_a2a=False, as nothing is '
             'exchanged with it, got True; use transport="auto", "p2p" or "collective"'
         )
+    row = _row_obstacle(config)
+    if row is not None:
+        return instead_of_windows(requested, row)
     shmem = config if requested == "shmem" else None
     found = obstacle(mesh, names, meeting, shmem)
     if found is None:
@@ -44,6 +51,17 @@ def choose(
     if far and _puts_reach(mesh, names, meeting, config):
         return "shmem"
     return instead_of_windows(requested, found)
+
+
+def _row_obstacle(config: EPConfig) -> Obstacle | None:
+    """Whether a multiprocessor's shared memory has room for what a call keeps there."""
+    wires = (config.dispatch_format, config.grad_format, config.combine_format)
+    quantized = any(map(formats.is_quantized, filter(None, wires)))
+    most = _MOST_HIDDEN_QUANTIZED if quantized else _MOST_HIDDEN
+    if config.skip_a2a or config.hidden_size <= most:
+        return None
+    wire = "quantised formats" if quantized else "these dtypes"
+    return f"hidden_size of at most {most} with {wire}", str(config.hidden_size)
 
 
 def _puts_reach(

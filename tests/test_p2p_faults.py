@@ -118,7 +118,7 @@ def test_window_that_no_gpu_can_hold() -> None:
     found = run("giant")
     numbers = [int(n) for n in re.findall(r"\d{6,}", found["message"])]
     assert any(n >= found["needed"] for n in numbers), found["message"]
-    for field in ("max_tokens_per_rank", "hidden_size"):
+    for field in ("max_tokens_per_rank", "hidden_size", "reduce", "pending_calls"):
         assert field in found["message"]
     assert found["lost"] < 64 * MB
     assert found["right_afterwards"]

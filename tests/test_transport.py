@@ -151,3 +151,25 @@ def test_groups_are_by_rank(axis) -> None:
     assert {device for group in groups for device in group} == set(ranks)
     for group in groups:
         assert [ranks[device] for device in group] == list(range(len(group)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "served"),
+    [
+        ({"hidden_size": 1 << 17, "dispatch_format": "nvfp4"}, True),
+        ({"hidden_size": (1 << 17) + 128, "dispatch_format": "nvfp4"}, False),
+        ({"hidden_size": (1 << 17) + 128, "grad_format": "fp8_block128"}, False),
+        ({"hidden_size": (1 << 17) + 128, "combine_format": "fp8_block128"}, False),
+        ({"hidden_size": 1 << 22}, True),
+        ({"hidden_size": (1 << 22) + 128}, False),
+        ({"hidden_size": (1 << 22) + 128, "skip_a2a": True}, True),
+    ],
+)
+def test_rows_that_no_multiprocessor_holds(fields, served) -> None:
+    found = _transports._row_obstacle(helpers.make_config(**fields))
+    assert (found is None) == served
+    if found is not None:
+        assert found[0].startswith("hidden_size of at most")
+        with pytest.raises(ValueError, match=r'"p2p" must have hidden_size .*got \d+'):
+            _transports.instead_of_windows("p2p", found)
+        assert _transports.instead_of_windows("auto", found) == "collective"

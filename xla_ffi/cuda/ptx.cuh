@@ -1,6 +1,7 @@
-// All PTX of jax_ep: system-scope accesses and fences, bulk copies (TMA) with the barriers they
-// complete on, and the timer. Used by signal_memory.cuh and by kernels that store into windows;
-// docs/protocol.md, "Memory order", says which operation a step needs.
+// All PTX of jax_ep but conversions of numbers (formats/): system-scope accesses and fences, bulk
+// copies (TMA) with the barriers they complete on, and the timer. Used by signal_memory.cuh and by
+// kernels that store into windows; docs/protocol.md, "Memory order", says which operation a step
+// needs.
 //
 // Addresses of 64 and 128 bits are of global memory, this GPU's, a peer's or mapped host memory.
 #pragma once

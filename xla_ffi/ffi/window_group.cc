@@ -50,9 +50,10 @@ uint64_t Nanoseconds(double seconds) {
   throw std::runtime_error(
       "jax_ep.init: a device must have room for its window of transport \"p2p\", " +
       std::to_string(error.asked_bytes) + " bytes on device " + std::to_string(error.device) +
-      " for these max_tokens_per_rank, hidden_size, dtype, combine_dtype and top_k, got " +
+      " for these max_tokens_per_rank, hidden_size, dtype, combine_dtype, dispatch_format, top_k, "
+      "reduce and pending_calls, got " +
       std::to_string(error.free_bytes) +
-      " bytes free; lower max_tokens_per_rank, leave JAX less of the device "
+      " bytes free; lower max_tokens_per_rank or pending_calls, leave JAX less of the device "
       "(XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE=false), or use "
       "transport=\"collective\"");
 }
