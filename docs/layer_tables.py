@@ -75,6 +75,9 @@ def train(data, table):
     before = {n: max(gaps[: alike[n]], default=math.inf) for n, gaps in apart.items()}
     if not names or max(before.values()) > 1e-4:
         raise SystemExit(f"the newest train file is unfit: {before}")
+    norms = max(data["norms"].values())
+    if norms > 1e-3:
+        raise SystemExit(f"the newest train file has other gradients: {norms}")
     steps = len(curves["dense"])
     shown = [0, *range(steps // 12 - 1, steps, max(1, steps // 12))]
     rows = [
@@ -94,6 +97,7 @@ def train(data, table):
         f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
         f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
         "Largest difference from the dense curve before a near tie of a router turned "
-        f"the first token to another expert, and with what came of it: {found}."
+        f"the first token to another expert, and with what came of it: {found}. Until "
+        f"then no parameter's gradient had a norm off by more than {norms:.1e} of it."
     )
     return f"{head}\n\n" + table(("step", "dense", *names), rows)

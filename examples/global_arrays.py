@@ -1,4 +1,6 @@
-"""The expert layer in pjit style: `jax_ep.sharded` on global arrays. Used by train.py.
+"""The expert layer in pjit style: `jax_ep.sharded` on global arrays.
+
+    python examples/train.py --layer sharded
 
 Everything is a global array under one `jax.jit`; only the matmuls, whose group sizes
 differ from rank to rank, stand in a `jax.shard_map`.
@@ -13,7 +15,10 @@ import jax_ep.flax
 
 
 class ShardedMoE(jax_ep.flax.MoE):
-    """`jax_ep.flax.MoE`'s parameters; dispatch, experts and combine spelled out."""
+    """`jax_ep.flax.MoE`'s parameters; dispatch, experts and combine spelled out.
+
+    Softmax top-k and routed experts alone.
+    """
 
     def __call__(self, x, *, return_aux=True):
         ep, mesh = self.ep, self.ep.mesh

@@ -5,12 +5,11 @@ Its expert layers are of whatever class it is given: `jax_ep.flax.MoE`, the laye
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-import jax_ep
 
 BYTES = 256
 
@@ -27,6 +26,13 @@ class Sizes:
     blocks: int = 2
     sequences: int = 32
     length: int = 64
+
+
+class Report(NamedTuple):
+    """Of a dense layer, by the names of `jax_ep.MoEAux`."""
+
+    balance_loss: jax.Array
+    load: jax.Array
 
 
 class DenseMoE(nnx.Module):
@@ -47,14 +53,18 @@ class DenseMoE(nnx.Module):
         self.top_k = sizes.top_k
 
     def __call__(self, x, return_aux=True):
-        flat = x.reshape(-1, x.shape[-1])
-        routing = jax_ep.router.route(flat @ self.router[...], self.top_k)
-        chosen = jax.nn.one_hot(routing.ids, self.router.shape[1], dtype=x.dtype)
-        weights = jnp.einsum("nke,nk->ne", chosen, routing.weights)
+        flat, experts = x.reshape(-1, x.shape[-1]), self.router.shape[1]
+        probabilities = jax.nn.softmax(flat @ self.router[...])
+        best, ids = jax.lax.top_k(probabilities, self.top_k)
+        chosen = jax.nn.one_hot(ids, experts, dtype=x.dtype)
+        best /= best.sum(-1, keepdims=True)
+        weights = jnp.einsum("nke,nk->ne", chosen, best)
         both = jnp.einsum("nh,ehcf->necf", flat, self.gate_up[...])
         rows = jax.nn.silu(both[:, :, 0]) * both[:, :, 1] * weights[..., None]
         y = jnp.einsum("nef,efh->nh", rows, self.down[...])
-        return y.reshape(x.shape), jax_ep.router.losses(routing)
+        load = chosen.sum((0, 1)) / ids.size
+        balance = experts * jnp.sum(load * probabilities.mean(0))
+        return y.reshape(x.shape), Report(balance, load)
 
 
 class Block(nnx.Module):

@@ -24,6 +24,7 @@ import jax_ep  # before JAX starts its backend  # isort: skip
 
 import global_arrays
 import jax
+import jax.numpy as jnp
 import model as lm
 import numpy as np
 import optax
@@ -38,6 +39,9 @@ import jax_ep.flax
 TOLERANCE = 1e-4  # of a loss before; rounding makes some 3e-6
 FEWEST = 5  # steps that there must be before
 LATER = 0.05  # of a loss after
+# Of a gradient's norm before. Losses alone would not tell: Adam takes the same steps
+# with all gradients twice as large.
+NORM_TOLERANCE = 1e-3
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -91,7 +95,10 @@ def make_model(sizes, mesh, layer, seed):
 
 
 def train(model, text_batches, sharding=None, load=None, rate=3e-3):
-    """Each step's nats a byte and share of every expert; the first layer's load."""
+    """Of each step nats a byte, every expert's share and every gradient's norm.
+
+    And the first layer's load.
+    """
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -101,15 +108,17 @@ def train(model, text_batches, sharding=None, load=None, rate=3e-3):
         optimizer.update(model, grads)
         if load is not None:
             load = jax_ep.stats.update(load, reports[0])
-        return nats, [report.load for report in reports], load
+        norms = jnp.stack([jnp.linalg.norm(g.ravel()) for g in jax.tree.leaves(grads)])
+        return nats, [report.load for report in reports], norms, load
 
-    curve, shares = [], []
+    curve, shares, norms = [], [], []
     for text in text_batches:
         text = text if sharding is None else jax.device_put(text, sharding)
-        nats, share, load = step(model, optimizer, text, load)
+        nats, share, norm, load = step(model, optimizer, text, load)
         curve.append(float(nats))
         shares.append(np.array(share))
-    return curve, np.array(shares), load
+        norms.append(np.array(norm))
+    return curve, np.array(shares), np.array(norms), load
 
 
 def first_other_choice(shares, others):
@@ -129,7 +138,8 @@ def same_curve(record, layer):
     """Whether a layer's curve is the dense one, as far as it can be."""
     before, after = gaps(record, layer)
     enough = record["alike"][layer] >= min(FEWEST, len(record["curves"]["dense"]))
-    return bool(enough and before <= TOLERANCE and after <= LATER)
+    scaled = record["norms"][layer] <= NORM_TOLERANCE
+    return bool(enough and before <= TOLERANCE and after <= LATER and scaled)
 
 
 def print_curves(record):
@@ -147,7 +157,8 @@ def print_curves(record):
         verdict = "the same curve" if same_curve(record, name) else "WRONG"
         print(
             f"{name}: largest difference {before:.1e} in the {record['alike'][name]} "
-            f"steps before a token chose another expert, {after:.1e} after: {verdict}"
+            f"steps before a token chose another expert, {after:.1e} after; of the "
+            f"gradients' norms before, {record['norms'][name]:.1e} of each: {verdict}"
         )
 
 
@@ -225,6 +236,7 @@ def main(arguments=None):
         "sizes": dataclasses.asdict(sizes),
         "seed": args.seed,
         "alike": {},
+        "norms": {},
         "curves": {},
     }
     print(f"{record['count']} x {record['device']}, mesh {record['mesh']}, {sizes}")
@@ -233,13 +245,15 @@ def main(arguments=None):
     curves = record["curves"]
     with jax.default_matmul_precision("highest"):
         dense = make_model(sizes, mesh, "dense", args.seed)
-        curves["dense"], shares, _ = train(dense, make())
+        curves["dense"], shares, norms, _ = train(dense, make())
         for layer in dict.fromkeys(args.layer):
             model = make_model(sizes, mesh, layer, args.seed)
             spread = NamedSharding(mesh, P(mesh.axis_names))
             load = jax_ep.stats.init(model.blocks[0].moe.ep)
-            curves[layer], others, load = train(model, make(), spread, load)
-            record["alike"][layer] = first_other_choice(shares, others)
+            curves[layer], others, found, load = train(model, make(), spread, load)
+            alike = record["alike"][layer] = first_other_choice(shares, others)
+            off = np.abs(found - norms)[:alike] / norms[:alike]
+            record["norms"][layer] = float(off.max(initial=0))
             model.blocks[0].moe.ep.check()
             print(layer, jax_ep.stats.heat_map(load), sep=": ")
     print_curves(record)

@@ -60,6 +60,7 @@ def test_training_follows_the_dense_model(tmp_path):
         np.testing.assert_allclose(curve[:alike], dense[:alike], atol=1e-4)
         assert curve[-1] < curve[0] - 1
     assert done.stdout.count("the same curve") == 2
+    assert all(0 < off < 1e-5 for off in record["norms"].values())
     assert "--plot" not in words or "<svg" in drawn.read_text()
 
 
@@ -72,3 +73,24 @@ def test_decoding(name):
     assert len(re.findall(r"us a step", done.stdout)) == 2
     (error,) = re.findall(r"differ by ([\d.]+)%", done.stdout)
     assert 0 < float(error) < 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"norms": {"flax": 0.5}}, False),
+        ({"alike": {"flax": 1}}, False),
+        ({"curves": {"dense": [5.0] * 9, "flax": [5.0] * 8 + [5.1]}}, False),
+    ],
+)
+def test_what_is_the_same_curve(changes, same, monkeypatch):
+    """Adam takes the same steps with all gradients twice as large: the norms tell."""
+    for name in ("flax", "optax"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train
+
+    curves = {"dense": [5.0] * 9, "flax": [5.0] * 9}
+    record = {"curves": curves, "alike": {"flax": 9}, "norms": {"flax": 1e-7}}
+    assert train.same_curve(record | changes, "flax") is same
