@@ -65,6 +65,14 @@ class Layer:
         _moe_checks.require_choices(self.function, self.router, self.experts)
         config = self.config
         check_choice(self.function, self.router, config.num_experts, config.top_k)
+        _moe_checks.require_mode(self.function, config)
+        shared = self.shared_intermediate_size
+        if config.fused_shared_expert and shared != self.intermediate_size:
+            raise ValueError(
+                f"jax_ep.{self.function}: shared_intermediate_size must be "
+                f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
+                f"got {shared!r}; give it, or leave fused_shared_expert out"
+            )
         _moe_checks.require_type(
             self.function,
             "spec",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep import router as routers
 from jax_ep._arrays import as_array
+from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
 
 
@@ -51,6 +52,20 @@ def require_choices(function: str, router: Any, experts: Any) -> None:
         raise TypeError(
             f"jax_ep.{function}: experts must be a function, got the class "
             f"{experts.__name__}; make one of it, as jax_ep.experts.Padded(largest)"
+        )
+
+
+def require_mode(function: str, config: EPConfig) -> None:
+    """Raises unless a layer can have results of the kind that `config` gives."""
+    if config.reduce != "rank":
+        raise ValueError(
+            f'jax_ep.{function}: the config must have reduce="rank", got '
+            f"{config.reduce!r}; call dispatch and combine yourself for the others"
+        )
+    if config.skip_a2a:
+        raise ValueError(
+            f"jax_ep.{function}: the config must not have skip_a2a, got True; call "
+            "dispatch and combine yourself and sum over the ranks"
         )
 
 
@@ -156,18 +171,7 @@ def check_sizes(
         repr(tp_axis),
         "leave it out where experts are whole",
     )
-    _require(
-        ep.config.reduce == "rank",
-        'the config must have reduce="rank"',
-        repr(ep.config.reduce),
-        "call dispatch and combine yourself for the others",
-    )
-    _require(
-        not ep.config.skip_a2a,
-        "the config must not have skip_a2a",
-        "True",
-        "call dispatch and combine yourself and sum over the ranks",
-    )
+    require_mode("moe_ffn", ep.config)
     hidden, local = ep.config.hidden_size, ep.local_experts
     inner = jnp.shape(params["down"])[1:2]
     _require(

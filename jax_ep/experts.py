@@ -1,5 +1,7 @@
 """SwiGLU experts on rows grouped by expert, for `experts=` of `jax_ep.moe_ffn`.
 
+A layer is given one of them::
+
     moe = jax_ep.flax.MoE(..., experts=jax_ep.experts.Padded(largest=512))
 
 Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)

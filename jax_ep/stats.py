@@ -1,5 +1,7 @@
 """Load of the experts over many steps, accumulated on the devices.
 
+Around and in a step::
+
     load = jax_ep.stats.init(ep)
     ...
     y, aux = jax_ep.moe_ffn(ep, tokens, params)   # or a layer with return_aux=True

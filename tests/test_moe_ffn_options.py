@@ -14,10 +14,10 @@ import pytest
 from errors import check_form, raises
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_moe_ffn import N, config, expert_parallel
+from test_moe_ffn import N, config, expert_parallel, param_specs
 
 import jax_ep
-from jax_ep.router import Router, route
+from jax_ep.router import Router, losses, route
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -189,13 +189,55 @@ def test_a_fused_shared_expert_equals_one_beside():
             grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
             return jax.jit(grad)(params, x.astype(np.float32))
 
-    # Of options so far only this transport has this one.
-    (fused, aux), fused_grads = run("collective", fused_shared_expert=True)
+    (fused, aux), fused_grads = run(helpers.TRANSPORT, fused_shared_expert=True)
     (beside, other), grads = run(helpers.TRANSPORT)
     np.testing.assert_allclose(fused, beside, rtol=1e-5)
     np.testing.assert_array_equal(aux.expert_counts, other.expert_counts)
     for got, want in zip(*map(jax.tree.leaves, (fused_grads, grads)), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_residual_beside_tensor_parallel_experts():
+    """Added once, to the sum over the axis."""
+    mesh = helpers.make_mesh(helpers.fit({"ep": 2, "tp": 2}))
+    ep, params = helpers.make_ep(mesh, config()), moe_dense.params()
+    count = N * mesh.shape["ep"]
+    x = np.random.default_rng(8).standard_normal((count, moe_dense.HIDDEN))
+    x, mask = x.astype(np.float32), np.ones(count, bool)
+    plain, _ = expert_parallel(mesh, ep, params, Router())(params, x, mask)
+
+    def body(params, x):
+        return jax_ep.moe_ffn(ep, x, params, residual=x, tp_axis="tp")[0]
+
+    specs = param_specs(params, "tp")
+    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+    np.testing.assert_array_equal(jax.jit(run)(params, x), plain + x)
+
+
+def test_axes_that_the_batch_is_split_over():
+    """Losses over one axis alone: those of each part of the batch."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    ep, params = helpers.make_ep(mesh, config()), moe_dense.params(shared=False)
+    x = np.random.default_rng(9).standard_normal((N * mesh.size, moe_dense.HIDDEN))
+    x = x.astype(np.float32)
+
+    def body(params, x):
+        aux = jax_ep.moe_ffn(ep, x, params, batch_axes=("ep",))[1]
+        return aux.balance_loss[None], aux.load[None]
+
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(param_specs(params, None), P(("dp", "ep"))),
+        out_specs=P("dp"),
+    )
+    found, loads = jax.jit(run)(params, x)
+    logits = np.split(x @ params["router"], mesh.shape["dp"])
+    for part, loss, load in zip(logits, found, loads, strict=True):
+        want = losses(route(jnp.asarray(part), ep.config.top_k))
+        np.testing.assert_allclose(loss, want.balance_loss, rtol=1e-5)
+        np.testing.assert_allclose(load, want.load, atol=1e-6)
+    assert mesh.shape["dp"] == 1 or found[0] != found[1]
 
 
 @pytest.mark.parametrize("overlap", ["copy", "stream"])

@@ -1,0 +1,162 @@
+"""What a layer is told besides its sizes reaches moe_ffn: the same as calling that."""
+
+from __future__ import annotations
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_dense
+import numpy as np
+import pytest
+import test_moe_ffn
+from errors import check_form, raises
+
+import jax_ep
+from jax_ep.router import Router
+
+pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
+
+from flax import linen as nn
+from flax import nnx
+from test_flax import BATCH, fields, inputs, nnx_layer
+
+import jax_ep.flax
+import jax_ep.flax.linen
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def thrice(rows, gate_up, down, group_sizes):
+    """Experts that are told from any others."""
+    return 3 * rows
+
+
+# What the layers are given, and what moe_ffn and the config get for it.
+ARGUMENTS = {
+    "capacity_factor": (
+        {"capacity_factor": 0.25, "max_tokens_per_rank": 256},
+        {},
+        {"capacity_factor": 0.25},
+    ),
+    "options": (
+        {"config_options": {"recv_capacity": 24, "expert_alignment": 4}},
+        {},
+        {"recv_capacity": 24, "expert_alignment": 4},
+    ),
+    "fused": (
+        {
+            "config_options": {"fused_shared_expert": True},
+            "shared_intermediate_size": moe_dense.INNER,
+        },
+        {},
+        {"fused_shared_expert": True},
+    ),
+    "format": (
+        {"dispatch_format": "mxfp8", "hidden_size": 64},
+        {},
+        {"dispatch_format": "mxfp8", "hidden_size": 64},
+    ),
+    "experts": ({"experts": thrice}, {"experts": thrice}, {}),
+    "router": ({"router": Router(normalize=False, scale=2.0)}, {}, {}),
+}
+
+
+def params_for(layer_fields):
+    """Of the sizes that the layer is told."""
+    rng = np.random.default_rng(3)
+    hidden, inner = layer_fields["hidden_size"], layer_fields["intermediate_size"]
+    shared = layer_fields["shared_intermediate_size"]
+    shapes = {
+        "router": (hidden, moe_dense.EXPERTS),
+        "gate_up": (moe_dense.EXPERTS, hidden, 2, inner),
+        "down": (moe_dense.EXPERTS, inner, hidden),
+        "shared_gate_up": (hidden, 2, shared),
+        "shared_down": (shared, hidden),
+    }
+    return {
+        name: (rng.standard_normal(shape) / 4).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def call(kind, mesh, params, x, mask, changes):
+    """(y, aux) of the layer, and the handle that it uses."""
+    if kind == "nnx":
+        layer = nnx_layer(mesh, params, **changes)
+        return layer(x, mask=mask, return_aux=True), layer.ep
+    layer = jax_ep.flax.linen.MoE(**fields(mesh, **changes))
+    names = {"router_kernel": "router"}
+    made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))["params"]
+    values = {name: params[names.get(name, name)] for name in made}
+    run = jax.jit(lambda v: layer.apply({"params": v}, x, mask=mask, return_aux=True))
+    alone = nnx_layer(mesh, params, **changes)  # of equal sizes: the same handle
+    return run(values), alone.ep
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_reach_the_function(name, kind):
+    changes, options, in_config = ARGUMENTS[name]
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    told = fields(mesh, **changes)
+    params, hidden = params_for(told), told["hidden_size"]
+    rng = np.random.default_rng(4)
+    most = told["max_tokens_per_rank"]
+    shape = (BATCH, most * mesh.size // BATCH)
+    x = rng.standard_normal((*shape, hidden)).astype(np.float32)
+    mask = rng.random(shape) < 0.8
+    (y, aux), ep = call(kind, mesh, params, x, mask, changes)
+    config = test_moe_ffn.config(max_tokens_per_rank=most, **in_config)
+    assert ep.config == config
+    run = test_moe_ffn.expert_parallel(
+        mesh, ep, params, changes.get("router", Router()), **options
+    )
+    want, want_aux = jax.jit(run)(params, x.reshape(-1, hidden), mask.reshape(-1))
+    np.testing.assert_array_equal(np.asarray(y).reshape(-1, hidden), want)
+    jax.tree.map(np.testing.assert_array_equal, aux, want_aux)
+    if name in ("capacity_factor", "options"):
+        assert int(aux.num_dropped.sum()) > 0
+    # The argument matters: without it the layer gives something else.
+    sizes = ("hidden_size", "shared_intermediate_size", "max_tokens_per_rank")
+    plain = {key: changes[key] for key in changes if key in sizes}
+    (other, _), _ = call(kind, mesh, params, x, mask, plain)
+    assert name == "fused" or (np.asarray(other) != np.asarray(y)).any()
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_dtype_of_parameters(kind):
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    told = fields(mesh, param_dtype="bfloat16")
+    if kind == "nnx":
+        state = nnx.state(jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0)), nnx.Param)
+    else:
+        layer = jax_ep.flax.linen.MoE(**told)
+        state = jax.eval_shape(layer.init, jax.random.key(0), inputs())["params"]
+    leaves = jax.tree.leaves(state)
+    assert len(leaves) == 5
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {
+                "config_options": {"fused_shared_expert": True},
+                "shared_intermediate_size": None,
+            },
+            "shared_intermediate_size must be intermediate_size",
+        ),
+        (
+            {"config_options": {"fused_shared_expert": True}},
+            "must be intermediate_size",
+        ),
+        ({"config_options": {"reduce": "source"}}, 'reduce="rank"'),
+        ({"config_options": {"skip_a2a": True}}, "skip_a2a"),
+    ],
+)
+def test_configs_that_no_layer_serves(changes, words):
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    with raises() as caught:
+        jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))
+    check_form(caught, "flax.MoE", words)
