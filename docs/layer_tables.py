@@ -32,8 +32,8 @@ def layers(data, table):
         "The others multiply by the fastest of several ways in each size (here "
         f"{seen('matmul', *layer_report.OURS)}; "
         "`jax_ep.experts`); `Padded` has the room that the timed routings need. Why "
-        "`dense` takes longer in some sizes than its bytes say was not looked into. All "
-        "results and gradients were compared in the run that timed them, within "
+        "`dense` takes longer in some sizes than its bytes say was not looked into. "
+        "All results and gradients were compared in the run that timed them, within "
         "rounding."
     )
     untimed = [layer_report.sizes(data, case) for case in layer_report.untimed(data)]
