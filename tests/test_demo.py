@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import _cli, _ffi
+from jax_ep import _cli, _cli_bench, _cli_doctor, _ffi
 from jax_ep._demo import check, corpus, dense, devices, moe, picture, run, train
 from jax_ep._demo.train import Metrics
 
@@ -66,7 +66,7 @@ def test_check_fails_when_a_gradient_is_wrong(tmp_path):
     program = """
 import sys
 import jax
-from jax_ep import _cli, _ffi
+from jax_ep import _cli, _cli_bench, _cli_doctor, _ffi
 from jax_ep._demo import dense, moe
 right = moe.experts
 def wrong(rows, params, group_sizes):
@@ -109,12 +109,37 @@ def test_usage_errors(args, capsys):
     assert "usage: jax-ep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("args", [("--version",), ("--help",), ("demo", "--help")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--version",),
+        ("--help",),
+        ("demo", "--help"),
+        ("doctor", "--help"),
+        ("bench", "--help"),
+    ],
+)
 def test_help_and_version(args, capsys):
     with pytest.raises(SystemExit) as stop:
         _cli.main(args)
     assert stop.value.code == 0
     assert "jax-ep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "bench"])
+def test_examples_of_the_help_are_understood(command, monkeypatch, capsys):
+    seen = []
+    for module, name in ((_cli, "_demo"), (_cli_doctor, "_run"), (_cli_bench, "_run")):
+        monkeypatch.setattr(module, name, lambda args, _: seen.append(args) or 0)
+    with pytest.raises(SystemExit):
+        _cli.main([command, "--help"])
+    said = capsys.readouterr().out
+    examples = re.findall(r"^  .*?jax-ep ([^|]*?)(?:  .*|\|.*)?$", said, re.MULTILINE)
+    assert len(examples) >= 4
+    for words in examples:
+        assert words.split()[0] == command
+        assert _cli.main(words.split()) == 0
+    assert len(seen) == len(examples)
 
 
 def steps(losses, norms):
