@@ -71,7 +71,7 @@ def test_decoding(name):
     done = run("decode.py", "--format", name, "--steps", "4", "--tokens", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"us a step", done.stdout)) == 2
-    (error,) = re.findall(r"differ by ([\d.]+)%", done.stdout)
+    (error,) = re.findall(r"differ by at most ([\d.]+)%", done.stdout)
     assert 0 < float(error) < 50
 
 
