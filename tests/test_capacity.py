@@ -37,7 +37,7 @@ WIDE = {
     "plain": {"capacity_factor": 1.0},
     "below_one": {"capacity_factor": 0.5},
     "shared": {"capacity_factor": 1.5, "fused_shared_expert": True},
-    "aligned": {"capacity_factor": 1.0, "expert_alignment": 16},
+    "aligned": {"capacity_factor": 1.0, "expert_alignment": 4},
     "worst_case": {"expert_alignment": 128},
     "rows": {"recv_capacity": 128, "expert_alignment": 128},
 }
@@ -46,9 +46,11 @@ WIDE = {
 def balanced_drops(ep, mesh):
     """What is lost where every expert is sent as many rows."""
     shape = (mesh.size * ep.config.max_tokens_per_rank, ep.config.top_k)
-    ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    count, experts = np.prod(shape), ep.config.num_experts
+    # Every expert in turn, or as many as there are entries, evenly apart.
+    ids = np.arange(count, dtype=np.int32) * max(1, experts // count) % experts
     tokens = np.ones((shape[0], ep.config.hidden_size), ep.config.dtype)
-    d = jax_ep.sharded.dispatch(ep, tokens, ids % ep.config.num_experts)
+    d = jax_ep.sharded.dispatch(ep, tokens, ids.reshape(shape).astype(np.int32))
     return int(np.sum(d.num_dropped))
 
 

@@ -170,7 +170,8 @@ def test_linen_against_the_dense_formula(name, kind):
 
 
 def test_both_start_alike_from_shapes_and_any_mesh():
-    one, two = helpers.make_mesh({"ep": 4}), helpers.make_mesh({"ep": 2, "tp": 2})
+    sizes = {"ep": 4}, {"ep": 2, "tp": 2}
+    one, two = (helpers.make_mesh(helpers.fit(each)) for each in sizes)
     a, b = (jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(7)) for mesh in (one, two))
     for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down"):
         value = np.asarray(getattr(a, name)[...])
@@ -201,7 +202,7 @@ def test_spec_over_two_dimensions_and_a_mask():
 
 
 def test_layers_of_equal_sizes_share_a_handle_and_ones_own_serves():
-    mesh = helpers.make_mesh({"ep": 4})
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
     make = functools.partial(jax_ep.flax.MoE, rngs=nnx.Rngs(0))
     a, b = make(**fields(mesh)), make(**fields(mesh))
     assert a.ep is b.ep
@@ -215,7 +216,7 @@ def test_layers_of_equal_sizes_share_a_handle_and_ones_own_serves():
 
 
 def test_bf16_and_remat():
-    mesh = helpers.make_mesh({"ep": 4})
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
     layer = jax_ep.flax.MoE(**fields(mesh, dtype="bfloat16"), rngs=nnx.Rngs(0))
     x = inputs()
     y = layer(x)

@@ -47,7 +47,7 @@ WRONG = {
 def test_both_say_what_a_layer_needs(name):
     """Before anything is made of it, so that no error of another library shows."""
     changes, words = WRONG[name]
-    given = {**fields(helpers.make_mesh({"dp": 2, "ep": 2})), **changes}
+    given = {**fields(helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))), **changes}
     x = jnp.ones((8, 4, 16))
     for make in (
         lambda: jax_ep.flax.MoE(**given, rngs=nnx.Rngs(0)),
@@ -60,7 +60,7 @@ def test_both_say_what_a_layer_needs(name):
 
 
 def test_arguments_that_are_no_arrays():
-    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     with raises() as caught:
         jax_ep.flax.MoE(**fields(mesh), rngs=3)
     check_form(caught, "flax.MoE", "rngs must be an nnx.Rngs")
@@ -78,7 +78,7 @@ def test_arguments_that_are_no_arrays():
 
 
 def test_errors_of_a_ranks_call_name_the_layer():
-    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     with raises() as caught:
         layer(jnp.ones((8 * 1024, 4, 16)))
@@ -86,7 +86,7 @@ def test_errors_of_a_ranks_call_name_the_layer():
 
 
 def test_a_closed_layer_says_how_to_go_on():
-    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     layer.ep.close()
     with raises() as caught:
@@ -98,7 +98,7 @@ def test_a_closed_layer_says_how_to_go_on():
 
 def test_layers_can_be_copied():
     """As for an average of parameters."""
-    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     other, x = copy.deepcopy(layer), jnp.ones((8, 4, 16))
     assert other.ep is layer.ep
