@@ -44,8 +44,9 @@ PROMISES = (
      "python benchmarks/soak.py --minutes 15", ("soak-cpu",)),
     ("The same on GPUs", "python benchmarks/soak.py --minutes 10 --no-compiling",
      ("soak-gpu",)),
-    ("3,000 calls, 150 handles with their compilation and 20,000 without leave no "
-     "memory behind; p2p: nor do windows, opened and closed 1,000 times",
+    ("3,000 calls, 1,000 handles with their compilation (150 on GPUs) and 20,000 "
+     "without leave no memory behind; p2p: nor do windows, opened and closed 1,000 "
+     "times",
      "pytest tests/test_leaks.py", ("ci", "gpu")),
     ("p2p: memory is what `ep.buffer_bytes` says, to the driver's granule, and comes "
      "and goes with the handle", "pytest tests/test_p2p_faults.py -k memory", ("gpu",)),

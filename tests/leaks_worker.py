@@ -22,8 +22,8 @@ CYCLES = {
     "calls": 3000,
     # Those of p2p open windows.
     "groups": 20000 if helpers.TRANSPORT == "collective" else 1000,
-    # Each compiles its ep_init: a thousand would take most of a minute.
-    "handles": 150,
+    # Each compiles its ep_init, which takes long for GPUs.
+    "handles": 1000 if helpers.TRANSPORT == "collective" else 150,
 }
 
 
