@@ -130,7 +130,7 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     ask = [sys.executable, "-c", what]
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
-        lines = asked.stderr.strip().splitlines()
+        lines = asked.stderr.strip().splitlines() or [f"status {asked.returncode}"]
         print(f"jax-ep bench: {no_backend(lines[-1])}", file=sys.stderr)
         return 1
     backend, devices = asked.stdout.split()[-2:]
