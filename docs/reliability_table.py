@@ -202,7 +202,7 @@ def _of_fuzz(records, command):
         failed = sum(target["failed"] for target in data["targets"])
         return (
             f"{_source(data)}, seed {data['seed']}: {data['executions']} executions in "
-            f"{data['seconds'] / 60:.0f} min, {failed} failed"
+            f"{data['seconds'] / 60:.0f} min by {data['engine']}, {failed} failed"
         )
     return NOT_YET
 
