@@ -79,6 +79,7 @@ def test_curves_of_training_must_be_the_same():
         "command": "examples/train.py",
         "seed": 0,
         "alike": {"flax": 40},
+        "norms": {"flax": 2e-6},
         "sizes": dict.fromkeys(
             ("blocks", "hidden", "top_k", "experts", "sequences", "length"), 2
         ),
@@ -86,6 +87,7 @@ def test_curves_of_training_must_be_the_same():
     }
     lines = layer_tables.train(data, generate.table).splitlines()
     assert "flax 1.0e-05 in 40 steps and 1.0e-05 in all 60" in lines[0]
+    assert "off by more than 2.0e-06 of it" in lines[0]
     assert lines[4] == "| 1 | 5.0000 | 5.0000 |"
     assert lines[-1] == "| 60 | 2.0500 | 2.0500 |"
     assert len(lines) == 4 + 13
@@ -98,6 +100,8 @@ def test_curves_of_training_must_be_the_same():
     ):
         with pytest.raises(SystemExit, match="unfit"):
             layer_tables.train(data | changes, generate.table)
+    with pytest.raises(SystemExit, match="other gradients"):
+        layer_tables.train(data | {"norms": {"flax": 2.0}}, generate.table)
 
 
 def test_no_records_no_text(tmp_path, monkeypatch):
