@@ -76,9 +76,10 @@ PROMISES = (
      "collectives", "pytest tests/test_p2p_order.py", ("gpu",)),
     ("A whole layer in CUDA graphs, also in halves, replayed 10,000 times with routing "
      "that changes", "pytest tests/test_graph_layer.py", ("gpu",)),
-    ("p2p: the kernels touch no memory but their own, nor leave a barrier early, in "
-     "all formats and in halves; a bfloat16 call of hundreds of tokens has no races "
-     "(racecheck leaves out those of few tokens, and helpers of quantised ones)",
+    ("p2p: the kernels touch no memory but their own, in all formats, whole and in "
+     "halves, and whole ones leave no barrier early; a bfloat16 call of hundreds of "
+     "tokens has no races (racecheck leaves out those of few tokens, and helpers of "
+     "quantised ones)",
      "benchmarks/sanitize.sh", ("sanitize",)),
     ("The protocol of flags and credits, under ThreadSanitizer and in a model "
      "that changes the order of steps",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from jax_ep import _ffi
-from jax_ep._config import EPConfig
+from jax_ep._config import CAPACITY_MULTIPLE, EPConfig
 
 _LARGE_BYTES = 10**9
-_MULTIPLE = 128
 
 
 def worst_case(config: EPConfig, ranks: int) -> str | None:
@@ -48,7 +47,7 @@ def shortfall(config: EPConfig, ranks: int) -> str | None:
     return (
         f"capacity_factor {factor:g} makes N {rows} rows, where balanced routing needs "
         f"{routed} and fused_shared_expert and expert_alignment {beside} besides; set "
-        f"recv_capacity={-(-enough // _MULTIPLE) * _MULTIPLE} instead"
+        f"recv_capacity={-(-enough // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE} instead"
     )
 
 

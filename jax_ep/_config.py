@@ -18,7 +18,7 @@ OVERLAPS = ("sm", "copy", "stream")
 WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
 MAX_TIMEOUT_S = 1e6
-_CAPACITY_MULTIPLE = 128
+CAPACITY_MULTIPLE = 128
 
 
 def _require(holds: bool, what: str, value: Any, remedy: str) -> None:
@@ -299,7 +299,7 @@ class EPConfig:
         tokens, top_k = self.max_tokens_per_rank, self.top_k
         if self.capacity_factor is not None:
             rows = math.ceil(self.capacity_factor * tokens * top_k)
-            return -(-rows // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+            return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         local_experts = self.num_experts // ep_size
         groups = local_experts + (1 if self.fused_shared_expert else 0)
         sources = 1 if self.skip_a2a else ep_size
