@@ -43,6 +43,28 @@ SHARED_GPUS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
 }
+
+
+def visible_gpus(here):
+    """Their names in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else list(map(str, range(here["count"])))
+
+
+def one_gpu(name):
+    """For processes that all have that GPU, which then runs them in turns.
+
+    Nothing is measured so. What ranks of several processes do to each other is the
+    same as with a GPU each, but for the links.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": name,
+        "JAX_EP_TEST_ONE_GPU": "1",
+        # Of the tests' own sums over ranks.
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    }
+
+
 # Between the end of one process by itself and that of the others by force.
 GRACE_S = 1.0
 # Less time than it takes to start the processes.

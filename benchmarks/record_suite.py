@@ -2,7 +2,7 @@
 
     python benchmarks/record_suite.py [pytest arguments]
     python benchmarks/record_suite.py --gpus 4 2 1 --jobs 24 [pytest arguments]
-    python benchmarks/record_suite.py --processes 4 [--ranks-per-node 2]
+    python benchmarks/record_suite.py --processes 4 [--ranks-per-node 2] [--one-gpu]
         --transports shmem [pytest arguments]
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
@@ -10,7 +10,7 @@ of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number 
 a file of tests a process, --jobs of them side by side, SHARE of which take turns at the
 GPUs; it leaves out what no device runs. The third runs the files of SEMANTICS, in
 lockstep_run.py, each in so many processes that share out the GPUs (without any: a CPU
-device each).
+device each), or all have the first of them: --one-gpu.
 
 Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
 says which devices, JAX and commit, which tests passed and failed and how many
@@ -197,7 +197,7 @@ class Job:
 def run_all(args, arguments, folder):
     """Every transport on every number of GPUs, the largest first."""
     here = devices()
-    gpus = visible_gpus(here)
+    gpus = lockstep_run.visible_gpus(here)
     if max(args.gpus) > len(gpus):
         raise SystemExit(f"{max(args.gpus)} GPUs were asked for, {len(gpus)} are here")
     host_only = {f"test_{name}.py" for name in HOST_ONLY}
@@ -245,27 +245,26 @@ def run_all(args, arguments, folder):
     return 0 if all(good) else 1
 
 
-def visible_gpus(here):
-    """Their names in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else list(map(str, range(here["count"])))
-
-
 def run_in_processes(args, arguments, folder):
     """The semantics suite over each transport, each file in args.processes at once."""
     here, count = devices(), args.processes
     each, environment = "1", {"JAX_PLATFORMS": "cpu"}
     if here["platform"] == "gpu":
-        gpus = len(visible_gpus(here)) // count
+        gpus = 1 if args.one_gpu else len(lockstep_run.visible_gpus(here)) // count
         if not gpus:
             raise SystemExit(f"{count} processes need a GPU each, {here['count']} here")
         each, environment = f"gpu{gpus}", lockstep_run.SHARED_GPUS
+        if args.one_gpu:
+            environment = environment | lockstep_run.one_gpu(
+                lockstep_run.visible_gpus(here)[0]
+            )
     nodes = args.ranks_per_node
     if nodes:
         environment = environment | {"JAX_EP_TEST_RANKS_PER_NODE": str(nodes)}
-    here["count"] = count * int(each.removeprefix("gpu"))
+    here["count"] = 1 if args.one_gpu else count * int(each.removeprefix("gpu"))
     end, good = time.monotonic() + args.limit_s, True
     given = [] if args.files is lockstep_run.SEMANTICS else ["--files", *args.files]
+    given += ["--one-gpu"] * args.one_gpu
     for transport in args.transports:
         suite = Suite(transport, [*given, *arguments], count, nodes)
         shared = environment | {"JAX_EP_TEST_TRANSPORT": transport}
@@ -301,6 +300,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=4, help="files at a time")
     parser.add_argument("--limit-s", type=float, default=3600, help="for all of it")
     parser.add_argument("--processes", type=int, help="in which tests run together")
+    parser.add_argument("--one-gpu", action="store_true", help="for all --processes")
     parser.add_argument("--ranks-per-node", type=int, help="forced nodes of shmem")
     parser.add_argument(
         "--files", nargs="+", default=lockstep_run.SEMANTICS, help="with --processes"

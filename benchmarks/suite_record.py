@@ -152,7 +152,9 @@ class Suite:
         if self.processes:
             name += f"{self.processes}proc-"
         if self.ranks_per_node:
-            name += f"{-(-devices['count'] // self.ranks_per_node)}nodes-"
+            # Processes may share a device, or have several.
+            ranks = max(devices["count"], self.processes or 0)
+            name += f"{-(-ranks // self.ranks_per_node)}nodes-"
         return name + f"{recording.short_device(devices['kind'])}x{devices['count']}"
 
     def write(self, devices, resumable=True):

@@ -9,10 +9,11 @@ def name(data):
     # A record without a transport is collective's.
     parts = [f"`{data.get('transport', 'collective')}`"]
     if data.get("processes"):
-        parts.append(f"{data['processes']} processes")
+        shared = data["devices"]["count"] < data["processes"]
+        parts.append(f"{data['processes']} processes" + " that share it" * shared)
     if data.get("ranks_per_node"):
         per_node = data["ranks_per_node"]
-        parts.append(f"{per_node} GPU{'s' * (per_node > 1)} a node")
+        parts.append(f"{per_node} rank{'s' * (per_node > 1)} a node")
     return ", ".join(parts)
 
 

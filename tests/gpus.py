@@ -18,7 +18,7 @@ import jax
 import pytest
 import turns
 
-from jax_ep import _native, _p2p_calls
+from jax_ep import _ffi, _native, _p2p_calls
 
 TESTS = pathlib.Path(__file__).parent
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -36,6 +36,16 @@ def require_stream(overlap: str, transport: str = "p2p") -> None:
     """Skips as `needs_stream` does, where a transport's calls need it."""
     if overlap == "stream" and transport != "collective" and needs_stream.args[0]:
         pytest.skip(needs_stream.kwargs["reason"])
+
+
+def share_one() -> None:
+    """With JAX_EP_TEST_ONE_GPU: ranks of several processes may have the same GPU.
+
+    `init` refuses that, since ranks would wait for each other's turns; it knows GPUs
+    by their UUIDs, and goes on where the driver tells none.
+    """
+    if os.environ.get("JAX_EP_TEST_ONE_GPU"):
+        _ffi.native_cuda.device_uuid = lambda ordinal: ""
 
 
 def _driver() -> ctypes.CDLL:

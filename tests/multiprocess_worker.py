@@ -13,6 +13,7 @@ import sys
 import jax_ep
 
 # isort: split
+import gpus
 import helpers
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def start(port: str, processes: int, process: int, devices: str) -> None:
     count, local = int(devices.removeprefix("gpu")), None
     if devices.startswith("gpu"):
         local = local_ids(process, count)
+        gpus.share_one()
     else:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

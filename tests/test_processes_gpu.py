@@ -1,6 +1,7 @@
 """Transport p2p over the processes of a host: answers, bits, closing, deaths.
 
-Each test starts processes that end by themselves or are killed after TIMEOUT_S.
+Each test starts processes that end by themselves or are killed after TIMEOUT_S. Where
+there is one GPU, four of them share it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import json
 import pathlib
 
 import helpers
+import lockstep_run
 import pytest
 import twins
-from launch import Ended, launch, shares, tails
+from launch import Ended, launch, shares, tails, visible
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
@@ -39,22 +41,33 @@ def start(
     timeout_s: float = TIMEOUT_S,
 ) -> list[Ended]:
     """`own`: each process sees its GPUs alone, as under many schedulers."""
+    environment, each = ENVIRONMENT, None
+    if shares_one():
+        environment = ENVIRONMENT | lockstep_run.one_gpu((visible() or ["0"])[0])
+    elif own:
+        each = shares(processes, devices)
     return launch(
         script,
         processes,
         [f"gpu{devices}", *args],
         folder,
         timeout_s,
-        ENVIRONMENT,
-        shares(processes, devices) if own else None,
+        environment,
+        each,
         dying,
     )
 
 
-def gpu_count() -> int:
+def shares_one() -> bool:
+    """Whether all ranks have the same GPU."""
+    return helpers.some_ranks(2) == 1
+
+
+def rank_count() -> int:
+    """Of a job with a process for each rank."""
+    if shares_one():
+        return 4
     count = helpers.some_ranks(4)
-    if count < 2:
-        pytest.skip("needs 2 GPUs")
     twins.p2p_mesh(count)
     return count
 
@@ -63,9 +76,9 @@ def gpu_count() -> int:
 def test_semantics(how: str, tmp_path: pathlib.Path) -> None:
     """The oracle's results: a GPU a process, alone or among others; two a process."""
     devices = 2 if how == "pairs" else 1
-    processes = gpu_count() // devices
-    if processes < 2:
-        pytest.skip("needs 4 GPUs")
+    processes = rank_count() // devices
+    if processes < 2 or (shares_one() and how != "own"):
+        pytest.skip("needs 4 GPUs" if how == "pairs" else "needs 2 GPUs")
     ended = start(
         "multiprocess_worker.py", processes, devices, tmp_path, own=how == "own"
     )
@@ -75,7 +88,9 @@ def test_semantics(how: str, tmp_path: pathlib.Path) -> None:
 
 def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
     """Results do not depend on how the GPUs are shared out among processes."""
-    count, found = gpu_count(), {}
+    count, found = rank_count(), {}
+    if shares_one():
+        pytest.skip("needs 2 GPUs")
     for devices in sorted({1, count // 2, count}):
         folder = tmp_path / str(devices)
         folder.mkdir()
@@ -92,7 +107,7 @@ def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
 @pytest.mark.exclusive
 def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
     """Who is still open gets an error in time; nobody faults, no memory is lost."""
-    count = gpu_count()
+    count = rank_count()
     ended = start("processes_worker.py", count, 1, tmp_path, "close", own=True)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     failures = 0
@@ -113,7 +128,7 @@ def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
 
 
 def check_process_that_is_killed(folder: pathlib.Path) -> None:
-    count = gpu_count()
+    count = rank_count()
     dead = count - 1
     ended = start("processes_worker.py", count, 1, folder, "kill", dying=(dead,))
     assert [one.code for one in ended] == [0] * dead + [-9], tails(ended)
@@ -134,7 +149,7 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
 
 
 def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:
-    count = gpu_count()
+    count = rank_count()
     ended = start("processes_worker.py", count, 1, folder, "fails", own=own)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     *others, last = (json.loads(one.last) for one in ended)

@@ -205,7 +205,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
     found = reliability_table.promises(generate.records, generate.table)
     row = row_of(found, "--processes 4")
-    for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 GPUs a node"):
+    for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks a node"):
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
         )

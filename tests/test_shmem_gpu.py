@@ -1,7 +1,8 @@
 """Transport shmem on GPUs of one host, a process each: answers, bits, faults, nodes.
 
 Forced nodes have ranks reach each other by NVSHMEM's puts, which between GPUs of a host
-are stores over NVLink: what networks do to them is not tried here.
+are stores over NVLink: what networks do to them is not tried here. Where there is one
+GPU, four processes share it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def shmem(monkeypatch):
 
 def test_semantics(tmp_path: pathlib.Path) -> None:
     """The oracle's results."""
-    count = test_processes_gpu.gpu_count()
+    count = test_processes_gpu.rank_count()
     ended = test_processes_gpu.start("multiprocess_worker.py", count, 1, tmp_path)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     assert all("right" in one.log.splitlines() for one in ended), tails(ended)
@@ -41,7 +42,7 @@ def test_semantics(tmp_path: pathlib.Path) -> None:
 
 def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
     """The same bits whoever has mapped the windows, over blocks used again."""
-    count, found = test_processes_gpu.gpu_count(), []
+    count, found = test_processes_gpu.rank_count(), []
     for transport in ("shmem", "p2p"):
         monkeypatch.setitem(
             test_processes_gpu.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", transport
@@ -72,9 +73,9 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
 
 def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     """The results of nodes_worker.py, by process; `node` are its last arguments."""
-    count, ranks = test_processes_gpu.gpu_count(), int(node.split()[0])
+    count, ranks = test_processes_gpu.rank_count(), int(node.split()[0])
     if count <= ranks:
-        pytest.skip(f"needs more GPUs than a node's {ranks}, {count} found")
+        pytest.skip(f"needs more ranks than a node's {ranks}, {count} found")
     native = _native.shmem()
     if native is None or not native.HAS_KERNELS:
         pytest.skip("built without NVSHMEM's device library")

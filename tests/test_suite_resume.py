@@ -11,11 +11,13 @@ import sys
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import lockstep_run
 import record_suite
 import recording
 import suite_record
+import suite_table
 
 # Records count skips by their reasons.
 REASON = "of this record"
@@ -159,7 +161,7 @@ def test_the_newest_run_that_tells_is_resumed(results, tmp_path) -> None:
 
 def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(record_suite, "devices", lambda: DEVICES)
-    monkeypatch.setattr(record_suite, "visible_gpus", lambda here: ["0", "1"])
+    monkeypatch.setattr(lockstep_run, "visible_gpus", lambda here: ["0", "1"])
     late, ran = {("p2p", "test_mesh.py"), ("p2p", "test_p2p.py")}, []
 
     def run(job, deadline):
@@ -211,6 +213,7 @@ def test_processes_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lockstep_run, "run", run)
     args = argparse.Namespace(
         processes=2,
+        one_gpu=False,
         ranks_per_node=None,
         transports=["p2p"],
         files=["mesh", "split", "vjp"],
@@ -229,3 +232,36 @@ def test_processes_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
     args.files = ["mesh", "split", "vjp", "dispatch"]
     assert record_suite.run_in_processes(args, [], tmp_path) == 0
     assert len(ran) == 2 + 4
+
+
+def test_processes_that_share_a_gpu(results, tmp_path, monkeypatch) -> None:
+    """All have the first one, and the record says so."""
+    here = DEVICES | {"count": 2}
+    monkeypatch.setattr(record_suite, "devices", lambda: dict(here))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+
+    def run(arguments, count, each, folder, deadline, environment):
+        assert (count, each) == (4, "gpu1")
+        assert environment["CUDA_VISIBLE_DEVICES"] == "5"
+        assert environment["JAX_EP_TEST_ONE_GPU"] == "1"
+        test = lockstep_run.Test("tests/test_mesh.py::a", "passed", seconds=1)
+        return lockstep_run.Run([test], complete=True)
+
+    monkeypatch.setattr(lockstep_run, "run", run)
+    args = argparse.Namespace(
+        processes=4,
+        one_gpu=True,
+        ranks_per_node=2,
+        transports=["shmem"],
+        files=["mesh"],
+        jobs=1,
+        limit_s=60,
+        resume=False,
+    )
+    assert record_suite.run_in_processes(args, [], tmp_path) == 0
+    (path,) = tmp_path.glob("suite-shmem-4proc-2nodes-*x1-*.json")
+    record = json.loads(path.read_text())
+    assert record["devices"]["count"] == 1
+    assert "--one-gpu" in record["arguments"]
+    words = "`shmem`, 4 processes that share it, 2 ranks a node"
+    assert suite_table.name(record) == words
