@@ -60,8 +60,7 @@ def one_gpu(name):
     return {
         "CUDA_VISIBLE_DEVICES": name,
         "JAX_EP_TEST_ONE_GPU": "1",
-        # Of the tests' own sums over ranks.
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".03",
     }
 
 

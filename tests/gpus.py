@@ -38,14 +38,16 @@ def require_stream(overlap: str, transport: str = "p2p") -> None:
         pytest.skip(needs_stream.kwargs["reason"])
 
 
-def share_one() -> None:
-    """With JAX_EP_TEST_ONE_GPU: ranks of several processes may have the same GPU.
+def share_one(process: int) -> None:
+    """With JAX_EP_TEST_ONE_GPU: this and other processes may have the same GPU.
 
     `init` refuses that, since ranks would wait for each other's turns; it knows GPUs
-    by their UUIDs, and goes on where the driver tells none.
+    by their UUIDs, and goes on where the driver tells none. NCCL refuses it for the
+    ranks of a host.
     """
     if os.environ.get("JAX_EP_TEST_ONE_GPU"):
         _ffi.native_cuda.device_uuid = lambda ordinal: ""
+        os.environ["NCCL_HOSTID"] = f"process {process}"
 
 
 def _driver() -> ctypes.CDLL:

@@ -31,7 +31,7 @@ def start(port: str, processes: int, process: int, devices: str) -> None:
     count, local = int(devices.removeprefix("gpu")), None
     if devices.startswith("gpu"):
         local = local_ids(process, count)
-        gpus.share_one()
+        gpus.share_one(process)
     else:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

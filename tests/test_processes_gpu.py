@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 
 import helpers
-import lockstep_run
 import pytest
 import twins
 from launch import Ended, launch, shares, tails, visible
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import lockstep_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
