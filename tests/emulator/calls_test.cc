@@ -17,18 +17,6 @@ namespace {
 
 constexpr int kLeft = 0x5B;  // what calls before have left in regions
 
-void RunWholeLayer(const Draws& draws, Random& random) {
-  CurrentCase() = Text(draws);
-  CHECK(Validate(draws.options.shape) == nullptr);
-  World world(draws.options, random);
-  DrawIds(world, random);
-  world.Dispatch();
-  world.CachedDispatch();
-  FillExpertOutputs(world, random);
-  world.Combine();
-  Gpus(world, draws).Run(draws.times);
-}
-
 // Cached dispatches along the routes of `world`, whatever they are, over what regions hold.
 void RunAlongRoutes(World& world, const Draws& draws) {
   world.CachedDispatch();
@@ -94,15 +82,6 @@ void RunInOtherWindows(Random& random) {
 }
 
 // ---- Tables that came back changed, and bytes that others spoil ---------------------------------
-
-constexpr int32_t kHostile[] = {INT32_MIN, -2, INT32_MAX, 1 << 30};
-int32_t AnyIndex(Random& random, int64_t end) {
-  if (random.OneIn(2)) return static_cast<int32_t>(random.In(-1, end - 1));
-  return random.OneIn(4) ? static_cast<int32_t>(end) : kHostile[random.In(0, 3)];
-}
-
-// A wait for what was not sent takes so many rounds of all threads.
-uint64_t ShortTimeoutNs() { return 2000 * emulator::GetSettings().ns_a_round; }
 
 // A slot less than were sent, where others share its chunk: it counts as absent, and what an
 // earlier call has left in its place is not read.

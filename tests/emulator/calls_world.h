@@ -1,5 +1,5 @@
-// The ranks of a world on emulated GPUs, for calls_test.cc: windows, calls, and what they are
-// compared with. Compiled as nvcc compiles the kernels.
+// The ranks of a world on emulated GPUs, for calls_test.cc and far_calls_test.cc: calls, and what
+// they are compared with. Compiled as nvcc compiles the kernels.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "calls_draws.h"
+#include "calls_ranks.h"
 #include "cuda/window_calls.h"
 #include "cuda_runtime_api.h"
-#include "ffi/window_sizes.h"
 
 namespace jax_ep {
 
@@ -46,57 +46,24 @@ inline void ExpectSame(const char* what, const void* got, const Buffer& expected
 class Gpus {
  public:
   Gpus(const World& world, const Draws& draws, uint64_t timeout_ns = kTimeoutNs)
-      : world_(world), halves_(draws.halves) {
-    const EpShape& shape = world.shape();
-    const auto or_else = [](int64_t given, int64_t own) { return given != 0 ? given : own; };
-    const int64_t tokens = or_else(draws.window_tokens, shape.tokens);
-    const int64_t bytes = draws.window_element_bytes;
-    WindowSizes sizes{};
-    CHECK(ffi_layer::SizesOf(
-        {.format = draws.window_format.empty() ? world.options.format : draws.window_format,
-         .hidden = shape.hidden,
-         .element_bytes = or_else(bytes, shape.element_bytes),
-         .wire_element_bytes = or_else(bytes, ElementBytes(world.options.wire)),
-         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : tokens,
-         .dispatch_tokens = tokens,
-         .combine_tokens = tokens,
-         .top_k = shape.top_k,
-         .ranks = shape.ranks,
-         .local_experts = shape.local_experts,
-         .pending_calls = kPendingCalls},
-        sizes));
-    WindowGroup group{};
-    group.layout = WindowLayout::Of(sizes);
-    group.timeout_ns = timeout_ns;
-    group.ranks = static_cast<uint32_t>(shape.ranks);
-    group.turns = static_cast<uint32_t>(sizes.turns);
-    group.depth = static_cast<uint32_t>(sizes.depth);
-    for (int64_t rank = 0; rank < shape.ranks; ++rank) {
-      const Buffer zeros(group.layout.bytes);
-      std::memset(zeros.data(), 0, static_cast<size_t>(zeros.bytes()));
-      group.windows[rank] = Upload<uint8_t>(zeros);
-    }
-    WindowControl control{};
-    for (CallState& calls : control.calls) calls = StartState(kFirstEpoch);
-    ranks_.resize(world.ranks.size());
-    for (size_t i = 0; i < ranks_.size(); ++i) {
-      group.rank = static_cast<uint32_t>(i);
-      Must(cudaMalloc(&group.control, sizeof control));
-      *group.control = control;
-      Must(cudaMalloc(&group.host_report, sizeof(WaitReport)));
-      *group.host_report = WaitReport{};
-      ranks_[i].group = group;
-      Must(cudaMalloc(&ranks_[i].pending, kPendingCalls * sizeof(PendingCall)));
-      Must(cudaStreamCreateWithFlags(&ranks_[i].stream, cudaStreamNonBlocking));
-    }
+      : world_(world),
+        halves_(draws.halves),
+        drops_(draws.halves && draws.drops),
+        windows_(world, draws),
+        ranks_(windows_.Open(timeout_ns)) {}
+  ~Gpus() {
+    emulator::SetHeap({});
+    emulator::Reset();
   }
+  Gpus(const Gpus&) = delete;
+  Gpus& operator=(const Gpus&) = delete;
 
   // What calls before have left in the regions.
   void FillRegions(int fill) {
-    for (int64_t rank = 0; rank < world_.shape().ranks; ++rank) {
-      const WindowGroup& group = ranks_[0].group;
+    const WindowGroup& group = ranks_[0].group;
+    for (uint8_t* window : windows_.blocks) {
       for (const BufferGroupLayout& calls : group.layout.groups) {
-        std::memset(group.windows[rank] + calls.regions, fill,
+        std::memset(window + calls.regions, fill,
                     static_cast<size_t>(calls.region_bytes * group.depth * group.ranks));
       }
     }
@@ -126,8 +93,7 @@ class Gpus {
   template <typename Spoil>
   void RunSpoiled(int64_t silent, Spoil spoil) {
     const auto spoil_all = [&] {
-      const WindowGroup& group = ranks_[0].group;
-      for (uint32_t rank = 0; rank < group.ranks; ++rank) spoil(group.windows[rank], group);
+      for (uint8_t* window : windows_.blocks) spoil(window, ranks_[0].group);
     };
     const auto run = [&]<typename Format>(Format, auto steps, auto make) {
       if (halves_) Step<Format>(Part::kSend, steps, make);
@@ -148,6 +114,19 @@ class Gpus {
     }
   }
 
+  // A dispatch at each rank but `silent`. What the ranks have reported then.
+  std::vector<WaitReport> DispatchWithout(int64_t silent) {
+    world_.OfFormat([&]<typename Format>(Format) {
+      const auto make = [&](const Rank& rank) { return DispatchStep(rank); };
+      Step<Format>(Part::kWhole, &OnGpu::dispatches, make, silent);
+    });
+    std::vector<WaitReport> reports;
+    for (const OnGpu& gpu : ranks_) reports.push_back(*gpu.group.host_report);
+    return reports;
+  }
+
+  const BundleLayout& bundles() const { return windows_.bundles(); }
+
   // Each call `times` times.
   void Run(int64_t times) {
     for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -164,19 +143,6 @@ class Gpus {
   }
 
  private:
-  static constexpr int64_t kPendingCalls = 2;
-
-  struct OnGpu {
-    WindowGroup group;
-    PendingCall* pending;
-    cudaStream_t stream;
-    std::vector<WindowDispatchStep> dispatches;
-    std::vector<WindowCachedDispatchStep> cached;
-    std::vector<WindowCombineStep> combines;
-  };
-
-  static void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
-
   void Enqueue(const Rank& rank, OnGpu& gpu, int64_t times) {
     for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
     world_.OfFormat([&]<typename Format>(Format) {
@@ -190,24 +156,6 @@ class Gpus {
     });
     for (int64_t i = 0; i < times; ++i) gpu.combines.push_back(CombineStep(rank));
     EnqueueEach<Bf16Format>(gpu, gpu.combines);
-  }
-
-  enum class Part { kWhole, kSend, kPlace };
-
-  template <typename Format>
-  static cudaError_t Launch(Part part, const WindowDispatchStep& step, PendingCall* pending,
-                            const OnGpu& gpu) {
-    if (part == Part::kWhole) return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream);
-    return part == Part::kSend
-               ? cuda::WindowDispatchSend<Format>(step, pending, gpu.group, gpu.stream)
-               : cuda::WindowDispatchPlace<Format>(step, pending, gpu.group, gpu.stream);
-  }
-  template <typename Format>
-  static cudaError_t Launch(Part part, const WindowCombineStep& step, PendingCall* pending,
-                            const OnGpu& gpu) {
-    if (part == Part::kWhole) return cuda::WindowCombine(step, gpu.group, gpu.stream);
-    return part == Part::kSend ? cuda::WindowCombineSend(step, pending, gpu.group, gpu.stream)
-                               : cuda::WindowCombinePlace(step, pending, gpu.group, gpu.stream);
   }
 
   // Part of a call at every rank; the first one makes its step.
@@ -232,9 +180,10 @@ class Gpus {
   // In halves where others are: nothing comes between them.
   template <typename Format>
   void LaunchCached(const WindowCachedDispatchStep& step, const OnGpu& gpu) const {
-    if (!halves_) return Must(cuda::WindowCachedDispatch<Format>(step, gpu.group, gpu.stream));
-    Must(cuda::WindowCachedDispatchSend<Format>(step, gpu.pending, gpu.group, gpu.stream));
-    Must(cuda::WindowCachedDispatchPlace<Format>(step, gpu.pending, gpu.group, gpu.stream));
+    if (!halves_) return Must(Launch<Format>(Part::kWhole, step, nullptr, gpu));
+    for (const Part part : {Part::kSend, Part::kPlace}) {
+      Must(Launch<Format>(part, step, gpu.pending, gpu));
+    }
   }
 
   void RunCached() {
@@ -254,8 +203,13 @@ class Gpus {
   template <typename Format, typename Step>
   void EnqueueEach(const OnGpu& gpu, const std::vector<Step>& steps) const {
     const auto count = static_cast<int64_t>(steps.size());
-    for (int64_t first = 0; first < count; first += kPendingCalls) {
-      const int64_t calls = std::min(kPendingCalls, count - first);
+    const int64_t at_once = kPendingCalls - drops_;
+    for (int64_t first = 0; first < count; first += at_once) {
+      const int64_t calls = std::min(at_once, count - first);
+      // Beside the others, and written over next time.
+      PendingCall* dropped = gpu.pending + kPendingCalls;
+      const Step& any = steps[static_cast<size_t>(first)];
+      if (drops_) Must(Launch<Format>(Part::kSend, any, dropped, gpu));
       for (int64_t i = 0; i < calls; ++i) {
         const Step& step = steps[static_cast<size_t>(first + i)];
         Must(Launch<Format>(halves_ ? Part::kSend : Part::kWhole, step, gpu.pending + i, gpu));
@@ -392,8 +346,21 @@ class Gpus {
   }
 
   const World& world_;
-  bool halves_;
+  bool halves_, drops_;
+  Windows windows_;
   std::vector<OnGpu> ranks_;
 };
+
+inline void RunWholeLayer(const Draws& draws, Random& random) {
+  CurrentCase() = Text(draws);
+  CHECK(Validate(draws.options.shape) == nullptr);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  world.CachedDispatch();
+  FillExpertOutputs(world, random);
+  world.Combine();
+  Gpus(world, draws).Run(draws.times);
+}
 
 }  // namespace jax_ep

@@ -68,6 +68,19 @@ struct BulkGroup {
   int unread = 0, unwritten = 0;
 };
 
+// What the threads of a block have put together.
+struct PutCall {
+  void* to;
+  const void* from;
+  size_t bytes;
+  int pe;
+  bool operator==(const PutCall&) const = default;
+};
+struct Puts {
+  std::vector<PutCall> calls;
+  uint64_t fences = 0;
+};
+
 struct Launch {
   int device = 0;
   bool on_stream = false;  // rather than the null stream
@@ -77,6 +90,8 @@ struct Launch {
   size_t shared_bytes = 0;
   std::function<void()> body;
   unsigned started = 0, ended = 0;
+
+  unsigned blocks() const { return grid.x * grid.y; }
 };
 
 // Memory that ends where a page without access begins, and begins not far behind one.
@@ -92,6 +107,8 @@ struct Fiber;
 struct Block {
   Launch* launch = nullptr;
   dim3 index;
+  uint64_t number = 0;  // of all that there were
+  Puts puts;
   Guarded shared;
   std::map<std::type_index, Guarded> objects;  // of shared memory that the launch does not size
   std::vector<Warp> warps;
@@ -112,6 +129,7 @@ struct Fiber {
   const char* where = "not begun";
   std::vector<std::shared_ptr<BulkGroup>> groups;
   std::shared_ptr<BulkGroup> open;
+  size_t puts = 0;  // in which it has taken part
 };
 
 // Of the thread that runs; null on the host.
@@ -151,10 +169,33 @@ void AdvanceCopies();
 bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
 
+// ---- Puts to other nodes (puts.cc) --------------------------------------------------------------
+
+// A block of the symmetric heap for each PE, and the GPU that it is on. Forgets what is under way.
+struct HeapBlock {
+  uint8_t* at;
+  size_t bytes;
+  int device;
+};
+void SetHeap(std::vector<HeapBlock> by_pe);
+// Of all threads of a block, together.
+void PutByBlock(void* to, const void* from, size_t bytes, int pe);
+// Of one.
+void FencePuts();
+void SignalPe(uint64_t* at, uint64_t value, int pe);
+// Whoever has acquired a signal's value on this GPU may read what had come before it.
+void SettlePuts();
+// Some of what is under way gets further.
+void AdvancePuts();
+bool PutsUnderWay();
+void ExpectWholePuts(const Block& block);
+
 // ---- Memory and streams (runtime.cc) ------------------------------------------------------------
 
 Guarded AllocateGuarded(size_t bytes, size_t align);
 void FreeGuarded(const Guarded& memory);
+// Frees all allocations and streams, of which nothing is under way.
+void Reset();
 // Dies unless the bytes are aligned and of one allocation.
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what);
 void Enqueue(Launch launch, EmulatedStream* stream);

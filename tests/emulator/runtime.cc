@@ -25,7 +25,7 @@ std::recursive_mutex mutex;
 thread_local int current_device = 0;
 std::vector<std::unique_ptr<EmulatedStream>> streams;
 std::map<int, EmulatedStream> null_streams;
-std::map<const uint8_t*, size_t> allocations;  // by end
+std::map<const uint8_t*, Guarded> allocations;  // by end
 
 template <typename Visit>
 void ForEachStream(Visit visit) {
@@ -84,16 +84,21 @@ void FreeGuarded(const Guarded& memory) {
 void* Allocate(size_t bytes) {
   const std::lock_guard guard(mutex);
   const Guarded memory = AllocateGuarded(bytes, kCopyAlign);
-  const uint8_t* end = memory.mapping + memory.mapped - kPage;
-  allocations[end] = static_cast<size_t>(end - memory.at);
+  allocations[memory.mapping + memory.mapped - kPage] = memory;
   return memory.at;
+}
+
+void Reset() {
+  const std::lock_guard guard(mutex);
+  for (const auto& [end, memory] : allocations) munmap(memory.mapping, memory.mapped);
+  allocations.clear();
+  streams.clear();
 }
 
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what) {
   const auto* byte = static_cast<const uint8_t*>(at);
   const auto found = allocations.upper_bound(byte);
-  if (found == allocations.end() || byte < found->first - found->second ||
-      byte + bytes > found->first) {
+  if (found == allocations.end() || byte < found->second.at || byte + bytes > found->first) {
     Die("%s: %zu bytes at %p, which are of no allocation", what, bytes, at);
   }
   if (reinterpret_cast<uintptr_t>(at) % align != 0) Die("%s: %p is not aligned", what, at);
@@ -109,7 +114,7 @@ void Enqueue(Launch launch, EmulatedStream* stream) {
   if (launch.on_stream && launch.device == missing.device && launch.number >= missing.launch) {
     return;
   }
-  if (launch.grid.x == 0 || launch.grid.y != 1 || launch.grid.z != 1 || launch.threads == 0 ||
+  if (launch.blocks() == 0 || launch.grid.z != 1 || launch.threads == 0 ||
       launch.threads % kWarpLanes != 0 || launch.shared_bytes > kMostSharedBytes) {
     Die("a launch of %u x %u x %u blocks of %u threads with %zu bytes of shared memory",
         launch.grid.x, launch.grid.y, launch.grid.z, launch.threads, launch.shared_bytes);
@@ -129,7 +134,7 @@ void PopEnded() {
   // Copies may outlive their block, but not their kernel.
   if (CopiesUnderWay()) return;
   ForEachStream([](EmulatedStream& stream) {
-    if (!stream.queue.empty() && stream.queue.front()->ended == stream.queue.front()->grid.x) {
+    if (!stream.queue.empty() && stream.queue.front()->ended == stream.queue.front()->blocks()) {
       stream.queue.pop_front();
     }
   });

@@ -103,8 +103,11 @@ std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
 
 void Begin(Launch* launch) {
   auto* block = new Block;
+  static uint64_t begun = 0;
   block->launch = launch;
-  block->index = dim3(launch->started++, 0, 0);
+  block->number = begun++;
+  block->index = dim3(launch->started % launch->grid.x, launch->started / launch->grid.x, 0);
+  ++launch->started;
   block->warps.resize(launch->threads / kWarpLanes);
   for (Barrier& barrier : block->barriers) barrier.by_warp.resize(block->warps.size());
   block->shared = AllocateGuarded(launch->shared_bytes, kSharedAlign);
@@ -117,6 +120,7 @@ void End(Block* block) {
   blocks.erase(std::find(blocks.begin(), blocks.end(), block));
   ExpectNoCopies(*block);
   ExpectNoArrivals(*block);
+  ExpectWholePuts(*block);
   for (const auto& fiber : block->fibers) {
     if (std::memcmp(fiber->stack, &kStackEnd, sizeof kStackEnd) != 0) Die("a stack is too small");
     free_stacks.push_back(fiber->stack);
@@ -154,12 +158,12 @@ bool BeginBlocks() {
       later = true;
       continue;
     }
-    while (launch->started < launch->grid.x && running < GetSettings().resident) {
+    while (launch->started < launch->blocks() && running < GetSettings().resident) {
       if (launch->started != 0 && OneIn(2)) break;
       Begin(launch);
       ++running;
     }
-    later |= launch->started < launch->grid.x && running < GetSettings().resident;
+    later |= launch->started < launch->blocks() && running < GetSettings().resident;
   }
   return later;
 }
@@ -290,8 +294,9 @@ void RunAll() {
     ++rounds;
     DrawSlowRank();
     bool goes_on = BeginBlocks();
-    goes_on |= CopiesUnderWay();
+    goes_on |= CopiesUnderWay() || PutsUnderWay();
     AdvanceCopies();
+    AdvancePuts();
     std::vector<Block*> order = blocks;
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[Random() % i]);
     for (Block* block : order) goes_on |= RunBlock(block);

@@ -15,6 +15,8 @@ namespace jax_ep::cuda {
 
 // Kernels have the others for themselves.
 inline constexpr uint32_t kCreditsBarrier = 14;
+// What a wait for a rank of another node may take longer than others.
+inline constexpr uint64_t kGraceNs = 1'000'000'000;
 
 // Every warp has its own.
 class WindowCall {
@@ -72,6 +74,7 @@ class WindowCall {
 
   __device__ uint32_t rank() const { return group_.rank; }
   __device__ uint32_t ranks() const { return group_.ranks; }
+  __device__ bool IsFar(uint32_t rank) const { return (group_.far >> rank & 1) != 0; }
   __device__ const Divisor& by_ranks() const { return plan_.ranks; }
 
   // ---- Addresses: in the window of `owner`, for this call's region ----
@@ -79,7 +82,7 @@ class WindowCall {
   // What this rank sends lies in the destination's part of its own number; in what is staged for
   // another node, in the part of the destination's.
   __device__ uint32_t PartAt(uint32_t destination) const {
-    return (group_.far >> destination & 1) != 0 ? destination : group_.rank;
+    return IsFar(destination) ? destination : group_.rank;
   }
 
   __device__ uint8_t* Region(uint32_t owner, uint32_t source) const {
@@ -251,13 +254,7 @@ class WindowCall {
 
   // The last block, after Leave: gives the regions back and makes the next call possible, or ends
   // the group.
-  __device__ void Commit(bool failed) {
-    if (failed) {
-      EndGroup();
-    } else {
-      EndCall(threadIdx.x);
-    }
-  }
+  __device__ void Commit(bool failed) { failed ? EndGroup() : EndCall(threadIdx.x); }
 
   // The last block, of a call that failed: what it fills its results with comes after what others
   // have stored there.
@@ -307,12 +304,13 @@ class WindowCall {
   // Out of line: it is cold. Tells every rank and this one's host; a later failure of the rank
   // overwrites the report, and each of them is true.
   __device__ __noinline__ void GiveUp(Phase phase, uint32_t awaited, WaitStatus status) const {
-    WaitReport report{lease_.epoch,
-                      static_cast<uint16_t>(group_.rank),
-                      static_cast<uint16_t>(awaited),
-                      plan_.tag,
-                      phase,
-                      status};
+    if (status == WaitStatus::kTimedOut && IsFar(awaited)) {
+      // Perhaps for want of a rank that passes its messages on, which its neighbours can tell.
+      const WaitBound bound{Min<uint64_t>(group_.timeout_ns / 8, kGraceNs), Poison(group_.rank)};
+      status = WaitUntil(memory_, bound, [] { return Observation::kPending; });
+    }
+    const auto own = static_cast<uint16_t>(group_.rank), other = static_cast<uint16_t>(awaited);
+    WaitReport report{lease_.epoch, own, other, plan_.tag, phase, status};
     if (status == WaitStatus::kPoisoned) {
       report = memory_.Peek(Poison(group_.rank));
     } else {

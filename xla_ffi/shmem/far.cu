@@ -8,6 +8,7 @@
 
 #include "cuda/far_group.h"
 #include "cuda/ptx.cuh"
+#include "cuda/shared_memory.cuh"
 #include "cuda/signal_memory.cuh"
 
 namespace jax_ep::cuda {
@@ -73,6 +74,18 @@ __device__ void CopyMessage(const uint8_t* from, int64_t bytes, uint32_t copies,
   }
 }
 
+// What the threads of a block have in common.
+struct FarShared {
+  Gate gate;
+  WaitReport report;
+  unsigned long long slots;
+  // Of the tokens of a bundle: those before the block's, its own, and where their messages are
+  // staged.
+  uint32_t before;
+  uint32_t count;
+  int64_t from[kBundleTokens];
+};
+
 // One block, and the far rank that it is for.
 class FarBlock {
  public:
@@ -87,18 +100,18 @@ class FarBlock {
         own_(group_.windows[group_.rank]),
         staged_(own_ + far.layout.staged),
         peer_(FarRank(blockIdx.y)),
-        bundled_(Bundled(far, call.kind)) {}
+        bundled_(Bundled(far, call.kind)),
+        shared_(SharedObject<FarShared>()) {}
 
   // Whether this rank puts to the peer, and the peer to it.
   __device__ bool Hears() const { return !bundled_ || far_.map.Relays(group_.rank, peer_); }
 
   // The same for the whole block: another one may poison the group meanwhile.
   __device__ Gate LoadGate() const {
-    __shared__ Gate gate;
     __syncthreads();
-    if (threadIdx.x == 0) gate = *static_cast<const volatile Gate*>(&group_.control->gate);
+    if (threadIdx.x == 0) shared_.gate = *static_cast<const volatile Gate*>(&group_.control->gate);
     __syncthreads();
-    return gate;
+    return shared_.gate;
   }
 
   // The block's tokens: their messages, one behind the other, and their rows of the table.
@@ -111,15 +124,14 @@ class FarBlock {
     const auto goes = [&](int64_t token) {
       return GoesTo(far_.map, group_.ranks, slots, token, node);
     };
-    __shared__ uint32_t before, count;
-    __shared__ int64_t from[kBundleTokens];
-    if (threadIdx.x == 0) before = 0;
+    if (threadIdx.x == 0) shared_.before = 0;
     __syncthreads();
     uint32_t earlier = 0;
     JAX_EP_NO_UNROLL
     for (int64_t token = threadIdx.x; token < first; token += kFarThreads) earlier += goes(token);
-    if (earlier != 0) atomicAdd(&before, earlier);
+    if (earlier != 0) atomicAdd(&shared_.before, earlier);
     __syncthreads();
+    const uint32_t before = shared_.before;
     if (threadIdx.x < kWarp) {
       static_assert(kBundleTokens == kWarp);
       const int64_t token = first + threadIdx.x;
@@ -129,11 +141,13 @@ class FarBlock {
       if (here) {
         auto* row =
             reinterpret_cast<int32_t*>(own_ + bundles_.Row(side, region, node, before + at));
-        from[at] = WriteRow(far_.map, places_, call_.shape, slots, token, node, region, row);
+        shared_.from[at] =
+            WriteRow(far_.map, places_, call_.shape, slots, token, node, region, row);
       }
-      if (threadIdx.x == 0) count = static_cast<uint32_t>(__popc(lanes));
+      if (threadIdx.x == 0) shared_.count = static_cast<uint32_t>(__popc(lanes));
     }
     __syncthreads();
+    const uint32_t count = shared_.count;
     if (threadIdx.x == 0 && end == slots.tokens) {
       *reinterpret_cast<int64_t*>(own_ + bundles_.Table(side, region, node)) = before + count;
     }
@@ -141,7 +155,8 @@ class FarBlock {
     JAX_EP_NO_UNROLL
     for (uint32_t i = threadIdx.x / kWarp; i < count; i += kWarps) {
       uint8_t* to = messages + int64_t{before + i} * call_.shape.message_bytes;
-      CopyMessage(staged_ + from[i], call_.shape.message_bytes, 1, [&](uint32_t) { return to; });
+      CopyMessage(staged_ + shared_.from[i], call_.shape.message_bytes, 1,
+                  [&](uint32_t) { return to; });
     }
   }
 
@@ -154,17 +169,16 @@ class FarBlock {
                     pending, *reinterpret_cast<const int64_t*>(table), blockIdx.x);
       return;
     }
-    __shared__ unsigned long long slots;
-    if (threadIdx.x == 0) slots = 0;
+    if (threadIdx.x == 0) shared_.slots = 0;
     __syncthreads();
     const auto* flags =
         reinterpret_cast<const FlagCell*>(staged_ + places_.Flags(pending.region, peer_));
     const int64_t end =
         SlotsEnd(memory_, flags, call_.shape, pending.epoch, threadIdx.x, blockDim.x);
-    if (end > 0) atomicMax(&slots, static_cast<unsigned long long>(end));
+    if (end > 0) atomicMax(&shared_.slots, static_cast<unsigned long long>(end));
     __syncthreads();
     ForwardShare(puts_, places_, staged_, group_.rank, peer_, call_.shape, pending,
-                 static_cast<int64_t>(slots), blockIdx.x);
+                 static_cast<int64_t>(shared_.slots), blockIdx.x);
   }
 
   // What this rank has returned, into the staging area, and the source has not been told.
@@ -230,12 +244,11 @@ class FarBlock {
   // After a failure that this rank has told the ranks of its node.
   __device__ void TellFailure() const {
     // Likewise.
-    __shared__ WaitReport report;
     __syncthreads();
-    if (threadIdx.x == 0) report = memory_.Peek(Poison(staged_));
+    if (threadIdx.x == 0) shared_.report = memory_.Peek(Poison(staged_));
     __syncthreads();
-    if (report.status != WaitStatus::kArrived) {
-      SpreadFarPoison(puts_, peer_, group_.layout.poison, report);
+    if (shared_.report.status != WaitStatus::kArrived) {
+      SpreadFarPoison(puts_, peer_, group_.layout.poison, shared_.report);
     }
   }
 
@@ -308,6 +321,7 @@ class FarBlock {
   uint8_t* const staged_;
   const uint32_t peer_;
   const bool bundled_;
+  FarShared& shared_;
   const DeviceSignalMemory memory_{};
 };
 

@@ -14,7 +14,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
-// Only kernels that are compiled and not run, those of collective, say it: see shared_memory.cuh.
+// Nobody who is run says it: see shared_memory.cuh.
 #define __shared__ static
 
 struct alignas(8) uint2 {
@@ -125,9 +125,10 @@ inline unsigned atomicOr(unsigned* at, unsigned value) {
   return before;
 }
 
-inline int atomicMax(int* at, int value) {
+template <typename T>
+T atomicMax(T* at, T value) {
   ::jax_ep::emulator::Yield("atomicMax");
-  const int before = *at;
+  const T before = *at;
   if (value > before) *at = value;
   return before;
 }

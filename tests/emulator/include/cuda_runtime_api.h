@@ -31,7 +31,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDeviceSynchronize();
 inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 
-// ---- Memory, never freed ------------------------------------------------------------------------
+// ---- Memory -------------------------------------------------------------------------------------
 
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
@@ -72,7 +72,10 @@ struct cudaLaunchConfig_t {
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
-inline cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaErrorNotSupported; }
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 // Runs what is enqueued on all streams.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);

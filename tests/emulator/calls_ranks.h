@@ -1,0 +1,226 @@
+// Ranks on emulated GPUs, for calls_world.h: their windows, on one node or on several, and launches
+// of calls as the handlers of ffi/cuda_handlers.cc make them. Compiled as nvcc compiles the
+// kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "calls_draws.h"
+#include "cuda/far_calls.h"
+#include "cuda/window_calls.h"
+#include "cuda_runtime_api.h"
+#include "ffi/window_sizes.h"
+
+namespace jax_ep {
+
+inline constexpr int64_t kPendingCalls = 2;
+
+inline void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
+
+struct OnGpu {
+  WindowGroup group;
+  std::optional<cuda::FarRank> far;  // where ranks are on other nodes
+  PendingCall* pending;
+  cudaStream_t stream;
+  std::vector<WindowDispatchStep> dispatches;
+  std::vector<WindowCachedDispatchStep> cached;
+  std::vector<WindowCombineStep> combines;
+};
+
+// ---- Windows ------------------------------------------------------------------------------------
+
+// The kernels of shmem/far.cu, where it is linked; far_kernels.cc has it.
+cuda::FarKernels EmulatedFarKernels();
+
+class Windows {
+ public:
+  Windows(const World& world, const Draws& draws) : draws_(draws), sizes_(SizesOf(world, draws)) {
+    if (draws.node == 0) return;
+    int32_t numbers[kMaxWindowRanks];
+    for (uint32_t rank = 0; rank < ranks(); ++rank) numbers[rank] = 9 - NodeOf(rank);
+    if (draws.bundles) map_ = NodeMap::Of(numbers, ranks());
+    bundles_ = BundleLayout::Of(far_, layout_, sizes_, map_.nodes, map_.size);
+  }
+
+  std::vector<OnGpu> Open(uint64_t timeout_ns) {
+    std::vector<OnGpu> opened(ranks());
+    std::vector<emulator::HeapBlock> heap(ranks());
+    for (uint32_t rank = 0; rank < ranks(); ++rank) {
+      const size_t bytes = static_cast<size_t>(draws_.node == 0 ? layout_.bytes : bundles_.bytes);
+      blocks.push_back(static_cast<uint8_t*>(emulator::Allocate(bytes)));
+      std::memset(blocks.back(), 0, bytes);
+      heap[static_cast<size_t>(Pe(rank))] = {blocks.back(), bytes, static_cast<int>(rank)};
+    }
+    if (draws_.node != 0) emulator::SetHeap(heap);
+    WindowControl control{};
+    for (CallState& calls : control.calls) calls = StartState(kFirstEpoch);
+    for (uint32_t rank = 0; rank < ranks(); ++rank) {
+      OnGpu& gpu = opened[rank];
+      gpu.group = GroupOf(rank);
+      gpu.group.timeout_ns = timeout_ns;
+      Must(cudaMalloc(&gpu.group.control, sizeof control));
+      *gpu.group.control = control;
+      Must(cudaMalloc(&gpu.group.host_report, sizeof(WaitReport)));
+      *gpu.group.host_report = WaitReport{};
+      Must(cudaMalloc(&gpu.pending, (kPendingCalls + 1) * sizeof(PendingCall)));
+      Must(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking));
+      if (gpu.group.far == 0) continue;
+      cuda::FarGroup far{gpu.group, far_, bundles_, map_, {}};
+      for (uint32_t other = 0; other < ranks(); ++other) far.pes[other] = Pe(other);
+      gpu.far.emplace(far, EmulatedFarKernels());
+    }
+    return opened;
+  }
+
+  const BundleLayout& bundles() const { return bundles_; }
+
+  std::vector<uint8_t*> blocks;  // by rank: a window, and behind it what reaches other nodes
+
+ private:
+  static WindowSizes SizesOf(const World& world, const Draws& draws) {
+    const EpShape& shape = world.shape();
+    const auto or_else = [](int64_t given, int64_t own) { return given != 0 ? given : own; };
+    const int64_t tokens = or_else(draws.window_tokens, shape.tokens);
+    const int64_t bytes = draws.window_element_bytes;
+    WindowSizes sizes{};
+    CHECK(ffi_layer::SizesOf(
+        {.format = draws.window_format.empty() ? world.options.format : draws.window_format,
+         .hidden = shape.hidden,
+         .element_bytes = or_else(bytes, shape.element_bytes),
+         .wire_element_bytes = or_else(bytes, ElementBytes(world.options.wire)),
+         .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : tokens,
+         .dispatch_tokens = tokens,
+         .combine_tokens = tokens,
+         .top_k = shape.top_k,
+         .ranks = shape.ranks,
+         .local_experts = shape.local_experts,
+         .pending_calls = kPendingCalls},
+        sizes));
+    return sizes;
+  }
+
+  uint32_t ranks() const { return static_cast<uint32_t>(sizes_.ranks); }
+  int32_t NodeOf(uint32_t rank) const {
+    return draws_.node == 0 ? 0 : static_cast<int32_t>(rank / draws_.node);
+  }
+  // NVSHMEM numbers them as it likes.
+  int32_t Pe(uint32_t rank) const { return static_cast<int32_t>(ranks() - 1 - rank); }
+
+  WindowGroup GroupOf(uint32_t rank) const {
+    WindowGroup group{};
+    group.layout = layout_;
+    group.rank = rank;
+    group.ranks = ranks();
+    group.turns = static_cast<uint32_t>(sizes_.turns);
+    group.depth = static_cast<uint32_t>(sizes_.depth);
+    for (uint32_t other = 0; other < ranks(); ++other) {
+      const bool is_far = NodeOf(other) != NodeOf(rank);
+      group.windows[other] = is_far ? blocks[rank] + far_.staged : blocks[other];
+      group.far |= uint32_t{is_far} << other;
+    }
+    return group;
+  }
+
+  const Draws draws_;
+  const WindowSizes sizes_;
+  const WindowLayout layout_ = WindowLayout::Of(sizes_);
+  const FarLayout far_ = FarLayout::Of(layout_, sizes_);
+  NodeMap map_{};
+  BundleLayout bundles_{};
+};
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+enum class Part { kWhole, kSend, kPlace };
+
+template <typename Format, typename Step>
+cuda::FarCall FarCallOf(const Step& step, const PendingCall* pending) {
+  const EpShape& shape = step.shape;
+  cuda::FarCall far{};
+  far.pending = pending;
+  if constexpr (std::is_same_v<Step, WindowCombineStep>) {
+    far.kind = CallKind::kCombine;
+    far.shape = FarShape::OfCombine(step.messages(), CombineMessageOf(step).bytes, shape.hidden);
+  } else {
+    constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
+    const int64_t payload = Format::PayloadBytes(shape.hidden, shape.element_bytes);
+    const int64_t scales = Format::ScaleBytes(shape.hidden);
+    int64_t bytes = 0;
+    if constexpr (kRouted) {
+      bytes = DispatchMessage::Of(payload, scales, shape.top_k).bytes;
+    } else {
+      bytes = CachedDispatchMessage::Of(payload, scales, step.num_weights).bytes;
+    }
+    far.kind = CallKind::kDispatch;
+    far.shape =
+        FarShape::OfDispatch(shape.tokens, bytes, kRouted ? CountCells(shape.local_experts) : 0);
+    far.slots = {step.slot_of, shape.tokens, shape.top_k};
+  }
+  return far;
+}
+
+// `whole()`, `send(pending, at_once)` and `place(pending)` launch the call and its halves.
+template <typename Format, typename Step, typename Whole, typename Send, typename Place>
+cudaError_t LaunchPart(Part part, const Step& step, PendingCall* pending, const OnGpu& gpu,
+                       Whole whole, Send send, Place place) {
+  if (!gpu.far) {
+    return part == Part::kWhole  ? whole()
+           : part == Part::kSend ? send(pending, false)
+                                 : place(pending);
+  }
+  const cuda::FarCall far = FarCallOf<Format>(step, pending);
+  if (part == Part::kSend) {
+    return gpu.far->First(far, gpu.stream, [&] { return send(pending, false); });
+  }
+  if (part == Part::kPlace) {
+    return gpu.far->Second(far, gpu.stream, [&] { return place(pending); });
+  }
+  return gpu.far->Whole(far, gpu.stream, [&](auto* to) { return send(to, true); }, place);
+}
+
+template <typename Format>
+cudaError_t Launch(Part part, const WindowDispatchStep& step, PendingCall* pending,
+                   const OnGpu& gpu) {
+  return LaunchPart<Format>(
+      part, step, pending, gpu,
+      [&] { return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream); },
+      [&](auto* to, bool at_once) {
+        return cuda::WindowDispatchSend<Format>(step, to, gpu.group, gpu.stream, at_once);
+      },
+      [&](auto* from) {
+        return cuda::WindowDispatchPlace<Format>(step, from, gpu.group, gpu.stream);
+      });
+}
+
+template <typename Format>
+cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall* pending,
+                   const OnGpu& gpu) {
+  return LaunchPart<Format>(
+      part, step, pending, gpu,
+      [&] { return cuda::WindowCachedDispatch<Format>(step, gpu.group, gpu.stream); },
+      [&](auto* to, bool) {
+        return cuda::WindowCachedDispatchSend<Format>(step, to, gpu.group, gpu.stream);
+      },
+      [&](auto* from) {
+        return cuda::WindowCachedDispatchPlace<Format>(step, from, gpu.group, gpu.stream);
+      });
+}
+
+template <typename Format>
+cudaError_t Launch(Part part, const WindowCombineStep& step, PendingCall* pending,
+                   const OnGpu& gpu) {
+  return LaunchPart<Format>(
+      part, step, pending, gpu, [&] { return cuda::WindowCombine(step, gpu.group, gpu.stream); },
+      [&](auto* to, bool at_once) {
+        return cuda::WindowCombineSend(step, to, gpu.group, gpu.stream, at_once);
+      },
+      [&](auto* from) { return cuda::WindowCombinePlace(step, from, gpu.group, gpu.stream); });
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,129 @@
+// Whole calls of ranks on several nodes, on emulated GPUs: the window kernels with those of
+// shmem/far.cu between their halves, over puts that do the worst (puts.cc). Results against the CPU
+// steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come; bundles
+// that others spoil; first halves that nobody ends. Takes the seed of its draws and their number,
+// behind `silent`, `spoiled` or `drops` for those alone.
+#include <algorithm>
+#include <cctype>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "calls_world.h"
+
+namespace jax_ep {
+namespace {
+
+Draws DrawNodes(Random& random) {
+  Draws draws = Draw(random);
+  while (draws.options.shape.ranks < 2) draws = Draw(random);
+  const int64_t ranks = draws.options.shape.ranks;
+  draws.bundles = random.OneIn(2);
+  draws.node = draws.bundles && ranks % 2 == 0 ? ranks / 2 : random.In(1, ranks - 1);
+  return draws;
+}
+
+// Nodes of which not every rank hears every other.
+Draws DrawRelays(Random& random) {
+  Draws draws = DrawNodes(random);
+  while (!draws.bundles || draws.node == 1) draws = DrawNodes(random);
+  return draws;
+}
+
+// The last rank makes a call less than the others: theirs end by the time limit, of which each
+// hears, on other nodes too, and further calls end at once.
+void RunSilent(Random& random) {
+  Draws draws = DrawNodes(random);
+  if (random.OneIn(2)) draws = DrawRelays(random);
+  // Somebody waits for every rank.
+  draws.options.shape.tokens = random.In(1, 20);
+  draws.times = 1;
+  CurrentCase() = "silent, " + Text(draws);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  Gpus gpus(world, draws, 20 * ShortTimeoutNs());
+  const int64_t silent = draws.options.shape.ranks - 1;
+  const std::vector<WaitReport> reports = gpus.DispatchWithout(silent);
+  bool is_named = false;
+  for (int64_t rank = 0; rank < silent; ++rank) {
+    const WaitReport& report = reports[static_cast<size_t>(rank)];
+    CurrentCase() += "; rank " + std::to_string(report.waiting_rank) + " waited for " +
+                     std::to_string(report.awaited_rank);
+    CHECK(report.status == WaitStatus::kTimedOut);
+    is_named |= report.awaited_rank == silent;
+  }
+  CHECK(is_named);
+  const uint64_t begin = emulator::ClockNs();
+  // What it missed has been sent; what comes next it waits for, if it was not told.
+  for (int call = 0; call < 2; ++call) gpus.DispatchWithout(-1);
+  CHECK(emulator::ClockNs() - begin < 10 * ShortTimeoutNs());
+}
+
+void Put(uint8_t* to, int32_t value) { std::memcpy(to, &value, sizeof value); }
+
+// Tables and messages of bundles that are anything: the emulator judges, which knows all memory.
+void RunSpoiledBundles(Random& random) {
+  Draws draws = DrawNodes(random);
+  while (draws.options.shape.ranks % draws.node != 0) draws = DrawNodes(random);
+  draws.bundles = true;
+  draws.halves = !random.OneIn(3);
+  CurrentCase() = "spoiled bundles, " + Text(draws);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  FillExpertOutputs(world, random, true);
+  const int64_t end = draws.options.shape.tokens + 2, some = random.In(1, 9);
+  Gpus gpus(world, draws, 20 * ShortTimeoutNs());
+  const BundleLayout& bundles = gpus.bundles();
+  gpus.RunSpoiled(-1, [&](uint8_t* block, const WindowGroup&) {
+    for (const BundleSide& side : {bundles.staged, bundles.inbox}) {
+      const int64_t last = &side == &bundles.staged ? bundles.inbox.messages : bundles.flags;
+      for (int64_t at = side.messages; at + kIndexBytes <= last; at += kIndexBytes) {
+        if (!random.OneIn(some)) continue;
+        Put(block + at, AnyIndex(random, end));
+      }
+    }
+    // How many messages there are.
+    for (int64_t at = bundles.inbox.tables; at < bundles.flags; at += bundles.table_bytes) {
+      if (random.OneIn(3)) Put(block + at, AnyIndex(random, end));
+    }
+  });
+}
+
+// Regions that are used again and again, some of which nobody has waited for.
+void RunDrops(Random& random) {
+  Draws draws = DrawRelays(random);
+  draws.options.shape.tokens = random.In(0, 3);
+  draws.times = random.In(8, 40);
+  draws.halves = draws.drops = true;
+  RunWholeLayer(draws, random);
+}
+
+int Main(int argc, char** argv) {
+  const std::string only = argc > 1 && std::isalpha(*argv[1]) != 0 ? argv[1] : "";
+  if (!only.empty()) --argc, ++argv;
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
+  const int64_t draws = argc > 2 ? std::atoll(argv[2]) : 40;
+  std::printf("seed %llu, EMULATED_SEED=%llu\n", static_cast<unsigned long long>(seed),
+              static_cast<unsigned long long>(emulator::GetSettings().seed));
+  Random random(seed), random_of_faults(seed + 1);
+  const auto is_turn = [&](const char* name, int64_t i, int64_t turn) {
+    return only.empty() ? i % 6 == turn : only == name;
+  };
+  for (int64_t i = 0; i < draws; ++i) {
+    if (is_turn("silent", i, 1)) RunSilent(random_of_faults);
+    if (is_turn("spoiled", i, 3)) RunSpoiledBundles(random_of_faults);
+    if (is_turn("drops", i, 5)) RunDrops(random_of_faults);
+    if (only.empty()) RunWholeLayer(DrawNodes(random), random);
+  }
+  std::printf("%lld layers over nodes: right\n", static_cast<long long>(draws));
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main(int argc, char** argv) { return jax_ep::Main(argc, argv); }

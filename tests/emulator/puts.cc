@@ -1,0 +1,154 @@
+// Puts that do the worst of what protocol/far.h allows: pieces of puts and signals arrive in random
+// order, late, also after the end of their kernel, are read from their source when they arrive, and
+// are not to be seen until somebody settles.
+#include <algorithm>
+#include <utility>
+
+#include "emulator.h"
+
+namespace jax_ep::emulator {
+namespace {
+
+constexpr uint64_t kMostPieceBytes = 600;
+
+struct Piece {
+  uint64_t lane;    // the block that has sent it
+  uint64_t fenced;  // fences of its lane before it
+  int pe;
+  uint8_t* to;
+  const uint8_t* from;  // nullptr: a signal
+  size_t bytes;
+  uint64_t value;
+  uint64_t delay;  // rounds
+};
+// At its destination, and not to be seen yet.
+struct Landed {
+  uint8_t* to;
+  std::vector<uint8_t> bytes;
+};
+
+std::vector<HeapBlock> heap;  // by PE
+std::vector<Piece> pieces;
+std::map<int, std::vector<Landed>> landed;  // by device
+
+// Now and then one is overtaken by what later calls send.
+uint64_t DrawDelay() { return Random() % 32 == 0 ? Random() % 3000 : Random() % 20; }
+
+const HeapBlock& OwnBlock() {
+  const int device = current->block->launch->device;
+  for (const HeapBlock& block : heap) {
+    if (block.device == device) return block;
+  }
+  Die("a put without a heap");
+}
+
+// What is at `at` of the caller's block, at a PE.
+uint8_t* Symmetric(const void* at, size_t bytes, int pe, const char* what) {
+  const HeapBlock& own = OwnBlock();
+  const auto offset = static_cast<const uint8_t*>(at) - own.at;
+  if (pe < 0 || static_cast<size_t>(pe) >= heap.size()) Die("%s to PE %d", what, pe);
+  const HeapBlock& there = heap[static_cast<size_t>(pe)];
+  if (offset < 0 || offset + bytes > std::min(own.bytes, there.bytes)) {
+    Die("%s of %zu bytes at %td of a block of %zu", what, bytes, offset, there.bytes);
+  }
+  return there.at + offset;
+}
+
+// A signal waits for what its lane has fenced.
+bool MayArrive(const Piece& piece) {
+  if (piece.from != nullptr) return true;
+  return std::none_of(pieces.begin(), pieces.end(), [&](const Piece& other) {
+    return other.lane == piece.lane && other.pe == piece.pe && other.fenced < piece.fenced;
+  });
+}
+
+void Deliver(const Piece& piece) {
+  if (piece.from == nullptr) {
+    std::memcpy(piece.to, &piece.value, sizeof piece.value);
+  } else if (Random() % 2 == 0) {
+    const int device = heap[static_cast<size_t>(piece.pe)].device;
+    landed[device].push_back({piece.to, {piece.from, piece.from + piece.bytes}});
+  } else {
+    std::memcpy(piece.to, piece.from, piece.bytes);
+  }
+}
+
+}  // namespace
+
+void SetHeap(std::vector<HeapBlock> by_pe) {
+  heap = std::move(by_pe);
+  pieces.clear();
+  landed.clear();
+}
+
+void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
+  Block& block = *current->block;
+  const size_t call = current->puts++;
+  const PutCall own{to, from, bytes, pe};
+  // It leaves with the first thread; no barrier is promised.
+  if (call < block.puts.calls.size()) {
+    if (block.puts.calls[call] != own) Die("threads of a block put different things");
+    return;
+  }
+  block.puts.calls.push_back(own);
+  if (bytes == 0) Die("a put of no bytes");
+  CheckGlobal(from, bytes, 1, "the source of a put");
+  Piece piece{block.number,
+              block.puts.fences,
+              pe,
+              Symmetric(to, bytes, pe, "a put"),
+              static_cast<const uint8_t*>(from),
+              bytes,
+              0,
+              0};
+  while (bytes > 0) {
+    piece.bytes = Random() % 2 == 0 ? bytes : std::min(bytes, 1 + Random() % kMostPieceBytes);
+    piece.delay = DrawDelay();
+    pieces.push_back(piece);
+    piece.to += piece.bytes;
+    piece.from += piece.bytes;
+    bytes -= piece.bytes;
+  }
+}
+
+void FencePuts() { ++current->block->puts.fences; }
+
+void SignalPe(uint64_t* at, uint64_t value, int pe) {
+  const Block& block = *current->block;
+  uint8_t* to = Symmetric(at, sizeof value, pe, "a signal");
+  if (reinterpret_cast<uintptr_t>(to) % sizeof value != 0) Die("a signal that is not aligned");
+  pieces.push_back({block.number, block.puts.fences, pe, to, nullptr, 0, value, DrawDelay()});
+}
+
+void SettlePuts() {
+  std::vector<Landed>& here = landed[current->block->launch->device];
+  for (const Landed& one : here) std::memcpy(one.to, one.bytes.data(), one.bytes.size());
+  here.clear();
+}
+
+void AdvancePuts() {
+  for (size_t i = 0; i < pieces.size();) {
+    uint64_t& delay = pieces[i].delay;
+    if (delay != 0) --delay;
+    if (delay != 0 || !MayArrive(pieces[i])) {
+      ++i;
+      continue;
+    }
+    std::swap(pieces[i], pieces.back());
+    const Piece piece = pieces.back();
+    pieces.pop_back();
+    Deliver(piece);
+  }
+}
+
+bool PutsUnderWay() { return !pieces.empty(); }
+
+void ExpectWholePuts(const Block& block) {
+  for (const auto& fiber : block.fibers) {
+    if (fiber->puts == block.puts.calls.size()) continue;
+    Die("a block ends with a thread that took part in %zu of its %zu puts", fiber->puts,
+        block.puts.calls.size());
+  }
+}
+
+}  // namespace jax_ep::emulator
