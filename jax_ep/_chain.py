@@ -1,4 +1,4 @@
-"""One order for the calls of a handle within a trace. Used by `_autodiff`.
+"""One order for the calls of a handle within a trace. Used by `_autodiff`, `sharded`.
 
 XLA may run calls that do not depend on each other side by side; calls that share
 windows must not. So every call takes an operand `after` that its kernel does not read:
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jax_ep import _checks
 from jax_ep._varying import varying
@@ -67,6 +69,42 @@ def passed(ep: EPHandle, token: Token) -> None:
     around = _around(trace)
     links[:] = [link for link in links if any(link[0] is outer for outer in around)]
     links.append((trace, token[0]))
+
+
+def before_mapped(ep: EPHandle, parts: int, operands: Any) -> Token:
+    """What a `shard_map` of calls comes after, which this trace has around it.
+
+    Args:
+        ep: the handle.
+        parts: of dimension 0, a rank's calls take one each.
+        operands: those of the calls.
+
+    Returns:
+        int32 `[parts]`; () for an unchained transport, and where nothing is traced:
+        programs run one after the other.
+    """
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+    if not _chained(ep) or not traced:
+        return ()
+    last = _last(ep, ())
+    fits = last and last[0].shape == (parts,)
+    return last if fits else (jnp.zeros(parts, jnp.int32),)
+
+
+def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, Token]:
+    """`call()`, inside that `shard_map`, and what comes next goes after."""
+    if not after:
+        return call(), ()
+    passed(ep, after)
+    result = call()
+    return result, _last(ep, after)
+
+
+def _last(ep: EPHandle, otherwise: Token) -> Token:
+    """The last result in this trace."""
+    trace = current_trace()
+    found = [token for where, token in _links(ep) if where is trace]
+    return (found[-1],) if found else otherwise
 
 
 def _chained(ep: EPHandle) -> bool:

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jax_ep import _api, _checks, _split
+from jax_ep import _api, _checks, _mapped, _split
 from jax_ep._arrays import as_array
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
@@ -93,9 +92,9 @@ def _dispatch(
     router_weights: ArrayLike | None,
     input_scale: ArrayLike | None,
 ) -> Any:
-    axes = _axes(function, ep, spec)
+    axes = _mapped.axes_of(function, ep, spec)
     operands: dict[str, Any] = {
-        name: _checked(function, ep, axes, name, value)
+        name: _mapped.checked(function, ep, axes, name, value)
         for name, value in (
             ("tokens", tokens),
             ("topk_ids", topk_ids),
@@ -107,7 +106,7 @@ def _dispatch(
     if input_scale is not None:
         operands["input_scale"] = as_array(function, "input_scale", input_scale)
         sharded_over["input_scale"] = ()
-    return _run(called, ep, axes, sharded_over, operands)
+    return _mapped.run(called, ep, axes, sharded_over, operands)
 
 
 def combine(
@@ -179,9 +178,9 @@ def _combine(
     router_weights: ArrayLike | None,
     residual: ArrayLike | None,
 ) -> Any:
-    axes = _axes(function, ep, spec)
+    axes = _mapped.axes_of(function, ep, spec)
     operands: dict[str, Any] = {
-        name: _checked(function, ep, axes, name, value)
+        name: _mapped.checked(function, ep, axes, name, value)
         for name, value in (
             ("expert_out", expert_out),
             ("router_weights", router_weights),
@@ -190,7 +189,7 @@ def _combine(
         if value is not None or name == "expert_out"
     }
     operands["route"] = _checks.require_route(function, ep, route)
-    return _run(called, ep, axes, dict.fromkeys(operands, axes), operands)
+    return _mapped.run(called, ep, axes, dict.fromkeys(operands, axes), operands)
 
 
 def dequantize(
@@ -210,8 +209,8 @@ def dequantize(
     Raises:
         ValueError, TypeError: as `jax_ep.dequantize` and `jax_ep.sharded.dispatch`.
     """
-    axes = _axes("sharded.dequantize", ep, spec)
-    return _run(_dequantize, ep, axes, {"d": axes}, {"d": d})
+    axes = _mapped.axes_of("sharded.dequantize", ep, spec)
+    return _mapped.run(_dequantize, ep, axes, {"d": axes}, {"d": d})
 
 
 def _dequantize(ep: EPHandle, d: Dispatched) -> jax.Array:
@@ -234,84 +233,5 @@ def _wait(
 ) -> Any:
     function = f"sharded.{kind}_wait"
     ep = _split.handle_of(function, kind, pending)
-    axes = _axes(function, ep, spec)
-    return _run(called, ep, axes, {"pending": axes}, {"pending": pending})
-
-
-def _axes(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
-    """The mesh axes that `spec` shards dimension 0 over: all that may be sharded."""
-    _checks.require_open(function, ep)
-    if _checks.in_scope(ep.axis_names):
-        raise ValueError(
-            f"jax_ep.{function}: must be called on global arrays, got a call inside "
-            f"shard_map; call jax_ep.{function.removeprefix('sharded.')} there"
-        )
-    if spec is None:
-        return ep.mesh.axis_names
-    entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
-    first, *rest = entries or (None,)
-    # An entry that is neither a name nor a tuple of them leaves the layout open.
-    axes = (first,) if isinstance(first, str) else ()
-    axes = first if isinstance(first, tuple) else axes
-    others_sharded = any(entry is not None for entry in rest)
-    known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
-    if others_sharded or not known or len(set(axes)) < len(axes):
-        raise ValueError(
-            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
-            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
-            "to shard over all axes"
-        )
-    return axes
-
-
-def _checked(
-    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: Any
-) -> jax.Array:
-    """`value` as an array that splits evenly over the ranks."""
-    array = as_array(function, name, value)
-    parts = int(np.prod([ep.mesh.shape[axis] for axis in axes]))
-    if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
-        of_dispatch = function.startswith("sharded.dispatch")
-        remedy = "pad it, with ids of -1" if of_dispatch else "pass arrays of one call"
-        raise ValueError(
-            f"jax_ep.{function}: {name} must have a positive multiple of {parts} rows, "
-            f"one part for each rank, got shape {array.shape}; {remedy}"
-        )
-    return array
-
-
-def _run(
-    function: Callable[..., Any],
-    ep: EPHandle,
-    axes: tuple[str, ...],
-    sharded_over: dict[str, tuple[str, ...]],
-    operands: dict[str, Any],
-) -> Any:
-    placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
-    key = (function, axes, *operands)
-    program = ep._programs.get(key)
-    if program is None:
-        specs = {
-            name: PartitionSpec(*([over] if over else []))
-            for name, over in sharded_over.items()
-        }
-
-        def body(operands: dict[str, Any]) -> Any:
-            with _checks.told_of(f"sharded.{function.__name__.lstrip('_')}"):
-                return function(ep, **operands)
-
-        mapped = jax.shard_map(
-            body, mesh=ep.mesh, in_specs=(specs,), out_specs=PartitionSpec(axes)
-        )
-        program = ep._programs[key] = jax.jit(mapped)
-    return program(placed)
-
-
-def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
-    """Moves arrays to where the explicit axes of a mesh want them; others follow."""
-    kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
-    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
-    if not explicit:
-        return tree
-    sharding = NamedSharding(ep.mesh, PartitionSpec(explicit))
-    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+    axes = _mapped.axes_of(function, ep, spec)
+    return _mapped.run(called, ep, axes, {"pending": axes}, {"pending": pending})

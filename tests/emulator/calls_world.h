@@ -135,7 +135,15 @@ class Gpus {
     }
     Must(cudaDeviceSynchronize());
     for (size_t i = 0; i < ranks_.size(); ++i) {
-      CHECK(ranks_[i].group.host_report->status == WaitStatus::kArrived);
+      const WaitReport& report = *ranks_[i].group.host_report;
+      if (report.status != WaitStatus::kArrived) {
+        CurrentCase() += "; rank " + std::to_string(report.waiting_rank) + " waited for rank " +
+                         std::to_string(report.awaited_rank) + ", epoch " +
+                         std::to_string(report.epoch) + ", phase " +
+                         std::to_string(static_cast<int>(report.phase)) + ", status " +
+                         std::to_string(static_cast<int>(report.status));
+      }
+      CHECK(report.status == WaitStatus::kArrived);
       for (const auto& step : ranks_[i].dispatches) CheckDispatched(step, world_.ranks[i]);
       for (const auto& step : ranks_[i].cached) CheckCached(step, world_.ranks[i]);
       for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);

@@ -76,10 +76,6 @@ struct PutCall {
   int pe;
   bool operator==(const PutCall&) const = default;
 };
-struct Puts {
-  std::vector<PutCall> calls;
-  uint64_t fences = 0;
-};
 
 struct Launch {
   int device = 0;
@@ -107,8 +103,7 @@ struct Fiber;
 struct Block {
   Launch* launch = nullptr;
   dim3 index;
-  uint64_t number = 0;  // of all that there were
-  Puts puts;
+  std::vector<PutCall> puts;
   Guarded shared;
   std::map<std::type_index, Guarded> objects;  // of shared memory that the launch does not size
   std::vector<Warp> warps;

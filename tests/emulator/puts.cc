@@ -11,8 +11,14 @@ namespace {
 
 constexpr uint64_t kMostPieceBytes = 600;
 
+// A block, and the blocks of its place in the launches before: a fence is one of the PE.
+struct Lane {
+  int device;
+  unsigned x, y;
+  auto operator<=>(const Lane&) const = default;
+};
 struct Piece {
-  uint64_t lane;    // the block that has sent it
+  Lane lane;
   uint64_t fenced;  // fences of its lane before it
   int pe;
   uint8_t* to;
@@ -28,11 +34,17 @@ struct Landed {
 };
 
 std::vector<HeapBlock> heap;  // by PE
+std::map<Lane, uint64_t> fences;
 std::vector<Piece> pieces;
 std::map<int, std::vector<Landed>> landed;  // by device
 
 // Now and then one is overtaken by what later calls send.
 uint64_t DrawDelay() { return Random() % 32 == 0 ? Random() % 3000 : Random() % 20; }
+
+Lane OwnLane() {
+  const Block& block = *current->block;
+  return {block.launch->device, block.index.x, block.index.y};
+}
 
 const HeapBlock& OwnBlock() {
   const int device = current->block->launch->device;
@@ -82,19 +94,19 @@ void SetHeap(std::vector<HeapBlock> by_pe) {
 }
 
 void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
-  Block& block = *current->block;
+  std::vector<PutCall>& calls = current->block->puts;
   const size_t call = current->puts++;
   const PutCall own{to, from, bytes, pe};
   // It leaves with the first thread; no barrier is promised.
-  if (call < block.puts.calls.size()) {
-    if (block.puts.calls[call] != own) Die("threads of a block put different things");
+  if (call < calls.size()) {
+    if (calls[call] != own) Die("threads of a block put different things");
     return;
   }
-  block.puts.calls.push_back(own);
+  calls.push_back(own);
   if (bytes == 0) Die("a put of no bytes");
   CheckGlobal(from, bytes, 1, "the source of a put");
-  Piece piece{block.number,
-              block.puts.fences,
+  Piece piece{OwnLane(),
+              fences[OwnLane()],
               pe,
               Symmetric(to, bytes, pe, "a put"),
               static_cast<const uint8_t*>(from),
@@ -111,13 +123,12 @@ void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
   }
 }
 
-void FencePuts() { ++current->block->puts.fences; }
+void FencePuts() { ++fences[OwnLane()]; }
 
 void SignalPe(uint64_t* at, uint64_t value, int pe) {
-  const Block& block = *current->block;
   uint8_t* to = Symmetric(at, sizeof value, pe, "a signal");
   if (reinterpret_cast<uintptr_t>(to) % sizeof value != 0) Die("a signal that is not aligned");
-  pieces.push_back({block.number, block.puts.fences, pe, to, nullptr, 0, value, DrawDelay()});
+  pieces.push_back({OwnLane(), fences[OwnLane()], pe, to, nullptr, 0, value, DrawDelay()});
 }
 
 void SettlePuts() {
@@ -145,9 +156,9 @@ bool PutsUnderWay() { return !pieces.empty(); }
 
 void ExpectWholePuts(const Block& block) {
   for (const auto& fiber : block.fibers) {
-    if (fiber->puts == block.puts.calls.size()) continue;
+    if (fiber->puts == block.puts.size()) continue;
     Die("a block ends with a thread that took part in %zu of its %zu puts", fiber->puts,
-        block.puts.calls.size());
+        block.puts.size());
   }
 }
 

@@ -103,9 +103,7 @@ std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
 
 void Begin(Launch* launch) {
   auto* block = new Block;
-  static uint64_t begun = 0;
   block->launch = launch;
-  block->number = begun++;
   block->index = dim3(launch->started % launch->grid.x, launch->started / launch->grid.x, 0);
   ++launch->started;
   block->warps.resize(launch->threads / kWarpLanes);

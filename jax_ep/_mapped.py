@@ -1,0 +1,122 @@
+"""A rank's function on global arrays, by `jax.shard_map`. Used by `sharded`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_ep import _chain, _checks
+from jax_ep._arrays import as_array
+
+if TYPE_CHECKING:
+    from jax_ep._handle import EPHandle
+
+
+def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
+    """The mesh axes that `spec` shards dimension 0 over: all that may be sharded.
+
+    Raises:
+        ValueError: inside shard_map, a closed handle, or another `spec`.
+    """
+    _checks.require_open(function, ep)
+    if _checks.in_scope(ep.axis_names):
+        raise ValueError(
+            f"jax_ep.{function}: must be called on global arrays, got a call inside "
+            f"shard_map; call jax_ep.{function.removeprefix('sharded.')} there"
+        )
+    if spec is None:
+        return ep.mesh.axis_names
+    entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
+    first, *rest = entries or (None,)
+    # An entry that is neither a name nor a tuple of them leaves the layout open.
+    axes = (first,) if isinstance(first, str) else ()
+    axes = first if isinstance(first, tuple) else axes
+    others_sharded = any(entry is not None for entry in rest)
+    known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
+    if others_sharded or not known or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
+            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
+            "to shard over all axes"
+        )
+    return axes
+
+
+def checked(
+    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: Any
+) -> jax.Array:
+    """`value` as an array that splits evenly over the ranks.
+
+    Raises:
+        ValueError: it does not.
+    """
+    array = as_array(function, name, value)
+    parts = _parts(ep, axes)
+    if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
+        of_dispatch = function.startswith("sharded.dispatch")
+        remedy = "pad it, with ids of -1" if of_dispatch else "pass arrays of one call"
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have a positive multiple of {parts} rows, "
+            f"one part for each rank, got shape {array.shape}; {remedy}"
+        )
+    return array
+
+
+def run(
+    function: Callable[..., Any],
+    ep: EPHandle,
+    axes: tuple[str, ...],
+    sharded_over: dict[str, tuple[str, ...]],
+    operands: dict[str, Any],
+) -> Any:
+    """`function(ep, **operands)` on every rank; its results, stacked on dimension 0.
+
+    Args:
+        function: of a rank's arrays.
+        ep: the handle.
+        axes: that dimension 0 of the results is sharded over.
+        sharded_over: those of each operand, by its name.
+        operands: global arrays.
+    """
+    placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
+    after = _chain.before_mapped(ep, _parts(ep, axes), operands)
+    key = (function, axes, bool(after), *operands)
+    program = ep._programs.get(key)
+    if program is None:
+        specs = {
+            name: PartitionSpec(*([over] if over else []))
+            for name, over in sharded_over.items()
+        }
+
+        def body(operands: dict[str, Any], after: _chain.Token) -> Any:
+            with _checks.told_of(f"sharded.{function.__name__.lstrip('_')}"):
+                return _chain.mapped(ep, after, lambda: function(ep, **operands))
+
+        rows = PartitionSpec(axes)
+        mapped = jax.shard_map(
+            body, mesh=ep.mesh, in_specs=(specs, rows), out_specs=rows
+        )
+        program = ep._programs[key] = jax.jit(mapped)
+    result, last = program(placed, _place(ep, axes, after))
+    if last:
+        _chain.passed(ep, last)
+    return result
+
+
+def _parts(ep: EPHandle, axes: tuple[str, ...]) -> int:
+    """How many ranks dimension 0 is split over."""
+    return int(np.prod([ep.mesh.shape[axis] for axis in axes]))
+
+
+def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
+    """Moves arrays to where the explicit axes of a mesh want them; others follow."""
+    kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
+    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
+    if not explicit:
+        return tree
+    sharding = NamedSharding(ep.mesh, PartitionSpec(explicit))
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
