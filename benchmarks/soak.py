@@ -32,6 +32,7 @@ import recording
 import soak_program
 import soak_run
 from jax.sharding import AxisType, Mesh
+from soak_configs import OPTIONS, changed, configs
 
 sys.path.insert(0, str(recording.ROOT / "tests"))
 
@@ -44,68 +45,6 @@ REDUCE_AT = 40
 OPTION_SIZES = (37,)
 SETTLE = 200  # launches
 DELAYS = 120  # the longest delay, in small matrix products
-
-
-# Changes of B, and whether its calls are made in halves. Formats whose scales are
-# powers of two keep what soak_program draws exactly.
-OPTIONS = {
-    "mxfp8": ({"dispatch_format": "mxfp8", "hidden_size": 256}, False),
-    "tiled": (
-        {
-            "dispatch_format": "mxfp4",
-            "hidden_size": 256,
-            "scale_layout": "tiled_128x4",
-            "reduce": "none",
-        },
-        True,
-    ),
-    "source": ({"reduce": "source", "combine_dtype": None}, True),
-    "shared": ({"fused_shared_expert": True, "expert_alignment": 4}, True),
-    "shared_source": (
-        {
-            "fused_shared_expert": True,
-            "reduce": "source",
-            "dispatch_format": "mxfp8",
-            "hidden_size": 256,
-            "combine_dtype": None,
-        },
-        False,
-    ),
-    "local": ({"skip_a2a": True, "combine_dtype": None}, False),
-    "local_none": (
-        {"skip_a2a": True, "reduce": "none", "combine_dtype": None},
-        True,
-    ),
-    "halves": ({}, True),
-}
-
-
-def configs(ranks):
-    """A: one region, drops. B: two regions, another dtype, a free tail."""
-    a = jax_ep.EPConfig(
-        num_experts=16 * ranks,
-        top_k=8,
-        hidden_size=512,
-        max_tokens_per_rank=768,
-        capacity_factor=1.25,
-        expert_alignment=8,
-    )
-    b = jax_ep.EPConfig(
-        num_experts=6 * ranks,
-        top_k=3,
-        hidden_size=264,
-        max_tokens_per_rank=256,
-        dtype="float32",
-        combine_dtype="bfloat16",
-        recv_capacity=700,
-        zero_tail=False,
-    )
-    return a, b
-
-
-def changed(config, name):
-    """B with an option."""
-    return dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0])
 
 
 def option_handles(mesh, config, transport, names):
@@ -155,8 +94,11 @@ def executables(parts, key):
     return found
 
 
-def soak(eps, options, mesh, args):
-    """Runs launches until there were enough calls or time is over."""
+def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_get):
+    """Runs launches until there were enough calls or time is over.
+
+    `together` runs them and `fetch` reads their results, in one process or in several.
+    """
     layers = (eps[0], eps[1], eps[0])
     delays = DELAYS if mesh.devices.flat[0].platform != "cpu" else 3
     programs = {
@@ -179,12 +121,13 @@ def soak(eps, options, mesh, args):
     parts = [part for part in (programs, others) if part]
     if args.threads == 1:
         parts = [programs | others]
+    calls = -(-args.calls // len(parts))
     launchers = [
-        soak_run.Launcher(i, part, args.seed, STEPS, -(-args.calls // len(parts)))
+        soak_run.Launcher(i, part, args.seed, STEPS, calls, fetch)
         for i, part in enumerate(parts)
     ]
-    devices = list(mesh.devices.flat)
-    compiler = soak_run.Compiler(devices, args.threads > 1 and args.compiling)
+    devices = mesh.local_devices
+    compiler = soak_run.Compiler(devices, args.compiling)
     # JAX keeps more of a program's first shapes than of later programs.
     for _ in range(soak_run.COMPILED_SHAPES):
         compiler.one()
@@ -192,14 +135,14 @@ def soak(eps, options, mesh, args):
     start = time.monotonic()
     deadline = start + (args.minutes * 60 if args.minutes else float("inf"))
     # The host's allocators settle during the first launches.
-    soak_run.together(launchers, compiler, deadline, SETTLE // len(launchers))
+    together(launchers, compiler, deadline, SETTLE // len(launchers))
     settled = sum(launcher.launches for launcher in launchers)
     over = time.monotonic() >= deadline
     if over or all(launcher.done for launcher in launchers):
         settled = 0
     else:
         start_memory, compiled = memory(devices), compiler.count
-        soak_run.together(launchers, compiler, deadline, float("inf"))
+        together(launchers, compiler, deadline, float("inf"))
     end_memory = memory(devices)
     return {
         "seconds": round(time.monotonic() - start, 1),
@@ -215,7 +158,8 @@ def soak(eps, options, mesh, args):
     }
 
 
-def main():
+def arguments():
+    """Parses those of one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, help="default: 20000, or all in --minutes")
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -228,11 +172,21 @@ def main():
     )
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args()
-    if args.calls is None:
-        args.calls = sys.maxsize if args.minutes else 20000
+    return parser
+
+
+def main():
+    args = arguments().parse_args()
+    args.compiling = args.compiling and args.threads > 1
+    settle(args)
     jax.config.update("jax_num_cpu_devices", args.devices or 4)
     return run(args)
+
+
+def settle(args):
+    """What follows from other arguments."""
+    if args.calls is None:
+        args.calls = sys.maxsize if args.minutes else 20000
 
 
 def command(args):
@@ -252,18 +206,22 @@ def command(args):
     return " ".join([*before, "python benchmarks/soak.py", *words])
 
 
-def run(args):
-    """Soaks and records; the exit status."""
-    devices = jax.devices()[: args.devices or None]
-    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+def soaked(mesh, args, **how):
+    """A record of one soak on that mesh; `how` goes to `soak`."""
+    node = getattr(args, "ranks_per_node", None)
     eps = [
-        jax_ep.init(mesh, "ep", config, transport=args.transport)
+        jax_ep.init(
+            mesh,
+            "ep",
+            dataclasses.replace(config, ranks_per_node=node),
+            transport=args.transport,
+        )
         for config in configs(mesh.size)
     ]
     names = OPTIONS if args.options is None else args.options
     options = option_handles(mesh, eps[1].config, args.transport, names)
     eps += [ep for ep, _ in options.values()]
-    found = soak(eps[:2], options, mesh, args)
+    found = soak(eps[:2], options, mesh, args, **how)
     for ep in eps:
         try:
             ep.check()
@@ -273,8 +231,8 @@ def run(args):
             found["error"] = found["error"] or str(raised)
     record = {
         "kind": "soak",
-        "device": devices[0].device_kind,
-        "count": len(devices),
+        "device": mesh.devices.flat[0].device_kind,
+        "count": mesh.size,
         "transport": eps[0].transport,
         "jax": jax.__version__,
         "commit": recording.commit(),
@@ -288,11 +246,24 @@ def run(args):
     record["error"] = record["error"] or soak_run.grown(record)
     for ep in eps:
         ep.close()
-    name = f"soak-{recording.short_device(record['device'])}x{len(devices)}"
-    recording.write(name, record, args.folder)
+    return record
+
+
+def write(record, name, folder):
+    """Records and shows it; the exit status."""
+    recording.write(name, record, folder)
     print({k: v for k, v in record.items() if k not in ("kind", "commit")})
     # NaN of a call that gave up is a mismatch too.
     return 1 if record["failures"] or record["error"] else 0
+
+
+def run(args):
+    """Soaks in this process and records; the exit status."""
+    devices = jax.devices()[: args.devices or None]
+    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+    record = soaked(mesh, args)
+    device = recording.short_device(record["device"])
+    return write(record, f"soak-{device}x{mesh.size}", args.folder)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def random_key(seed):
 class Launcher:
     """One thread's launches: which ones follows from the seed and the thread."""
 
-    def __init__(self, thread, programs, seed, steps, calls):
+    def __init__(self, thread, programs, seed, steps, calls, fetch=jax.device_get):
         """`programs`: by name, with how many layers each has."""
-        self.thread, self.programs = thread, programs
+        self.thread, self.programs, self.fetch = thread, programs, fetch
         self.steps, self.wanted, self.enqueued = steps, calls, 0
         self.choose = random.Random(seed * 2 + thread)
         self.key = jax.random.fold_in(random_key(seed), thread)
@@ -99,7 +99,8 @@ class Launcher:
                         continue
                 if not waiting:
                     return
-                self.tally.add(self.steps, *jax.device_get(waiting.popleft()))
+                where, results = waiting.popleft()
+                self.tally.add(self.steps, where, self.fetch(results))
         except Exception as raised:
             self.error = f"{type(raised).__name__}: {raised}"
             print("ERROR", self.error, flush=True)

@@ -69,7 +69,7 @@ def row_of(found: str, word: str) -> str:
 def test_rows_without_a_run_say_so() -> None:
     found = reliability_table.promises(records(), generate.table)
     assert "GPUs: not yet run" in row_of(found, "test_p2p_faults.py -k")
-    assert "CPU: not yet run" in row_of(found, "minutes 15")
+    assert "CPU: not yet run" in row_of(found, "soak.py --minutes 15")
 
 
 def test_a_suite_on_cpus_is_none_on_gpus() -> None:
@@ -194,8 +194,8 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     for command in rows:
         row = row_of(found, f"| `{'`; `'.join(command.split('; '))}` |")
         assert re.search(r"4 x NVIDIA Made Up, .*: [1-9]\d* passed, 0 failed", row), row
-    # Both soaks, fuzzing, sanitizers, several processes.
-    assert found.count("not yet run") == 5
+    # Three soaks, fuzzing, sanitizers, several processes.
+    assert found.count("not yet run") == 6
     names = {"a/test_x.py::test_y[3]": "passed", "a/test_x.py::test_z": "failed"}
     run = lockstep_run.Run([lockstep_run.Test(*pair) for pair in names.items()])
     for processes, node in ((4, None), (4, 2)):
@@ -204,7 +204,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         suite.write({"kind": "NVIDIA Made Up", "count": 4, "jax": "9.8.7"})
     assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
     found = reliability_table.promises(generate.records, generate.table)
-    row = row_of(found, "--processes 4")
+    row = row_of(found, "record_suite.py --processes 4")
     for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks a node"):
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
@@ -217,11 +217,13 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     )
     write_sanitized(monkeypatch)
     found = reliability_table.promises(generate.records, generate.table)
-    assert "1200 calls in 15 min, 900 checks, 0 failed" in row_of(found, "minutes 10")
+    assert "1200 calls in 15 min, 900 checks, 0 failed" in row_of(
+        found, "minutes 10 --no-compiling"
+    )
     assert "2 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 of 2 runs clean" in row_of(
         found, "sanitize.sh"
     )
-    assert "CPU: not yet run" in row_of(found, "minutes 15")
+    assert "CPU: not yet run" in row_of(found, "soak.py --minutes 15")
     found = reliability_table.figures(generate.records, generate.table)
     for row in ("faults injected, p2p", "bad inputs, GPUs"):
         assert re.search(r": \d{2,} passed, 0 failed", row_of(found, row))
@@ -249,8 +251,33 @@ def test_faults_are_tests_in_which_something_fails(command) -> None:
 
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:
     found = reliability_table.promises(records(soaks=[SOAK]), generate.table)
-    assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(found, "minutes 15")
-    assert "not yet run" in row_of(found, "minutes 10")
+    assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(
+        found, "soak.py --minutes 15"
+    )
+    assert "not yet run" in row_of(found, "no-compiling")
+
+
+def test_soaks_in_processes_have_a_row_of_their_own() -> None:
+    soak = SOAK | {
+        "device": "NVIDIA Made Up",
+        "failures": {},
+        "transport": "shmem",
+        "processes": 4,
+        "ranks_per_node": 2,
+        "one_gpu": True,
+    }
+    direct = soak | {"transport": "p2p", "ranks_per_node": None, "one_gpu": False}
+    on_cpus = soak | {"device": "cpu"}
+    found = reliability_table.promises(
+        lambda prefix: [soak, direct, on_cpus] * (prefix == "processes-soak"),
+        generate.table,
+    )
+    row = row_of(found, "soak_processes.py")
+    name = "`shmem`, 4 processes that share it, 2 ranks a node on 1 x NVIDIA Made Up"
+    assert f"{name}, " in row
+    assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row
+    assert row.count("1200 calls in 15 min, 900 checks, 0 failed") == 2
+    assert "not yet run" in row_of(found, "no-compiling")
 
 
 def test_a_soak_tells_a_leak_from_gaps() -> None:
