@@ -5,9 +5,10 @@
 #
 #   benchmarks/record_gpu.sh [step]...
 #
-# Steps: kernels p2p formats suite processes nodes soak sanitize options overlap layer collective.
-# Needs jax_ep built for these GPUs, importable by PYTHON (default python3), with the extra test; step
-# kernels needs nvcc. Status 1 if a step failed or ran out of time.
+# Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options overlap layer
+# collective. Where there is one GPU, four processes share it. Needs jax_ep built for these GPUs,
+# importable by PYTHON (default python3), with the extra test; step kernels needs nvcc. Status 1 if a
+# step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -21,6 +22,8 @@ counts=()
 for count in 4 2 1; do
   [ "$count" -gt "$gpus" ] || counts+=("$count")
 done
+processes=(--processes "$gpus")
+[ "$gpus" -gt 1 ] || processes=(--processes 4 --one-gpu)
 formats=(bf16 fp8_block128 mxfp8 mxfp4 nvfp4)
 
 run() {
@@ -34,7 +37,8 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(kernels p2p formats suite processes nodes soak sanitize options overlap layer collective)
+  steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options overlap layer
+    collective)
 for step in "${steps[@]}"; do
   case $step in
     kernels)
@@ -51,10 +55,15 @@ for step in "${steps[@]}"; do
         --jobs "$((($(nproc) + 1) / 2))" --limit-s "$limit"
       ;;
     processes)
-      run "$python" benchmarks/record_suite.py --processes "$gpus" --transports p2p \
+      run "$python" benchmarks/record_suite.py "${processes[@]}" --transports p2p \
         --limit-s "$((limit / 2))"
-      run "$python" benchmarks/record_suite.py --processes "$gpus" --ranks-per-node 2 \
+      run "$python" benchmarks/record_suite.py "${processes[@]}" --ranks-per-node 2 \
         --transports shmem --limit-s "$((limit / 2))"
+      ;;
+    process-soak)
+      run "$python" benchmarks/soak_processes.py "${processes[@]}" --transport p2p --minutes 4
+      run "$python" benchmarks/soak_processes.py "${processes[@]}" --ranks-per-node 2 \
+        --transport shmem --minutes 4
       ;;
     nodes) run "$python" benchmarks/nodes.py ;;
     soak) run "$python" benchmarks/soak.py --calls 20000 --no-compiling ;;

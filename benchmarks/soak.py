@@ -32,7 +32,7 @@ import recording
 import soak_program
 import soak_run
 from jax.sharding import AxisType, Mesh
-from soak_configs import OPTIONS, changed, configs
+from soak_configs import OPTIONS, changed, configs, defaults
 
 sys.path.insert(0, str(recording.ROOT / "tests"))
 
@@ -218,7 +218,7 @@ def soaked(mesh, args, **how):
         )
         for config in configs(mesh.size)
     ]
-    names = OPTIONS if args.options is None else args.options
+    names = defaults(args.transport) if args.options is None else args.options
     options = option_handles(mesh, eps[1].config, args.transport, names)
     eps += [ep for ep, _ in options.values()]
     found = soak(eps[:2], options, mesh, args, **how)

@@ -66,3 +66,9 @@ def configs(ranks):
 def changed(config, name):
     """B with an option."""
     return dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0])
+
+
+def defaults(transport):
+    """All options that a transport serves."""
+    exchanging = [name for name in OPTIONS if not OPTIONS[name][0].get("skip_a2a")]
+    return exchanging if transport == "shmem" else list(OPTIONS)

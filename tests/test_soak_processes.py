@@ -153,3 +153,9 @@ def test_record_of_all() -> None:
 def test_what_one_says_of_itself_counts(change, words) -> None:
     record = soak_processes.merged(parsed(), [RECORD, RECORD | change])
     assert words in record["error"]
+
+
+def test_shmem_takes_what_exchanges_something() -> None:
+    served = soak.defaults("shmem")
+    assert set(soak.OPTIONS) - set(served) == {"local", "local_none"}
+    assert soak.defaults("p2p") == list(soak.OPTIONS)
