@@ -2,7 +2,7 @@
 // shmem/far.cu between their halves, over puts that do the worst (puts.cc). Results against the CPU
 // steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come; bundles
 // that others spoil; first halves that nobody ends. Takes the seed of its draws and their number,
-// behind `silent`, `spoiled` or `drops` for those alone.
+// behind `silent`, `spoiled` or `drops` for those alone. Needs EMULATED_GPUS=4 or more.
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
@@ -28,7 +28,10 @@ Draws DrawNodes(Random& random) {
 // Nodes of which not every rank hears every other.
 Draws DrawRelays(Random& random) {
   Draws draws = DrawNodes(random);
-  while (!draws.bundles || draws.node == 1) draws = DrawNodes(random);
+  const auto relays = [&] {
+    return draws.bundles && draws.node > 1 && draws.options.shape.ranks % draws.node == 0;
+  };
+  while (!relays()) draws = DrawNodes(random);
   return draws;
 }
 
@@ -79,12 +82,9 @@ void RunSpoiledBundles(Random& random) {
   Gpus gpus(world, draws, 20 * ShortTimeoutNs());
   const BundleLayout& bundles = gpus.bundles();
   gpus.RunSpoiled(-1, [&](uint8_t* block, const WindowGroup&) {
-    for (const BundleSide& side : {bundles.staged, bundles.inbox}) {
-      const int64_t last = &side == &bundles.staged ? bundles.inbox.messages : bundles.flags;
-      for (int64_t at = side.messages; at + kIndexBytes <= last; at += kIndexBytes) {
-        if (!random.OneIn(some)) continue;
-        Put(block + at, AnyIndex(random, end));
-      }
+    // Both sides, one behind the other.
+    for (int64_t at = bundles.staged.messages; at < bundles.flags; at += kIndexBytes) {
+      if (random.OneIn(some)) Put(block + at, AnyIndex(random, end));
     }
     // How many messages there are.
     for (int64_t at = bundles.inbox.tables; at < bundles.flags; at += bundles.table_bytes) {
@@ -110,6 +110,7 @@ int Main(int argc, char** argv) {
   std::printf("seed %llu, EMULATED_SEED=%llu\n", static_cast<unsigned long long>(seed),
               static_cast<unsigned long long>(emulator::GetSettings().seed));
   Random random(seed), random_of_faults(seed + 1);
+  CHECK(emulator::GetSettings().gpus >= 4);
   const auto is_turn = [&](const char* name, int64_t i, int64_t turn) {
     return only.empty() ? i % 6 == turn : only == name;
   };
