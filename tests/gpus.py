@@ -21,6 +21,7 @@ import turns
 from jax_ep import _ffi, _native, _p2p_calls
 
 TESTS = pathlib.Path(__file__).parent
+ONE_GPU = "JAX_EP_TEST_ONE_GPU"
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
@@ -45,7 +46,7 @@ def share_one(process: int) -> None:
     by their UUIDs, and goes on where the driver tells none. NCCL refuses it for the
     ranks of a host.
     """
-    if os.environ.get("JAX_EP_TEST_ONE_GPU"):
+    if ONE_GPU in os.environ:
         _ffi.native_cuda.device_uuid = lambda ordinal: ""
         os.environ["NCCL_HOSTID"] = f"process {process}"
 

@@ -1,15 +1,17 @@
 """Transport p2p over the processes of a host: answers, bits, closing, deaths.
 
-Each test starts processes that end by themselves or are killed after TIMEOUT_S. Where
-there is one GPU, four of them share it.
+Each test starts processes that end by themselves or are killed after TIMEOUT_S. With
+JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four of them share it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 
+import gpus
 import helpers
 import pytest
 import twins
@@ -64,7 +66,7 @@ def start(
 
 def shares_one() -> bool:
     """Whether all ranks have the same GPU."""
-    return helpers.some_ranks(2) == 1
+    return helpers.some_ranks(2) == 1 and gpus.ONE_GPU in os.environ
 
 
 def rank_count() -> int:
@@ -72,6 +74,8 @@ def rank_count() -> int:
     if shares_one():
         return 4
     count = helpers.some_ranks(4)
+    if count < 2:
+        pytest.skip(f"needs 2 GPUs, or {gpus.ONE_GPU}=1, so that processes share one")
     twins.p2p_mesh(count)
     return count
 

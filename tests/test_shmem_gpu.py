@@ -1,8 +1,8 @@
 """Transport shmem on GPUs of one host, a process each: answers, bits, faults, nodes.
 
 Forced nodes have ranks reach each other by NVSHMEM's puts, which between GPUs of a host
-are stores over NVLink: what networks do to them is not tried here. Where there is one
-GPU, four processes share it.
+are stores over NVLink: what networks do to them is not tried here. With
+JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four processes share it.
 """
 
 from __future__ import annotations
