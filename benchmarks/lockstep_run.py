@@ -19,24 +19,25 @@ import ports
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-# The suite of what calls mean; other tests start processes or look at this one.
+# The suite of what calls mean, the longest first; other tests start processes or look
+# at this one.
 SEMANTICS = (
+    "options_grads",
+    "options",
+    "split",
     "autodiff",
-    "bad_values",
+    "quantized_grads",
+    "quantized",
+    "sharded",
+    "vjp",
+    "mesh",
+    "remat",
+    "quantized_experts",
     "combine",
     "dispatch",
-    "grad_format",
-    "mesh",
-    "options",
-    "options_grads",
-    "quantized",
-    "quantized_experts",
-    "quantized_grads",
-    "remat",
-    "sharded",
-    "split",
     "stats",
-    "vjp",
+    "grad_format",
+    "bad_values",
 )
 # Several files of tests run beside each other on the same GPUs.
 SHARED_GPUS = {
@@ -60,7 +61,7 @@ def one_gpu(name):
     return {
         "CUDA_VISIBLE_DEVICES": name,
         "JAX_EP_TEST_ONE_GPU": "1",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".03",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".02",
     }
 
 
@@ -68,7 +69,7 @@ def one_gpu(name):
 GRACE_S = 1.0
 # Less time than it takes to start the processes.
 FEW_S = 15.0
-TAIL = 3000  # characters of a log
+TAIL = 6000  # characters of a log
 
 
 @dataclasses.dataclass
@@ -112,7 +113,9 @@ def run(arguments, count, devices, folder, deadline, environment=None):
         part = folder / str(first)
         part.mkdir()
         left = deadline - time.monotonic()
-        _start_and_wait(arguments, count, devices, part, left, first, environment)
+        codes = _start_and_wait(
+            arguments, count, devices, part, left, first, environment
+        )
         logs = [_lines(part / f"{process}.jsonl") for process in range(count)]
         ran, last = _merged(logs)
         found.tests += ran
@@ -120,8 +123,9 @@ def run(arguments, count, devices, folder, deadline, environment=None):
             found.complete = True
             break
         found.log = "\n".join(
-            (part / f"{process}.log").read_text(errors="replace")[-TAIL:]
-            for process in range(count)
+            f"process {process} ended with {code}: "
+            + (part / f"{process}.log").read_text(errors="replace")[-TAIL:]
+            for process, code in enumerate(codes)
         )
         if last is None:
             break  # they do not start
@@ -136,6 +140,7 @@ def run(arguments, count, devices, folder, deadline, environment=None):
 
 
 def _start_and_wait(arguments, count, devices, folder, left, first, environment):
+    """Returns how each process ended; None: it was ended by force."""
     port = ports.free_port()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["-p", "lockstep", "-p", "no:xdist", "-p", "no:cacheprovider"]
@@ -152,7 +157,7 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
         "JAX_EP_TEST_LIMIT_S": str(left),
     }
     shared |= environment or {}
-    started = []
+    started, ended = [], []
     try:
         for process in range(count):
             own = {"JAX_EP_TEST_PROCESSES": f"{port},{count},{process},{devices}"}
@@ -179,9 +184,11 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
             time.sleep(0.05)
     finally:
         for process in started:
-            if process.poll() is None:
+            ended.append(process.poll())
+            if ended[-1] is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    return ended
 
 
 def _lines(path):

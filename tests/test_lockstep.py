@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
     assert "not in the second" in said["test_differs"]
     assert "of 1 devices, all 2" in said["test_skipped"]
     assert "parted or one ended" in said["test_dies"]
+    assert re.search(r"process \d ended with 7: ", said["test_dies"])
 
 
 def test_no_process_is_left_behind(tmp_path: pathlib.Path, monkeypatch) -> None:
