@@ -52,8 +52,8 @@ def visible_gpus(here):
     return visible.split(",") if visible else list(map(str, range(here["count"])))
 
 
-def one_gpu(name):
-    """For processes that all have that GPU, which then runs them in turns.
+def one_gpu(name, processes=4):
+    """For so many processes that all have that GPU, which then runs them in turns.
 
     Nothing is measured so. What ranks of several processes do to each other is the
     same as with a GPU each, but for the links.
@@ -61,7 +61,8 @@ def one_gpu(name):
     return {
         "CUDA_VISIBLE_DEVICES": name,
         "JAX_EP_TEST_ONE_GPU": "1",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".02",
+        # Contexts and windows of all processes have the rest.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{min(0.05, 0.6 / processes):.3f}",
     }
 
 

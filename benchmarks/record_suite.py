@@ -256,7 +256,7 @@ def run_in_processes(args, arguments, folder):
         each, environment = f"gpu{gpus}", lockstep_run.SHARED_GPUS
         if args.one_gpu:
             environment = environment | lockstep_run.one_gpu(
-                lockstep_run.visible_gpus(here)[0]
+                lockstep_run.visible_gpus(here)[0], count * args.jobs
             )
     nodes = args.ranks_per_node
     if nodes:
