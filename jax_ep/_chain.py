@@ -1,4 +1,4 @@
-"""One order for the calls of a handle within a trace. Used by `_autodiff`, `sharded`.
+"""One order for the calls of a handle within a trace. Used by calls' modules.
 
 XLA may run calls that do not depend on each other side by side; calls that share
 windows must not. So every call takes an operand `after` that its kernel does not read:
@@ -8,6 +8,7 @@ launches by buffers alone.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jax_ep import _checks
 from jax_ep._varying import varying
@@ -71,20 +71,18 @@ def passed(ep: EPHandle, token: Token) -> None:
     links.append((trace, token[0]))
 
 
-def before_mapped(ep: EPHandle, parts: int, operands: Any) -> Token:
+def before_mapped(ep: EPHandle, parts: int) -> Token:
     """What a `shard_map` of calls comes after, which this trace has around it.
 
     Args:
         ep: the handle.
         parts: of dimension 0, a rank's calls take one each.
-        operands: those of the calls.
 
     Returns:
         int32 `[parts]`; () for an unchained transport, and where nothing is traced:
         programs run one after the other.
     """
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-    if not _chained(ep) or not traced:
+    if not _chained(ep) or current_trace() in (None, _evaluates()):
         return ()
     last = _last(ep, ())
     fits = last and last[0].shape == (parts,)
@@ -130,6 +128,13 @@ def _trace_taker() -> Any:
     except ImportError:  # A JAX that hides its traces: calls are not chained.
         return None
     return take_current_trace
+
+
+@functools.cache
+def _evaluates() -> Any:
+    """The trace where nothing is traced, that of a new thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(current_trace).result()
 
 
 def current_trace() -> Any:

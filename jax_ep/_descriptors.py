@@ -27,7 +27,7 @@ _PREFIX = b"\0jax_ep-"
 _MOST_TAKERS = 256
 # Of Linux's SO_PEERCRED: process, effective user, group.
 _CREDENTIALS = struct.Struct("3i")
-_PAUSE_S = 0.05
+_PAUSE_MS = 50
 # Of accept(), where a taker stays in the queue.
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -121,8 +121,10 @@ class Giver:
             taker = self._listener.accept()[0]
         except OSError as error:
             if error.errno in _NO_ROOM:
-                # Else select() would return at once for ever.
-                select.select([woken], [], [], _PAUSE_S)
+                # Else the selector would return at once for ever.
+                pause = select.poll()
+                pause.register(woken, select.POLLIN)
+                pause.poll(_PAUSE_MS)
             return None
         taker.setblocking(False)
         raw = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -83,7 +83,7 @@ def run(
         operands: global arrays.
     """
     placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
-    after = _chain.before_mapped(ep, _parts(ep, axes), operands)
+    after = _chain.before_mapped(ep, _parts(ep, axes))
     key = (function, axes, bool(after), *operands)
     program = ep._programs.get(key)
     if program is None:

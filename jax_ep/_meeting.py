@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -83,11 +82,11 @@ class Meeting:
         self._takers: dict[int, Taker] = {}
         self._store: Any = None
         self._locked = False
+        who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
+        self._series = who, own
         if self.alone:
             return
         self._store = _store() if store is None else store
-        who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
-        self._series = who, own
         self._cards = f"jax_ep/{who}/card"
         # Of this meeting alone, once it has begun.
         self._folder = ""
@@ -120,8 +119,9 @@ class Meeting:
         """
         if self.alone:
             return {self.own: json.loads(json.dumps(value))}
+        self.begin()
         if not self._folder:
-            self._begin()
+            self._find_folder()
         key = f"{self._folder}/{step}/{self.own}"
         self._put(key, json.dumps(value))
         found = self._await(step)
@@ -129,13 +129,10 @@ class Meeting:
         self._forget(keep=key)
         return {process: json.loads(raw) for process, raw in found.items()}
 
-    def _begin(self) -> None:
-        """Finds a folder that no other meeting has had, the same in all processes.
-
-        Its name is made of a number that each process draws. So what attempts that
-        failed have left behind, here or in others, is never taken for an answer, and
-        processes that failed at different times meet again.
-        """
+    def begin(self) -> None:
+        """Has other meetings of these processes, in this one, wait for the end."""
+        if self._locked:
+            return
         if not _locks[self._series].acquire(timeout=self._timeout_s):
             raise RuntimeError(
                 "jax_ep.init: one init of the same processes must run at a time, got "
@@ -143,6 +140,14 @@ class Meeting:
                 " s; make inits of a mesh from one thread"
             )
         self._locked = True
+
+    def _find_folder(self) -> None:
+        """Finds one that no other meeting has had, the same in all processes.
+
+        Its name is made of a number that each process draws. So what attempts that
+        failed have left behind, here or in others, is never taken for an answer, and
+        processes that failed at different times meet again.
+        """
         cards = self._cards
         self._put(
             f"{cards}/{self.own}", json.dumps([secrets.token_hex(8), self._subject])
@@ -290,12 +295,7 @@ class Meeting:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         """Closes all; tells the others of an exception, so that they do not wait."""
         # The rest comes to pass also where a part of it is interrupted.
         with contextlib.ExitStack() as rest:
@@ -306,7 +306,7 @@ class Meeting:
             if self._giver is not None:
                 rest.callback(self._giver.close)
             # First, so that whoever finds this process's socket closed finds out why.
-            if kind is not None and self._locked:
+            if kind is not None and self._locked and not self.alone:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._give_up(f"{kind.__name__}: {value}")
 

@@ -97,6 +97,7 @@ class Heap:
         """As own_obstacle, with what p2p must have; the same in all processes."""
         if not meeting.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
+        meeting.begin()  # before a look at what other threads change
         card = {
             "obstacle": self.own_obstacle(groups, meeting.own),
             "started": bool(self.processes),
@@ -316,5 +317,4 @@ class Heap:
         return native
 
 
-# Of this process.
-heap = Heap()
+heap = Heap()  # of this process

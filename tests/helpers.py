@@ -88,16 +88,12 @@ def on_nodes() -> dict[str, int]:
 
 def init(mesh: Mesh, **changes: Any) -> Any:
     """A handle of the caller's own, over axis "ep" of `mesh`."""
-    return _init(mesh, "ep", make_config(**changes))
+    return make_ep.__wrapped__(mesh, make_config(**changes))
 
 
 @functools.cache
 def make_ep(mesh: Mesh, config: jax_ep.EPConfig, axis: Any = "ep") -> Any:
     """A handle that all tests of equal needs share, so that programs are shared too."""
-    return _init(mesh, axis, config)
-
-
-def _init(mesh: Mesh, axis: Any, config: jax_ep.EPConfig) -> Any:
     if TRANSPORT == "shmem" and config.skip_a2a:
         pytest.skip("shmem has no skip_a2a")  # test_errors.py sees it refused
     return jax_ep.init(mesh, axis, config, transport=TRANSPORT)

@@ -57,6 +57,11 @@ def test_calls_on_global_arrays(mesh, ep) -> None:
         assert operands[1].split(", ")[-1].startswith("%arg"), line
 
 
+def test_calls_on_constants_that_a_program_holds(mesh, ep) -> None:
+    jaxpr = jax.make_jaxpr(lambda: independent(ep, *arguments()))()
+    assert mapped_links(jaxpr) == [None, 0, 1, 2, 3]
+
+
 def test_calls_on_global_arrays_of_two_handles(mesh, ep) -> None:
     other = p2p_handle(mesh)
 

@@ -324,16 +324,18 @@ void TestFlagIndexes() {
 // The kind is kept whole; everything else spreads: of calls that differ in little, pairs collide
 // about as rarely as 14 bits allow.
 void TestTags() {
-  CHECK(CallTag(0, 4096, 14464, 8, 1) == CallTag(0, 4096, 14464, 8, 1));
+  constexpr TagKind kKind = TagKind::kCachedDispatch;
+  CHECK(CallTag(kKind, 4096, 14464, 8, 1) == CallTag(kKind, 4096, 14464, 8, 1));
   std::vector<uint16_t> tags;
   for (int64_t tokens = 1; tokens <= 16; ++tokens) {
     for (int64_t bytes = 16; bytes <= 128; bytes += 16) {
       for (const int64_t weights : {0, 8}) {
         for (int64_t site = 0; site < 8; ++site) {
-          const uint16_t tag = CallTag(0, tokens, bytes, weights, site);
+          const uint16_t tag = CallTag(TagKind::kDispatch, tokens, bytes, weights, site);
           tags.push_back(tag);
-          for (uint32_t kind = 0; kind < 4; ++kind) {
-            CHECK(CallTag(kind, tokens, bytes, weights, site) == (tag | kind << 14));
+          for (const TagKind kind : {TagKind::kDispatch, kKind, TagKind::kCombine}) {
+            const uint16_t other = CallTag(kind, tokens, bytes, weights, site);
+            CHECK(other == (tag | KindTag(kind)) && KindOf(other) == kind);
           }
         }
       }
@@ -359,9 +361,9 @@ void TestTags() {
   for (int64_t i = 0; i < kTries; ++i) {
     int64_t call[4] = {random.In(0, 8192), random.In(1, 2000) * 16, random.In(0, 8),
                        static_cast<int64_t>(random.Bits())};
-    const uint16_t tag = CallTag(1, call[0], call[1], call[2], call[3]);
+    const uint16_t tag = CallTag(kKind, call[0], call[1], call[2], call[3]);
     call[random.In(0, 3)] ^= int64_t{1} << random.In(0, 40);
-    equal += tag == CallTag(1, call[0], call[1], call[2], call[3]);
+    equal += tag == CallTag(kKind, call[0], call[1], call[2], call[3]);
   }
   CHECK(equal < 4 * (kTries >> 14) + 8);
 }

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
-#include <map>
+#include <set>
 #include <mutex>
 #include <type_traits>
 
@@ -125,9 +125,9 @@ std::string FabricOf(int32_t ordinal) {
 
 bool SharesByFabric(int32_t ordinal) {
   static std::mutex mutex;
-  static auto* const known = new std::map<int32_t, bool>;
+  static auto* const known = new std::set<int32_t>;  // an obstacle may pass
   std::lock_guard<std::mutex> lock(mutex);
-  if (const auto it = known->find(ordinal); it != known->end()) return it->second;
+  if (known->contains(ordinal)) return true;
   const Driver& driver = Driver::Get();
   int supported = 0;
   bool works =
@@ -136,7 +136,8 @@ bool SharesByFabric(int32_t ordinal) {
                                   ordinal) == CUDA_SUCCESS &&
       supported != 0;
   if (works) OnDevice(ordinal, [&] { works = TryHandle(ordinal); });
-  return (*known)[ordinal] = works;
+  if (works) known->insert(ordinal);
+  return works;
 }
 
 }  // namespace jax_ep::cuda

@@ -7,6 +7,7 @@
 
 #include "cuda/ptx.cuh"
 #include "protocol/signals.h"
+#include "protocol/window.h"
 
 namespace jax_ep::cuda {
 
@@ -17,6 +18,13 @@ struct CellBits {
   static_assert(alignof(Cell) == sizeof(Cell), "a cell is one naturally aligned access");
   using Type = std::conditional_t<sizeof(Cell) == 8, uint64_t, Bits128>;
 };
+
+// One thread: later calls touch no window. Unless the host has closed it, which is for good: the
+// group's memory may be another's soon.
+__device__ inline void PoisonGate(Gate& gate) {
+  atomicCAS(reinterpret_cast<unsigned*>(&gate), static_cast<unsigned>(Gate::kOpen),
+            static_cast<unsigned>(Gate::kPoisoned));
+}
 
 struct DeviceSignalMemory {
   // Covers the thread's own bulk copies only once BulkWait has returned.

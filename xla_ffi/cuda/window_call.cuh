@@ -259,8 +259,8 @@ class WindowCall {
   // The last block, of a call that failed: what it fills its results with comes after what others
   // have stored there.
   __device__ void EndGroup() {
-    volatile Gate& gate = group_.control->gate;  // the window may be gone
-    if (threadIdx.x == 0 && block_.gate == Gate::kOpen) gate = Gate::kPoisoned;
+    const volatile Gate& gate = group_.control->gate;  // the window may be gone
+    if (threadIdx.x == 0) PoisonGate(group_.control->gate);
     __syncthreads();
     // Blocks that had no part in the failure may still store. A look takes half a microsecond, and
     // they run whenever this one does, so no clock has to tell when they are done.

@@ -1,5 +1,5 @@
-// The fused calls of the window transports on a stream: one kernel each, which allocates nothing
-// and may run under graph capture. Every wait in them is bounded by the group's timeout.
+// The fused calls of the window transports on a stream: a kernel each, or for each half, which
+// allocates nothing and may run under graph capture. Every wait in them is bounded by the group's timeout.
 #pragma once
 
 #include <cuda_runtime_api.h>

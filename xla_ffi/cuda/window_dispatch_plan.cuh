@@ -86,7 +86,7 @@ bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare 
   }
   work.place_items = PlaceItems(plan.chunk_items, clear_bytes);
   plan.call.ranks = Divisor::Of(shape.ranks);
-  plan.call.tag = CallTag(0, shape.tokens, message.bytes, shape.top_k, step.site);
+  plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, message.bytes, shape.top_k, step.site);
   const int64_t budget = kMaxSharedBytes - DispatchShared<Format>::FixedBytes(shape) - spare;
   if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows)) return false;
   if constexpr (QuantizedFormat<Format>) {

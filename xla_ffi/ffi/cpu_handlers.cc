@@ -75,17 +75,21 @@ struct Handler {
 
 ffi::Error Init(ffi::ThreadPool pool, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
                 Out<I32> my_rank, int64_t key) {
-  const auto group = GroupRegistry::Get().Find(key);
-  const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
-  if (!rank || my_rank->element_count() != 1) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      "ep_init: device ordinal " + std::to_string(ordinal) +
-                          " must belong to the group that jax_ep.init opened");
+  try {
+    const auto group = GroupRegistry::Get().Find(key);
+    const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
+    if (!rank || my_rank->element_count() != 1) {
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                        "ep_init: device ordinal " + std::to_string(ordinal) +
+                            " must belong to the group that jax_ep.init opened");
+    }
+    group->set_pool_threads(pool.num_threads());
+    std::memset(dev_ptrs->untyped_data(), 0, dev_ptrs->size_bytes());
+    *my_rank->typed_data() = *rank;
+    return ffi::Error::Success();
+  } catch (const std::exception& e) {
+    return ffi::Error::Internal(std::string("ep_init: ") + e.what());
   }
-  group->set_pool_threads(pool.num_threads());
-  std::memset(dev_ptrs->untyped_data(), 0, dev_ptrs->size_bytes());
-  *my_rank->typed_data() = *rank;
-  return ffi::Error::Success();
 }
 
 auto Context() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ctx<ffi::DeviceOrdinal>(); }

@@ -31,11 +31,6 @@ namespace {
 // kElsewhere.
 using EpGroups = std::vector<std::vector<int32_t>>;
 
-int DeviceCount() {
-  int devices = 0;
-  return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : 0;
-}
-
 WindowSizes CheckedSizes(const WindowConfig& config) {
   WindowSizes sizes{};
   if (!SizesOf(config, sizes)) throw std::invalid_argument("unknown format " + config.format);
@@ -147,7 +142,6 @@ NB_MODULE(_native_cuda, m) {
   m.attr("ELSEWHERE") = kElsewhere;
   m.def("launch_counts", &LaunchCounts,
         "(captured, not captured) calls of this process so far; replays do not count.");
-  m.def("device_count", &DeviceCount, "GPUs that this process can use; 0 without a driver.");
   nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
       .def(
           "__init__",

@@ -89,8 +89,16 @@ const char* PhaseName(Phase phase) {
 }
 
 const char* CallName(uint16_t tag) {
-  constexpr const char* kNames[] = {"dispatch", "dispatch along a route", "combine", "unknown"};
-  return kNames[tag >> 14];
+  switch (KindOf(tag)) {
+    case TagKind::kDispatch:
+      return "dispatch";
+    case TagKind::kCachedDispatch:
+      return "dispatch along a route";
+    case TagKind::kCombine:
+      return "combine";
+    default:
+      return "unknown";
+  }
 }
 
 std::string FailureText(const WaitReport& report, double timeout_s) {

@@ -1,4 +1,4 @@
-// From the fields of a config to the sizes of its windows. Both native modules use it.
+// From the fields of a config to the sizes of its windows. Used by cuda_module.cc.
 #pragma once
 
 #include <algorithm>

@@ -34,14 +34,16 @@ concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
 // block are those of a NaN.
 template <typename F>
 concept QuantizedFormat =
-    TokenFormat<F> && requires(uint32_t bits, float value, typename F::Scale scale) {
+    TokenFormat<F> && F::kBlock >= 16 && F::kBlock <= 128 && (F::kBlock & (F::kBlock - 1)) == 0 &&
+    requires(uint32_t bits, float value, typename F::Scale scale) {
       // Of an element: kBits, Encode, Decode and, on the device, EncodeWord and DecodeTwo.
       typename F::Code;
       // What `scales` holds of a block.
       typename F::Scale;
       { F::ScaleOf(bits, value) } -> std::same_as<typename F::Scale>;
       { F::FactorOf(scale, value) } -> std::same_as<float>;
-      // Whether x is divided by the factor or multiplied with it.
+      // Whether x is divided by the factor or multiplied with it. GPUs divide rightly by what
+      // DividerBy takes.
       { F::kDivides } -> std::convertible_to<bool>;
       { F::ScaleValue(scale) } -> std::same_as<float>;
       { F::Restored(value, value, value) } -> std::same_as<float>;

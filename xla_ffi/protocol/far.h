@@ -20,8 +20,8 @@ namespace jax_ep {
 // * Put: the bytes arrive at any later time, in any order, in pieces of any size, and are read from
 //   `from` when they leave. Puts are ordered neither with each other nor with signals.
 // * Fence: what this lane signals to a rank after it arrives there after all that this lane has
-//   put and signalled to that rank before it. A lane is a thread, or threads that call together,
-//   and goes on in those that have its place in a kernel behind.
+//   put and signalled to that rank before it. A lane is a thread, or several that call together;
+//   it goes on in those at the same place of the stream's later kernels.
 // * Signal: one aligned word that arrives whole, at any later time, and after all that this lane
 //   has read. Two signals without a fence between are not ordered.
 // * Settle, by whoever has acquired a signal's value at the destination: what had arrived before

@@ -26,7 +26,7 @@ JAX_EP_HOST_DEVICE bool IsInvalidId(int32_t id, int32_t ranks, int32_t local_exp
 }
 
 // id / local_experts by a multiplication, for ids in [0, kMaxExperts): exact because both are below
-// 2^11 and the quotient's error is below 2^22 / 2^27.
+// 2^11, and the quotient's error times local_experts below 2^22 / 2^27.
 class RankOfExpert {
  public:
   JAX_EP_HOST_DEVICE explicit RankOfExpert(int32_t local_experts)

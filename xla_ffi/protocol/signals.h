@@ -24,9 +24,9 @@ inline constexpr uint32_t kPollsPerCheck = 256;
 // other fields as well.
 struct alignas(16) FlagCell {
   uint64_t epoch;
-  uint32_t first_slot;
-  uint16_t count;  // along a route, kSlotCountBits
-  uint16_t tag;    // names the call site, so that a mix-up of calls is an error and never data
+  uint32_t first_slot;  // of a combine by entry: a bit for each slot that was sent
+  uint16_t count;       // along a route, kSlotCountBits
+  uint16_t tag;         // names the call site, so that a mix-up of calls is an error and never data
 };
 static_assert(sizeof(FlagCell) == 16 && alignof(FlagCell) == 16);
 static_assert(offsetof(FlagCell, first_slot) == 8 && offsetof(FlagCell, count) == 12);
@@ -87,7 +87,7 @@ JAX_EP_HOST_DEVICE constexpr int64_t EpochsAhead(uint64_t epoch, uint64_t mark) 
 }
 
 // What every flag's epoch and every credit holds before the first call: older than any epoch in use
-// and "consumed", so the first `depth` calls need no credit.
+// and "consumed", so the first call of a region needs no credit.
 JAX_EP_HOST_DEVICE constexpr uint64_t StartMark(uint64_t first_epoch) { return first_epoch - 1; }
 
 // A greater epoch means that the region was overwritten before this rank had read it.
@@ -165,7 +165,7 @@ JAX_EP_HOST_DEVICE constexpr void CommitPlace(CallState& state, const RegionLeas
 
 // `consumed` is the last epoch that the destination has read out of this region. One word a region:
 // a single mark for all would let an epoch placed out of order free a region that is still unread.
-// With nothing pending, `previous` is epoch - depth (or StartMark, at the beginning). The
+// With nothing pending, `previous` is epoch - turns (or StartMark, at the beginning). The
 // destination may be done with this very epoch already, if it needed nothing of this source, but
 // not with a later one of the region: there it waits for this rank's credit of this epoch. So a
 // call that may end without a look at every source waits for all credits, even with nothing to

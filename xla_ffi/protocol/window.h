@@ -238,9 +238,17 @@ struct WindowGroup {
   uint32_t far;
 };
 
+enum class TagKind : uint16_t { kDispatch, kCachedDispatch, kCombine };
+
+// The tag of a call of which nothing else is known.
+JAX_EP_HOST_DEVICE constexpr uint16_t KindTag(TagKind kind) {
+  return static_cast<uint16_t>(static_cast<uint16_t>(kind) << 14);
+}
+JAX_EP_HOST_DEVICE constexpr TagKind KindOf(uint16_t tag) { return static_cast<TagKind>(tag >> 14); }
+
 // The tag of a call's flags: its kind and a digest of its shape. Ranks that are in different calls
 // then see an error, not each other's data.
-JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(uint32_t kind, int64_t tokens, int64_t payload_bytes,
+JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(TagKind kind, int64_t tokens, int64_t payload_bytes,
                                               int64_t num_weights, int64_t site) {
   uint64_t digest = 0x9E3779B97F4A7C15u;
   const int64_t parts[] = {tokens, payload_bytes, num_weights, site};
@@ -248,7 +256,7 @@ JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(uint32_t kind, int64_t tokens, int
     digest = (digest ^ static_cast<uint64_t>(part)) * 0xD6E8FEB86659FD93u;
     digest ^= digest >> 32;
   }
-  return static_cast<uint16_t>(kind << 14 | (digest & 0x3FFF));
+  return static_cast<uint16_t>(KindTag(kind) | (digest & 0x3FFF));
 }
 
 static_assert(kDispatchChunks.Count(0) == 0 && kDispatchChunks.Count(128) == 128);

@@ -99,7 +99,7 @@ class FarBlock {
         bundles_{places_.window, far.bundles, far.map},
         own_(group_.windows[group_.rank]),
         staged_(own_ + far.layout.staged),
-        peer_(FarRank(blockIdx.y)),
+        peer_(NthFarRank(blockIdx.y)),
         bundled_(Bundled(far, call.kind)),
         shared_(SharedObject<FarShared>()) {}
 
@@ -183,6 +183,8 @@ class FarBlock {
 
   // What this rank has returned, into the staging area, and the source has not been told.
   __device__ void ReturnDueCredits() const {
+    const bool combines = call_.kind == CallKind::kCombine;
+    const uint16_t tag = KindTag(combines ? TagKind::kCombine : TagKind::kDispatch);
     JAX_EP_NO_UNROLL
     for (uint32_t region = 0; region < group_.depth; ++region) {
       const uint64_t due = memory_.Peek(Word(staged_, places_.Credit(region, peer_)));
@@ -192,7 +194,7 @@ class FarBlock {
       if (!is_due) continue;
       if (!Hears()) {
         puts_.Fence();
-      } else if (!AwaitRegion({due, region, 0})) {
+      } else if (!AwaitRegion({due, region, tag})) {
         return;
       }
       if (threadIdx.x == 0) memory_.Post(returned, due);
@@ -254,7 +256,7 @@ class FarBlock {
 
  private:
   // The n-th of those with a bit.
-  __device__ uint32_t FarRank(uint32_t n) const {
+  __device__ uint32_t NthFarRank(uint32_t n) const {
     uint32_t left = group_.far;
     for (; n > 0; --n) left &= left - 1;
     return static_cast<uint32_t>(__ffs(static_cast<int>(left)) - 1);
@@ -307,8 +309,7 @@ class FarBlock {
                    [&](uint32_t rank) { return Poison(group_.windows[rank]); });
     }
     memory_.Post(group_.host_report, report);
-    volatile Gate& gate = group_.control->gate;
-    gate = Gate::kPoisoned;
+    PoisonGate(group_.control->gate);
   }
 
   const FarGroup& far_;

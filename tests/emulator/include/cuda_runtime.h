@@ -125,6 +125,13 @@ inline unsigned atomicOr(unsigned* at, unsigned value) {
   return before;
 }
 
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned value) {
+  ::jax_ep::emulator::Yield("atomicCAS");
+  const unsigned before = *at;
+  if (before == expected) *at = value;
+  return before;
+}
+
 template <typename T>
 T atomicMax(T* at, T value) {
   ::jax_ep::emulator::Yield("atomicMax");
