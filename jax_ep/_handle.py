@@ -162,6 +162,7 @@ class EPHandle:
         forgets them all.
 
         Raises:
+            ValueError: the handle is closed, or its process was forked.
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch; names
                 rank, token, k and value of the first on the lowest rank.
             jax.errors.JaxRuntimeError: a wait of p2p or shmem failed; names the rank

@@ -44,6 +44,9 @@ def auto(
         down: `[L, F, H]`.
         group_sizes: int32 `[L]`.
         device: a `jax.Device` of those it will run on; None is this process's first.
+
+    Returns:
+        `[N, H]` in the dtype of the rows.
     """
     if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
@@ -66,6 +69,15 @@ def ragged_dot(
 
     Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
     every local expert: L times the arithmetic. `ragged_dot_is_dense` says whether.
+
+    Args:
+        rows: `[N, H]`.
+        gate_up: `[L, H, 2, F]`, gate first.
+        down: `[L, F, H]`.
+        group_sizes: int32 `[L]`.
+
+    Returns:
+        `[N, H]` in the dtype of the rows.
     """
     gate_up, down = _wide(rows, gate_up, down)
     inner = _swiglu(jax.lax.ragged_dot(rows, gate_up, group_sizes))
@@ -105,6 +117,15 @@ def mosaic(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """By JAX's own grouped matmuls for Hopper (Pallas), with their derivatives.
+
+    Args:
+        rows: `[N, H]` of a 16-bit type.
+        gate_up: `[L, H, 2, F]`, gate first.
+        down: `[L, F, H]`.
+        group_sizes: int32 `[L]`.
+
+    Returns:
+        `[N, H]` in the dtype of the rows.
 
     Raises:
         ValueError: while tracing, where the rows are not of a 16-bit type, or
@@ -198,7 +219,17 @@ class Padded:
         down: jax.Array,
         group_sizes: jax.Array,
     ) -> jax.Array:
-        """The experts; see the module."""
+        """The experts.
+
+        Args:
+            rows: `[N, H]`.
+            gate_up: `[L, H, 2, F]`, gate first.
+            down: `[L, F, H]`.
+            group_sizes: int32 `[L]`.
+
+        Returns:
+            `[N, H]` in the dtype of the rows.
+        """
         groups, hidden = gate_up.shape[:2]
         gate_up, down = _wide(rows, gate_up, down)
         row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)

@@ -250,6 +250,8 @@ class Losses:
 def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     """Load-balance loss and router z loss; masked tokens do not count.
 
+    As in Switch Transformer (arXiv:2101.03961) and ST-MoE (arXiv:2202.08906).
+
     Args:
         routing: what `route` returned.
         axis_names: inside shard_map, the mesh axes that the batch is split over: the
@@ -276,9 +278,14 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
 def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
     """One step of balancing without a loss: up by `rate` where load is low, else down.
 
+    As in DeepSeek-V3; its source is arXiv:2408.15664.
+
     Args:
         bias: float32 `[E]` of `route`.
         load: float32 `[E]`, `Losses.load` of the step.
         rate: the step.
+
+    Returns:
+        float32 `[E]`, the bias of the next step.
     """
     return bias + rate * jnp.sign(jnp.mean(load) - load)

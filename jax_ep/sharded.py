@@ -63,7 +63,22 @@ def dispatch_async(
     input_scale: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Pending:
-    """`jax_ep.dispatch_async` on global arrays; operands as those of `dispatch`."""
+    """`jax_ep.dispatch_async` on global arrays.
+
+    Args:
+        ep: as in `dispatch`, like what follows.
+        tokens: `[ranks * n, H]`.
+        topk_ids: int32 `[ranks * n, K]`.
+        router_weights: float32 `[ranks * n, K]` or None.
+        input_scale: the same on every rank, or None.
+        spec: how dimension 0 lies on the mesh.
+
+    Returns:
+        A `Pending` for `dispatch_wait`.
+
+    Raises:
+        ValueError, TypeError: as `dispatch`.
+    """
     function = "sharded.dispatch_async"
     given = (tokens, topk_ids, router_weights, input_scale)
     return _dispatch(_split.dispatch_async, function, ep, spec, *given)
@@ -78,6 +93,10 @@ def dispatch_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> Dis
 
     Returns:
         As `dispatch`.
+
+    Raises:
+        ValueError, TypeError: `pending` is none, of another kind or of a closed handle;
+            another `spec`.
     """
     return _wait(_dispatch_wait, "dispatch", pending, spec)
 
@@ -125,13 +144,14 @@ def combine(
         expert_out: `[ranks * N, H]`.
         route: `d.route` of `jax_ep.sharded.dispatch`, or of a `Dispatched` that left
             shard_map.
-        router_weights: float32 `[ranks * N]` or None.
+        router_weights: float32 `[ranks * N]`, `[ranks * n, K]` with `reduce="source"`,
+            or None.
         residual: `[ranks * n, H]` or None.
         spec: that of the `jax_ep.sharded.dispatch`; with another one rows would go to
             other tokens.
 
     Returns:
-        `[ranks * n, H]`.
+        `[ranks * n, H]`; `[ranks * n, K, H]` with `reduce="none"`.
 
     Raises:
         ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
@@ -149,7 +169,22 @@ def combine_async(
     residual: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Pending:
-    """`jax_ep.combine_async` on global arrays; operands as those of `combine`."""
+    """`jax_ep.combine_async` on global arrays.
+
+    Args:
+        ep: as in `combine`, like what follows.
+        expert_out: `[ranks * N, H]`.
+        route: of a `jax_ep.sharded` dispatch.
+        router_weights: of `combine`, or None.
+        residual: `[ranks * n, H]` or None.
+        spec: that of the dispatch.
+
+    Returns:
+        A `Pending` for `combine_wait`.
+
+    Raises:
+        ValueError, TypeError: as `combine`.
+    """
     function = "sharded.combine_async"
     given = (expert_out, route, router_weights, residual)
     return _combine(_split.combine_async, function, ep, spec, *given)
@@ -164,6 +199,10 @@ def combine_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> jax.
 
     Returns:
         As `combine`.
+
+    Raises:
+        ValueError, TypeError: `pending` is none, of another kind or of a closed handle;
+            another `spec`.
     """
     return _wait(_combine_wait, "combine", pending, spec)
 

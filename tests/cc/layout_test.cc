@@ -134,7 +134,7 @@ void TestRouteTotals() {
 // Parts cover the tokens of a call once, none is empty, and windows have room for each.
 void TestRouteParts() {
   for (int64_t tokens = 1; tokens <= 70'000; tokens += tokens < 1'000 ? 1 : 61) {
-    const int64_t length = RouteTokens(tokens), parts = RouteItems(tokens);
+    const int64_t length = RouteItemTokens(tokens), parts = RouteItems(tokens);
     CHECK(parts <= kRouteParts && parts * length >= tokens && (parts - 1) * length < tokens);
     CHECK(length >= kLeastRouteTokens && length % 32 == 0);
   }

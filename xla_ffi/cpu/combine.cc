@@ -20,7 +20,7 @@ static_assert(kSumElements % CombineFormat::kBlock == 0);
 template <typename Wire>
 void Put(const float* sum, int64_t first, int64_t count, uint8_t* row, uint8_t* scales) {
   if constexpr (QuantizedFormat<Wire>) {
-    QuantizeRow(Wire{}, sum, count, 1.0f, row + Wire::PayloadBytes(first, 0),
+    QuantizeRow(Wire{}, sum, count, kNoInputScale, row + Wire::PayloadBytes(first, 0),
                 scales + Wire::ScaleBytes(first));
   } else {
     static_cast<void>(scales);
@@ -33,7 +33,7 @@ void AddTo(float* sum, float weight, int64_t first, int64_t count, const uint8_t
   if constexpr (QuantizedFormat<Wire>) {
     alignas(64) float values[kSumElements];
     DequantizeRow(Wire{}, row + Wire::PayloadBytes(first, 0), scales + Wire::ScaleBytes(first),
-                  count, 1.0f, values);
+                  count, kNoInputScale, values);
     Accumulate(sum, values, weight, count);
   } else {
     static_cast<void>(scales);

@@ -12,14 +12,6 @@
 
 namespace jax_ep::cpu {
 
-template <typename Format>
-int64_t PayloadBytes(const EpShape& shape) {
-  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
-}
-
-// Of what travels along a known route, which has no scale of its own.
-inline constexpr float kNoInputScale = 1.0f;
-
 // Tokens on their way into messages. A quantised token is made once, in a buffer of the thread that
 // stays in its cache, and copied from there to each of its messages; `stride` is from the payload
 // to the scales in all of them.

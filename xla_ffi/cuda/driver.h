@@ -1,5 +1,6 @@
 // CUDA calls for init and close: on threads of their own, so that the caller's current device stays
-// what it is, with errors as exceptions. Handlers of calls use its launches of NVSHMEM's image alone.
+// what it is, with errors as exceptions. Handlers of calls use its launches of NVSHMEM's image
+// alone.
 #pragma once
 
 #include <cuda.h>

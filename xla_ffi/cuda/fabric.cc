@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <iterator>
-#include <set>
 #include <mutex>
+#include <set>
 #include <type_traits>
 
 #include "cuda/driver.h"

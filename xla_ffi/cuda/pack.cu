@@ -11,11 +11,6 @@
 namespace jax_ep::cuda {
 namespace {
 
-template <typename Format>
-int64_t PayloadBytes(const EpShape& shape) {
-  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
-}
-
 // One thread of the call: the count, and the first bad id in one store of the whole report.
 __device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warps, int warps) {
   InvalidIds invalid;

@@ -12,11 +12,6 @@
 namespace jax_ep::cuda {
 namespace {
 
-template <typename Format>
-int64_t PayloadBytes(const EpShape& shape) {
-  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
-}
-
 // Block 0 places the groups while the others clear the tables by row.
 __global__ void __launch_bounds__(kBlockThreads)
     PrepareKernel(const __grid_constant__ UnpackStep step, RegionHeader header,

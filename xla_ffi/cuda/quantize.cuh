@@ -159,9 +159,6 @@ struct DecodedVector {
   }
 };
 
-// Of what travels along a known route, which has no scale of its own.
-inline constexpr float kNoInputScale = 1.0f;
-
 // ---- Parts of rows, as RowPart ------------------------------------------------------------------
 
 // A part that is sent as it is.

@@ -15,9 +15,6 @@ namespace {
 template <typename Format>
 constexpr int64_t kFixedBytes =
     kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) + kTeamBytes<Format>;
-// Where the second half keeps its plan, before all else.
-constexpr int64_t kOwnPlanBytes = 128;
-static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -214,7 +211,8 @@ bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t sp
   plan.call.work = {0, static_cast<uint32_t>(chunks),
                     PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
   plan.call.ranks = Divisor::Of(shape.ranks);
-  plan.call.tag = CallTag(TagKind::kCachedDispatch, shape.tokens, message.bytes, step.num_weights, step.site);
+  plan.call.tag =
+      CallTag(TagKind::kCachedDispatch, shape.tokens, message.bytes, step.num_weights, step.site);
   const int64_t budget = kMaxSharedBytes - kFixedBytes<Format> - spare;
   if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows,
                 QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes)) {

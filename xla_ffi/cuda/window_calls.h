@@ -1,5 +1,6 @@
 // The fused calls of the window transports on a stream: a kernel each, or for each half, which
-// allocates nothing and may run under graph capture. Every wait in them is bounded by the group's timeout.
+// allocates nothing and may run under graph capture. Every wait in them is bounded by the group's
+// timeout.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -55,7 +55,8 @@ inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
   plan.message = CombineMessageOf(step);
   plan.call.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
                     static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
-  plan.call.tag = CallTag(TagKind::kCombine, messages, plan.message.bytes, step.num_weights, step.site);
+  plan.call.tag =
+      CallTag(TagKind::kCombine, messages, plan.message.bytes, step.num_weights, step.site);
   return plan;
 }
 

@@ -13,10 +13,6 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Where the second half keeps its plan, before all else.
-constexpr int64_t kOwnPlanBytes = 128;
-static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
-
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     WindowDispatchSendKernel(const __grid_constant__ WindowDispatchStep step,

@@ -70,7 +70,7 @@ bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare 
   const auto message = MessageOf<Format>(shape);
   const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
-  plan.route_tokens = static_cast<int32_t>(RouteTokens(shape.tokens));
+  plan.route_tokens = static_cast<int32_t>(RouteItemTokens(shape.tokens));
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.count_cells = Divisor::Of(CountCells(shape.local_experts));

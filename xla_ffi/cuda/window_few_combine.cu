@@ -249,7 +249,8 @@ cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& g
   plan.call.work = {0, static_cast<uint32_t>(shape.ranks * shape.tokens * pieces),
                     static_cast<uint32_t>(shape.tokens * pieces)};
   plan.call.ranks = Divisor::Of(shape.ranks);
-  plan.call.tag = CallTag(TagKind::kCombine, shape.tokens, plan.row_bytes, step.num_weights, step.site);
+  plan.call.tag =
+      CallTag(TagKind::kCombine, shape.tokens, plan.row_bytes, step.num_weights, step.site);
   const uint32_t items = plan.call.work.send_items + plan.call.work.place_items;
   const dim3 grid(std::min(BlockLimit(group, UINT32_MAX), items));
   return VisitElements(step.element, step.wire,

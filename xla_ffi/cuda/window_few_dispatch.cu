@@ -141,7 +141,8 @@ cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup&
   const uint32_t send_items = tokens * plan.sends.value * pieces;
   plan.call.work = {0, send_items, PlaceItems(plan.message_items, clear_bytes)};
   plan.call.ranks = Divisor::Of(shape.ranks);
-  plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, MessageOf<Format>(shape).bytes, shape.top_k, step.site);
+  plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, MessageOf<Format>(shape).bytes,
+                          shape.top_k, step.site);
   const int64_t shared = FewMemory<Format>::Of(shape, plan.message_words).bytes;
   const dim3 grid(std::min(blocks, send_items + plan.call.work.place_items));
   return Launch(WindowFewDispatchKernel<Format>, grid, kFewThreads, static_cast<size_t>(shared),

@@ -29,6 +29,10 @@ inline BlockRoles PlacingRoles(const WindowGroup& group, uint32_t warps, const W
   return {static_cast<uint32_t>(wanted), warps, 0, 0};
 }
 
+// Where a second half keeps its plan in shared memory, before all else.
+inline constexpr int64_t kOwnPlanBytes = 128;
+static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
+
 class WindowSendHalf : public WindowCall {
  public:
   using WindowCall::WindowCall;

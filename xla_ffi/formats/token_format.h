@@ -8,6 +8,7 @@
 
 #include "formats/numbers.h"
 #include "protocol/platform.h"
+#include "protocol/shape.h"
 
 namespace jax_ep {
 
@@ -25,6 +26,14 @@ concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
   { F::PayloadBytes(hidden, element_bytes) } -> std::same_as<int64_t>;
   { F::ScaleBytes(hidden) } -> std::same_as<int64_t>;
 };
+
+template <TokenFormat Format>
+int64_t PayloadBytes(const EpShape& shape) {
+  return Format::PayloadBytes(shape.hidden, shape.element_bytes);
+}
+
+// Of what travels along a known route, which has no scale of its own.
+inline constexpr float kNoInputScale = 1.0f;
 
 // A format that makes codes and scales of blocks. A value x of a block is
 //   Code::Encode(Scaled<F>(x, F::FactorOf(scale, input_scale))),

@@ -85,13 +85,13 @@ inline constexpr int64_t kRouteParts = 32;
 inline constexpr int64_t kLeastRouteTokens = 128;
 inline constexpr int64_t kOneRouteItem = 256;  // tokens
 
-JAX_EP_HOST_DEVICE constexpr int64_t RouteTokens(int64_t tokens) {
+JAX_EP_HOST_DEVICE constexpr int64_t RouteItemTokens(int64_t tokens) {
   if (tokens <= kOneRouteItem) return kOneRouteItem;
   const int64_t even = RoundUp(DivideUp(tokens, kRouteParts), 32);
   return even < kLeastRouteTokens ? kLeastRouteTokens : even;
 }
 JAX_EP_HOST_DEVICE constexpr int64_t RouteItems(int64_t tokens) {
-  return tokens == 0 ? 1 : DivideUp(tokens, RouteTokens(tokens));
+  return tokens == 0 ? 1 : DivideUp(tokens, RouteItemTokens(tokens));
 }
 
 // ---- Layout -------------------------------------------------------------------------------------
@@ -244,7 +244,9 @@ enum class TagKind : uint16_t { kDispatch, kCachedDispatch, kCombine };
 JAX_EP_HOST_DEVICE constexpr uint16_t KindTag(TagKind kind) {
   return static_cast<uint16_t>(static_cast<uint16_t>(kind) << 14);
 }
-JAX_EP_HOST_DEVICE constexpr TagKind KindOf(uint16_t tag) { return static_cast<TagKind>(tag >> 14); }
+JAX_EP_HOST_DEVICE constexpr TagKind KindOf(uint16_t tag) {
+  return static_cast<TagKind>(tag >> 14);
+}
 
 // The tag of a call's flags: its kind and a digest of its shape. Ranks that are in different calls
 // then see an error, not each other's data.
