@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from typing import Any
 
 import helpers
@@ -283,27 +282,6 @@ def test_nvshmem_that_waits_for_ever() -> None:
         assert isinstance(actor.error, _windows.NotMapped)
         assert "has not ended in 1 s (process 0)" in str(actor.error)
     job.refused("a wait of NVSHMEM that has not ended")
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_inits_of_several_threads(processes, monkeypatch) -> None:
-    """One looks at NVSHMEM only when it has started for the other, or not begun to."""
-    job = Job(make_groups([[(process, 0) for process in range(processes)]]))
-    starting, true_meet = threading.Event(), job.shared.meet
-
-    def meet(pe: int, *what: Any) -> Any:
-        if what[0] == "start":
-            starting.set()
-            time.sleep(0.3)
-        return true_meet(pe, *what)
-
-    monkeypatch.setattr(job.shared, "meet", meet)
-    first = threading.Thread(target=job.opens, args=(1,))
-    first.start()
-    assert starting.wait(20)
-    job.opens(2)
-    first.join(20)
-    assert all(list(heap.blocks) == [1, 2] for heap in job.heaps.values())
 
 
 def test_library_is_looked_for_at_home_first(monkeypatch) -> None:

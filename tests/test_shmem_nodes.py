@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
 from typing import Any
 
@@ -199,3 +200,24 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
     build, _ = found(module)
     assert build["shmem"]
     assert not build["shmem over nodes"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_inits_of_several_threads(processes, monkeypatch) -> None:
+    """One looks at NVSHMEM only when it has started for the other, or not begun to."""
+    job = Job(make_groups([[(process, 0) for process in range(processes)]]))
+    starting, true_meet = threading.Event(), job.shared.meet
+
+    def meet(pe: int, *what: Any) -> Any:
+        if what[0] == "start":
+            starting.set()
+            time.sleep(0.3)
+        return true_meet(pe, *what)
+
+    monkeypatch.setattr(job.shared, "meet", meet)
+    first = threading.Thread(target=job.opens, args=(1,))
+    first.start()
+    assert starting.wait(20)
+    job.opens(2)
+    first.join(20)
+    assert all(list(heap.blocks) == [1, 2] for heap in job.heaps.values())
