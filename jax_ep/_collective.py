@@ -291,7 +291,7 @@ def combine_sum(
         else zeros(expert_out, (0,), jnp.int32),
         with_residual=residual is not None,
         by_entry=by_entry,
-        weighted=entry_weights is not None,
+        with_entry_weights=entry_weights is not None,
         with_shared=shared,
         combine_dtype=wire,
     )

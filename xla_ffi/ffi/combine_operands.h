@@ -135,14 +135,14 @@ struct DecodedCombineUnpack {
         .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
         .template Attr<bool>("with_residual")
         .template Attr<bool>("by_entry")
-        .template Attr<bool>("weighted")
+        .template Attr<bool>("with_entry_weights")
         .template Attr<bool>("with_shared")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const Wire& recv, const I32& slot_of, const AnyBuffer& residual,
                     const F32& entry_weights, const AnyBuffer& shared_rows, const I32& shared_part,
                     Out<AnyBuffer> output, Out<F32> weight_grads, bool with_residual, bool by_entry,
-                    bool weighted, bool with_shared, std::string_view combine_dtype) {
+                    bool with_entry_weights, bool with_shared, std::string_view combine_dtype) {
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);
@@ -164,9 +164,11 @@ struct DecodedCombineUnpack {
     operands.Decode(check, step);
     shape.recv_rows = with_shared ? Dim(shared_rows, 0) : 0;
     step.by_entry = by_entry;
-    check.Require(by_entry || !weighted, "weights at the source must be of rows, not of sums");
+    check.Require(by_entry || !with_entry_weights,
+                  "weights at the source must be of rows, not of sums");
     check.Require(!by_entry || step.num_weights == 0, "rows must travel without weight_grads");
-    check.Dims("router_weights", entry_weights, {weighted ? shape.tokens : 0, shape.top_k});
+    check.Dims("router_weights", entry_weights,
+               {with_entry_weights ? shape.tokens : 0, shape.top_k});
     check.Require(shared_rows.element_type() == output->element_type(),
                   "shared_rows must have the dtype of the output");
     check.Dims("shared_rows", shared_rows, {shape.recv_rows, shape.hidden});
@@ -176,7 +178,7 @@ struct DecodedCombineUnpack {
     check.Shape(shape);
     if (!check.ok()) return check.error();
     step.recv = Bytes(recv);
-    step.entry_weights = weighted ? entry_weights.typed_data() : nullptr;
+    step.entry_weights = with_entry_weights ? entry_weights.typed_data() : nullptr;
     step.shared_rows = with_shared ? shared_rows.untyped_data() : nullptr;
     step.shared_part = shared_part.typed_data();
     step.weight_grads = weight_grads->typed_data();
