@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
-from jax_ep._results import dispatched, received, struct, zeros
+from jax_ep._results import Received, dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def dispatch_place(
         format=config.dispatch_format,
         scale_layout=config.scale_layout,
     )
-    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
+    arrived, slot_of = _modes.placed(ep, Received(*arrived), slot_of)
     return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
 
 

@@ -8,7 +8,6 @@ Used by the transports and by `_autodiff*`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,8 +19,7 @@ from jax_ep._varying import vary_alike
 
 if TYPE_CHECKING:
     from jax_ep._handle import EPHandle
-
-_SRC_INFO, _EXPERT_IDS, _ROW_OF, _ROW_SLOT = 7, 5, 10, 11  # in `_results.received`
+    from jax_ep._results import Received
 
 
 def routed(
@@ -78,27 +76,28 @@ def original_id(ep: EPHandle, value: int) -> int:
 
 
 def placed(
-    ep: EPHandle, arrived: Sequence[jax.Array], slot_of: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
+    ep: EPHandle, arrived: Received, slot_of: jax.Array
+) -> tuple[Received, jax.Array]:
     """What the steps made of `routed`, in the terms of the contract."""
     config, top_k = ep.config, ep.config.top_k
-    arrived = list(arrived)
     if not (config.skip_a2a or config.fused_shared_expert):
         return arrived, slot_of
-    source, token, k = jnp.split(arrived[_SRC_INFO], 3, axis=1)
+    source, token, k = jnp.split(arrived.src_info, 3, axis=1)
     if config.skip_a2a:
         rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
         source = jnp.where(source >= 0, rank, source)
     if config.fused_shared_expert:
         shared = k == top_k
         k = jnp.where(shared, -1, k)
-        arrived[_EXPERT_IDS] = arrived[_EXPERT_IDS] - 1
-        # Routes hold what came through the router; `shared_part` says the rest.
-        arrived[_ROW_OF] = arrived[_ROW_OF][..., :top_k]
-        arrived[_ROW_SLOT] = jnp.where(shared[:, 0], -1, arrived[_ROW_SLOT])
+        arrived = arrived._replace(
+            expert_ids=arrived.expert_ids - 1,
+            # Routes hold what came through the router; `shared_part` says the rest.
+            row_of=arrived.row_of[..., :top_k],
+            row_slot=jnp.where(shared[:, 0], -1, arrived.row_slot),
+        )
         slot_of = slot_of[:, :top_k]
-    arrived[_SRC_INFO] = jnp.concatenate([source, token, k], axis=1)
-    return arrived, slot_of
+    src_info = jnp.concatenate([source, token, k], axis=1)
+    return arrived._replace(src_info=src_info), slot_of
 
 
 def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:

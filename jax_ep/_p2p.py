@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import _ffi, _modes, formats
 from jax_ep._p2p_calls import First, first_half, pending_call, results_of, site
 from jax_ep._p2p_combine import combine, combine_send, combine_sum
-from jax_ep._results import dispatched, received, struct, zeros
+from jax_ep._results import Received, dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def dispatch(
         format=ep.config.dispatch_format,
         scale_layout=ep.config.scale_layout,
     )
-    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
+    arrived, slot_of = _modes.placed(ep, Received(*arrived), slot_of)
     return dispatched(ep, tokens, input_scale, arrived, slot_of, num_invalid)
 
 
@@ -138,7 +138,7 @@ def dispatch_place(
         format=ep.config.dispatch_format,
         scale_layout=ep.config.scale_layout,
     )
-    arrived, slot_of = _modes.placed(ep, arrived, slot_of)
+    arrived, slot_of = _modes.placed(ep, Received(*arrived), slot_of)
     return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,29 @@ def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
 
 
-def received(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
-    """What a first dispatch makes of arrivals; `dispatched` takes it in this order."""
+class Received(NamedTuple):
+    """What a dispatch makes of arrivals, in the order of its handlers' results.
+
+    Names are those of `Dispatched` and `Route`.
+    """
+
+    tokens: Any
+    scales: Any
+    row_offsets: Any
+    group_sizes: Any
+    expert_counts: Any
+    expert_ids: Any
+    scales_offsets: Any
+    src_info: Any
+    router_weights: Any
+    num_dropped: Any
+    row_of: Any
+    row_slot: Any
+    slot_counts: Any
+
+
+def received(ep: EPHandle, tokens: jax.Array) -> Received:
+    """The types of what a dispatch of these tokens makes of arrivals."""
     config, ranks, rows = ep.config, ep.route_ranks, ep.recv_capacity
     n, hidden = tokens.shape
     groups, top_k = ep.groups, config.top_k + config.fused_shared_expert
@@ -37,20 +57,20 @@ def received(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
     def int32(*shape: int) -> Any:
         return struct(tokens, shape, jnp.int32)
 
-    return (
-        struct(tokens, (rows, formats.columns(name, hidden)), payload),
-        _scales(ep, tokens),
-        int32(groups + 1),
-        int32(groups),
-        int32(groups),
-        int32(groups),
-        int32(groups if config.scale_layout != "rows" else 0),
-        int32(rows, 3),
-        struct(tokens, (rows,), jnp.float32),
-        int32(1),
-        int32(ranks, n, top_k),
-        int32(rows),
-        int32(ranks),
+    return Received(
+        tokens=struct(tokens, (rows, formats.columns(name, hidden)), payload),
+        scales=_scales(ep, tokens),
+        row_offsets=int32(groups + 1),
+        group_sizes=int32(groups),
+        expert_counts=int32(groups),
+        expert_ids=int32(groups),
+        scales_offsets=int32(groups if config.scale_layout != "rows" else 0),
+        src_info=int32(rows, 3),
+        router_weights=struct(tokens, (rows,), jnp.float32),
+        num_dropped=int32(1),
+        row_of=int32(ranks, n, top_k),
+        row_slot=int32(rows),
+        slot_counts=int32(ranks),
     )
 
 
@@ -70,29 +90,33 @@ def dispatched(
     ep: EPHandle,
     tokens: jax.Array,
     input_scale: jax.Array,
-    arrived: Sequence[jax.Array],
+    arrived: Received,
     slot_of: jax.Array,
     num_invalid: jax.Array,
 ) -> Dispatched:
-    """The result of a first dispatch, from `received` and the tables of its source."""
-    row_of, row_slot, slot_counts = arrived[10:]
+    """The result of a first dispatch, from arrivals and the tables of its source."""
+    route = Route(
+        slot_of, arrived.row_of, arrived.row_slot, arrived.slot_counts, ep.key
+    )
     name = ep.config.dispatch_format
     quantized = formats.is_quantized(name)
     port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
     return Dispatched(
-        tokens=arrived[0],
-        scales=arrived[1] if quantized else None,
-        row_offsets=arrived[2],
-        group_sizes=arrived[3],
-        expert_counts=arrived[4],
-        expert_ids=arrived[5],
-        src_info=arrived[7],
-        router_weights=arrived[8],
-        num_dropped=arrived[9],
+        tokens=arrived.tokens,
+        scales=arrived.scales if quantized else None,
+        row_offsets=arrived.row_offsets,
+        group_sizes=arrived.group_sizes,
+        expert_counts=arrived.expert_counts,
+        expert_ids=arrived.expert_ids,
+        src_info=arrived.src_info,
+        router_weights=arrived.router_weights,
+        num_dropped=arrived.num_dropped,
         num_invalid=num_invalid,
-        route=Route(slot_of, row_of, row_slot, slot_counts, ep.key),
+        route=route,
         grad_port=port if quantized else None,
-        scales_offsets=arrived[6] if ep.config.scale_layout != "rows" else None,
+        scales_offsets=arrived.scales_offsets
+        if ep.config.scale_layout != "rows"
+        else None,
         input_scale=input_scale if formats.takes_input_scale(name) else None,
         format=name,
         rows_dtype=tokens.dtype.name,
