@@ -1,43 +1,24 @@
-"""JAX's grouped matmuls for Hopper (Pallas), as one that is differentiable."""
+"""Grouped matmuls for Hopper (Pallas), as one that is differentiable."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _hopper
+from jax_ep._grouped_outer import REACH, grouped_outer
+from jax_ep._grouped_rows import grouped_rows
 from jax_ep._varying import vary_alike, varying
-
-_TILES = {
-    "block_m": 128,
-    "block_n": 128,
-    "block_k": 64,
-    "max_concurrent_steps": 4,
-}
-_ROWS_MULTIPLE = 8  # of a tile in shared memory
 
 
 def kernels() -> dict[str, Callable[..., jax.Array]]:
-    """By what each makes; an ImportError or AttributeError where this JAX has none."""
-    from jax.experimental.pallas.ops.gpu import (
-        ragged_dot_mgpu,
-        transposed_ragged_dot_mgpu,
-    )
-
-    return {
-        "rows": ragged_dot_mgpu.ragged_dot,
-        "weights": transposed_ragged_dot_mgpu.transposed_ragged_dot,
-    }
-
-
-def _grouped(which: str, columns: int) -> Callable[..., jax.Array]:
-    # Tiles of neighbouring columns run side by side and share what they read.
-    side_by_side = math.gcd(columns // _TILES["block_n"], 8)
-    return functools.partial(kernels()[which], grid_block_n=side_by_side, **_TILES)
+    """By what each makes; an ImportError or AttributeError where JAX lacks them."""
+    _hopper.pallas()
+    return {"rows": grouped_rows, "weights": grouped_outer}
 
 
 def grouped_matmul(
@@ -50,7 +31,7 @@ def grouped_matmul(
     """
     count = rows.shape[0]
     # The kernels take no other numbers of rows.
-    rows = jnp.pad(rows, ((0, -count % _ROWS_MULTIPLE), (0, 0)))
+    rows = jnp.pad(rows, ((0, -count % _hopper.SWIZZLED_ROWS), (0, 0)))
     given = (rows, weights, group_sizes)
     axes = sorted(frozenset().union(*map(varying, given)))
     alike = vary_alike(axes, frozenset(), *given)
@@ -62,7 +43,7 @@ def grouped_matmul(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _by_rows(rows: Any, weights: Any, group_sizes: Any, transposed: bool) -> Any:
     """`[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by the same, as `[N, A]`."""
-    multiply = _grouped("rows", weights.shape[1 if transposed else 2])
+    multiply = kernels()["rows"]
     result = multiply(rows, weights, group_sizes=group_sizes, transpose_rhs=transposed)
     return _varies_as(rows, result)
 
@@ -87,10 +68,10 @@ _by_rows.defvjp(_by_rows_forward, _by_rows_backward)
 @jax.custom_vjp
 def _by_groups(left: Any, right: Any, group_sizes: Any) -> Any:
     """`[N, A]` and `[N, B]` as `[L, A, B]`, the sum of each group's outer products."""
-    multiply = _grouped("weights", right.shape[1])
-    # It reads the last group's tile to its end, times 0, which of NaN is NaN.
+    multiply = kernels()["weights"]
+    # It reads rows past the last group, times 0, which of NaN is NaN.
     end = jnp.sum(group_sizes)
-    left, right = _zero_tile_after(left, end), _zero_tile_after(right, end)
+    left, right = _zero_after(left, end), _zero_after(right, end)
     return _varies_as(left, multiply(left, right, group_sizes=group_sizes))
 
 
@@ -114,9 +95,9 @@ def _varies_as(like: Any, result: Any) -> Any:
     return vary_alike(sorted(axes), axes, result)[0]
 
 
-def _zero_tile_after(rows: jax.Array, end: jax.Array) -> jax.Array:
-    """`rows` with zeros in a tile's rows from `end` on; in place where XLA can."""
-    count = min(max(_TILES["block_m"], _TILES["block_k"]), rows.shape[0])
+def _zero_after(rows: jax.Array, end: jax.Array) -> jax.Array:
+    """`rows` with zeros in REACH rows from `end` on; in place where XLA can."""
+    count = min(REACH, rows.shape[0])
     start = jnp.minimum(end, rows.shape[0] - count)
     tile = jax.lax.dynamic_slice_in_dim(rows, start, count)
     real = start + jnp.arange(count) < end

@@ -112,8 +112,8 @@ def moe_ffn(
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
         experts: what the experts do to rows, in place of SwiGLU by
-            `jax.lax.ragged_dot`, or by JAX's grouped matmuls for Hopper where that is
-            dense and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
+            `jax.lax.ragged_dot`, or by Pallas kernels for Hopper where that is dense
+            and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
             "gate_up", "down", group_sizes) that returns `[N, H]` in the dtype of the
             rows; what it makes of rows past the last group is not read.
             `jax_ep.experts` has others, and grouped matmuls of your own serve.

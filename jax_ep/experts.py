@@ -116,7 +116,7 @@ def _ragged_dot_text(dtype: Any, device: Any) -> str:
 def mosaic(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """By JAX's own grouped matmuls for Hopper (Pallas), with their derivatives.
+    """By grouped matmuls for Hopper (Pallas), with derivatives of any order.
 
     Args:
         rows: `[N, H]` of a 16-bit type.
@@ -181,7 +181,7 @@ def mosaic_obstacle(
     try:
         _grouped.kernels()
     except (ImportError, AttributeError) as error:
-        # absl-py is no requirement of JAX's.
+        # Older JAX imports absl-py there, which it does not require.
         return f"what its kernels import, absl-py among it, got {error}"
     return None
 

@@ -1,9 +1,8 @@
-"""JAX's grouped matmuls for Hopper on CPUs: interpreted, or as NumPy would do them."""
+"""Grouped matmuls for Hopper on CPUs: interpreted, or as NumPy would do them."""
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import _grouped, experts
+from jax_ep import _grouped, _hopper, experts
 
 _TILE = 64  # rows that the kernel for matrices loads at once
 
 
-def _of_rows(rows: Any, matrices: Any, sizes: Any, transposed: bool) -> Any:
+def of_rows(rows: Any, matrices: Any, sizes: Any, transposed: bool) -> Any:
     """Where there is no group nothing is written, NaN for that."""
     wide = matrices.astype(np.float32)
     wide = wide.swapaxes(1, 2) if transposed else wide
@@ -40,12 +39,7 @@ def _of_matrices(rows: Any, others: Any, sizes: Any) -> Any:
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `mosaic` take this for a Hopper GPU, to lower for one or to interpret."""
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
-
-    named = types.ModuleType("jax")
-    named.__dict__.update(jax.__dict__)
-    named.devices = lambda: [types.SimpleNamespace(core_count=3)]
-    monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", named)
+    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 3)
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
 
 
@@ -74,12 +68,12 @@ class _Seen(dict):
 
 
 def _kernels() -> dict[str, Callable[..., jax.Array]]:
-    """As of JAX's, the types of these results do not say that they vary."""
+    """As of the true ones, the types of these results do not say that they vary."""
 
     def rows_kernel(rows, matrices, *, group_sizes, transpose_rhs=False, **_):
         columns = matrices.shape[1 if transpose_rhs else 2]
         result = jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype)
-        run = functools.partial(_of_rows, transposed=transpose_rhs)
+        run = functools.partial(of_rows, transposed=transpose_rhs)
         return jax.pure_callback(run, result, rows, matrices, group_sizes)
 
     def matrices_kernel(rows, others, *, group_sizes, **_):

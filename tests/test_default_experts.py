@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
-    """On Hopper grouped matmuls of JAX's; what they read past the rows is no matter."""
+    """On Hopper Pallas kernels; what they read past the rows is no matter."""
     mesh = helpers.make_mesh(helpers.fit(sizes))
     size, devices = 128, []
     fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}

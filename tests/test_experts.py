@@ -223,10 +223,10 @@ def test_mosaic_lowers_for_hopper(count, monkeypatch):
 
 @pytest.mark.parametrize("end", [0, 1, 100, 299, 300])
 @pytest.mark.parametrize("count", [300, 128, 5])
-def test_rows_of_the_tile_after_the_end_become_zeros(end, count):
+def test_rows_after_the_end_become_zeros(end, count):
     rows = np.arange(1, 2 * count + 1, dtype=np.float32).reshape(count, 2)
     end = min(end, count)
-    found = np.asarray(_grouped._zero_tile_after(jnp.asarray(rows), jnp.int32(end)))
+    found = np.asarray(_grouped._zero_after(jnp.asarray(rows), jnp.int32(end)))
     np.testing.assert_array_equal(found[:end], rows[:end])
     assert not found[end : end + 64].any()
 

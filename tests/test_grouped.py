@@ -1,0 +1,154 @@
+"""The grouped matmuls' kernels for Hopper, interpreted, and the tiles they take."""
+
+from __future__ import annotations
+
+import contextlib
+
+import grouped
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_experts import needs_interpreter, needs_kernels
+
+from jax_ep import _grouped_outer, _grouped_rows, _hopper
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# Groups, rows of the operand.
+CASES = [
+    ((10, 0, 30), 64),
+    ((1,) * 8, 104),
+    ((7, 0, 3, 70, 64, 0, 1, 50), 200),
+    ((700, 0, 3, 129, 64, 0, 1, 100), 1000),
+    ((512, 512), 1024),
+    ((300, 0, 20), 2048),
+    ((0, 0, 5), 8),
+    ((0, 0), 200),
+]
+
+
+@contextlib.contextmanager
+def interpreted(monkeypatch):
+    """Kernels within find no race of memory between their threads and copies."""
+    from jax._src.pallas.mosaic_gpu.interpret import (
+        interpret_pallas_call as interpreter,
+    )
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 3)
+    with mosaic_gpu.force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+        yield
+    assert not interpreter.get_races().races_found
+
+
+def bfloat16(rng, *shape):
+    return np.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+
+def error(found, wanted):
+    largest = np.abs(wanted).max(initial=1e-9)
+    return np.abs(np.asarray(found, np.float32) - wanted).max(initial=0) / largest
+
+
+@needs_interpreter
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("sizes", "count"), CASES, ids=str)
+def test_rows(sizes, count, transposed, monkeypatch):
+    """Rows of no group, which may be anything, reach nothing and are not written."""
+    rng, total = np.random.default_rng(0), sum(sizes)
+    # Warpgroups with 64 and with 128 columns.
+    depth, columns = 192, 512 if transposed else 384
+    rows = bfloat16(rng, count, depth)
+    rows[total:] = np.nan
+    shape = (columns, depth) if transposed else (depth, columns)
+    matrices = bfloat16(rng, len(sizes), *shape)
+    with interpreted(monkeypatch):
+        found = _grouped_rows.grouped_rows(
+            jnp.asarray(rows),
+            jnp.asarray(matrices),
+            group_sizes=jnp.array(sizes, jnp.int32),
+            transpose_rhs=transposed,
+        )
+        found = np.asarray(found)
+    wanted = grouped.of_rows(rows, matrices.astype(np.float32), sizes, transposed)
+    assert error(found[:total], wanted[:total].astype(np.float32)) < 0.01
+    # The interpreter fills what a kernel has not written with NaN.
+    assert np.isnan(found[total:].astype(np.float32)).all()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("columns", [384, 512])
+@pytest.mark.parametrize(("sizes", "count"), CASES, ids=str)
+def test_outer(sizes, count, columns, monkeypatch):
+    """Also where a row further than its REACH from a group is NaN."""
+    rng, total = np.random.default_rng(0), sum(sizes)
+    left, right = bfloat16(rng, count, 128), bfloat16(rng, count, columns)
+    left[total + _grouped_outer.REACH :] = right[total + _grouped_outer.REACH :] = (
+        np.nan
+    )
+    with interpreted(monkeypatch):
+        found = _grouped_outer.grouped_outer(
+            jnp.asarray(left),
+            jnp.asarray(right),
+            group_sizes=jnp.array(sizes, jnp.int32),
+        )
+        found = np.asarray(found, np.float32)
+    ends = np.cumsum(sizes)
+    for matrix, size, end in zip(found, sizes, ends, strict=True):
+        own = slice(end - size, end)
+        pair = (each[own].astype(np.float32) for each in (left, right))
+        wanted = next(pair).T @ next(pair)
+        assert error(matrix, wanted) < 0.01
+        assert size or not matrix.any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_lower(dtype, x64, monkeypatch):
+    """For GPUs, whose memory has limits and whose loads begin where they can."""
+    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 132)
+
+    def both(rows, matrices, sizes):
+        to = _grouped_rows.grouped_rows(rows, matrices, group_sizes=sizes)
+        back = _grouped_rows.grouped_rows(
+            to, matrices, group_sizes=sizes, transpose_rhs=True
+        )
+        return back, _grouped_outer.grouped_outer(rows, to, group_sizes=sizes)
+
+    with jax.enable_x64(x64):
+        shapes = [((1000, 7168), dtype), ((3, 7168, 512), dtype), ((3,), jnp.int32)]
+        structs = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+        traced = jax.jit(both).trace(*structs)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_are_the_groups_rows(seed):
+    """Each once, of its group; loads begin where they can and stay within the rows."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, rng.choice([2, 9, 400]), rng.integers(1, 9))
+    sizes *= rng.random(len(sizes)) < 0.8
+    count = max(_hopper.ROWS, (sum(sizes) + rng.integers(0, 300)) // 8 * 8 + 8)
+    tiles = _grouped_rows.tiles_of(jnp.array(sizes, jnp.int32), int(count))
+    total = int(tiles.total[0])
+    assert total <= len(tiles.group)
+    owner = np.full(count, -1)
+    for group, first, skipped, rows in zip(
+        *(t[:total] for t in tiles[:4]), strict=True
+    ):
+        assert first % _hopper.SWIZZLED_ROWS == 0
+        assert first + _hopper.ROWS <= count
+        assert skipped >= 0
+        assert 1 <= rows <= _hopper.ROWS - skipped
+        own = owner[first + skipped : first + skipped + rows]
+        assert (own == -1).all()
+        own[:] = group
+    wanted = np.repeat(np.arange(len(sizes)), sizes)
+    np.testing.assert_array_equal(owner[: len(wanted)], wanted)
+    assert (owner[len(wanted) :] == -1).all()
+    # No more than the groups' rows take.
+    assert total <= sum(-(-(size + 7) // _hopper.ROWS) for size in sizes if size)
