@@ -88,7 +88,7 @@ def _kernel(*refs: Any, transposed: bool) -> None:
     pl, gpu = _hopper.pallas()
     *tiles, rows, matrices, out = refs
     tiles = Tiles(*tiles)
-    depth, columns = rows.shape[1], out.shape[1]
+    steps, columns = rows.shape[1] // DEPTH, out.shape[1]
     of_one = _hopper.columns_of_one(columns)
     block = WARPGROUPS * of_one
     panel = _hopper.panel(columns // block)
@@ -104,7 +104,7 @@ def _kernel(*refs: Any, transposed: bool) -> None:
 
     @functools.partial(
         pl.run_scoped,
-        stages=_hopper.pipeline(specs).get_allocations(rows, matrices.at[0]),
+        stages=_hopper.pipeline(specs, steps).get_allocations(rows, matrices.at[0]),
         staged=gpu.SMEM((WARPGROUPS, ROWS, OUT_COLUMNS), out.dtype),
         collective_axes="warpgroup",
     )
@@ -139,7 +139,7 @@ def _kernel(*refs: Any, transposed: bool) -> None:
                 return sums
 
             matrix, beside = matrices.at[tiles.group[tile]], pl.ds(column, block)
-            _hopper.pipeline(specs, depth // DEPTH, multiply, context)(
+            _hopper.pipeline(specs, steps, multiply, context)(
                 rows.at[pl.ds(first, ROWS)],
                 matrix.at[beside] if transposed else matrix.at[:, beside],
                 allocations=stages,

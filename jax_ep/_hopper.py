@@ -85,7 +85,7 @@ def launch(
 
 def pipeline(
     specs: Any,
-    steps: Any = _STEPS,
+    steps: Any = None,
     body: Callable[..., Any] = lambda *_: None,
     context: Callable[..., Any] = lambda *_: None,
 ) -> Any:
@@ -93,14 +93,14 @@ def pipeline(
 
     Args:
         specs: of the operands' blocks, by step.
-        steps: a number or a scalar.
+        steps: a number or a scalar; None: as many as are in flight.
         body: takes (step, *blocks, sums) and returns sums; in warpgroups that multiply.
         context: is given what runs the steps on sums; likewise.
     """
     _, gpu = pallas()
     return gpu.emit_pipeline_warp_specialized(
         body,
-        grid=(steps,),
+        grid=(_STEPS if steps is None else steps,),
         in_specs=specs,
         memory_registers=_MEMORY_REGISTERS,
         max_concurrent_steps=_STEPS,
