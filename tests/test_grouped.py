@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_experts import needs_interpreter, needs_kernels
+from test_experts import needs_interpreter, needs_kernels, skip_without_mosaic
 
 from jax_ep import _grouped_outer, _grouped_rows, _hopper
 
@@ -26,6 +26,7 @@ CASES = [
     ((0, 0, 5), 8),
     ((0, 0), 200),
 ]
+LARGE = (tuple(range(0, 330, 10)), 6000)
 
 
 @contextlib.contextmanager
@@ -102,6 +103,33 @@ def test_outer(sizes, count, columns, monkeypatch):
         wanted = next(pair).T @ next(pair)
         assert error(matrix, wanted) < 0.01
         assert size or not matrix.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [640, 1024])
+@pytest.mark.parametrize(("sizes", "count"), [*CASES, LARGE], ids=str)
+def test_on_hopper(sizes, count, columns):
+    """All three, against float32 sums of the same products."""
+    skip_without_mosaic()
+    rng, total, depth = np.random.default_rng(0), sum(sizes), 1536
+    rows, others = bfloat16(rng, count, depth), bfloat16(rng, count, columns)
+    matrices = bfloat16(rng, len(sizes), depth, columns)
+    rows[total:] = others[total:] = np.nan
+    groups = jnp.array(sizes, jnp.int32)
+    there = _grouped_rows.grouped_rows(rows, matrices, group_sizes=groups)
+    back = _grouped_rows.grouped_rows(
+        others, matrices, group_sizes=groups, transpose_rhs=True
+    )
+    for found, given, transposed in ((there, rows, False), (back, others, True)):
+        wanted = grouped.of_rows(given, matrices, sizes, transposed)[:total]
+        assert error(found[:total], wanted.astype(np.float32)) < 0.01
+    rows[total:] = others[total:] = 0
+    found = _grouped_outer.grouped_outer(rows, others, group_sizes=groups)
+    found = np.asarray(found, np.float32)
+    for matrix, size, end in zip(found, sizes, np.cumsum(sizes), strict=True):
+        own = slice(end - size, end)
+        wanted = rows[own].astype(np.float32).T @ others[own].astype(np.float32)
+        assert error(matrix, wanted) < 0.01
 
 
 @needs_kernels
