@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _hopper
-from jax_ep._hopper import DEPTH, OUT_COLUMNS, ROWS, SWIZZLED_ROWS, WARPGROUPS
+from jax_ep._hopper import (
+    DEPTH,
+    OUT_COLUMNS,
+    OUT_SLOTS,
+    OWN,
+    ROWS,
+    SWIZZLED_ROWS,
+    WARPGROUPS,
+)
 
 REACH = DEPTH  # rows past the last group's end that are read, times 0
 
@@ -54,8 +62,7 @@ def _kernel(
     """
     pl, gpu = _hopper.pallas()
     groups, high, wide = out.shape
-    of_one = _hopper.columns_of_one(wide)
-    block = WARPGROUPS * of_one
+    block = _hopper.columns_of_block(wide)
     panel = _hopper.panel(wide // block)
     in_panel = high // ROWS * panel
     in_group = high // ROWS * (wide // block)
@@ -69,13 +76,13 @@ def _kernel(
         pl.run_scoped,
         stages=_hopper.pipeline(specs).get_allocations(left, right),
         staged=gpu.SMEM(
-            (WARPGROUPS, ROWS, OUT_COLUMNS), out.dtype, transforms=swizzled
+            (WARPGROUPS, OUT_SLOTS, OWN, OUT_COLUMNS), out.dtype, transforms=swizzled
         ),
         collective_axes="warpgroup",
     )
     def _(stages: Any, staged: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        own = pl.ds(warpgroup * of_one, of_one)
+        own = pl.ds(warpgroup * OWN, OWN)
 
         @gpu.nd_loop((groups * in_group,), collective_axes="sm")
         def _(loop: Any) -> None:
@@ -94,21 +101,21 @@ def _kernel(
                     run(sums)
                     found = sums[...].astype(out.dtype)
                     to = out.at[group, pl.ds(row, ROWS), pl.ds(column, block)]
-                    _store(found, staged.at[warpgroup], to.at[:, own])
+                    _store(found, staged.at[warpgroup], to.at[own])
 
-                pl.run_scoped(whole, gpu.ACC((ROWS, of_one)))
+                pl.run_scoped(whole, gpu.ACC((OWN, block)))
 
             def multiply(step: Any, left: Any, right: Any, sums: Any) -> Any:
-                mine = right.at[:, own]
+                mine = left.at[:, own]
 
                 @pl.when((step[0] == 0) | (step[0] == steps - 1))
                 def _() -> None:
-                    at = lax.broadcasted_iota(jnp.int32, (DEPTH, of_one), 0)
+                    at = lax.broadcasted_iota(jnp.int32, (DEPTH, OWN), 0)
                     at = gpu.layout_cast(at, gpu.Layout.WGMMA) + step[0] * DEPTH
                     mine[...] = jnp.where((at >= before) & (at < after), mine[...], 0)
                     gpu.commit_smem()
 
-                gpu.wgmma(sums, _hopper.transposed(left), mine)
+                gpu.wgmma(sums, _hopper.transposed(mine), right)
                 gpu.wgmma_wait(0)
                 return sums
 
@@ -123,10 +130,11 @@ def _kernel(
 
 
 def _store(found: Any, staged: Any, out: Any) -> None:
-    """Writes `[ROWS, C]` through `[ROWS, OUT_COLUMNS]` of shared memory."""
+    """Writes `[OWN, C]` through `[OUT_SLOTS, OWN, OUT_COLUMNS]` of shared memory."""
     pl, gpu = _hopper.pallas()
-    for part in range(0, found.shape[1], OUT_COLUMNS):
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = found[:, part : part + OUT_COLUMNS]
+    for part in range(found.shape[1] // OUT_COLUMNS):
+        slot, at = staged.at[part % OUT_SLOTS], part * OUT_COLUMNS
+        gpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+        slot[...] = found[:, at : at + OUT_COLUMNS]
         gpu.commit_smem()
-        gpu.copy_smem_to_gmem(staged, out.at[:, pl.ds(part, OUT_COLUMNS)])
+        gpu.copy_smem_to_gmem(slot, out.at[:, pl.ds(at, OUT_COLUMNS)])

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _hopper
-from jax_ep._hopper import DEPTH, OUT_COLUMNS, ROWS, SWIZZLED_ROWS, WARPGROUPS
+from jax_ep._hopper import (
+    DEPTH,
+    OUT_COLUMNS,
+    OUT_SLOTS,
+    OWN,
+    ROWS,
+    SWIZZLED_ROWS,
+    WARPGROUPS,
+)
 
 
 class Tiles(NamedTuple):
@@ -89,8 +97,7 @@ def _kernel(*refs: Any, transposed: bool) -> None:
     *tiles, rows, matrices, out = refs
     tiles = Tiles(*tiles)
     steps, columns = rows.shape[1] // DEPTH, out.shape[1]
-    of_one = _hopper.columns_of_one(columns)
-    block = WARPGROUPS * of_one
+    block = _hopper.columns_of_block(columns)
     panel = _hopper.panel(columns // block)
     swizzled = _hopper.swizzled()
     specs = [
@@ -105,12 +112,12 @@ def _kernel(*refs: Any, transposed: bool) -> None:
     @functools.partial(
         pl.run_scoped,
         stages=_hopper.pipeline(specs, steps).get_allocations(rows, matrices.at[0]),
-        staged=gpu.SMEM((WARPGROUPS, ROWS, OUT_COLUMNS), out.dtype),
+        staged=gpu.SMEM((WARPGROUPS, OUT_SLOTS, OWN, OUT_COLUMNS), out.dtype),
         collective_axes="warpgroup",
     )
     def _(stages: Any, staged: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        own = pl.ds(warpgroup * of_one, of_one)
+        own = pl.ds(warpgroup * OWN, OWN)
         in_panel = tiles.total[0] * panel
 
         @gpu.nd_loop((in_panel * (columns // block // panel),), collective_axes="sm")
@@ -125,16 +132,17 @@ def _kernel(*refs: Any, transposed: bool) -> None:
                 def whole(sums: Any) -> None:
                     run(sums)
                     found = sums[...].astype(out.dtype)
-                    place = first, column + warpgroup * of_one
-                    held = tiles.skipped[tile], tiles.rows[tile]
+                    begin = jnp.clip(tiles.skipped[tile] - warpgroup * OWN, 0, OWN)
+                    end = tiles.skipped[tile] + tiles.rows[tile] - warpgroup * OWN
+                    held = begin, jnp.clip(end, 0, OWN) - begin
+                    place = first + warpgroup * OWN, column
                     _store(found, staged.at[warpgroup], out, place, held)
 
-                pl.run_scoped(whole, gpu.ACC((ROWS, of_one)))
+                pl.run_scoped(whole, gpu.ACC((OWN, block)))
 
             def multiply(_: Any, left: Any, right: Any, sums: Any) -> Any:
-                right = right.at[own] if transposed else right.at[:, own]
                 right = _hopper.transposed(right) if transposed else right
-                gpu.wgmma(sums, left, right)
+                gpu.wgmma(sums, left.at[own], right)
                 gpu.wgmma_wait(0)
                 return sums
 
@@ -152,30 +160,33 @@ def _store(found: Any, staged: Any, out: Any, place: Any, held: Any) -> None:
     """Writes those rows of a tile that are its group's, through shared memory.
 
     Args:
-        found: `[ROWS, C]`.
-        staged: `[ROWS, OUT_COLUMNS]` of shared memory, of this warpgroup; not swizzled,
-            so that a copy may begin at any row of it.
+        found: `[OWN, C]`.
+        staged: `[OUT_SLOTS, OWN, OUT_COLUMNS]` of shared memory, of this warpgroup; not
+            swizzled, so that a copy may begin at any row of it.
         out: `[N, B]`.
-        place: row and column of `out` where all of the tile would begin.
+        place: row and column of `out` where all of it would begin.
         held: rows before the first that is written, and rows that are.
     """
     pl, gpu = _hopper.pallas()
     row, column = place
-    skipped, rows = held
-    for part in range(0, found.shape[1], OUT_COLUMNS):
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = found[:, part : part + OUT_COLUMNS]
+    for part in range(found.shape[1] // OUT_COLUMNS):
+        slot, at = staged.at[part % OUT_SLOTS], part * OUT_COLUMNS
+        gpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+        slot[...] = found[:, at : at + OUT_COLUMNS]
         gpu.commit_smem()
-        # A copy's size is fixed when it is compiled: one for each bit of the number.
-        for bit in range(ROWS.bit_length()):
-            size = 1 << bit
-            begin = skipped + (rows & (size - 1))
-
-            @pl.when(rows & size != 0)
-            def _(size: int = size, begin: Any = begin, part: int = part) -> None:
-                to = pl.ds(row + begin, size), pl.ds(column + part, OUT_COLUMNS)
-                gpu.copy_smem_to_gmem(
-                    staged.at[pl.ds(begin, size)], out.at[to], commit_group=False
-                )
-
+        to = out.at[pl.ds(row, OWN), pl.ds(column + at, OUT_COLUMNS)]
+        _copy_rows(slot, to, *held)
         gpu.commit_smem_to_gmem_group()
+
+
+def _copy_rows(slot: Any, to: Any, first: Any, count: Any) -> None:
+    """Begins to copy so many rows of `[OWN, OUT_COLUMNS]`."""
+    pl, gpu = _hopper.pallas()
+    # A copy's size is fixed when it is compiled: one for each bit of the number.
+    for bit in range(OWN.bit_length()):
+        size = 1 << bit
+
+        @pl.when(count & size != 0)
+        def _(size: int = size) -> None:
+            rows = pl.ds(first + (count & (size - 1)), size)
+            gpu.copy_smem_to_gmem(slot.at[rows], to.at[rows], commit_group=False)

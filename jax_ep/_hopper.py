@@ -1,7 +1,7 @@
 """What kernels for Hopper (Pallas) have in common that multiply matrices.
 
-A block of threads runs on each multiprocessor: two warpgroups multiply the same rows,
-each with columns of its own, and one loads. The tensor cores add up in float32.
+A block of threads runs on each multiprocessor: two warpgroups multiply, each half the
+rows of the block's result, and one loads. The tensor cores add up in float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 ROWS = 128  # of a block's result
-_COLUMNS = (128, 64)  # of a warpgroup's result; the first that suits the result's
+_COLUMNS = (256, 128)  # of it; the first that suits the result's
 WARPGROUPS = 2  # that multiply
+OWN = ROWS // WARPGROUPS  # rows of a warpgroup's result
 SWIZZLED_ROWS = 8  # together in shared memory: where loads of rows may begin
 _SWIZZLED_BYTES = 128
 _SWIZZLED = 64  # columns together there, of 16 bits
@@ -22,6 +23,7 @@ DEPTH = 64  # of both operands in a step
 _STEPS = 4  # in flight
 _PANEL = 4  # blocks of columns side by side, which share what they read in L2
 OUT_COLUMNS = 64  # that go out at a time
+OUT_SLOTS = 2  # in shared memory: one fills while another goes out
 _MEMORY_REGISTERS = 40  # of a thread that loads
 
 
@@ -41,9 +43,9 @@ def multiprocessors() -> int:
     return jax.devices()[0].core_count
 
 
-def columns_of_one(columns: int) -> int:
-    """Of a warpgroup's result, where the whole has a multiple of 128."""
-    return next(c for c in _COLUMNS if columns % (WARPGROUPS * c) == 0)
+def columns_of_block(columns: int) -> int:
+    """Of a block's result, where the whole has a multiple of 128."""
+    return next(c for c in _COLUMNS if columns % c == 0)
 
 
 def panel(blocks: int) -> int:
