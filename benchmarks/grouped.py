@@ -12,23 +12,35 @@ holds. Results are compared. Leaves benchmarks/results/grouped-<device>x1-<date>
 import argparse
 import functools
 import math
+import sys
 import time
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import p2p
 import recording
 
 from jax_ep import _hopper
 from jax_ep._grouped_outer import grouped_outer
 from jax_ep._grouped_rows import grouped_rows
 
-# Hidden, inner, experts of a rank, rows that they hold.
+
+class Case(typing.NamedTuple):
+    """Of a rank."""
+
+    hidden: int
+    inner: int
+    groups: int
+    rows: int  # that groups hold
+
+
 CASES = {
-    "mid": (2048, 1024, 16, 32768),
-    "large-64": (7168, 2048, 16, 32768),
-    "large-256": (7168, 2048, 64, 32768),
-    "decode": (7168, 2048, 64, 1024),
+    "mid": Case(2048, 1024, 16, 32768),
+    "large-64": Case(7168, 2048, 16, 32768),
+    "large-256": Case(7168, 2048, 64, 32768),
+    "decode": Case(7168, 2048, 64, 1024),
 }
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
 # A sum of products in bfloat16, over the largest element.
@@ -156,10 +168,16 @@ def main():
                 rows.append(row)
                 print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
     if not args.set:
-        kind = jax.devices()[0].device_kind
-        record = {"kind": kind, "jax": jax.__version__, "rows": rows}
-        record |= {"commit": recording.commit(), "date": recording.date()}
-        recording.write(f"grouped-{recording.short_device(kind)}x1", record)
+        device = jax.devices()[0].device_kind
+        record = {"kind": "grouped", "device": device, "count": 1}
+        record |= {"jax": jax.__version__, "commit": recording.commit()}
+        record |= {
+            "date": recording.date(),
+            "command": p2p.command("grouped.py", sys.argv[1:]),
+        }
+        record["cases"] = {case: CASES[case]._asdict() for case in args.cases}
+        record["results"] = rows
+        recording.write(f"grouped-{recording.short_device(device)}x1", record)
     return int(any(row.get("wrong") for row in rows))
 
 

@@ -5,8 +5,8 @@
 #
 #   benchmarks/record_gpu.sh [step]...
 #
-# Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options overlap layer
-# collective. Where there is one GPU, four processes share it. Needs jax_ep built for these GPUs,
+# Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
+# layer collective. Where there is one GPU, four processes share it. Needs jax_ep built for these GPUs,
 # importable by PYTHON (default python3), with the extra test; step kernels needs nvcc. Status 1 if a
 # step failed or ran out of time.
 set -uo pipefail
@@ -37,8 +37,8 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options overlap layer
-    collective)
+  steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
+    layer collective)
 for step in "${steps[@]}"; do
   case $step in
     kernels)
@@ -70,6 +70,7 @@ for step in "${steps[@]}"; do
     sanitize) LIMIT_S=$limit run benchmarks/sanitize.sh "$python" ;;
     options) run "$python" benchmarks/options_cost.py --budget "$limit" ;;
     overlap) run "$python" benchmarks/overlap.py --trace --budget "$limit" ;;
+    grouped) run "$python" benchmarks/grouped.py ;;
     layer) run "$python" benchmarks/layer.py --budget "$limit" ;;
     collective) run "$python" benchmarks/collective.py ;;
     *) echo "no step '$step'"; exit 2 ;;

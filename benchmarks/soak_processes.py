@@ -33,7 +33,7 @@ import soak_run
 
 sys.path.insert(0, str(recording.ROOT / "tests"))
 
-CHUNK = 40  # launches between two looks at the clock
+CHUNK = 8  # launches between two looks at the clock
 START_S = 240  # for handles and compilation
 SLACK_S = 60
 GROWS = ("checks", *soak_program.STATISTICS)  # with the ranks
@@ -95,7 +95,9 @@ class Together:
             says = time.monotonic() < deadline and not launcher.done
             if launcher.error or compiler.error:
                 says = None
-            if not self.go_on(own, says) or launcher.launches >= launches:
+            go_on = self.go_on(own, says)
+            print(f"process {own}: {launcher.launches} launches", flush=True)
+            if not go_on or launcher.launches >= launches:
                 return
 
 
@@ -186,8 +188,12 @@ def run(args, given):
                         worker, env=environment, stdout=output, stderr=output
                     )
                 )
+        # What is stopped from outside says how far it came, and leaves no process.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             wait(started, time.monotonic() + limit)
+        except KeyboardInterrupt:
+            print("interrupted")
         finally:
             for one in started:
                 one.send_signal(signal.SIGKILL)

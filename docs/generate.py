@@ -268,6 +268,7 @@ def main():
         (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", from_newest("layer", layer_tables.layers)),
         (LAYERS, "layers", from_newest("layer", layer_tables.all_layers)),
+        (LAYERS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (LAYERS, "train", from_newest("train", layer_tables.train)),
         (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
         (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),

@@ -58,6 +58,52 @@ def all_layers(data, table):
     )
 
 
+OPS = {
+    "forward": "rows",
+    "to rows": "gradient of rows",
+    "to matrices": "gradient of matrices",
+}
+
+
+def grouped(data, table):
+    """`jax_ep.experts.mosaic`'s multiplications beside what JAX has."""
+    wrong = [row for row in data["results"] if row.get("wrong")]
+    if wrong:
+        raise SystemExit(f"the newest grouped file is unfit: {wrong}")
+    found = {}
+    for row in data["results"]:
+        place = row["case"], row["op"], row["room"]
+        ways = found.setdefault(place, {})
+        ways[row["way"]] = ways.get(row["way"], 0) + row["us"]
+    rows = []
+    for (case, op, room), us in found.items():
+        sizes = data["cases"][case]
+        # Both of gate and up, and down; a multiplication and an addition each.
+        flops = 2 * 3 * sizes["rows"] * sizes["hidden"] * sizes["inner"]
+        ours = us["ours"]
+        cells = [f"{us[way]:.0f}" if way in us else "" for way in ("jax", "batched")]
+        rate = f"{flops / ours / 1e6:.0f}"
+        faster = f"{us['jax'] / ours:.2f}"
+        rows.append((case, OPS[op], room, f"{ours:.0f}", rate, *cells, faster))
+    sizes = "; ".join(
+        f"{case} {s['rows']} rows, {s['groups']} experts of hidden {s['hidden']} and "
+        f"inner {s['inner']}"
+        for case, s in data["cases"].items()
+    )
+    source = performance_tables.source(data, data["command"])
+    head = (
+        f"The grouped matmuls of `mosaic` ({source}, jax {data['jax']}), bfloat16, "
+        f"with as many rows a group as chance gives: {sizes}. `room` is how many rows "
+        "the operand has for each that a group holds; a default layer has as many as "
+        "there are ranks. "
+        "Microseconds for gate, up and down together; `JAX's` are those of "
+        "`jax.experimental.pallas.ops.gpu`, `batched` is one matmul of as many rows "
+        "for each group (cuBLAS). Results were compared in the same run."
+    )
+    columns = ("size", "result", "room", "us", "TFLOP/s", "JAX's", "batched", "faster")
+    return head + "\n\n" + table(columns, rows)
+
+
 def _stats_cost(data, table):
     rows = list(layer_report.stats_cost(data))
     if rows:

@@ -3,6 +3,8 @@
 Of each transport and number of devices the newest of benchmarks/results.
 """
 
+import itertools
+
 
 def name(data):
     """The transport of a suite, and over how many processes and forced nodes it ran."""
@@ -14,7 +16,16 @@ def name(data):
     if data.get("ranks_per_node"):
         per_node = data["ranks_per_node"]
         parts.append(f"{per_node} rank{'s' * (per_node > 1)} a node")
+    if files := asked_files(data.get("arguments", [])):
+        parts.append(f"of {' and '.join(files)} alone")
     return ", ".join(parts)
+
+
+def asked_files(arguments):
+    """The tests' files that a suite was asked for; none if for all."""
+    _, found, rest = " ".join(arguments).partition("--files ")
+    words = rest.split() if found else []
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
 
 
 def cut_off(data):

@@ -67,6 +67,42 @@ def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
     ]
 
 
+def test_suite_of_some_files_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    arguments = ["--files", "dispatch", "mesh", "--one-gpu"]
+    record = suite("2001-01-01", 1, 3, transport="p2p", processes=2)
+    (tmp_path / "suite-p2p-2001-01-01.json").write_text(
+        json.dumps(record | {"arguments": arguments})
+    )
+    (row,) = (line for line in generate.benchmarks().splitlines() if "made up" in line)
+    assert "2 processes that share it, of dispatch and mesh alone" in row
+
+
+def grouped(**changes):
+    rows = [
+        {"case": "one", "op": "forward", "room": 1, "way": way, "us": us}
+        for way, us in (("ours", 3.0), ("ours", 2.0), ("jax", 6.0), ("jax", 1.5))
+    ]
+    return {
+        "device": "made up",
+        "count": 1,
+        "jax": "9.9",
+        "date": "2001-02-03",
+        "commit": "0123456789abcdef",
+        "command": "benchmarks/grouped.py",
+        "cases": {"one": {"hidden": 100, "inner": 50, "groups": 2, "rows": 1000}},
+        "results": [row | changes for row in rows],
+    }
+
+
+def test_grouped_matmuls():
+    """Times of both matrices add up; 30 million operations in 5 us are 6 a ps."""
+    text = layer_tables.grouped(grouped(), generate.table)
+    assert "| one | rows | 1 | 5 | 6 | 8 |  | 1.50 |" in text.splitlines()
+    with pytest.raises(SystemExit, match="unfit"):
+        layer_tables.grouped(grouped(wrong=True), generate.table)
+
+
 def test_curves_of_training_must_be_the_same():
     dense = [5.0 - step / 20 for step in range(60)]
     data = {

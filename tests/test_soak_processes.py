@@ -118,7 +118,10 @@ def test_processes_stop_together(monkeypatch) -> None:
 
 
 def test_one_that_fails_stops_all(monkeypatch) -> None:
-    launchers = [FakeLauncher(1000), FakeLauncher(1000, fails_at=60)]
+    launchers = [
+        FakeLauncher(1000),
+        FakeLauncher(1000, fails_at=soak_processes.CHUNK + 1),
+    ]
     soak_in_two(monkeypatch, launchers, [float("inf")] * 2)
     assert [one.launches for one in launchers] == [2 * soak_processes.CHUNK] * 2
 
