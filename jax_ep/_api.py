@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
+from jax.typing import ArrayLike
 
 from jax_ep import _autodiff, _autodiff_combine, _dequantize, _operands, formats
+from jax_ep._handle import EPHandle
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from jax_ep._handle import EPHandle
 
 
 def dispatch(

@@ -21,17 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from jax_ep import _chain, _collective, _p2p
+from jax_ep import _chain, _checks, _collective, _p2p
 from jax_ep._chain import Token
+from jax_ep._handle import EPHandle
 from jax_ep._names import named_dispatch
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 # Rows or tokens and weights, and from a chained transport what comes next goes after.
 Sent = tuple[Any, ...]
@@ -131,6 +129,8 @@ def send_cached(
     given: Token | None = None,
 ) -> Sent:
     """Tokens and their weights as rows along `route`."""
+    # Of a rule that is traced later than the call that it belongs to.
+    _checks.require_open("combine", ep)
     after = _chain.before(ep, tokens, given)
     sent = _send_cached(ep, route, tokens, weights, after)
     _chain.passed(ep, sent[2:])
@@ -170,6 +170,7 @@ def return_rows(
     given: Token | None = None,
 ) -> Sent:
     """Rows summed back to their tokens, and the rows' weights beside them."""
+    _checks.require_open("dispatch", ep)
     after = _chain.before(ep, rows, given)
     returned = _return_rows(ep, route, rows, row_weights, after)
     _chain.passed(ep, returned[2:])

@@ -8,7 +8,7 @@ its own, without weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,10 @@ from jax_ep._autodiff import (
     transport_of,
 )
 from jax_ep._chain import Token
+from jax_ep._handle import EPHandle
 from jax_ep._names import OUT_NAME
 from jax_ep._native import cpu as native
 from jax_ep._types import Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 # The least width of a row, in bytes, and where rows are quantised in elements.
 _ROW_BYTES = native.ROW_ALIGN_BYTES

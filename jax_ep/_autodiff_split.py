@@ -9,7 +9,7 @@ a dispatch they have the shapes of tokens and weights, of a combine that of the 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,9 @@ from jax_ep._autodiff import (
 )
 from jax_ep._autodiff_combine import combine_cotangents, combine_kept
 from jax_ep._chain import Token
+from jax_ep._handle import EPHandle
 from jax_ep._names import OUT_NAME, named_dispatch
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 
 def _in_windows(ep: EPHandle) -> bool:

@@ -12,16 +12,14 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
+from jax_ep._handle import EPHandle
 from jax_ep._varying import varying
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 _CHAINED = {"p2p", "shmem"}
 _CHECKS_LEAKS = "jax_check_tracer_leaks"

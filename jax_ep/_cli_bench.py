@@ -35,6 +35,10 @@ _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _SMALL = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
 
 
+def _default(size: str) -> str:
+    return f"default {_SIZES[size]}, without GPUs {_SMALL[size]}"
+
+
 def add(commands: Any) -> None:
     """Adds the subcommand's parser."""
     parser = commands.add_parser(
@@ -47,9 +51,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="few sizes, uniform ids")
     count = at_least(1)
     parser.add_argument("--tokens", type=count, nargs="+", metavar="T", help="a rank")
-    parser.add_argument("--hidden", type=count, metavar="N", help="default 7168")
-    parser.add_argument("--experts", type=count, metavar="N", help="default 256")
-    parser.add_argument("--top-k", type=count, metavar="N", help="default 8")
+    parser.add_argument("--hidden", type=count, metavar="N", help=_default("hidden"))
+    parser.add_argument("--experts", type=count, metavar="N", help=_default("experts"))
+    parser.add_argument("--top-k", type=count, metavar="N", help=_default("top_k"))
     parser.add_argument(
         "--transports", nargs="+", choices=("p2p", "collective", "ragged")
     )

@@ -8,17 +8,15 @@ differentiated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
+from jax_ep._handle import EPHandle
 from jax_ep._results import Received, dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 _WORD_BYTES = 4  # the wire travels as uint32
 

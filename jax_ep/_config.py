@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep import formats
 from jax_ep._native import cpu as native
@@ -32,10 +33,10 @@ def _is_number(value: Any) -> bool:
 
 def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
-    # bool is an int, and numpy integers are not; both would surprise in a cache key.
+    # bool is an int too.
     if type(value) is not int:
         raise TypeError(
-            f"jax_ep.EPConfig: {name} must be a Python int, got {value!r} of type "
+            f"jax_ep.EPConfig: {name} must be an int, got {value!r} of type "
             f"{type(value).__name__}; convert it with int()"
         )
     _require(
@@ -70,7 +71,8 @@ class EPConfig:
         zero_tail: whether rows past the last group are cleared.
         fused_shared_expert: a shared expert's rows are group 0.
         skip_a2a: every rank holds the same tokens; nothing is exchanged.
-        allreduce_world_size: ranks that split the shared expert; None is R.
+        allreduce_world_size: with skip_a2a, ranks that split the shared expert: R, as
+            is None.
         pending_calls: dispatches, and combines, that may be pending at once: 0, 1 or 2.
             Each takes room in the windows of a GPU transport.
         overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
@@ -111,6 +113,11 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         """Normalises dtypes to their names and validates every field."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # Sizes are often NumPy's; as Python's they are attributes of calls.
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
         object.__setattr__(self, "dtype", _dtype_name("dtype", self.dtype))
         if self.combine_dtype is not None:
             name = _dtype_name("combine_dtype", self.combine_dtype)
@@ -199,12 +206,6 @@ class EPConfig:
             f"top_k must be at most {native.MAX_TOP_K - 1} with fused_shared_expert",
             self.top_k,
             "run the shared expert beside the dispatch",
-        )
-        _require(
-            self.allreduce_world_size is None or self.skip_a2a,
-            "allreduce_world_size must be given with skip_a2a alone",
-            self.allreduce_world_size,
-            "leave it None or set skip_a2a=True",
         )
         unsent = {"combine_dtype": self.dtype, "overlap": "sm"}
         for name in ("combine_format", "grad_format", *unsent):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep import _chain, _checks
 from jax_ep._arrays import as_array
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
+from jax_ep._handle import EPHandle
 
 
 def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _api, _checks, _moe_checks, _split
 from jax_ep import experts as _experts
 from jax_ep import router as routers
 from jax_ep._arrays import as_array
+from jax_ep._handle import EPHandle
+from jax_ep._types import Dispatched
 from jax_ep._varying import vary_alike
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from jax_ep._handle import EPHandle
-    from jax_ep._types import Dispatched
 
 
 @partial(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks, formats
 from jax_ep._arrays import as_array
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
+from jax_ep._handle import EPHandle
 
 
 def of_dispatch(

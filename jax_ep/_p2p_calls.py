@@ -7,16 +7,14 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi
+from jax_ep._handle import EPHandle
 from jax_ep._results import struct
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
 STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes
+from jax_ep._handle import EPHandle
 from jax_ep._p2p_calls import First, first_half, pending_call, site
 from jax_ep._results import struct, zeros
 from jax_ep._types import Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 
 def _alone(ep: EPHandle, slot_of: jax.Array) -> bool:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jax_ep import _chain
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
+from jax_ep._handle import EPHandle
 
 
 class Pending:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
+from jax_ep._handle import EPHandle
 from jax_ep._native import cpu as native
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 
 def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
+from jax.typing import ArrayLike
 
 from jax_ep import _autodiff_split, _checks, _handle, _operands, _pending
 from jax_ep._autodiff import split_transport_of
+from jax_ep._handle import EPHandle
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from jax_ep._handle import EPHandle
 
 
 def dispatch_async(

@@ -6,18 +6,16 @@ dispatch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _ffi
 from jax_ep._arrays import as_array
 from jax_ep._native import cpu as native
 from jax_ep._varying import vary_alike, varying
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
 
 _FORMATS = {entry["name"]: entry for entry in native.formats()}
 _TOKEN_DTYPES = ("bfloat16", "float16", "float32")

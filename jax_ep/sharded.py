@@ -7,20 +7,17 @@ dimension 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_ep import _api, _checks, _mapped, _split
 from jax_ep._arrays import as_array
+from jax_ep._handle import EPHandle
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from jax_ep._handle import EPHandle
 
 
 def dispatch(

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ep._handle import EPHandle
 from jax_ep._moe import MoEAux
-
-if TYPE_CHECKING:
-    from jax_ep._handle import EPHandle
 
 _SHADES = " .:-=+*#%@"
 

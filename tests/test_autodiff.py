@@ -53,6 +53,29 @@ def test_vjp_is_linear_and_reusable() -> None:
     moe.assert_close(once, pull(jnp.ones_like(y)))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_no_rule_is_traced_after_close(op: str, weighted: bool) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    with helpers.init(mesh) as ep:
+        tokens = jnp.ones((4 * mesh.size, ep.config.hidden_size), ep.config.dtype)
+        ids = jnp.zeros((4 * mesh.size, ep.config.top_k), jnp.int32)
+        weights = jnp.ones(ids.shape) if weighted else None
+        d = jax_ep.sharded.dispatch(ep, tokens, ids, weights)
+
+        def dispatch(tokens):
+            return jax_ep.sharded.dispatch(ep, tokens, ids, weights).tokens
+
+        def combine(rows):
+            of_rows = d.router_weights if weighted else None
+            return jax_ep.sharded.combine(ep, rows, d.route, of_rows)
+
+        call, operand = (dispatch, tokens) if op == "dispatch" else (combine, d.tokens)
+        y, pull = jax.vjp(call, operand)
+    with pytest.raises(ValueError, match=r"jax_ep\.\w+: ep must be open"):
+        pull(y)
+
+
 def test_no_weights() -> None:
     s = moe.setup()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import types
@@ -66,6 +67,18 @@ def test_text_has_a_line_for_each_transport():
     assert done.returncode == 0, done.stderr
     for name in ("collective", "p2p", "shmem", "memory", "versions"):
         assert f"\n{name}" in "\n" + done.stdout
+
+
+@pytest.mark.parametrize("place", ["run", "flush"])
+def test_a_reader_that_leaves_is_no_error(place, monkeypatch):
+    """As `jax-ep doctor | head -1`, whenever the pipe breaks."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=1 if place == "run" else -1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(_doctor, "examine", lambda *_: {"problems": []})
+        monkeypatch.setattr(_cli_doctor, "report", lambda _: ["line"])
+        assert _cli.main(["doctor"]) == 128 + signal.SIGPIPE
 
 
 def test_memory_counts_what_dispatch_returns():

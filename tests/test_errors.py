@@ -113,11 +113,7 @@ CONFIGS = {
         "2048",
         "fused_shared_expert",
     ),
-    "allreduce_size_alone": (
-        {"allreduce_world_size": 2},
-        "allreduce_world_size",
-        "skip_a2a",
-    ),
+    "allreduce_size_alone": ({"allreduce_world_size": 7}, "allreduce_world_size", "7"),
     "allreduce_size_of_others": (
         {"allreduce_world_size": 7, "skip_a2a": True},
         "allreduce_world_size",

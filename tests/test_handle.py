@@ -105,6 +105,9 @@ def test_config_is_frozen_and_hashable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.top_k = 5  # type: ignore[misc]  # that it cannot be set is the test
     assert dataclasses.replace(config, top_k=5).top_k == 5
+    sizes = {"top_k": 2, "capacity_factor": 1.5, "zero_tail": False}
+    numpys = {name: np.array(size)[()] for name, size in sizes.items()}
+    assert repr(helpers.make_config(**numpys)) == repr(helpers.make_config(**sizes))
     defaults = {
         "dtype": "bfloat16",
         "dispatch_format": "bf16",

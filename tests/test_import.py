@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pathlib
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -32,6 +34,15 @@ def python(program: str, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def test_hints_of_the_public_functions_resolve() -> None:
+    """As what checks types at run time reads them."""
+    for module in (jax_ep, jax_ep.formats, jax_ep.sharded, jax_ep.stats):
+        for value in vars(module).values():
+            if inspect.isfunction(value) and value.__module__.startswith("jax_ep"):
+                hints = typing.get_type_hints(value)
+                assert hints.get("ep", jax_ep.EPHandle) is jax_ep.EPHandle
 
 
 def test_raises_nproc() -> None:

@@ -83,8 +83,7 @@ def test_sizes_of_a_handle() -> None:
         ("local_shared", 7, 1),
     ):
         changes = options.MODES[mode]
-        if changes.get("skip_a2a"):
-            changes = changes | {"allreduce_world_size": 4}
+        changes = changes | {"allreduce_world_size": 4}
         ep = helpers.make_ep(mesh, helpers.make_config(**changes))
         assert (ep.groups, ep.route_ranks, ep.local_experts) == (groups, ranks, 6)
         # What exchanges nothing has no windows.
