@@ -16,10 +16,10 @@ from jax_ep import _native_cpu as native
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+import call_tables
 import draw
 import format_errors
 import layer_tables
-import p2p_report
 import performance_tables
 import reliability_table
 import scale_model
@@ -99,136 +99,24 @@ def targets():
 
 
 def benchmarks():
-    found = [(newest(prefix), part) for prefix, part in PARTS]
-    parts = [part(data) for data, part in found if data]
-    parts.append(suite_table.on_gpus(records, table))
-    return "\n\n".join(filter(None, parts))
+    """What README.md shows of single calls, and the tests on GPUs."""
+    data = newest("p2p")
+    picture = P2P_PICTURE.relative_to(ROOT)
+    calls = call_tables.p2p(data, table, picture) if data else ""
+    suites = suite_table.on_gpus(records, table)
+    return "\n\n".join(filter(None, [calls, suites]))
 
 
-def cpu_part(data):
-    rows = [
-        (
-            r["tokens"],
-            f"`{r['step']}`",
-            f"{r['step_us']:.0f}",
-            f"{r['gb_per_s']:.1f}",
-            f"{r['memcpy_us']:.0f}",
-            f"{r['ratio']:.2f}",
-        )
-        for r in data["results"]
-    ]
-    head = (
-        f"**CPU steps, one core** ({data['machine']}, {data['date']}, commit "
-        f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
-        f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
-        "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
-        "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
-        "in a format quantises."
-    )
-    columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
-    return head + "\n\n" + table(columns, rows)
+def other_calls():
+    found = [(newest(prefix), part) for prefix, part in OTHER_CALLS]
+    parts = [part(data, table) for data, part in found if data]
+    return "\n\n".join(parts) or "No run is recorded yet."
 
 
-def p2p_part(data):
-    failures = p2p_report.failures(data)
-    if failures or not data["peak_gb_s"]:
-        raise SystemExit(f"the newest p2p file is unfit: {failures or 'no peak'}")
-    rows = p2p_report.summary(data["results"])
-    labels = sorted({row["ragged_best"] for row in rows} - {None})
-    head = (
-        f"**Transport p2p, {data['count']} x {data['device']}** (jax {data['jax']}, "
-        f"driver {data['driver']}, {data['date']}, commit {data['commit'][:12]}, seed "
-        f"{data['seed']}; `{data['command']}`): hidden {data['hidden']}, "
-        f"{data['dtype']}, top-{data['top_k']} of {data['experts']} by distinct random "
-        "ids, `recv_capacity` 1.25 * T * K rounded up to 128, `zero_tail=False`, "
-        "`num_sms` by default. The time of a call is that of a jitted program of many "
-        "calls, each waiting for the one before, with 4 random routings in turn, from "
-        "the host's start to the end on all GPUs, over its calls; median of several "
-        "runs, nothing subtracted. `floor`: the bytes of the rank that sends or "
-        "receives most, a row for each (token, other rank), at "
-        f"{p2p_report.number(data['peak_gb_s'], 0)} GB/s, what a copy kernel writes to "
-        "the peers on all GPUs at once, in the same run; GB/s and % count the same "
-        "bytes. `ragged` is JAX's own path: rows sorted by expert, "
-        "`jax.lax.ragged_all_to_all` of each (token, k) and grouping by expert; back, "
-        "and the weighted sum (`benchmarks/ragged.py`), with XLA's default flags, with "
-        "its best ones for as many updates, and the fastest of what was tried (here "
-        f"{', '.join(labels)}); `speed-up` is p2p's over that; what is blank was not "
-        "measured. Every table, row and sum of p2p was compared with the collective "
-        "transport's in this run, bit for bit."
-    )
-    columns = (
-        "T a rank",
-        "",
-        "floor us",
-        "p2p us",
-        "GB/s",
-        "% of peak",
-        "collective us",
-        "ragged us",
-        "best flags us",
-        "its best us",
-        "speed-up",
-    )
-    order = sorted(rows, key=lambda row: (row["op"] != "dispatch", row["tokens"]))
-    tables = [
-        table(
-            columns,
-            [
-                performance_tables.p2p_row(row)
-                for row in order
-                if row["routing"] == "uniform"
-            ],
-        )
-    ]
-    skewed = [
-        performance_tables.p2p_row(row)[:7] for row in order if row["routing"] == "zipf"
-    ]
-    if skewed:
-        tables += [
-            "Skewed routing (popularity of experts as 1 / place, `recv_capacity` what "
-            "the fullest rank needs):",
-            table(columns[:7], skewed),
-        ]
-    tables += [
-        f"With the defaults, the worst case of {row['recv_capacity']} rows and a "
-        f"cleared tail, {row['op']} of T = {row['tokens']} takes {row['us']:.0f} us."
-        for row in data["results"]
-        if row["transport"] == "p2p" and row["zero_tail"]
-    ]
-    picture = (
-        "![Microseconds and GB/s of dispatch and combine against tokens a rank]"
-        f"({P2P_PICTURE.relative_to(ROOT)})"
-    )
-    return "\n\n".join([head, picture, *tables])
-
-
-def collective_part(data):
-    rows = [
-        (
-            r["tokens"],
-            f"{r['dispatch_us']:.0f}",
-            f"{r['combine_us']:.0f}",
-            f"{r['all_to_all_us']:.0f}",
-        )
-        for r in data["results"]
-    ]
-    head = (
-        f"**Collective transport, {data['count']} x {data['device']}** (jax "
-        f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
-        f"`benchmarks/collective.py`): hidden {data['hidden']}, bfloat16, "
-        f"top-{data['top_k']} of {data['experts']}, whole calls back to back, host "
-        "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
-        "unpack and launches."
-    )
-    columns = ("T a rank", "dispatch us", "combine us", "`all_to_all` us")
-    return head + "\n\n" + table(columns, rows)
-
-
-PARTS = (
-    ("p2p", p2p_part),
-    ("cpu", cpu_part),
-    ("collective", collective_part),
-    ("soak", reliability_table.soak_part),
+OTHER_CALLS = (
+    ("p2p", lambda *given: "\n\n".join(call_tables.p2p_others(*given))),
+    ("collective", call_tables.collective),
+    ("cpu", call_tables.cpu),
 )
 
 
@@ -261,12 +149,15 @@ def main():
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
+        (README, "headline", from_newest("p2p", call_tables.headline)),
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
+        (RELIABILITY, "soak", from_newest("soak", reliability_table.soak_part)),
         (PERFORMANCE, "targets", targets()),
+        (PERFORMANCE, "others", other_calls()),
         (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
-        (README, "layers", from_newest("layer", layer_tables.layers)),
+        (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (LAYERS, "layers", from_newest("layer", layer_tables.all_layers)),
         (LAYERS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (LAYERS, "train", from_newest("train", layer_tables.train)),

@@ -6,11 +6,33 @@ import layer_report
 import performance_tables
 
 
-def layers(data, table):
-    """Whole layers over jax_ep and over what JAX has: what README.md shows."""
+def _times(data, table):
+    """Of whole layers over jax_ep and over what JAX has."""
     failures = layer_report.failures(data)
     if failures:
         raise SystemExit(f"the newest layer file is unfit: {failures}")
+    untimed = [layer_report.sizes(data, case) for case in layer_report.untimed(data)]
+    yield table(layer_report.COLUMNS, list(layer_report.cells(data)))
+    yield from (f"No time was left for {sizes}." for sizes in untimed)
+
+
+def layers_in_short(data, table):
+    """What README.md shows."""
+    head = (
+        f"**Whole layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
+        f"{data['date']}): {data['tokens']} tokens a rank, top-{data['top_k']}, "
+        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, and "
+        "in brackets the share of them beside router and experts. `ragged` is the same "
+        "layer over `jax.lax.ragged_all_to_all`, `dense` over `all_to_all` with a "
+        "capacity; the last columns are p2p's speed-up over each. Commands, and what "
+        "each column is: [docs/layers.md](docs/layers.md#what-a-layer-waits-for)."
+    )
+    return "\n\n".join([head, *_times(data, table)])
+
+
+def layers(data, table):
+    """The same, with all that is to say of it."""
+    times = list(_times(data, table))
 
     def seen(key, *names):
         rows = [r for r in data["results"] if r["layer"] in names and "ms" in r]
@@ -36,10 +58,7 @@ def layers(data, table):
         "All results and gradients were compared in the run that timed them, within "
         "rounding."
     )
-    untimed = [layer_report.sizes(data, case) for case in layer_report.untimed(data)]
-    times = table(layer_report.COLUMNS, list(layer_report.cells(data)))
-    notes = (f"No time was left for {sizes}." for sizes in untimed)
-    return "\n\n".join([head, times, *notes])
+    return "\n\n".join([head, *times])
 
 
 def all_layers(data, table):

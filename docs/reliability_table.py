@@ -212,7 +212,8 @@ def figures(records, table):
     )
 
 
-def soak_part(data):
+def soak_part(data, _table=None):
+    """The newest soak in words."""
     text = (
         f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
         f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "

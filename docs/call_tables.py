@@ -1,0 +1,149 @@
+"""Tables of single calls: p2p beside JAX's own path, CPU steps, collective."""
+
+import p2p_report
+import performance_tables
+
+COLUMNS = (
+    "T a rank",
+    "",
+    "floor us",
+    "p2p us",
+    "GB/s",
+    "% of peak",
+    "collective us",
+    "ragged us",
+    "best flags us",
+    "its best us",
+    "speed-up",
+)
+SHORT_TOKENS = 4096
+
+
+def rows_of(data):
+    """What p2p.py's summary makes of a record, dispatches first."""
+    failures = p2p_report.failures(data)
+    if failures or not data["peak_gb_s"]:
+        raise SystemExit(f"the newest p2p file is unfit: {failures or 'no peak'}")
+    rows = p2p_report.summary(data["results"])
+    return sorted(rows, key=lambda row: (row["op"] != "dispatch", row["tokens"]))
+
+
+def headline(data, table):
+    """Both ops at one size."""
+    found = []
+    for row in rows_of(data):
+        if row["tokens"] != SHORT_TOKENS or row["routing"] != "uniform":
+            continue
+        p2p = row["p2p"]
+        ragged = [row[f"ragged_{way}_us"] for way in ("default", "flags", "best")]
+        times = [f"{us / 1000:.3g} ms" for us in (p2p["us"], *ragged)]
+        share = f"{100 * p2p['of_peak']:.0f}%"
+        found.append((row["op"], f"**{times[0]}**", share, *times[1:]))
+    sizes = (
+        f"{SHORT_TOKENS} tokens a rank of {data['hidden']} {data['dtype']}, "
+        f"top-{data['top_k']} of {data['experts']} experts, {data['count']} x "
+        f"{data['device']}"
+    )
+    columns = (
+        sizes,
+        "jax_ep",
+        "of the links' speed",
+        "JAX's `ragged_all_to_all`",
+        "XLA's best flags",
+        "fastest call found",
+    )
+    return table(columns, found)
+
+
+def p2p(data, table, picture):
+    """Whole calls beside JAX's own path: what README.md shows."""
+    rows = [row for row in rows_of(data) if row["routing"] == "uniform"]
+    labels = sorted({row["ragged_best"] for row in rows} - {None})
+    head = (
+        f"**Transport p2p, {data['count']} x {data['device']}** (jax {data['jax']}, "
+        f"driver {data['driver']}, {data['date']}, commit {data['commit'][:12]}, seed "
+        f"{data['seed']}; `{data['command']}`): hidden {data['hidden']}, "
+        f"{data['dtype']}, top-{data['top_k']} of {data['experts']} by distinct random "
+        "ids. `floor` is what the bytes of the busiest rank need at "
+        f"{p2p_report.number(data['peak_gb_s'], 0)} GB/s, which a copy kernel reaches "
+        "in the same run; GB/s and % count the same bytes. `ragged` is JAX's own path, "
+        "with XLA's default flags, with its best ones, and the fastest of what was "
+        f"tried (here {', '.join(labels)}); `speed-up` is p2p's over that; what is "
+        "blank was not measured. Every table, row and sum was compared with the "
+        "collective transport's in this run, bit for bit. How calls are timed: "
+        "[docs/performance.md](docs/performance.md#how-calls-are-timed)."
+    )
+    shown = (
+        "![Microseconds and GB/s of dispatch and combine against tokens a rank]"
+        f"({picture})"
+    )
+    times = table(COLUMNS, [performance_tables.p2p_row(row) for row in rows])
+    return "\n\n".join([head, shown, times])
+
+
+def p2p_others(data, table):
+    """Calls of the same record with skewed routing, and with all defaults."""
+    rows = [row for row in rows_of(data) if row["routing"] == "zipf"]
+    if rows:
+        yield (
+            f"**Skewed routing** ({performance_tables.source(data, data['command'])}): "
+            "popularity of experts as 1 / place, `recv_capacity` what the fullest rank "
+            "needs."
+        )
+        cells = [performance_tables.p2p_row(row)[:7] for row in rows]
+        yield table(COLUMNS[:7], cells)
+    for row in data["results"]:
+        if row["transport"] == "p2p" and row["zero_tail"]:
+            yield (
+                f"With the defaults, the worst case of {row['recv_capacity']} rows and "
+                f"a cleared tail, {row['op']} of T = {row['tokens']} takes "
+                f"{row['us']:.0f} us."
+            )
+
+
+def cpu(data, table):
+    """What each step of a call takes on one core."""
+    rows = [
+        (
+            r["tokens"],
+            f"`{r['step']}`",
+            f"{r['step_us']:.0f}",
+            f"{r['gb_per_s']:.1f}",
+            f"{r['memcpy_us']:.0f}",
+            f"{r['ratio']:.2f}",
+        )
+        for r in data["results"]
+    ]
+    head = (
+        f"**CPU steps, one core** ({data['machine']}, {data['date']}, commit "
+        f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
+        f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
+        "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
+        "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
+        "in a format quantises."
+    )
+    columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
+    return head + "\n\n" + table(columns, rows)
+
+
+def collective(data, table):
+    """Whole calls of transport collective."""
+    rows = [
+        (
+            r["tokens"],
+            f"{r['dispatch_us']:.0f}",
+            f"{r['combine_us']:.0f}",
+            f"{r['all_to_all_us']:.0f}",
+        )
+        for r in data["results"]
+    ]
+    head = (
+        f"**Collective transport, {data['count']} x {data['device']}** (jax "
+        f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
+        f"`benchmarks/collective.py`): hidden {data['hidden']}, bfloat16, "
+        f"top-{data['top_k']} of {data['experts']}, whole calls back to back, host "
+        "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
+        "unpack and launches."
+    )
+    columns = ("T a rank", "dispatch us", "combine us", "`all_to_all` us")
+    return head + "\n\n" + table(columns, rows)
