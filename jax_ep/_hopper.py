@@ -39,8 +39,8 @@ def pallas() -> tuple[Any, Any]:
 
 
 def multiprocessors() -> int:
-    """Of a GPU."""
-    return jax.devices()[0].core_count
+    """Of a GPU of this process."""
+    return jax.local_devices()[0].core_count
 
 
 def columns_of_block(columns: int) -> int:
