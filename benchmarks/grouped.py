@@ -40,6 +40,7 @@ CASES = {
     "mid": Case(2048, 1024, 16, 32768),
     "large-64": Case(7168, 2048, 16, 32768),
     "large-256": Case(7168, 2048, 64, 32768),
+    "many": Case(7168, 2048, 128, 32768),
     "decode": Case(7168, 2048, 64, 1024),
 }
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
