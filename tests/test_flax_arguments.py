@@ -113,7 +113,8 @@ def test_arguments_reach_the_function(name, kind):
     )
     want, want_aux = jax.jit(run)(params, x.reshape(-1, hidden), mask.reshape(-1))
     np.testing.assert_array_equal(np.asarray(y).reshape(-1, hidden), want)
-    jax.tree.map(np.testing.assert_array_equal, aux, want_aux)
+    # NNX's layer is not jitted here: its losses may be summed in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), aux, want_aux)
     if name in ("capacity_factor", "options"):
         assert int(aux.num_dropped.sum()) > 0
     # The argument matters: without it the layer gives something else.

@@ -47,7 +47,10 @@ WRONG = {
 def test_both_say_what_a_layer_needs(name):
     """Before anything is made of it, so that no error of another library shows."""
     changes, words = WRONG[name]
-    given = {**fields(helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))), **changes}
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    if name == "experts" and mesh.shape["ep"] == 1:
+        pytest.skip("one rank takes any number of experts")
+    given = {**fields(mesh), **changes}
     x = jnp.ones((8, 4, 16))
     for make in (
         lambda: jax_ep.flax.MoE(**given, rngs=nnx.Rngs(0)),

@@ -75,6 +75,7 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
     return status, json.loads(written.read_text())
 
 
+@pytest.mark.exclusive
 @pytest.mark.slow
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     """For seconds two threads, one of them with options, beside one that compiles.
