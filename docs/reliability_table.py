@@ -144,13 +144,14 @@ def _of_fuzz(records, command):
 
 
 def _of_sanitize(records, command):
-    for data in reversed(records("sanitize")):
+    """The newest on each number of GPUs: a single one runs fewer tests."""
+    newest = {f"{d['count']} x {d['device']}": d for d in records("sanitize")}
+    found = []
+    for devices, data in sorted(newest.items()):
         clean = sum(": clean;" in line for line in data["summary"])
-        return (
-            f"{data['count']} x {data['device']}, {_source(data)}: {clean} of "
-            f"{len(data['summary'])} runs clean"
-        )
-    return f"GPUs: {NOT_YET}"
+        runs = f"{clean} of {len(data['summary'])} runs clean"
+        found.append(f"{devices}, {_source(data)}: {runs}")
+    return "; ".join(found) or f"GPUs: {NOT_YET}"
 
 
 _LAST = {
