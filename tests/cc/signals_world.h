@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "protocol/host_signal_memory.h"
@@ -23,11 +24,15 @@ WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan, Queue
 
 // ---- Mutants ------------------------------------------------------------------------------------
 
-#if defined(JAX_EP_MUTATE_RELAXED_PUBLISH)
+#if defined(JAX_EP_MUTATE_UNFENCED)
 struct TestMemory : HostSignalMemory {
+  // Held back until it is known what for.
+  void ReleaseFence() const {}
+
   template <typename Cell>
   void Post(Cell* cell, const Cell& value) const {
-    std::atomic_ref<Cell>(*cell).store(value, std::memory_order_relaxed);
+    if (!std::is_same_v<Cell, JAX_EP_MUTATE_UNFENCED>) HostSignalMemory::ReleaseFence();
+    HostSignalMemory::Post(cell, value);
   }
 };
 #elif defined(JAX_EP_MUTATE_RELAXED_OBSERVE)

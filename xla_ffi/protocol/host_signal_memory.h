@@ -12,13 +12,20 @@
 namespace jax_ep {
 
 struct HostSignalMemory {
-  // Empty: the release is on Post, because ThreadSanitizer does not model fences.
-  void ReleaseFence() const {}
+  // ThreadSanitizer does not model fences, so the posts that a fence covers release in its place:
+  // those up to the thread's next acquire or fetch-and-add, with which new work begins. A post that
+  // lacks a fence of its own is relaxed, and ThreadSanitizer finds what relied on it.
+  void ReleaseFence() const { covered_ = true; }
 
   template <typename Cell>
   void Post(Cell* cell, const Cell& value) const {
-    // Release; pairs with Acquire below.
-    std::atomic_ref<Cell>(*cell).store(value, std::memory_order_release);
+    std::atomic_ref<Cell> shared(*cell);
+    if (covered_) {
+      // Release; pairs with Acquire below.
+      shared.store(value, std::memory_order_release);
+    } else {
+      shared.store(value, std::memory_order_relaxed);
+    }
   }
 
   template <typename Cell>
@@ -28,16 +35,19 @@ struct HostSignalMemory {
 
   template <typename Cell>
   Cell Acquire(const Cell* cell) const {
+    covered_ = false;
     // Acquire; pairs with Post above.
     return View(cell).load(std::memory_order_acquire);
   }
 
   uint32_t FetchAddRelaxed(uint32_t* counter, uint32_t value) const {
+    covered_ = false;
     return std::atomic_ref(*counter).fetch_add(value, std::memory_order_relaxed);
   }
 
   template <typename Counter>
   Counter FetchAddAcqRel(Counter* counter, Counter value) const {
+    covered_ = false;
     // Acquire and release; pairs with itself in the other members of LastOf.
     return std::atomic_ref(*counter).fetch_add(value, std::memory_order_acq_rel);
   }
@@ -57,6 +67,9 @@ struct HostSignalMemory {
   void Pause() const { std::this_thread::yield(); }
 
  private:
+  // Of this thread, whichever rank's memory it works on.
+  static inline thread_local bool covered_ = false;
+
   // atomic_ref<const T> does not exist in C++20; only loads are made through this view.
   template <typename Cell>
   static std::atomic_ref<Cell> View(const Cell* cell) {
