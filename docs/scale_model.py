@@ -1,74 +1,43 @@
 """A model on paper of many ranks, for docs/scale.md: bytes, messages, memory, time.
 
 Routing is uniform: each token takes `TOP_K` distinct experts at random. All numbers
-come from the rates below and from the sizes that the native module gives.
+come from the rates below and from the sizes that the native module gives. A call is
+a chain of launches in one stream (xla_ffi/cuda/far_calls.h), so their times add up.
 """
 
 import dataclasses
-from math import comb
+import json
+import pathlib
+from math import ceil, comb
 
 from jax_ep import _native_cpu as native
 
 HIDDEN, TOP_K, LOCAL_EXPERTS = 7168, 8, 8
+ROW = HIDDEN * 2  # bytes of a token, and of a sum
 RANKS_PER_NODE = 8
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
 GB = 1e9
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """A number that the model takes for given."""
-
-    value: float
-    unit: str
-    what: str
-    source: str
-
-
-NVLINK = Rate(
-    350,
-    "GB/s",
-    "written by a GPU to the others of its node, all at once",
-    "measured on 4 H200s: [gpu_limits.md](gpu_limits.md)",
-)
-NETWORK = Rate(
-    45,
-    "GB/s",
-    "written by a GPU to other nodes, all at once, each GPU with a port of its own",
-    "assumed: 90% of a 400 Gb/s port; not measured",
-)
-COPY = Rate(
-    3000,
-    "GB/s",
-    "read and written by copies inside a GPU",
-    "measured on an H200: [gpu_limits.md](gpu_limits.md), rounded down",
-)
-MESSAGE = Rate(
-    0.1,
-    "us",
-    "a put with its signal, one after another from a GPU",
-    "assumed: 10 million a second; not measured",
-)
-NEAR = Rate(
-    9,
-    "us",
-    "start to end of a call of one token's payload, inside a node",
-    "measured on 4 H200s: kernels alone in [performance.md](performance.md)",
-)
-FAR = Rate(
-    17,
-    "us",
-    "the same between nodes; hierarchical sends pay `NEAR` on top",
-    "assumed; not measured",
-)
+# What the model takes for given; docs/scale.md says of each what it is and where from.
 RATES = {
-    "NVLINK": NVLINK,
-    "NETWORK": NETWORK,
-    "COPY": COPY,
-    "MESSAGE": MESSAGE,
-    "NEAR": NEAR,
-    "FAR": FAR,
+    "NVLINK": (336, "GB/s"),
+    "NETWORK": (45, "GB/s"),
+    "SEND": (1920, "GB/s"),
+    "SUM": (1500, "GB/s"),
+    "COPY": (3442, "GB/s"),
+    "PUT": (145, "GB/s"),
+    "REQUEST": (0.1, "us"),
+    "HALVES": (15, "us"),
+    "FAR": (16, "us"),
+    "FLIGHT": (8, "us"),
+    "BUNDLE": (16, "us"),
 }
+(NVLINK, NETWORK, SEND, SUM, COPY, PUT, REQUEST, HALVES, FAR, FLIGHT, BUNDLE) = (
+    value for value, _ in RATES.values()
+)
+SHARES = 8  # kFarShares: each is a put, a fence and a signal
 
 
 def touched(parts, experts, top_k=TOP_K):
@@ -77,140 +46,251 @@ def touched(parts, experts, top_k=TOP_K):
     return parts * (1 - comb(experts - share, top_k) / comb(experts, top_k))
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What one rank sends in one call, and how long a call takes."""
-
-    near_bytes: float  # over NVLink, to ranks of its node
-    far_bytes: float  # over its port of the network
-    near_messages: float
-    far_messages: float
-    us: float
-
-
-def _load(near_bytes, far_bytes, near_messages, far_messages, copied, steps):
-    # bytes / (GB/s) is nanoseconds; the two links work at the same time.
-    wire = max(near_bytes / NVLINK.value, far_bytes / NETWORK.value) / 1e3
-    us = wire + copied / COPY.value / 1e3 + far_messages * MESSAGE.value + steps
-    return Load(near_bytes, far_bytes, near_messages, far_messages, us)
-
-
-def direct(ranks, tokens, message_bytes):
-    """One message per (token, rank); the far ones are staged and put together."""
-    experts, near = ranks * LOCAL_EXPERTS, RANKS_PER_NODE - 1
-    per_rank = tokens * touched(ranks, experts) / ranks * message_bytes
-    far = ranks - RANKS_PER_NODE
-    far_bytes = far * per_rank
-    # Staged once: written and read.
-    return _load(near * per_rank, far_bytes, near, far, 2 * far_bytes, FAR.value)
-
-
-def hierarchical(ranks, tokens, message_bytes):
-    """One per (token, node), to the rank there with the sender's place in the node.
-
-    That rank forwards what comes from all nodes to the ranks of its own.
-    """
-    experts, nodes = ranks * LOCAL_EXPERTS, ranks // RANKS_PER_NODE
-    per_rank = tokens * touched(ranks, experts) / ranks * message_bytes
-    per_node = tokens * touched(nodes, experts) / nodes * message_bytes
-    near = RANKS_PER_NODE - 1
-    far_bytes = (nodes - 1) * per_node
-    # Its own and, of each other node, those of the rank with its place there.
-    near_bytes = nodes * near * per_rank
-    steps = FAR.value + NEAR.value
-    messages = nodes * near
-    return _load(near_bytes, far_bytes, messages, nodes - 1, 2 * far_bytes, steps)
-
-
-def dispatch_bytes(name):
-    """Of a message of a first dispatch."""
-    payload, scales = native.encoded_bytes(name, HIDDEN, 2)
+def _combine_bytes(gradients):
     one, two = (
-        native.dispatch_region_bytes(name, HIDDEN, 2, n, TOP_K, LOCAL_EXPERTS)
-        for n in (1, 2)
+        native.combine_region_bytes("bf16", HIDDEN, 2, n, gradients) for n in (1, 2)
     )
-    assert two - one >= payload + scales
     return two - one
 
 
 def combine_bytes():
     """Of a reduced row on its way back."""
-    one, two = (native.combine_region_bytes("bf16", HIDDEN, 2, n, 0) for n in (1, 2))
+    return _combine_bytes(0)
+
+
+def dispatch_bytes(name):
+    """Of a message of a first dispatch."""
+    one, two = (
+        native.dispatch_region_bytes(name, HIDDEN, 2, n, TOP_K, LOCAL_EXPERTS)
+        for n in (1, 2)
+    )
+    assert two - one >= sum(native.encoded_bytes(name, HIDDEN, 2))
     return two - one
 
 
-def window_bytes(ranks, tokens, regions):
-    """Of the regions of a window: one a source and call in flight, of all its tokens.
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Of calls: bytes of a message, and of what its halves touch for a token besides.
 
-    With as much again, for those of other nodes, where their messages are staged.
+    `read` before messages are sent, at `rate`, and `written` after they have come.
     """
-    each = tokens * (dispatch_bytes("bf16") + combine_bytes())
-    return regions * each * (ranks + ranks - RANKS_PER_NODE)
+
+    name: str
+    message: int
+    read: int
+    written: int
+    rate: float
+    cells: int  # puts of flags, and of counts
+
+
+def dispatch(name="bf16"):
+    """A first dispatch: a token is read once, and becomes up to TOP_K rows."""
+    row = sum(native.encoded_bytes(name, HIDDEN, 2))
+    return Kind(
+        f"dispatch `{name}`", dispatch_bytes(name), ROW, TOP_K * row, SEND, cells=2
+    )
+
+
+def combine():
+    """The other way round: rows are read and added up, then what came of them."""
+    return Kind("combine", combine_bytes(), TOP_K * ROW, ROW, SUM, cells=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one rank sends in one call, and how long its steps take."""
+
+    near_bytes: float  # over NVLink, to ranks of its node
+    far_bytes: float  # put to other nodes
+    requests: int  # puts and signals
+    steps: dict[str, float]  # us
+    fixed: float  # us, of launches, waits and flights
+
+    @property
+    def us(self):
+        """As built: one step after the other."""
+        return sum(self.steps.values()) + self.fixed
+
+    @property
+    def overlapped_us(self):
+        """As if all steps ran beside the longest of them: not built."""
+        return max(self.steps.values()) + self.fixed
+
+
+def _us(size, rate):
+    return size / rate / 1e3  # bytes / (GB/s) is nanoseconds
+
+
+def _halves(kind, ranks, tokens, near, far):
+    # Both; the messages for other nodes are stored into the staging area.
+    each = tokens * touched(ranks, ranks * LOCAL_EXPERTS) / ranks * kind.message
+    local = tokens * kind.read + (1 + far) * each
+    first = max(_us(local, kind.rate), _us(near * each, NVLINK))
+    second = _us(ranks * each + tokens * kind.written, COPY)
+    return each, first, second
+
+
+def direct(ranks, tokens, kind, per_node=RANKS_PER_NODE, nvlink=False):
+    """One message per (token, rank); the far ones are staged, and put from there.
+
+    With `nvlink` nodes are forced: puts to one rank are stores over NVLink.
+    """
+    near, far = per_node - 1, ranks - per_node
+    each, first, second = _halves(kind, ranks, tokens, near, far)
+    requests = far * (2 * SHARES + kind.cells)
+    put = max(_us(far * each, PUT if nvlink else NETWORK), requests * REQUEST)
+    fixed = HALVES + (FAR if far else 0) + (0 if nvlink else FLIGHT)
+    steps = {"first half": first, "puts": put, "second half": second}
+    return Load(near * each, far * each, requests, steps, fixed)
+
+
+def hierarchical(ranks, tokens, kind):
+    """One per (token, node), to the rank there with the sender's place in the node.
+
+    Staged for each rank all the same, then gathered. That rank stores what comes from
+    all nodes into the windows of its own.
+    """
+    nodes, near = ranks // RANKS_PER_NODE, RANKS_PER_NODE - 1
+    others = nodes - 1
+    far = others * RANKS_PER_NODE
+    each, first, second = _halves(kind, ranks, tokens, near, far)
+    bundle = tokens * touched(nodes, ranks * LOCAL_EXPERTS) / nodes * kind.message
+    # A bundle has a table, and cells for every rank there.
+    requests = others * (2 * SHARES + 1 + kind.cells * RANKS_PER_NODE)
+    relayed = others * (bundle + each)  # read, and those for the relay itself
+    steps = {
+        "first half": first,
+        "gather": _us(2 * others * bundle, COPY),
+        "puts": max(_us(others * bundle, NETWORK), requests * REQUEST),
+        "relay": max(_us(relayed, COPY), _us(others * near * each, NVLINK)),
+        "second half": second,
+    }
+    fixed = HALVES + FAR + FLIGHT + BUNDLE
+    return Load(nodes * near * each, others * bundle, requests, steps, fixed)
+
+
+def recorded():
+    """Rows (op, T, measured us) of 2 H200s with one rank a node, puts over NVLink."""
+    found = sorted(RESULTS.glob("nodes-h200x2-*.json"))
+    rows = json.loads(found[-1].read_text())["rows"]
+    return [
+        (row["op"], row["tokens"], row["us"])
+        for row in rows
+        if row["way"] == "shmem, one a node"
+    ]
+
+
+def over_nvlink(op, tokens, per_node=1):
+    """The same by the model; with two ranks a node, of a call in halves."""
+    kind = dispatch() if op == "dispatch" else combine()
+    return direct(2, tokens, kind, per_node=per_node, nvlink=True)
+
+
+def block_bytes(ranks, tokens, pending_calls, most=1.0, most_bundled=1.0):
+    """Of what a rank allocates: window, staging area, inboxes and bundles.
+
+    As xla_ffi/protocol has it (window.h, far.h, bundle.h), without what does not grow
+    with calls in flight. `most`: of the messages of a region, as many have room.
+    """
+    # Two regions for short calls even with none pending: ffi/window_sizes.h.
+    depth = max(2 if tokens <= 512 else 1, pending_calls + 1)
+    nodes, cell = ranks // RANKS_PER_NODE, 16
+    sent, back = dispatch_bytes("bf16"), _combine_bytes(TOP_K)
+    # Flags, counts, and the cells in which the shortest calls send their messages.
+    flags = max(min(tokens, 256), ceil(tokens / 4))
+    flags_back = max(min(tokens, 64), ceil(tokens / 16)) * ceil(HIDDEN / 1024)
+    counts = 1 + ceil(LOCAL_EXPERTS / 3)
+    few = min(tokens, 24) * (1 + TOP_K + ceil(sent / 12))
+    few_back = min(tokens, 64) * ceil(back / 12)
+    small = cell * (flags + flags_back + counts + 1)
+    region = most * tokens * (sent + back) + small + cell * (few + few_back)
+    table = 16 + tokens * RANKS_PER_NODE * 4
+    bundles = 2 * nodes * (most_bundled * tokens * sent + table)
+    bundles += ranks * cell * (flags + counts)  # also to be passed on
+    return depth * (ranks * (2 * region + small) + bundles)
 
 
 def _number(value):
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def rates(table):
-    """What the model takes for given."""
-    rows = [
-        (f"`{name}`", f"{rate.value:g} {rate.unit}", rate.what, rate.source)
-        for name, rate in RATES.items()
-    ]
-    return table(("rate", "value", "of what", "from"), rows)
+def record(table):
+    """The model beside what was measured."""
+    rows = []
+    for op, tokens, us in recorded():
+        load = over_nvlink(op, tokens)
+        cells = [f"{step:.0f}" for step in (*load.steps.values(), load.fixed, load.us)]
+        rows.append((op, tokens, *cells, f"{us:.0f}", f"{load.us / us:.2f}"))
+    columns = ["", "T", "first half", "puts", "second half", "fixed"]
+    return table([*columns, "model us", "measured us", "model / measured"], rows)
+
+
+def steps(tokens, table):
+    """Where the time goes in groups that windows serve today."""
+    names = ("first half", "gather", "puts", "relay", "second half")
+    rows = []
+    for ranks in (16, 32):
+        for what, load in (
+            ("dispatch, direct", direct(ranks, tokens, dispatch())),
+            ("dispatch, hierarchical", hierarchical(ranks, tokens, dispatch())),
+            ("combine", direct(ranks, tokens, combine())),
+        ):
+            cells = [f"{load.steps[n]:.0f}" if n in load.steps else "" for n in names]
+            rows.append((what, ranks, *cells, f"{load.fixed:.0f}", f"{load.us:.0f}"))
+    return table(("", "R", *names, "fixed", "us"), rows)
 
 
 def sends(tokens, table):
     """Both ways to send a dispatch, and a combine, of so many tokens a rank."""
-    cases = (
-        ("dispatch `bf16`", dispatch_bytes("bf16"), True),
-        ("dispatch `fp8_block128`", dispatch_bytes("fp8_block128"), True),
-        ("combine", combine_bytes(), False),
-    )
     rows = []
-    for what, size, may_forward in cases:
+    for kind in (dispatch(), dispatch("fp8_block128"), combine()):
         for ranks in RANKS:
-            plain = direct(ranks, tokens, size)
-            forwarded = hierarchical(ranks, tokens, size) if may_forward else None
-            cells = [what, ranks]
+            plain = direct(ranks, tokens, kind)
+            may_forward = kind.name != "combine"
+            forwarded = hierarchical(ranks, tokens, kind) if may_forward else None
+            cells = [kind.name, ranks]
             for load in (plain, forwarded):
                 if load is None:
-                    cells += [""] * 4
+                    cells += [""] * 5
                     continue
                 cells += [
                     _number(load.far_bytes / 1e6),
                     _number(load.near_bytes / 1e6),
-                    f"{load.far_messages:.0f}",
+                    load.requests,
                     f"{load.us:.0f}",
+                    f"{load.overlapped_us:.0f}",
                 ]
             cells.append(f"{plain.us / forwarded.us:.2f}" if forwarded else "")
             rows.append(cells)
-    columns = ["", "R", "far MB", "near MB", "puts", "us"]
-    columns += ["hier. far MB", "near MB", "puts", "us", "direct / hier."]
-    return table(columns, rows)
+    columns = ["far MB", "near MB", "requests", "us", "overlapped us"]
+    hier = [f"hier. {columns[0]}", *columns[1:]]
+    return table(["", "R", *columns, *hier, "direct / hier."], rows)
 
 
 def memory(table):
-    """Of a window, as it is now and with regions for as many as come on average."""
+    """Of a rank, as it is now and with regions for as many as come on average."""
     rows = []
     for ranks in RANKS:
-        share = touched(ranks, ranks * LOCAL_EXPERTS) / ranks
+        nodes, experts = ranks // RANKS_PER_NODE, ranks * LOCAL_EXPERTS
+        # Half as much again as the mean, for routings that are not even.
+        few = [min(1, 1.5 * touched(n, experts) / n) for n in (ranks, nodes)]
         cells = [ranks]
-        for tokens, regions in ((128, 2), (4096, 1)):
-            full = window_bytes(ranks, tokens, regions) / GB
-            # Half as much again as the mean, for routings that are not even.
-            cells += [_number(full), _number(min(full, 1.5 * share * full))]
+        for tokens in (128, 4096):
+            cells += [
+                _number(block_bytes(ranks, tokens, *how) / GB)
+                for how in ((0,), (2,), (2, *few))
+            ]
         rows.append(cells)
-    return table(
-        ("R", "T = 128: GB", "bounded, GB", "T = 4096: GB", "bounded, GB"), rows
-    )
+    columns = ("`pending_calls=0`, GB", "default (2), GB", "default, bounded, GB")
+    named = [f"T = {t}: {c}" for t in (128, 4096) for c in columns]
+    return table(["R", *named], rows)
 
 
 def parts(table):
     """The generated parts of docs/scale.md, by name."""
     return {
-        "rates": rates(table),
+        "record": record(table),
+        "steps": steps(4096, table),
         "long": sends(4096, table),
         "short": sends(128, table),
         "memory": memory(table),
