@@ -204,14 +204,16 @@ def _content(mesh: Mesh, names: tuple[str, ...], config: EPConfig) -> tuple[Any,
     return version, ids, mesh.axis_names, mesh.devices.shape, names, config
 
 
-def _new_key(
-    mesh: Mesh, names: tuple[str, ...], config: EPConfig, transport: str
-) -> int:
-    """A positive int64 from content and instance: the same in every process."""
-    content = repr((_content(mesh, names, config), transport))
+def _new_key(content: str, meeting: Meeting | None) -> int:
+    """A positive int64 from content and instance: the same in all who meet."""
     with _lock:
         instance = _instances[content]
         _instances[content] += 1
+    if meeting is not None:
+        # An init may have failed in one process before it counted there.
+        instance = max(meeting.gather("instance", instance).values())
+        with _lock:
+            _instances[content] = max(_instances[content], instance + 1)
     digest = hashlib.sha256(f"{content}#{instance}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -227,7 +229,9 @@ def _open(
     """Registers the group and initialises every device of the mesh."""
     platform = _transports.platform_of(mesh)
     native = _ffi.native_for(platform)
-    key = _new_key(mesh, names, config, transport)
+    content = repr((_content(mesh, names, config), transport))
+    # The collective transport asks nobody, and compares keys with nobody's.
+    key = _new_key(content, meeting if transport in _OPENERS else None)
     local = _local_ranks(mesh, names)
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]

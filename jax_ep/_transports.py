@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import numpy as np
 from jax.sharding import Mesh
 
@@ -15,6 +18,10 @@ from jax_ep._windows import Obstacle
 _MOST_HIDDEN_QUANTIZED, _MOST_HIDDEN = 1 << 17, 1 << 22
 
 TRANSPORTS = ("auto", "p2p", "shmem", "collective")
+
+_NO_GPUS: Obstacle = "GPUs", "CPU devices"
+
+_log = logging.getLogger("jax_ep")
 
 
 def choose(
@@ -79,13 +86,25 @@ def instead_of_windows(requested: str, found: Obstacle) -> str:
     Raises:
         ValueError: nothing else was asked for.
     """
-    if requested == "auto":
-        return "collective"
     must, got = found
+    if requested == "auto":
+        # CPU devices have no faster transport to miss.
+        if found != _NO_GPUS:
+            _warn(
+                'jax_ep.init: "auto" takes transport "collective", because "p2p" must '
+                f"have {must}, got {got}; jax-ep doctor says more"
+            )
+        return "collective"
     raise ValueError(
         f'jax_ep.init: transport="{requested}" must have {must}, got {got}; use '
         'transport="collective" or "auto"'
     )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once a process for each reason."""
+    _log.warning(message)
 
 
 def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
@@ -108,7 +127,7 @@ def obstacle(
     """
     platform = platform_of(mesh)
     if platform == "cpu":
-        return "GPUs", "CPU devices"
+        return _NO_GPUS
     native = _ffi.native_for(platform)
     groups = ep_groups(mesh, names)
     ranks = groups.shape[1]

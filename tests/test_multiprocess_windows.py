@@ -41,6 +41,10 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
         assert "must be the same in every process" in differ
         if process != PROCESSES - 1:
             assert found["part"] == "p2p"
+    failed, keys = zip(*(found["failed, key"] for found in results), strict=True)
+    assert all("interrupted" in words for words in failed)
+    assert len(set(keys)) == 1
+    assert type(keys[0]) is int
     for words in zip(*(found["refused"] for found in results), strict=True):
         # The same text in all.
         assert len(set(words)) == 1

@@ -123,6 +123,18 @@ def test_cpu_devices(native) -> None:
     assert not native.asked
 
 
+def test_auto_says_once_what_it_goes_without(native, caplog) -> None:
+    _transports._warn.cache_clear()
+    choose(make_mesh({"ep": 4}, platform="cpu"), "auto")
+    assert not caplog.records
+    native.obstacle = LACKS
+    for _ in range(2):
+        assert choose(make_mesh({"ep": 4}), "auto") == "collective"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert all(part in record.getMessage() for part in ("collective", *LACKS))
+
+
 def test_several_processes_without_jax_distributed(native) -> None:
     """Nothing to agree by: every process finds that by itself."""
     assert_refused(make_mesh({"ep": 4}, processes=2), "jax.distributed.initialize")

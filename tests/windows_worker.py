@@ -112,6 +112,7 @@ def choices(native: imagined.Native) -> dict:
     found["refused"].append(refusal(whole, config))
     native.no_map = None
     found["over hosts"] = over_hosts(native, whole, config)
+    found["failed, key"] = key_after_a_failure(whole)
     # A mesh of a part of the processes, which alone take part.
     first = [d for d in jax.devices() if d.process_index != last]
     if native.process != last:
@@ -124,6 +125,29 @@ def choices(native: imagined.Native) -> dict:
         jax_ep.init(whole, "ep", config)
     except ValueError as error:
         found["differ"] = str(error)
+    return found
+
+
+def key_after_a_failure(mesh) -> list[int | str]:
+    """Of inits of which one ends, in one process, when the others have gone on."""
+    config = helpers.make_config(top_k=3, timeout_s=TIMEOUT_S)
+    late = jax.process_index() == jax.process_count() - 1
+    found = []
+
+    def gather(self, step, value):
+        answers = TRUE_GATHER(self, step, value)
+        if late and step == "reach" and not found:
+            raise RuntimeError("interrupted")
+        return answers
+
+    Meeting.gather = gather
+    for _ in range(2):
+        try:
+            with jax_ep.init(mesh, "ep", config, transport="p2p") as ep:
+                found.append(ep.key)
+        except RuntimeError as error:
+            found.append(str(error))
+    Meeting.gather = TRUE_GATHER
     return found
 
 
