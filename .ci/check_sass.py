@@ -10,10 +10,12 @@ name: other GPUs write what it reads. docs/protocol.md, "Memory order", has the 
 from __future__ import annotations
 
 import collections
+import itertools
 import pathlib
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 # Bytes that a thread of another kernel may spill; those of window kernels spill none.
 MAX_SPILL_BYTES = 64
@@ -29,6 +31,15 @@ BANNED_IN_WINDOWS = {
     r"LDG\b.*\.CONSTANT\b": "a non-coherent load (ld.global.nc, __ldg)",
     r"TEX|TLD|SULD": "a texture or surface load, which is not coherent",
 }
+FLAG_READ, FLAG_STORE = r"LDG\.E\.128\.STRONG\.SYS\b", r"STG\.E\.128\.STRONG\.SYS\b"
+BULK_LOAD, BULK_STORE = r"UBLKCP\.S\.G\b", r"UBLKCP\.G\.S\b"
+CREDIT_STORE = r"STG\.E\.64\.STRONG\.SYS\b"
+PROXY_FENCE, SYSTEM_FENCE = r"FENCE\.VIEW\.ASYNC\.G\b", r"MEMBAR\.ALL\.SYS\b"
+
+# Kernels whose flags announce what they store into windows. Those of few tokens send
+# cells instead.
+PUBLISHES = r"Window(Cached)?(Dispatch|Combine)?(Send)?Kernel"
+
 # (what a window kernel holds, what it must then hold as well, why)
 NEEDED = (
     (
@@ -37,25 +48,55 @@ NEEDED = (
         "bulk stores need a fence.proxy.async.shared::cta after the stage is written",
     ),
     (
-        r"STG\.E\.128\.STRONG\.SYS\b",
-        r"MEMBAR\.ALL\.SYS\b",
-        "flags need a fence.acq_rel.sys before them",
-    ),
-    (
-        r"STG\.E\.128\.STRONG\.SYS\b",
+        FLAG_STORE,
         r"LDG\.E\.128\.STRONG\.SYS\b",
         "flags are read whole, in 128 bits",
     ),
 )
 
-# On no path of a window kernel may a bulk load follow the read of a flag without the
-# fence between: the two belong to different proxies, and a barrier does not join them.
-FLAG_READ, PROXY_FENCE, BULK_LOAD = (
-    r"LDG\.E\.128\.STRONG\.SYS\b",
-    r"FENCE\.VIEW\.ASYNC\.G\b",
-    r"UBLKCP\.S\.G\b",
+
+class Rule(NamedTuple):
+    """What no path of a window kernel may do: `step` after `since` without `fence`."""
+
+    since: str
+    fence: str
+    step: str
+    words: str
+    of: str = "Window"  # kernels with such a name
+    from_start: bool = False  # whether they begin as if after `since`
+
+
+RULES = (
+    # The two belong to different proxies, and a barrier does not join them.
+    Rule(
+        since=FLAG_READ,
+        fence=PROXY_FENCE,
+        step=BULK_LOAD,
+        words="a bulk load after the read of a flag, no fence.proxy.async.global "
+        "between",
+    ),
+    # One warp reads the credits and comes to this barrier last (kCreditsBarrier).
+    Rule(
+        since=r"\bBAR\.SYNC\S* 0xe\b",
+        fence=PROXY_FENCE,
+        step=BULK_STORE,
+        words="a bulk store after the wait for credits, no fence.proxy.async.global "
+        "between",
+        of=PUBLISHES,
+    ),
+    # A barrier or a counter passes reads on to the thread, not its release.
+    Rule(
+        since=r"\bBAR\.|MEMBAR\.ALL\.GPU\b",
+        fence=SYSTEM_FENCE,
+        step=CREDIT_STORE,
+        words="a credit after a barrier, no fence.acq_rel.sys between",
+        from_start=True,
+    ),
 )
-FLOW_STEP = re.compile(f"({FLAG_READ})|({PROXY_FENCE})|({BULK_LOAD})")
+
+# A flag follows its fence at once, but for instructions that access no other memory. In
+# the same instruction as flags come cells and reports, which need no fence.
+ACCESS = re.compile(r"(?:LDG|STG|UBLKCP|MEMBAR|ATOMG?|REDG?|CALL)\b")
 
 SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
@@ -67,7 +108,7 @@ BLOCK = re.compile(r'^"([^"]+)"\n\[label="\{(.*?)\}"\]', re.M | re.S)
 PORT = re.compile(r"\|<(\w+)>")
 EDGE = re.compile(r'^"([^"]+)":(\w+):\w+ -> "([^"]+)"', re.M)
 
-Instructions = collections.Counter[str]
+Instructions = list[str]
 
 
 def is_window(function: str) -> bool:
@@ -91,79 +132,100 @@ def spill_errors(log: str) -> list[str]:
 
 
 def disassemble(nvdisasm: str, cubin: pathlib.Path) -> dict[str, Instructions]:
-    """How often each instruction occurs in each function."""
+    """The instructions of each function, by address."""
     command = [nvdisasm, "-c", str(cubin)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions: dict[str, Instructions] = {}
-    current: Instructions = collections.Counter()
+    current: Instructions = []
     for line in text.splitlines():
         if match := SECTION.match(line):
-            current = functions.setdefault(match[1], collections.Counter())
+            current = functions.setdefault(match[1], [])
         elif match := INSTRUCTION.match(line):
-            current[match[1]] += 1
+            current.append(match[1])
     return functions
 
 
-def unfenced_loads(graph: str) -> tuple[list[str], int]:
-    """Blocks with a bulk load that a flag's read reaches unfenced; all bulk loads."""
-    blocks = {match[1]: match[2].replace("\\", "") for match in BLOCK.finditer(graph)}
-    edges = collections.defaultdict(list)
-    for match in EDGE.finditer(graph):
-        edges[match[1]].append((match[2], match[3]))
-    bad, seen, loads = set(), set(), set()
-    # (block, whether a flag was read since the last fence)
-    work = [(name, False) for name in blocks if name.startswith(".text")]
-    while work:
-        name, unfenced = work.pop()
-        if (name, unfenced) in seen or name not in blocks:
-            continue
-        seen.add((name, unfenced))
-        ports = PORT.split(blocks[name])
-        left_by = {}  # branches leave a block where their port is
-        for port, body in zip(["entry", *ports[1::2]], ports[::2], strict=True):
-            for match in FLOW_STEP.finditer(body):
-                if match[3]:
-                    loads.add((name, port, match.start()))
-                    bad |= {name} if unfenced else set()
-                else:
-                    unfenced = bool(match[1])
-            left_by[port] = unfenced
-        # A block that falls through leaves at its end, by the port of its entry.
-        left_by["entry"] = unfenced
-        work += [(to, left_by[port]) for port, to in edges[name]]
-    return sorted(bad), len(loads)
+class Graph:
+    """The blocks of a function, and what leads from each to which."""
+
+    def __init__(self, text: str) -> None:
+        """Reads what `nvdisasm -cfg` says of it."""
+        # A block's body by port: branches leave it where their port is.
+        self.bodies = {
+            match[1]: PORT.split(match[2].replace("\\", ""))
+            for match in BLOCK.finditer(text)
+        }
+        self.edges = collections.defaultdict(list)
+        for match in EDGE.finditer(text):
+            self.edges[match[1]].append((match[2], match[3]))
+
+    def broken(self, rule: Rule) -> tuple[list[str], int]:
+        """Blocks with a step that breaks the rule; how many steps it looked at."""
+        order = re.compile(f"({rule.since})|({rule.fence})|({rule.step})")
+        bad, seen, steps, applies = set(), set(), set(), rule.from_start
+        # (block, whether it is after `since`)
+        work = [
+            (name, rule.from_start) for name in self.bodies if name.startswith(".text")
+        ]
+        while work:
+            name, open_ = work.pop()
+            if (name, open_) in seen or name not in self.bodies:
+                continue
+            seen.add((name, open_))
+            parts = self.bodies[name]
+            left_by = {}
+            for port, body in zip(["entry", *parts[1::2]], parts[::2], strict=True):
+                for match in order.finditer(body):
+                    if match[3]:
+                        steps.add((name, port, match.start()))
+                        bad |= {name} if open_ else set()
+                    else:
+                        open_ = bool(match[1])
+                        applies = applies or open_
+                left_by[port] = open_
+            # A block that falls through leaves at its end, by the port of its entry.
+            left_by["entry"] = open_
+            work += [(to, left_by[port]) for port, to in self.edges[name]]
+        return sorted(bad), len(steps) if applies else 0
 
 
-def flow_errors(nvdisasm: str, cubin: pathlib.Path) -> tuple[list[str], int]:
-    """Window kernels that break the rule above, and how many bulk loads they have."""
+def flow_errors(nvdisasm: str, cubin: pathlib.Path) -> tuple[list[str], list[int]]:
+    """Window kernels that break the rules above, and how many steps each rule met."""
     command = [nvdisasm, "-cfg", str(cubin)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    errors, total = [], 0
+    errors, totals = [], [0] * len(RULES)
     parts = FUNCTION_GRAPH.split(text)
     for function, graph in zip(parts[1::2], parts[2::2], strict=True):
-        if not is_window(function):
-            continue
-        bad, loads = unfenced_loads(graph)
-        total += loads
-        if bad:
-            where = ", ".join(bad[:4])
-            errors.append(
-                f"{function}: a bulk load after the read of a flag and no "
-                f"fence.proxy.async.global between, in {where}"
-            )
-    return errors, total
+        parsed = Graph(graph)
+        for i, rule in enumerate(RULES):
+            if not re.search(rule.of, function):
+                continue
+            bad, steps = parsed.broken(rule)
+            totals[i] += steps
+            if bad:
+                errors.append(f"{function}: {rule.words}, in {', '.join(bad[:4])}")
+    return errors, totals
 
 
 def holds(instructions: Instructions, pattern: str) -> list[str]:
     """The instructions that match from their start."""
-    return sorted(name for name in instructions if re.match(pattern, name))
+    return sorted(name for name in set(instructions) if re.match(pattern, name))
+
+
+def announced(order: list[str]) -> bool:
+    """Whether some flag comes directly behind a fence, of accesses in their order."""
+    accesses = [name for name in order if ACCESS.match(name)]
+    return any(
+        re.match(SYSTEM_FENCE, before) and re.match(FLAG_STORE, name)
+        for before, name in itertools.pairwise(accesses)
+    )
 
 
 def sass_errors(functions: dict[str, Instructions]) -> list[str]:
     """What the rules above say of the functions of a cubin."""
     errors = []
     for function, instructions in functions.items():
-        if not instructions["EXIT"] and not instructions["RET.REL.NODEC"]:
+        if not {"EXIT", "RET.REL.NODEC"} & set(instructions):
             errors.append(f"{function}: does not end; is the disassembly understood?")
         banned = BANNED | (BANNED_IN_WINDOWS if is_window(function) else {})
         for pattern, reason in banned.items():
@@ -172,6 +234,8 @@ def sass_errors(functions: dict[str, Instructions]) -> list[str]:
         for has, needs, reason in NEEDED if is_window(function) else ():
             if holds(instructions, has) and not holds(instructions, needs):
                 errors.append(f"{function}: no {needs}; {reason}")
+        if re.search(PUBLISHES, function) and not announced(instructions):
+            errors.append(f"{function}: no flag directly behind a fence.acq_rel.sys")
     return errors
 
 
@@ -180,7 +244,7 @@ def main(arguments: list[str]) -> int:
     folder, nvdisasm = pathlib.Path(arguments[0]), (arguments[1:] or [""])[0]
     cubins = sorted(folder.glob("*.cubin"))
     failed = not cubins
-    windows = loads = 0
+    windows, steps = 0, [0] * len(RULES)
     for cubin in cubins:
         errors = spill_errors(cubin.with_suffix(".log").read_text())
         summary = "no spills"
@@ -190,14 +254,14 @@ def main(arguments: list[str]) -> int:
             kernels = [c for name, c in functions.items() if is_window(name)]
             windows += len(kernels)
             if kernels:
-                more, reached = flow_errors(nvdisasm, cubin)
+                more, met = flow_errors(nvdisasm, cubin)
                 errors += more
-                loads += reached
+                steps = [sum(pair) for pair in zip(steps, met, strict=True)]
             summary = f"{len(functions)} functions, {len(kernels)} of windows"
         print(f"{cubin.stem}: " + ("; ".join(errors) or f"good, {summary}"))
         failed = failed or bool(errors)
-    if nvdisasm and not (windows and loads):
-        print("no window kernel with bulk loads: are the names as this file expects?")
+    if nvdisasm and not (windows and all(steps)):
+        print(f"steps of the rules in window kernels: {steps}; are names as expected?")
         failed = True
     return int(failed)
 
