@@ -71,8 +71,10 @@ def combine(
         ep: the handle that dispatched.
         expert_out: `[N, H]` in the config's dtype.
         route: `d.route` of the dispatch.
-        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1. With
-            `reduce="source"` `[n, K]`; none with "none".
+        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1: the
+            route has no weights, so that leaving them out after a weighted dispatch
+            gives the unweighted sum, and no error. With `reduce="source"` `[n, K]`;
+            none with "none".
         residual: `[n, H]` in the config's dtype, added to the sum, or None. None with
             `reduce="none"`, and with `skip_a2a`, whose partial sums would each have it.
 

@@ -25,30 +25,56 @@ def worst_case(config: EPConfig, ranks: int) -> str | None:
 
 
 def shortfall(config: EPConfig, ranks: int) -> str | None:
-    """That options leave less of `capacity_factor` than balanced routing needs.
+    """That N is less than balanced routing needs, or None.
 
-    The factor is one of routed rows, and N holds the rows of a fused shared expert and
-    the padding of `expert_alignment` as well.
+    `capacity_factor` is one of routed rows, and N holds the rows of a fused shared
+    expert and the padding of `expert_alignment` as well.
     """
     factor = config.capacity_factor
-    if factor is None or config.recv_capacity is not None:
+    if factor is None and config.recv_capacity is None:
         return None
-    entries = config.max_tokens_per_rank * config.top_k
-    routed = -(-entries // ranks) if config.skip_a2a else entries
-    local = config.num_experts // ranks
-    padded = _aligned(-(-routed // local), config) * min(local, routed)
-    shared = _aligned(config.max_tokens_per_rank, config)
-    shared *= config.fused_shared_expert
-    beside = max(padded - routed, 0) + shared
-    rows = config.capacity(ranks)
-    if not beside or rows - beside >= min(factor, 1) * routed:
+    rows, routed = config.capacity(ranks), _routed(config, ranks)
+    beside = _padded(config, ranks, routed) - routed + _shared(config, ranks)
+    if rows >= routed + beside:
         return None
-    enough = int(max(factor, 1) * routed) + beside
-    return (
-        f"capacity_factor {factor:g} makes N {rows} rows, where balanced routing needs "
-        f"{routed} and fused_shared_expert and expert_alignment {beside} besides; set "
-        f"recv_capacity={-(-enough // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE} instead"
+    enough = int(max(factor or 1, 1) * routed) + beside
+    enough = -(-enough // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+    what = "recv_capacity" if factor is None else f"capacity_factor {factor:g}"
+    options = " and ".join(
+        name
+        for name, used in (
+            ("fused_shared_expert", config.fused_shared_expert),
+            ("expert_alignment", config.expert_alignment > 1),
+        )
+        if used
     )
+    more = f" and {options} {beside} besides" if beside else ""
+    return (
+        f"{what} makes N {rows} rows, where balanced routing needs {routed}{more}; "
+        "rows past N are dropped: unless that is meant set "
+        f"recv_capacity={enough} instead"
+    )
+
+
+def _routed(config: EPConfig, ranks: int) -> int:
+    """Rows of a rank where all get as many, of tokens with distinct experts."""
+    entries = config.max_tokens_per_rank * min(config.top_k, config.num_experts)
+    return -(-entries // ranks) if config.skip_a2a else entries
+
+
+def _padded(config: EPConfig, ranks: int, routed: int) -> int:
+    """So many rows with their padding, where the local experts get as many."""
+    local = config.num_experts // ranks
+    each, rest = divmod(routed, local)
+    return rest * _aligned(each + 1, config) + (local - rest) * _aligned(each, config)
+
+
+def _shared(config: EPConfig, ranks: int) -> int:
+    """Rows of a fused shared expert, which skip_a2a has the ranks share."""
+    if not config.fused_shared_expert:
+        return 0
+    tokens = config.max_tokens_per_rank
+    return _aligned(-(-tokens // ranks) if config.skip_a2a else tokens, config)
 
 
 def _aligned(rows: int, config: EPConfig) -> int:

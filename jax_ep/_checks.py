@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jax_ep import formats
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
 from jax_ep._types import Route
 from jax_ep._varying import vary_alike
 
+CODES_REMEDY = "these are the codes of a quantised dispatch: pass jax_ep.dequantize(d)"
 
-def require_dtype(function: str, name: str, value: jax.Array, dtype: str) -> None:
+
+def require_dtype(
+    function: str, name: str, value: jax.Array, dtype: str, remedy: str | None = None
+) -> None:
     """Raises TypeError unless `value` has `dtype`."""
     if value.dtype != jnp.dtype(dtype):
+        remedy = remedy or f"cast it with {name}.astype({dtype!r})"
         raise TypeError(
-            f"jax_ep.{function}: {name} must be {dtype}, got {value.dtype}; cast it "
-            f"with {name}.astype({dtype!r})"
+            f"jax_ep.{function}: {name} must be {dtype}, got {value.dtype}; {remedy}"
         )
+
+
+def is_codes(dtype: Any) -> bool:
+    """Whether a quantised format's tokens have it: no values without their scales."""
+    quantized = filter(formats.is_quantized, formats.names())
+    return any(dtype == formats.payload_dtype(name, "float32") for name in quantized)
 
 
 def require_shape(
@@ -140,15 +151,23 @@ def require_scope(function: str, ep: EPHandle) -> None:
 
 
 @contextlib.contextmanager
-def told_of(function: str) -> Iterator[None]:
-    """Errors of a rank's call as those of `function`, which made it."""
+def told_of(
+    function: str, whole: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[None]:
+    """Errors of a rank's call as those of `function`, which made it.
+
+    `whole` says of an operand by name what shape the ranks' parts together have.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
         name, _, text = str(error).partition(": ")
         if not name.startswith("jax_ep.") or not text:
             raise
-        text = f"jax_ep.{function}: {text} ({name}, of one rank's part)"
+        operand = text.partition(" ")[0]
+        given = (whole or {}).get(operand)
+        of = "" if given is None else f"; {operand} of all ranks is {given}"
+        text = f"jax_ep.{function}: {text} ({name}, of one rank's part{of})"
         raise type(error)(text) from error
 
 

@@ -56,9 +56,10 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     remark = _capacity.shortfall(config, sizes["ranks"])
     if remark is not None:
         advice.append(remark)
-    if config.hidden_size % 128 == 0 and not formats.is_quantized(
-        config.dispatch_format
-    ):
+    # A rank alone has no link to wait for, nor have virtual devices of one memory.
+    linked = on_gpu and sizes["ranks"] > 1
+    plain = not formats.is_quantized(config.dispatch_format)
+    if linked and plain and config.hidden_size % 128 == 0:
         advice.append(
             'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch, '
             "which pays where calls wait for the link (docs/formats.md)"

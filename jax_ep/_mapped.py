@@ -50,10 +50,16 @@ def checked(
     """`value` as an array that splits evenly over the ranks.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or has more dimensions than any operand.
     """
     array = as_array(function, name, value)
     parts = _parts(ep, axes)
+    if array.ndim > 2:
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have at most 2 dimensions, the first of "
+            f"the rows of all ranks, got shape {array.shape}; pass "
+            f"{name}.reshape(-1, {array.shape[-1]})"
+        )
     if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
         of_dispatch = function.startswith("sharded.dispatch")
         remedy = "pad it, with ids of -1" if of_dispatch else "pass arrays of one call"
@@ -91,7 +97,8 @@ def run(
         }
 
         def body(operands: dict[str, Any], after: _chain.Token) -> Any:
-            with _checks.told_of(f"sharded.{function.__name__.lstrip('_')}"):
+            name = f"sharded.{function.__name__.lstrip('_')}"
+            with _checks.told_of(name, _whole(ep, sharded_over, operands)):
                 return _chain.mapped(ep, after, lambda: function(ep, **operands))
 
         rows = PartitionSpec(axes)
@@ -103,6 +110,18 @@ def run(
     if last:
         _chain.passed(ep, last)
     return result
+
+
+def _whole(
+    ep: EPHandle, sharded_over: dict[str, tuple[str, ...]], operands: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The global shapes of those operands that are arrays, by name."""
+    shapes = {}
+    for name, part in operands.items():
+        if isinstance(part, jax.Array):
+            rows = [size * _parts(ep, sharded_over[name]) for size in part.shape[:1]]
+            shapes[name] = (*rows, *part.shape[1:])
+    return shapes
 
 
 def _parts(ep: EPHandle, axes: tuple[str, ...]) -> int:

@@ -134,6 +134,16 @@ def checked_residual(ep: EPHandle, residual: Any, tokens: jax.Array) -> jax.Arra
     return array
 
 
+def _remedy_of_weights(gate_up: tuple[int, ...], local: int, tp: str | None) -> str:
+    sharded = "shard dimension 0 over the EP axes"
+    if len(gate_up) != 3 or gate_up[-1] % 2:
+        return sharded
+    # Of halves side by side an axis would take a part of the whole row.
+    first = f", before {tp!r} splits it" if tp else ""
+    remedy = f"reshape gate_up of [L, H, 2F] to [L, H, 2, F], gate first{first}"
+    return remedy if gate_up[0] == local else f"{remedy}, and {sharded}"
+
+
 def check_sizes(
     ep: EPHandle,
     tokens: jax.Array,
@@ -180,7 +190,7 @@ def check_sizes(
         "gate_up and down must be [L, H, 2, F] and [L, F, H] of this rank's "
         f"{local} experts with H {hidden}",
         f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
-        "shard dimension 0 over the EP axes",
+        _remedy_of_weights(jnp.shape(params["gate_up"]), local, tp_axis),
     )
     if ep.config.fused_shared_expert:
         both = [params.get("shared_gate_up"), params.get("shared_down")]

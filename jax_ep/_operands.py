@@ -94,6 +94,9 @@ def of_combine(
 
     _checks.require_combinable(function, ep, router_weights, residual)
     hidden = config.hidden_size
+    expert_out = as_array(function, "expert_out", expert_out)
+    remedy = _checks.CODES_REMEDY if _checks.is_codes(expert_out.dtype) else None
+    _checks.require_dtype(function, "expert_out", expert_out, config.dtype, remedy)
     expert_out = checked(
         "expert_out",
         expert_out,

@@ -13,6 +13,7 @@ import warnings
 
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
+_warned = False
 
 
 def _forced_devices() -> int:
@@ -45,8 +46,12 @@ def make_room() -> None:
 
 
 def warn_if_short(pool_threads: int, devices: int) -> None:
-    """Warns where XLA's pool can deadlock with this many local CPU devices."""
-    if 0 < pool_threads < 2 * devices:
+    """Warns where XLA's pool can deadlock with this many local CPU devices.
+
+    Once in a process: it can do nothing about it any more.
+    """
+    global _warned
+    if not _warned and 0 < pool_threads < 2 * devices:
         warnings.warn(
             f"jax_ep.init: XLA's CPU pool must have at least {2 * devices} threads for "
             f"{devices} devices, got {pool_threads}: several runs in flight can hang. "
@@ -55,3 +60,4 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+        _warned = True  # not where the warning was raised

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _grouped
+from jax_ep import _checks, _grouped
 from jax_ep._grouped import grouped_matmul
 
 _MOSAIC_MULTIPLE = 128
@@ -47,7 +47,12 @@ def auto(
 
     Returns:
         `[N, H]` in the dtype of the rows.
+
+    Raises:
+        TypeError: while tracing, where the rows are not of a floating type of 16 bits
+            or more; the codes of a quantised dispatch are not.
     """
+    _require_values("auto", rows)
     if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
         if obstacle is None and _dense(rows.dtype.name, device):
@@ -78,7 +83,11 @@ def ragged_dot(
 
     Returns:
         `[N, H]` in the dtype of the rows.
+
+    Raises:
+        TypeError: as `auto`.
     """
+    _require_values("ragged_dot", rows)
     gate_up, down = _wide(rows, gate_up, down)
     inner = _swiglu(jax.lax.ragged_dot(rows, gate_up, group_sizes))
     return jax.lax.ragged_dot(inner, down, group_sizes)
@@ -130,7 +139,9 @@ def mosaic(
     Raises:
         ValueError: while tracing, where the rows are not of a 16-bit type, or
             `mosaic_obstacle` names what is in the way.
+        TypeError: as `auto`.
     """
+    _require_values("mosaic", rows, "bfloat16 or float16")
     if rows.dtype.itemsize != _MOSAIC_ITEMSIZE:
         raise ValueError(
             "jax_ep.experts.mosaic: rows must be bfloat16 or float16, got "
@@ -229,7 +240,11 @@ class Padded:
 
         Returns:
             `[N, H]` in the dtype of the rows.
+
+        Raises:
+            TypeError: as `auto`.
         """
+        _require_values("Padded", rows)
         groups, hidden = gate_up.shape[:2]
         gate_up, down = _wide(rows, gate_up, down)
         row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
@@ -239,6 +254,19 @@ class Padded:
         inner = _swiglu(jnp.einsum("lnh,lhf->lnf", padded, gate_up))
         out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
         return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
+
+
+def _require_values(
+    function: str, rows: jax.Array, kinds: str = "bfloat16, float16 or float32"
+) -> None:
+    dtype = rows.dtype
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
+        return
+    codes = _checks.is_codes(dtype)
+    raise TypeError(
+        f"jax_ep.experts.{function}: rows must be {kinds}, got {dtype}; "
+        + (_checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens")
+    )
 
 
 def _wide(

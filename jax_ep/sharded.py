@@ -141,8 +141,9 @@ def combine(
         expert_out: `[ranks * N, H]`.
         route: `d.route` of `jax_ep.sharded.dispatch`, or of a `Dispatched` that left
             shard_map.
-        router_weights: float32 `[ranks * N]`, `[ranks * n, K]` with `reduce="source"`,
-            or None.
+        router_weights: float32 `[ranks * N]`, usually `d.router_weights`, `[ranks * n,
+            K]` with `reduce="source"`, or None for 1: left out after a weighted
+            dispatch, the sum is unweighted, without an error.
         residual: `[ranks * n, H]` or None.
         spec: that of the `jax_ep.sharded.dispatch`; with another one rows would go to
             other tokens.

@@ -30,14 +30,25 @@ SHORT = {
         "expert_alignment": 128,
         "max_tokens_per_rank": 4,
     },
+    "below_one": {"capacity_factor": 0.5},
+    "below_one_aligned": {"capacity_factor": 0.5, "expert_alignment": 128},
+    "rows": {"recv_capacity": 255},
+    "rows_shared": {"recv_capacity": 256, "fused_shared_expert": True},
+    "rows_aligned": {"recv_capacity": 256, "expert_alignment": 128},
 }
 WIDE = {
     "plain": {"capacity_factor": 1.0},
-    "below_one": {"capacity_factor": 0.5},
     "shared": {"capacity_factor": 1.5, "fused_shared_expert": True},
     "aligned": {"capacity_factor": 1.0, "expert_alignment": 4},
     "worst_case": {"expert_alignment": 128},
-    "rows": {"recv_capacity": 128, "expert_alignment": 128},
+    "rows": {"recv_capacity": 256},
+    "rows_shared": {"recv_capacity": 384, "fused_shared_expert": True},
+    # 127 rows, for 12 experts of a rank.
+    "uneven": {"capacity_factor": 1.0, "num_experts": 96, "top_k": 1}
+    | {"max_tokens_per_rank": 127},
+    # No token has more than the 8 that there are.
+    "few_experts": {"recv_capacity": 256, "num_experts": 8, "top_k": 16}
+    | {"max_tokens_per_rank": 32},
 }
 
 
@@ -64,6 +75,7 @@ def test_options_that_leave_too_little_are_told(name, caplog) -> None:
     assert balanced_drops(ep, mesh) > 0
     # The remedy serves.
     rows = int(told.partition("recv_capacity=")[2].split()[0])
+    assert rows % 128 == 0
     remedy = {**fields, "capacity_factor": None, "recv_capacity": rows}
     assert balanced_drops(helpers.make_ep(mesh, config(**remedy)), mesh) == 0
 
@@ -76,6 +88,22 @@ def test_others_are_not(name, caplog) -> None:
     assert _capacity.shortfall(config(**WIDE[name]), mesh.size) is None
 
 
-def test_no_exchange_needs_a_share_alone() -> None:
-    fields = {"skip_a2a": True, "expert_alignment": 16, "capacity_factor": 1.0}
-    assert _capacity.shortfall(config(**fields), 8) is None
+@pytest.mark.parametrize(("rows", "told"), [(144, False), (143, True)])
+def test_no_exchange_needs_a_share_alone(rows, told) -> None:
+    """16 rows for each of 9 groups, one of them of the shared expert."""
+    fields = {"skip_a2a": True, "expert_alignment": 16, "fused_shared_expert": True}
+    found = _capacity.shortfall(config(**fields, recv_capacity=rows), 8)
+    assert (found is not None) == told
+
+
+def test_what_options_take_is_told_apart() -> None:
+    plain, shared = (
+        _capacity.shortfall(config(recv_capacity=9, fused_shared_expert=fused), 8)
+        for fused in (False, True)
+    )
+    assert plain == (
+        "recv_capacity makes N 9 rows, where balanced routing needs 256; rows past N "
+        "are dropped: unless that is meant set recv_capacity=256 instead"
+    )
+    assert shared is not None
+    assert "needs 256 and fused_shared_expert 128 besides; rows past N" in shared

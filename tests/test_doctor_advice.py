@@ -52,6 +52,24 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     assert all(named in way for way, _ in found)
 
 
+@pytest.mark.parametrize(
+    ("platform", "ranks", "name", "told"),
+    [
+        ("gpu", 2, "bf16", True),
+        ("gpu", 1, "bf16", False),
+        ("gpu", 2, "mxfp8", False),
+        ("cpu", 2, "bf16", False),
+    ],
+)
+def test_advice_on_formats_is_of_links(platform, ranks, name, told, monkeypatch):
+    device = types.SimpleNamespace(platform=platform, compute_capability="9.0")
+    monkeypatch.setattr(jax_ep.experts, "ragged_dot_is_dense", lambda dtype: False)
+    config = helpers.make_config(hidden_size=128, dispatch_format=name)
+    found = {"memory": _doctor.memory(config, ranks), "devices": []}
+    lines = _doctor_advice.advice(found, [device], config)
+    assert any("fp8_block128" in line for line in lines) == told
+
+
 def test_advice_where_options_leave_too_little_room(capsys):
     arguments = ["--experts", "64", "--hidden", "128", "--tokens", "128"]
     arguments += ["--ranks", "8", "--top-k", "2", "--capacity-factor", "1.25"]
@@ -59,3 +77,6 @@ def test_advice_where_options_leave_too_little_room(capsys):
     assert "capacity_factor" not in capsys.readouterr().out
     assert _cli.main(["doctor", *arguments, "--expert-alignment", "128"]) == 0
     assert "advice      capacity_factor 1.25 makes N" in capsys.readouterr().out
+    arguments[-1] = "0.5"
+    assert _cli.main(["doctor", *arguments]) == 0
+    assert "advice      capacity_factor 0.5 makes N" in capsys.readouterr().out

@@ -82,12 +82,17 @@ DISPATCH = {
 COMBINE = {
     "N": ({"expert_out": (7, 16)}, "expert_out", "7"),
     "H": ({"expert_out": (KEEP, 8)}, "expert_out", "8", "16"),
-    "rows_dtype": ({"expert_out": "float32"}, "expert_out", "bfloat16", "float32"),
+    "rows_dtype": ({"expert_out": "float32"}, "expert_out", "bfloat16", "float32",
+                   "cast it with expert_out.astype('bfloat16')"),
+    "rows_of_codes": ({"expert_out": "float8_e4m3fn"}, "expert_out", "bfloat16",
+                      "float8_e4m3fn", "quantised", "pass jax_ep.dequantize(d)"),
+    "rows_of_packed_codes": ({"expert_out": "uint8"}, "expert_out", "bfloat16",
+                             "uint8", "quantised", "pass jax_ep.dequantize(d)"),
     "weights_shape": ({"row_weights": (8, 3)}, "router_weights", "(8, 3)"),
     "weights_dtype": ({"row_weights": "bfloat16"}, "router_weights", "float32"),
     "residual_shape": ({"residual": (7, 16)}, "residual", "(7, 16)"),
     "residual_dtype": ({"residual": "float32"}, "residual", "bfloat16", "float32"),
-}
+}  # fmt: skip
 
 
 def changed(ep, changes: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

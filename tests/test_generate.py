@@ -58,7 +58,7 @@ def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
         "suite-p2p-ax4-2000-12-31": suite("2000-12-31", 4, 5, transport="p2p"),
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    lines = generate.benchmarks().splitlines()
+    lines = generate.suites().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if "made up" in line]
     assert [row[:5] for row in rows] == [
         ["4 x made up", "`p2p`", "3", "0", "5"],
@@ -74,7 +74,7 @@ def test_suite_of_some_files_says_so(tmp_path, monkeypatch):
     (tmp_path / "suite-p2p-2001-01-01.json").write_text(
         json.dumps(record | {"arguments": arguments})
     )
-    (row,) = (line for line in generate.benchmarks().splitlines() if "made up" in line)
+    (row,) = (line for line in generate.suites().splitlines() if "made up" in line)
     assert "2 processes that share it, of dispatch and mesh alone" in row
 
 
@@ -142,7 +142,7 @@ def test_curves_of_training_must_be_the_same():
 
 def test_no_records_no_text(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    assert generate.benchmarks() == ""
+    assert generate.benchmarks() == generate.suites() == ""
 
 
 def test_soak_says_what_went_wrong():

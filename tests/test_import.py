@@ -12,6 +12,7 @@ import typing
 import pytest
 
 import jax_ep
+from jax_ep import _runtime
 
 # The package that this process has imported, whatever lies in the current folder.
 SAME = {
@@ -67,6 +68,7 @@ config = jax_ep.EPConfig(num_experts=8, top_k=1, hidden_size=8, max_tokens_per_r
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     jax_ep.init(mesh, "ep", config)
+    jax_ep.init(mesh, "ep", config)
 print([str(w.message) for w in caught])
 """
 
@@ -74,10 +76,22 @@ print([str(w.message) for w in caught])
 @pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="the pool is large by itself")
 def test_warns_when_too_late() -> None:
     """The backend has its threads already: init says that runs in flight can hang."""
-    assert "NPROC" in python(LATE)
+    assert python(LATE).count("NPROC=") == 1  # of two
     early = LATE.replace("jax.devices()\nimport jax_ep", "import jax_ep")
     assert early != LATE
     assert python(early).strip() == "[]"
+
+
+def test_warns_each_time_where_warnings_are_errors(monkeypatch) -> None:
+    """What was raised was not taken note of: init failed, and will be called again."""
+    monkeypatch.setattr(_runtime, "_warned", False)
+    for _ in range(2):
+        with pytest.raises(RuntimeWarning, match="CPU pool must have at least 16"):
+            _runtime.warn_if_short(8, 8)
+    _runtime.warn_if_short(16, 8)
+    with pytest.warns(RuntimeWarning, match="NPROC=32"):
+        _runtime.warn_if_short(8, 8)
+    _runtime.warn_if_short(8, 8)
 
 
 def test_import_time(tmp_path: pathlib.Path) -> None:

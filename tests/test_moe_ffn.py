@@ -213,6 +213,11 @@ def test_update_bias_raises_the_idle():
     np.testing.assert_allclose(found, [-0.1, 0, 0, 0.1], atol=1e-7)
 
 
+def halves(params):
+    """gate_up as it is elsewhere: `[L, H, 2F]`."""
+    return params["gate_up"].reshape(*params["gate_up"].shape[:2], -1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -220,7 +225,13 @@ def test_update_bias_raises_the_idle():
         (lambda p: p.update(bias=0), "nothing besides"),
         (lambda p: p.pop("shared_down"), "must come together"),
         (lambda p: p.update(router=p["router"][:, :8]), r"router must be \[H, E\]"),
-        (lambda p: p.update(gate_up=p["gate_up"][..., :4]), "gate_up and down"),
+        (lambda p: p.update(gate_up=p["gate_up"][..., :4]), "gate_up and down .*shard"),
+        (
+            lambda p: p.update(gate_up=halves(p)),
+            r"reshape .*\[L, H, 2, F\], gate first(?!,)",
+        ),
+        (lambda p: p.update(gate_up=halves(p)[:2]), "gate first, and shard dimension"),
+        (lambda p: p.update(gate_up=halves(p)[..., 1:]), r"\(.*\); shard dimension 0"),
     ],
 )
 def test_wrong_params(change, message):
@@ -232,6 +243,21 @@ def test_wrong_params(change, message):
     body = functools.partial(jax_ep.moe_ffn, ep)
     with pytest.raises(ValueError, match=f"^jax_ep.moe_ffn: .*{message}"):
         jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
+            x, params
+        )
+
+
+def test_halves_that_an_axis_splits():
+    """Its part of `[L, H, 2F]` is not its part of gate and up."""
+    mesh = helpers.make_mesh({"ep": 1, "tp": 2})
+    ep = helpers.make_ep(mesh, config())
+    params = moe_dense.params()
+    params["gate_up"] = halves(params)
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+    body = functools.partial(jax_ep.moe_ffn, ep, tp_axis="tp")
+    specs = param_specs(params, "tp") | {"gate_up": P("ep", None, "tp")}
+    with pytest.raises(ValueError, match=r"gate first, before 'tp' splits it(?!,)"):
+        jax.shard_map(body, mesh=mesh, in_specs=(P("ep"), specs), out_specs=P())(
             x, params
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import quantizer
+from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
 from test_quantized import TILED, config_of, each_format, expect, run
 
@@ -116,3 +117,51 @@ def test_scaled_matmul(name: str) -> None:
     wanted = np.asarray(rows) @ np.asarray(back).T
     np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-2)
     assert np.abs(wanted).max() > 10
+
+
+@each_format
+def test_codes_are_no_rows(name: str) -> None:
+    """Neither of experts nor of combine; what they stand for is."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    config = helpers.make_config(**config_of(name))
+    ep = helpers.make_ep(mesh, config)
+    hidden, local, inner = config.hidden_size, ep.local_experts, 128
+    shape = (local, hidden, 2, inner)
+    gate_up, down = jnp.ones(shape), jnp.ones((local, inner, hidden))
+    n = config.max_tokens_per_rank * ep.ep_size
+    tokens = jnp.ones((n, hidden), config.dtype)
+    d = jax_ep.sharded.dispatch(ep, tokens, jnp.zeros((n, config.top_k), jnp.int32))
+    codes, sizes = d.tokens[: ep.recv_capacity], d.group_sizes[:local]
+    remedy = "these are the codes of a quantised dispatch: pass jax_ep.dequantize(d)"
+    experts = jax_ep.experts
+    for where, function in (
+        ("auto", experts.auto),
+        ("ragged_dot", experts.ragged_dot),
+        ("mosaic", experts.mosaic),
+        ("Padded", experts.Padded(8)),
+    ):
+        with raises() as caught:
+            function(codes, gate_up, down, sizes)
+        assert caught.type is TypeError
+        check_form(caught, f"experts.{where}", f"got {codes.dtype}", remedy)
+    with raises() as caught:
+        jax_ep.sharded.combine(ep, d.tokens, d.route)
+    assert caught.type is TypeError
+    words = f"expert_out must be {config.dtype}, got {codes.dtype}", remedy
+    check_form(caught, "sharded.combine", *words)
+    rows = jax_ep.sharded.dequantize(ep, d)
+    assert jax_ep.sharded.combine(ep, rows, d.route).shape == tokens.shape
+    found = experts.ragged_dot(rows[: ep.recv_capacity], gate_up, down, sizes)
+    assert found.dtype == config.dtype
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int16", "bool", "float8_e5m2"])
+def test_rows_that_are_no_values(dtype: str) -> None:
+    """Of types that no format has, 16 bits among them, which `mosaic` takes."""
+    rows, sizes = jnp.ones((4, 16)).astype(dtype), jnp.array([4], jnp.int32)
+    for name in ("auto", "ragged_dot", "mosaic"):
+        with raises() as caught:
+            function = getattr(jax_ep.experts, name)
+            function(rows, jnp.ones((1, 16, 2, 8)), jnp.ones((1, 8, 16)), sizes)
+        assert caught.type is TypeError
+        check_form(caught, f"experts.{name}", f"got {dtype}", "cast them")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import moe
 import numpy as np
 import pytest
+from errors import check_form, raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,6 +156,49 @@ def test_errors_of_a_ranks_call_name_the_function() -> None:
     ids = np.zeros((4 * mesh.size, ep.config.top_k), np.int32)
     with pytest.raises(ValueError, match=r"^jax_ep.sharded.dispatch: topk_ids ") as e:
         jax_ep.sharded.dispatch(ep, tokens, ids)
-    assert "(jax_ep.dispatch, of one rank's part)" in str(e.value)
+    whole = f"topk_ids of all ranks is {ids.shape}"
+    assert f"(jax_ep.dispatch, of one rank's part; {whole})" in str(e.value)
     with pytest.raises(TypeError, match=r"^jax_ep.sharded.dequantize: d must be"):
         jax_ep.sharded.dequantize(ep, tokens)
+
+
+def test_errors_of_shapes_have_the_whole_one() -> None:
+    """Of batches of sequences, and of what a rank finds wrong with its part."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep = helpers.make_ep(mesh, helpers.make_config())
+    hidden, top_k = ep.config.hidden_size, ep.config.top_k
+    tokens = jnp.zeros((mesh.size, 4, hidden), jnp.bfloat16)
+    ids = np.zeros((4 * mesh.size, top_k), np.int32)
+    with raises() as caught:
+        jax_ep.sharded.dispatch(ep, tokens, ids)
+    remedy = f"pass tokens.reshape(-1, {hidden})"
+    check_form(caught, "sharded.dispatch", "tokens", str(tokens.shape), remedy)
+    d = jax_ep.sharded.dispatch(ep, tokens.reshape(-1, hidden), ids)
+    wide = jnp.zeros((4 * mesh.size, 2 * hidden), jnp.bfloat16)
+    for function, name, call in (
+        ("dispatch", "tokens", lambda: jax_ep.sharded.dispatch(ep, wide, ids)),
+        ("combine", "expert_out", lambda: jax_ep.sharded.combine(ep, wide, d.route)),
+    ):
+        with raises() as caught:
+            call()
+        whole = f"; {name} of all ranks is {wide.shape})"
+        check_form(caught, f"sharded.{function}", name, f"(4, {2 * hidden})", whole)
+    # The next call of one program has other rows.
+    with raises() as caught:
+        jax_ep.sharded.dispatch(ep, jnp.concatenate([wide, wide]), ids)
+    check_form(caught, "sharded.dispatch", f"is {(8 * mesh.size, 2 * hidden)})")
+
+
+def test_errors_of_an_operand_that_lies_on_few_axes() -> None:
+    """A spec that leaves an axis out has fewer parts; a scale is the same on ranks."""
+    mesh = helpers.make_mesh({"tp": 2, "ep": 2})
+    changes = {"hidden_size": 32, "dispatch_format": "nvfp4"}
+    ep = helpers.make_ep(mesh, helpers.make_config(**changes))
+    ids = np.zeros((4, ep.config.top_k), np.int32)
+    with raises() as caught:
+        jax_ep.sharded.dispatch(ep, jnp.zeros((4, 64), jnp.bfloat16), ids, spec=P("ep"))
+    check_form(caught, "sharded.dispatch", "(2, 64)", "tokens of all ranks is (4, 64)")
+    tokens, scale = jnp.zeros((4, 32), jnp.bfloat16), jnp.ones(3)
+    with raises() as caught:
+        jax_ep.sharded.dispatch(ep, tokens, ids, input_scale=scale, spec=P("ep"))
+    check_form(caught, "sharded.dispatch", "input_scale of all ranks is (3,)")
