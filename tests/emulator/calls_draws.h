@@ -1,14 +1,34 @@
-// Draws of whole calls on emulated GPUs, for calls_test.cc.
+// Draws of whole calls on emulated GPUs, for calls_test.cc, far_calls_test.cc and options_test.cc.
 #pragma once
 
+#include <algorithm>
+#include <cctype>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <random>
 #include <string>
 
 #include "../cc/steps_draws.h"
 #include "emulator.h"
 
 namespace jax_ep {
+
+// What a test is asked to do: a word, or none, the seed of its draws, and their number.
+struct Asked {
+  std::string only;
+  uint64_t seed;
+  int64_t draws;
+
+  Asked(int argc, char** argv, int64_t own_draws) {
+    if (argc > 1 && std::isalpha(*argv[1]) != 0) only = argv[1], --argc, ++argv;
+    seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
+    draws = argc > 2 ? std::atoll(argv[2]) : own_draws;
+    std::printf("seed %llu, EMULATED_SEED=%llu\n", static_cast<unsigned long long>(seed),
+                static_cast<unsigned long long>(emulator::GetSettings().seed));
+  }
+};
 
 struct Draws {
   Options options;
@@ -42,6 +62,48 @@ inline Draws Draw(Random& random) {
   draws.one_region = random.OneIn(2);
   draws.times = random.OneIn(2) ? 1 : random.In(2, 4);
   return draws;
+}
+
+// Over several nodes.
+inline Draws DrawNodes(Random& random) {
+  Draws draws = Draw(random);
+  while (draws.options.shape.ranks < 2) draws = Draw(random);
+  const int64_t ranks = draws.options.shape.ranks;
+  draws.bundles = random.OneIn(2);
+  draws.node = draws.bundles && ranks % 2 == 0 ? ranks / 2 : random.In(1, ranks - 1);
+  return draws;
+}
+
+// The first `entries` of each token of `world`, which has dispatched, as rows that cross one by
+// one, as `by_entry` of jax_ep/_modes.py: (token, k) are tokens, (slot, k) slots. Their chunks have
+// gaps: of entries that go elsewhere and, where a token has more than `entries`, of tokens that
+// nothing else brought there.
+inline World OneByOne(const World& world, int64_t entries, Random& random) {
+  const int64_t all = world.shape().top_k;
+  Options options = world.options;
+  EpShape& shape = options.shape;
+  shape.tokens *= entries, shape.top_k = 1;
+  World one_by_one(options, random);
+  for (size_t r = 0; r < world.ranks.size(); ++r) {
+    const Rank& from = world.ranks[r];
+    const Rank& to = one_by_one.ranks[r];
+    std::fill_n(to.row_slot.as<int32_t>(), shape.recv_rows, -1);
+    for (int64_t i = 0; i < shape.tokens; ++i) {
+      const int32_t slot = from.slot_of.as<int32_t>()[i / entries * all + i % entries];
+      to.slot_of.as<int32_t>()[i] =
+          slot < 0 ? -1 : static_cast<int32_t>(slot * entries + i % entries);
+    }
+    for (int64_t i = 0; i < shape.slots(); ++i) {
+      const int32_t row = from.row_of.as<int32_t>()[i / entries * all + i % entries];
+      to.row_of.as<int32_t>()[i] = row;
+      if (row >= 0) to.row_slot.as<int32_t>()[row] = static_cast<int32_t>(i);
+    }
+    for (int64_t i = 0; i < shape.ranks; ++i) {
+      to.slot_counts.as<int32_t>()[i] =
+          static_cast<int32_t>(from.slot_counts.as<int32_t>()[i] * entries);
+    }
+  }
+  return one_by_one;
 }
 
 // NaN wherever combine must not look, unless it may look everywhere.

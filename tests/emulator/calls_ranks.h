@@ -212,9 +212,26 @@ cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall*
       });
 }
 
+// What the handler of a part has of a call: the first half of rows that travel one by one knows
+// them as tokens of one row.
+inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
+  if (part == Part::kSend) {
+    step.shape.tokens = step.messages();
+    if (step.by_entry) step.shape.top_k = 1;
+    step.slot_of = nullptr, step.entry_weights = nullptr;
+    step.residual = step.shared_rows = step.output = nullptr;
+    step.shared_part = nullptr;
+  } else if (part == Part::kPlace) {
+    step.row_of = step.slot_counts = nullptr;
+    step.expert_out = nullptr, step.row_weights = nullptr;
+  }
+  return step;
+}
+
 template <typename Format>
-cudaError_t Launch(Part part, const WindowCombineStep& step, PendingCall* pending,
+cudaError_t Launch(Part part, const WindowCombineStep& whole, PendingCall* pending,
                    const OnGpu& gpu) {
+  const WindowCombineStep step = PartOf(part, whole);
   return LaunchPart<Format>(
       part, step, pending, gpu, [&] { return cuda::WindowCombine(step, gpu.group, gpu.stream); },
       [&](auto* to, bool at_once) {

@@ -5,9 +5,6 @@
 // their number; after `tampered` the tables and the windows are spoiled.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <string>
 #include <utility>
 
 #include "calls_world.h"
@@ -15,19 +12,16 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kLeft = 0x5B;  // what calls before have left in regions
-
 // Cached dispatches along the routes of `world`, whatever they are, over what regions hold.
 void RunAlongRoutes(World& world, const Draws& draws) {
   world.CachedDispatch();
   Gpus gpus(world, draws);
-  gpus.FillRegions(kLeft);
+  gpus.FillRegions();
   for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
 }
 
-// Rows that cross one by one, as `by_entry` of jax_ep/_modes.py: (token, k) are tokens, (slot, k)
-// slots. Their chunks have several slots, and gaps between those: of entries that go elsewhere and,
-// where the last one of a token is a shared expert's, of tokens that nothing else brought there.
+// Rows that cross one by one, in chunks of several. Where there is a shared expert, the last entry
+// of a token is its.
 void RunByEntry(Random& random) {
   Draws draws = Draw(random);
   if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
@@ -42,25 +36,9 @@ void RunByEntry(Random& random) {
   DrawIds(world, random);
   world.Dispatch();
 
-  const int64_t all = shape.top_k, entries = all - shared;
-  shape.tokens *= entries, shape.top_k = 1;
+  World one_by_one = OneByOne(world, shape.top_k - shared, random);
+  draws.options.shape = one_by_one.shape();
   CurrentCase() = "by entry, " + Text(draws);
-  World one_by_one(draws.options, random);
-  for (size_t r = 0; r < world.ranks.size(); ++r) {
-    const Rank& from = world.ranks[r];
-    const Rank& to = one_by_one.ranks[r];
-    std::fill_n(to.row_slot.as<int32_t>(), shape.recv_rows, -1);
-    for (int64_t i = 0; i < shape.tokens; ++i) {
-      const int32_t slot = from.slot_of.as<int32_t>()[i / entries * all + i % entries];
-      to.slot_of.as<int32_t>()[i] =
-          slot < 0 ? -1 : static_cast<int32_t>(slot * entries + i % entries);
-    }
-    for (int64_t i = 0; i < shape.slots(); ++i) {
-      const int32_t row = from.row_of.as<int32_t>()[i / entries * all + i % entries];
-      to.row_of.as<int32_t>()[i] = row;
-      if (row >= 0) to.row_slot.as<int32_t>()[row] = static_cast<int32_t>(i);
-    }
-  }
   RunAlongRoutes(one_by_one, draws);
 }
 
@@ -104,7 +82,7 @@ void RunCutCounts(Random& random) {
   }
   world.Combine();
   Gpus gpus(world, draws);
-  gpus.FillRegions(kLeft);
+  gpus.FillRegions();
   CHECK(gpus.Combine());
 }
 
@@ -194,14 +172,9 @@ void RunTampered(int64_t draws, Random& random) {
 }
 
 int Main(int argc, char** argv) {
-  const bool tampered = argc > 1 && std::string(argv[1]) == "tampered";
-  if (tampered) --argc, ++argv;
-  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
-  const int64_t draws = argc > 2 ? std::atoll(argv[2]) : 60;
-  std::printf("seed %llu, EMULATED_SEED=%llu\n", static_cast<unsigned long long>(seed),
-              static_cast<unsigned long long>(emulator::GetSettings().seed));
+  const auto [only, seed, draws] = Asked(argc, argv, 60);
   Random random(seed);
-  if (tampered) {
+  if (only == "tampered") {
     RunTampered(draws, random);
     return 0;
   }

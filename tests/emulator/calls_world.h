@@ -1,5 +1,5 @@
-// The ranks of a world on emulated GPUs, for calls_test.cc and far_calls_test.cc: calls, and what
-// they are compared with. Compiled as nvcc compiles the kernels.
+// The ranks of a world on emulated GPUs, for calls_test.cc, far_calls_test.cc and
+// options_test.cc: calls, and what they are compared with. Compiled as nvcc compiles the kernels.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@ namespace jax_ep {
 
 inline constexpr uint64_t kTimeoutNs = 20'000'000'000;
 inline constexpr CallSite kSite = 0x5171;
+inline constexpr int kLeft = 0x5B;  // what calls before have left in regions
 
 // Not written yet.
 template <typename T>
@@ -58,12 +59,11 @@ class Gpus {
   Gpus(const Gpus&) = delete;
   Gpus& operator=(const Gpus&) = delete;
 
-  // What calls before have left in the regions.
-  void FillRegions(int fill) {
+  void FillRegions() {
     const WindowGroup& group = ranks_[0].group;
     for (uint8_t* window : windows_.blocks) {
       for (const BufferGroupLayout& calls : group.layout.groups) {
-        std::memset(window + calls.regions, fill,
+        std::memset(window + calls.regions, kLeft,
                     static_cast<size_t>(calls.region_bytes * group.depth * group.ranks));
       }
     }
@@ -133,9 +133,37 @@ class Gpus {
       Must(cudaSetDevice(static_cast<int>(i)));
       Enqueue(world_.ranks[i], ranks_[i], times);
     }
-    Must(cudaDeviceSynchronize());
+    Finish();
     for (size_t i = 0; i < ranks_.size(); ++i) {
-      const WaitReport& report = *ranks_[i].group.host_report;
+      for (const auto& step : ranks_[i].dispatches) CheckDispatched(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].cached) CheckCached(step, world_.ranks[i]);
+      for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);
+    }
+  }
+
+  // Combines alone, `times` of them, after `amend(rank, step)`.
+  template <typename Amend>
+  void RunCombines(int64_t times, Amend amend) {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Must(cudaSetDevice(static_cast<int>(i)));
+      for (int64_t call = 0; call < times; ++call) {
+        ranks_[i].combines.push_back(CombineStep(world_.ranks[i]));
+        amend(i, ranks_[i].combines.back());
+      }
+      EnqueueEach<Bf16Format>(ranks_[i], ranks_[i].combines);
+    }
+    Finish();
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);
+    }
+  }
+
+ private:
+  // No wait of what is under way fails.
+  void Finish() {
+    Must(cudaDeviceSynchronize());
+    for (const OnGpu& gpu : ranks_) {
+      const WaitReport& report = *gpu.group.host_report;
       if (report.status != WaitStatus::kArrived) {
         CurrentCase() += "; rank " + std::to_string(report.waiting_rank) + " waited for rank " +
                          std::to_string(report.awaited_rank) + ", epoch " +
@@ -144,13 +172,9 @@ class Gpus {
                          std::to_string(static_cast<int>(report.status));
       }
       CHECK(report.status == WaitStatus::kArrived);
-      for (const auto& step : ranks_[i].dispatches) CheckDispatched(step, world_.ranks[i]);
-      for (const auto& step : ranks_[i].cached) CheckCached(step, world_.ranks[i]);
-      for (const auto& step : ranks_[i].combines) CheckCombined(step, world_.ranks[i]);
     }
   }
 
- private:
   void Enqueue(const Rank& rank, OnGpu& gpu, int64_t times) {
     for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
     world_.OfFormat([&]<typename Format>(Format) {

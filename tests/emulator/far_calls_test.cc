@@ -4,10 +4,7 @@
 // that others spoil; first halves that nobody ends. Takes the seed of its draws and their number,
 // behind `silent`, `spoiled` or `drops` for those alone. Needs EMULATED_GPUS=4 or more.
 #include <algorithm>
-#include <cctype>
 #include <cstdio>
-#include <cstdlib>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -15,15 +12,6 @@
 
 namespace jax_ep {
 namespace {
-
-Draws DrawNodes(Random& random) {
-  Draws draws = Draw(random);
-  while (draws.options.shape.ranks < 2) draws = Draw(random);
-  const int64_t ranks = draws.options.shape.ranks;
-  draws.bundles = random.OneIn(2);
-  draws.node = draws.bundles && ranks % 2 == 0 ? ranks / 2 : random.In(1, ranks - 1);
-  return draws;
-}
 
 // Nodes of which not every rank hears every other.
 Draws DrawRelays(Random& random) {
@@ -103,12 +91,7 @@ void RunDrops(Random& random) {
 }
 
 int Main(int argc, char** argv) {
-  const std::string only = argc > 1 && std::isalpha(*argv[1]) != 0 ? argv[1] : "";
-  if (!only.empty()) --argc, ++argv;
-  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
-  const int64_t draws = argc > 2 ? std::atoll(argv[2]) : 40;
-  std::printf("seed %llu, EMULATED_SEED=%llu\n", static_cast<unsigned long long>(seed),
-              static_cast<unsigned long long>(emulator::GetSettings().seed));
+  const auto [only, seed, draws] = Asked(argc, argv, 40);
   Random random(seed), random_of_faults(seed + 1);
   CHECK(emulator::GetSettings().gpus >= 4);
   const auto is_turn = [&](const char* name, int64_t i, int64_t turn) {
