@@ -47,10 +47,10 @@ def headline(data, table):
     columns = (
         sizes,
         "jax_ep",
-        "of the links' speed",
+        "of the link's speed",
         "JAX's `ragged_all_to_all`",
-        "XLA's best flags",
-        "fastest call found",
+        "the same, XLA's best flags",
+        "its fastest variant found",
     )
     return table(columns, found)
 
@@ -60,18 +60,18 @@ def p2p(data, table, picture):
     rows = [row for row in rows_of(data) if row["routing"] == "uniform"]
     labels = sorted({row["ragged_best"] for row in rows} - {None})
     head = (
-        f"**Transport p2p, {data['count']} x {data['device']}** (jax {data['jax']}, "
-        f"driver {data['driver']}, {data['date']}, commit {data['commit'][:12]}, seed "
-        f"{data['seed']}; `{data['command']}`): hidden {data['hidden']}, "
-        f"{data['dtype']}, top-{data['top_k']} of {data['experts']} by distinct random "
-        "ids. `floor` is what the bytes of the busiest rank need at "
-        f"{p2p_report.number(data['peak_gb_s'], 0)} GB/s, which a copy kernel reaches "
-        "in the same run; GB/s and % count the same bytes. `ragged` is JAX's own path, "
-        "with XLA's default flags, with its best ones, and the fastest of what was "
-        f"tried (here {', '.join(labels)}); `speed-up` is p2p's over that; what is "
-        "blank was not measured. Every table, row and sum was compared with the "
-        "collective transport's in this run, bit for bit. How calls are timed: "
-        "[docs/performance.md](docs/performance.md#how-calls-are-timed)."
+        f"**Single calls over p2p, {data['count']} x {data['device']}** (jax "
+        f"{data['jax']}, driver {data['driver']}, {data['date']}, commit "
+        f"{data['commit'][:12]}, seed {data['seed']}; `{data['command']}`). Hidden "
+        f"{data['hidden']}, {data['dtype']}, top-{data['top_k']} of {data['experts']} "
+        "experts, distinct random ids. `floor` is the time that the busiest rank's "
+        f"bytes need at {p2p_report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
+        "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
+        "JAX's own path: with XLA's default flags, with the best flags, and the "
+        f"fastest variant we found (here {', '.join(labels)}), which `speed-up` "
+        "compares with. Blank cells were not measured. Every result was compared bit "
+        "for bit with transport `collective`'s in the same run. "
+        "[How calls are timed](docs/performance.md#how-calls-are-timed)."
     )
     shown = (
         "![Microseconds and GB/s of dispatch and combine against tokens a rank]"

@@ -99,12 +99,14 @@ def targets():
 
 
 def benchmarks():
-    """What README.md shows of single calls, and the tests on GPUs."""
+    """What README.md shows of single calls."""
     data = newest("p2p")
     picture = P2P_PICTURE.relative_to(ROOT)
-    calls = call_tables.p2p(data, table, picture) if data else ""
-    suites = suite_table.on_gpus(records, table)
-    return "\n\n".join(filter(None, [calls, suites]))
+    return call_tables.p2p(data, table, picture) if data else ""
+
+
+def suites():
+    return suite_table.on_gpus(records, table)
 
 
 def other_calls():
@@ -152,6 +154,7 @@ def main():
         (README, "headline", from_newest("p2p", call_tables.headline)),
         (README, "benchmarks", benchmarks()),
         (RELIABILITY, "promises", reliability_table.promises(records, table)),
+        (RELIABILITY, "suites", suites()),
         (RELIABILITY, "figures", reliability_table.figures(records, table)),
         (RELIABILITY, "soak", from_newest("soak", reliability_table.soak_part)),
         (PERFORMANCE, "targets", targets()),

@@ -16,18 +16,28 @@ def _times(data, table):
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
+# Of layer_report.COLUMNS, what README.md shows.
+SHORT = ("layer", "", "p2p", "collective", "dense", "ragged, flags", "ragged, best")
+SHORT_RATIOS = ("over dense", "over ragged, flags", "over ragged, best")
+
+
 def layers_in_short(data, table):
     """What README.md shows."""
+    whole, *notes = _times(data, lambda header, rows: (header, rows))
+    header, rows = whole
+    chosen = [header.index(name) for name in (*SHORT, *SHORT_RATIOS)]
     head = (
-        f"**Whole layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
+        f"**Whole MoE layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
         f"{data['date']}): {data['tokens']} tokens a rank, top-{data['top_k']}, "
-        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, and "
-        "in brackets the share of them beside router and experts. `ragged` is the same "
-        "layer over `jax.lax.ragged_all_to_all`, `dense` over `all_to_all` with a "
-        "capacity; the last columns are p2p's speed-up over each. Commands, and what "
-        "each column is: [docs/layers.md](docs/layers.md#what-a-layer-waits-for)."
+        "bfloat16. Milliseconds for router, exchange, SwiGLU experts and exchange; in "
+        "brackets the share that is not router or experts. `dense` exchanges by "
+        "`all_to_all` with a fixed capacity, `ragged` by `jax.lax.ragged_all_to_all`, "
+        "with XLA's best flags and in the fastest variant we found. The last columns "
+        "are p2p's speed-up over these. More columns and the commands: "
+        "[docs/layers.md](docs/layers.md#what-a-layer-waits-for)."
     )
-    return "\n\n".join([head, *_times(data, table)])
+    short = [[row[i] for i in chosen] for row in rows]
+    return "\n\n".join([head, table([header[i] for i in chosen], short), *notes])
 
 
 def layers(data, table):

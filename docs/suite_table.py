@@ -58,7 +58,7 @@ def on_gpus(records, table):
     ]
     counts = ("passed", "failed", "skipped", "cut off")
     return (
-        "**Tests on GPUs** (`benchmarks/record_suite.py`; `cut off` counts files that "
-        "did not come to their end in the time that there was):\n\n"
+        "Recorded by `benchmarks/record_suite.py`; `cut off` counts files that had not "
+        "finished when the time was over.\n\n"
         + table(("on", "transport", *counts, "jax", "date", "commit"), rows)
     )

@@ -156,10 +156,10 @@ class Heap:
                 self.broken = "heaps that differ: some process had no room"
             raise RuntimeError(
                 "jax_ep.init: each GPU must have room for its window in NVSHMEM's "
-                f"heap, {short[0]}, got {short[1]}; lower max_tokens_per_rank, leave "
-                "JAX less of the device (XLA_PYTHON_CLIENT_MEM_FRACTION or "
-                "XLA_PYTHON_CLIENT_PREALLOCATE=false), or raise "
-                "NVSHMEM_MAX_MEMORY_PER_GPU"
+                f"heap, {short[0]}, got {short[1]}; lower max_tokens_per_rank or "
+                "pending_calls, leave JAX less of the device "
+                "(XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE="
+                "false), or raise NVSHMEM_MAX_MEMORY_PER_GPU"
             )
         pes = [
             [meeting.processes.index(device.process_index) for device in group]
