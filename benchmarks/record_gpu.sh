@@ -5,9 +5,9 @@
 #
 #   benchmarks/record_gpu.sh [step]...
 #
-# Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
+# Steps: limits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
 # layer collective. Where there is one GPU, four processes share it. Needs jax_ep built for these GPUs,
-# importable by PYTHON (default python3), with the extra test; step kernels needs nvcc. Status 1 if a
+# importable by PYTHON (default python3), with the extra test; steps limits and kernels need nvcc. Status 1 if a
 # step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -37,10 +37,12 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
+  steps=(limits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
     layer collective)
 for step in "${steps[@]}"; do
   case $step in
+    # With the litmus test of the memory order.
+    limits) run "$python" benchmarks/gpu_limits.py ;;
     kernels)
       run "$python" benchmarks/window_kernels.py --record --sms 0,24,32 \
         --tokens 1,8,32,128,512,1024,4096,8192

@@ -23,6 +23,7 @@ import threading
 _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
+_NO_NUMBER = -1  # under which nothing is given
 # Open at a giver: more than processes have devices, fewer than files may be opened.
 _MOST_TAKERS = 256
 # Of Linux's SO_PEERCRED: process, effective user, group.
@@ -169,12 +170,31 @@ class Taker:
             self._socket.close()
             raise
 
+    def greet(self) -> None:
+        """Waits until the giver has answered, which it does to its own user alone.
+
+        Raises:
+            OSError: it left.
+        """
+        self._ask(_NO_NUMBER)
+
     def take(self, number: int) -> int:
         """A descriptor of one's own of what was given under that number.
 
         Raises:
             OSError: it is not there; no answer, or one that is none; the giver is gone.
         """
+        taken, flags = self._ask(number)
+        if len(taken) == 1 and not flags & socket.MSG_CTRUNC:
+            return taken[0]
+        for descriptor in taken:
+            os.close(descriptor)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError("this process cannot open one more file")
+        raise OSError(f"nothing is there under number {number}")
+
+    def _ask(self, number: int) -> tuple[list[int], int]:
+        """The descriptors that come with the answer, and its flags."""
         message = _MESSAGE.pack(_MAGIC, self._secret, number)
         try:
             self._socket.send(message)
@@ -183,16 +203,12 @@ class Taker:
             raise TimeoutError(
                 f"no answer within {self._socket.gettimeout():g} s"
             ) from None
-        if answer == message and len(taken) == 1 and not flags & socket.MSG_CTRUNC:
-            return taken[0]
+        if answer == message:
+            return taken, flags
         for descriptor in taken:
             os.close(descriptor)
         if not answer:
             raise ConnectionResetError("the process closed its socket")
-        if flags & socket.MSG_CTRUNC:
-            raise OSError("this process cannot open one more file")
-        if answer == message:
-            raise OSError(f"nothing is there under number {number}")
         raise OSError(f"an answer that is none, {answer[:16]!r}")
 
     def close(self) -> None:

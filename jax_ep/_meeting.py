@@ -266,11 +266,12 @@ class Meeting:
         """Reaches the place of another process.
 
         Raises:
-            OSError: it cannot be reached.
+            OSError: it cannot be reached, or gives nothing to this process's user.
         """
         from jax_ep._descriptors import Taker
 
         self._takers[process] = Taker(address, self._timeout_s)
+        self._takers[process].greet()
 
     def connected(self, process: int) -> bool:
         """Whether `take` can get what that process gives."""

@@ -147,8 +147,8 @@ def _reach(
             meeting.connect(process, cards[process]["address"])
         except OSError as error:
             return (
-                "processes that reach each other's abstract Unix sockets, so one "
-                "network namespace on a host",
+                "processes of one user that reach each other's abstract Unix sockets, "
+                "so one network namespace and one user namespace on a host",
                 f"{error.strerror or error} from process {meeting.own} to {process}",
             )
     return None

@@ -179,13 +179,15 @@ def test_other_users_are_left(giver, monkeypatch) -> None:
     giver.give(1, make_file())
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
-    with (
-        contextlib.closing(Taker(giver.address, 20.0)) as taker,
-        pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
-    ):
-        taker.take(1)
+    for ask in (Taker.greet, lambda taker: taker.take(1)):
+        with (
+            contextlib.closing(Taker(giver.address, 20.0)) as taker,
+            pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
+        ):
+            ask(taker)
     monkeypatch.undo()
     with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+        taker.greet()
         assert take_content(taker, 1) == b"here"
 
 

@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from imagined import Native
 from test_meeting import act_all
 from test_transport import Device
 
-from jax_ep import _windows
+from jax_ep import _descriptors, _windows
 from jax_ep._meeting import Meeting
 
 CONFIG = helpers.make_config(timeout_s=20.0)
@@ -204,6 +205,15 @@ def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
     (found,) = set(Job(ONE_EACH).results())
     assert "network namespace" in found[0]
     assert "refused from process 0 to 1" in found[1]
+
+
+def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
+    """Nobody gives to another user: no p2p, and no error where others serve."""
+    user = os.geteuid()
+    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
+    (found,) = set(Job(ONE_EACH).results())
+    assert "user namespace" in found[0]
+    assert "from process 0 to 1" in found[1]
 
 
 @pytest.mark.parametrize("field", ["no_map", "no_export"])
