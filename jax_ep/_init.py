@@ -61,10 +61,12 @@ def init(
 
     Raises:
         ValueError, TypeError: an argument does not hold what is said above; a config
-            that this mesh or transport cannot serve.
+            that this mesh or transport cannot serve; a forked child of a process that
+            has called it.
         RuntimeError: a device has no room for the windows of p2p or shmem; a process of
             the mesh did not come within `timeout_s`, or failed.
     """
+    _runtime.require_unforked()
     mesh = _mesh(mesh)
     if not isinstance(config, EPConfig):
         raise TypeError(

@@ -1,8 +1,9 @@
-"""Room in XLA's CPU thread pool. Used at import and by init.
+"""What this process must be like: room in XLA's CPU thread pool, threads of its own.
 
-XLA's CPU pool has max(NPROC or cores, devices) threads. Collectives block a thread for
-each device, so several programs in flight on more devices than cores can take every
-thread and stop (docs/sharp_bits.md). NPROC is read when the backend starts.
+Used at import and by init. XLA's CPU pool has max(NPROC or cores, devices) threads.
+Collectives block a thread for each device, so several programs in flight on more
+devices than cores can take every thread and stop (docs/sharp_bits.md). NPROC is read
+when the backend starts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
 _warned = False
+_process: int | None = None  # that has called init first
 
 
 def _forced_devices() -> int:
@@ -61,3 +63,19 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
             stacklevel=4,
         )
         _warned = True  # not where the warning was raised
+
+
+def require_unforked() -> None:
+    """Raises ValueError where JAX's threads stayed behind with the process forked from.
+
+    Without them everything that JAX is asked for would wait for ever.
+    """
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    if _process != os.getpid():
+        raise ValueError(
+            "jax_ep.init: must run in a process that has started JAX itself, got a "
+            f"child forked from process {_process}, which had; start processes by "
+            "spawn, or fork before the first use of JAX"
+        )
