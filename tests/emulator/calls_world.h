@@ -16,7 +16,7 @@
 namespace jax_ep {
 
 inline constexpr uint64_t kTimeoutNs = 20'000'000'000;
-inline constexpr CallSite kSite = 0x5171;
+inline constexpr CallSite kSite = 0x5171, kOtherSite = 0x5172;
 inline constexpr int kLeft = 0x5B;  // what calls before have left in regions
 
 // Not written yet.
@@ -114,10 +114,12 @@ class Gpus {
     }
   }
 
-  // A dispatch at each rank but `silent`. What the ranks have reported then.
-  std::vector<WaitReport> DispatchWithout(int64_t silent) {
+  // A dispatch at each rank but `silent`, at `mixed_up` of another line. What ranks report then.
+  std::vector<WaitReport> DispatchWithout(int64_t silent, int64_t mixed_up = -1) {
     world_.OfFormat([&]<typename Format>(Format) {
-      const auto make = [&](const Rank& rank) { return DispatchStep(rank); };
+      const auto make = [&](const Rank& rank) {
+        return DispatchStep(rank, &rank - &world_.ranks[0] == mixed_up ? kOtherSite : kSite);
+      };
       Step<Format>(Part::kWhole, &OnGpu::dispatches, make, silent);
     });
     std::vector<WaitReport> reports;
@@ -253,13 +255,13 @@ class Gpus {
     }
   }
 
-  WindowDispatchStep DispatchStep(const Rank& rank) const {
+  WindowDispatchStep DispatchStep(const Rank& rank, CallSite site = kSite) const {
     WindowDispatchStep step{};
     step.shape = world_.shape();
     step.zero_tail = world_.options.zero_tail;
     step.element = world_.options.element;
     step.scale_layout = world_.options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
-    step.site = kSite;
+    step.site = site;
     step.tokens = Upload<void>(rank.tokens);
     step.ids = Upload<int32_t>(rank.ids);
     step.weights = Upload<float>(rank.weights);

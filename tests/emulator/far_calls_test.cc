@@ -1,8 +1,9 @@
 // Whole calls of ranks on several nodes, on emulated GPUs: the window kernels with those of
 // shmem/far.cu between their halves, over puts that do the worst (puts.cc). Results against the CPU
-// steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come; bundles
-// that others spoil; first halves that nobody ends. Takes the seed of its draws and their number,
-// behind `silent`, `spoiled` or `drops` for those alone. Needs EMULATED_GPUS=4 or more.
+// steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come, or is in
+// another call; bundles that others spoil; first halves that nobody ends. Takes the seed of its
+// draws and their number, behind `silent`, `mixed`, `spoiled` or `drops` for those alone. Needs
+// EMULATED_GPUS=4 or more.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -53,6 +54,26 @@ void RunSilent(Random& random) {
   CHECK(emulator::ClockNs() - begin < 10 * ShortTimeoutNs());
 }
 
+// The last rank makes another call than the others: an error for all, long before the time limit.
+void RunMixed(Random& random) {
+  Draws draws = random.OneIn(2) ? DrawNodes(random) : DrawRelays(random);
+  draws.times = 1;
+  CurrentCase() = "mixed, " + Text(draws);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  Gpus gpus(world, draws, kTimeoutNs);
+  const uint64_t begin = emulator::ClockNs();
+  const int64_t mixed_up = draws.options.shape.ranks - 1;
+  bool is_found = false;
+  for (const WaitReport& report : gpus.DispatchWithout(-1, mixed_up)) {
+    CHECK(report.status != WaitStatus::kArrived && report.status != WaitStatus::kTimedOut);
+    is_found |= report.status == WaitStatus::kProtocolError &&
+                (report.waiting_rank == mixed_up || report.awaited_rank == mixed_up);
+  }
+  CHECK(is_found && emulator::ClockNs() - begin < kTimeoutNs);
+}
+
 void Put(uint8_t* to, int32_t value) { std::memcpy(to, &value, sizeof value); }
 
 // Tables and messages of bundles that are anything: the emulator judges, which knows all memory.
@@ -99,6 +120,7 @@ int Main(int argc, char** argv) {
   };
   for (int64_t i = 0; i < draws; ++i) {
     if (is_turn("silent", i, 1)) RunSilent(random_of_faults);
+    if (is_turn("mixed", i, 2)) RunMixed(random_of_faults);
     if (is_turn("spoiled", i, 3)) RunSpoiledBundles(random_of_faults);
     if (is_turn("drops", i, 5)) RunDrops(random_of_faults);
     if (only.empty()) RunWholeLayer(DrawNodes(random), random);
