@@ -11,7 +11,14 @@ import sys
 import tempfile
 from typing import Any
 
-from jax_ep._cli_values import at_least, file_problem, no_backend, number
+from jax_ep._cli_values import (
+    at_least,
+    file_problem,
+    no_backend,
+    number,
+    read_record,
+    write_file,
+)
 
 _TEXT = """\
 Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
@@ -26,9 +33,10 @@ examples:
   jax-ep bench --tokens 128 4096 --transports p2p collective
   jax-ep bench --compare before.json after.json --tolerance 0.05
 
-exit codes: 0 good, 1 a wrong result, a failed measurement, or with --compare a call
-that became slower by more than the tolerance, that AFTER lacks or has wrong, or runs of
-unlike devices or sizes, 2 usage, 130 interrupted
+exit codes: 0 good, 1 a wrong result, a failed measurement, a file that could not be
+written after all, or with --compare a call that became slower by more than the
+tolerance, that AFTER lacks or has wrong, or runs of unlike devices or sizes, 2 usage,
+or with --compare a file that is no record, 130 interrupted
 """
 
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -84,13 +92,7 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.compare:
-        try:
-            before, after = (_read(path) for path in args.compare)
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--compare must name two records of jax-ep bench: {error}")
-        lines, failed = compare(before, after, args.tolerance)
-        print("\n".join(lines))
-        return 1 if failed else 0
+        return _compare_files(*args.compare, args.tolerance)
     _check_paths(args, parser)
     folder = find_benchmarks()
     if folder is None:
@@ -103,19 +105,40 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return _measure(args, folder)
 
 
+def _compare_files(before: str, after: str, tolerance: float) -> int:
+    try:
+        records = read_record(before), read_record(after)
+    except ValueError as error:
+        print(
+            f"jax-ep bench: --compare must name two records: {error}", file=sys.stderr
+        )
+        return 2
+    lines, failed = compare(*records, tolerance)
+    # A name in a record may have letters that the terminal's encoding lacks.
+    encoding = sys.stdout.encoding or "utf-8"
+    print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
+    return 1 if failed else 0
+
+
 def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Found out now, not after minutes of measuring."""
     from jax_ep._demo import picture
 
-    if args.plot and (problem := picture.problem(args.plot)):
-        parser.error(f"--plot must be {problem}, got {args.plot!r}")
-    if args.plot and not picture.available():
+    if args.plot is not None:
+        if problem := picture.problem(args.plot) or file_problem(args.plot):
+            parser.error(f"--plot must be {problem}, got {args.plot!r}; name another")
+        if not picture.available():
+            parser.error(
+                f"--plot must be left out without matplotlib, got {args.plot!r}; run "
+                "pip install 'jax_ep[demo]'"
+            )
+    if args.json == "-":
         parser.error(
-            f"--plot must be left out without matplotlib, got {args.plot!r}; run pip "
-            "install 'jax_ep[demo]'"
+            "--json must be a file, got '-': standard output has the table; name a "
+            "file, or ./- for one of that name"
         )
-    if args.json and (problem := file_problem(args.json)):
-        parser.error(f"--json must be {problem}, got {args.json!r}")
+    if args.json is not None and (problem := file_problem(args.json)):
+        parser.error(f"--json must be {problem}, got {args.json!r}; name another")
 
 
 def find_benchmarks() -> pathlib.Path | None:
@@ -157,15 +180,15 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
         # The command says where the record goes; p2p.py draws beside what it saves.
         p2p.save = keep
         code = p2p.main(_arguments(args, on_cpu))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {args.json}")
-    if args.plot:
+    written = True
+    if args.json is not None:
+        text = json.dumps(record, indent=1) + "\n"
+        written &= write_file(args.json, lambda path: path.write_text(text))
+    if args.plot is not None:
         import draw  # pyright: ignore[reportMissingImports]
 
-        draw.save(record, pathlib.Path(args.plot))
-        print(f"wrote {args.plot}")
-    return code
+        written &= write_file(args.plot, lambda path: draw.save(record, path))
+    return code if written else 1
 
 
 def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str | None:
@@ -225,17 +248,6 @@ def _guarded(find_peak: Any) -> Any:
     return find
 
 
-def _read(path: str) -> dict[str, Any]:
-    record = json.loads(pathlib.Path(path).read_text())
-    if (
-        not isinstance(record, dict)
-        or record.get("kind") != "p2p"
-        or not {"count", "device", "date", "commit", "results"} <= set(record)
-    ):
-        raise ValueError(f"{path} is none")
-    return record
-
-
 _CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
 _PLAIN = "bf16"  # of rows that name no format, too
 
@@ -245,7 +257,7 @@ def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
     found = {}
     for row in record["results"]:
         if "us" in row:
-            case = (*(row.get(name) for name in _CASE), row.get("format", _PLAIN))
+            case = (*(row.get(name) for name in _CASE), row.get("format") or _PLAIN)
             found[case] = None if row.get("wrong") else row["us"]
     return found
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import types
 
 import pytest
 from test_doctor import command
 
-from jax_ep import _cli, _cli_bench
+from jax_ep import _cli, _cli_bench, _cli_values
 from jax_ep._demo import picture
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -88,12 +90,23 @@ def test_compare_tells_formats_apart():
     assert "2 cases in both" in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["device", "count", "hidden", "experts", "top_k"])
-def test_compare_of_unlike_runs_fails(tmp_path, capsys, name):
-    runs = [record(combine=50) | {name: value} for value in (4, 8)]
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("device", ("A", "B")),
+        ("count", (4, 8)),
+        ("hidden", (4, 8)),
+        ("dtype", ("bfloat16", "float32")),
+        ("experts", (4, 8)),
+        ("top_k", (4, 8)),
+    ],
+)
+def test_compare_of_unlike_runs_fails(tmp_path, capsys, name, values):
+    runs = [record(combine=50) | {name: value} for value in values]
     paths = [write(tmp_path / f"{i}.json", each) for i, each in enumerate(runs)]
     assert _cli.main(["bench", "--compare", *paths]) == 1
-    assert f"NOT ALIKE: {name} 4 and 8" in capsys.readouterr().out
+    before, after = values
+    assert f"NOT ALIKE: {name} {before!r} and {after!r}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,19 +119,66 @@ def test_compare_of_unlike_runs_fails(tmp_path, capsys, name):
         (["--tolerance", "-1"], "--tolerance: must be a number of at least 0"),
         (["--json", "none/run.json"], "--json must be a file in a folder"),
         (["--json", "."], "--json must be a file in a folder"),
+        (["--json", ""], "--json must be a file in a folder that can be written to"),
+        (["--json", "-"], "--json must be a file, got '-'"),
+        (["--json", "n" * 300], "--json must be a file in a folder"),
+        # Not even root can, whatever the rights say.
+        (["--json", "/proc/run.json"], "--json must be a file in a folder"),
         (["--plot", "run.gif"], "--plot must be a file name in one of .png"),
+        (["--plot", ""], "--plot must be a file name in one of .png"),
         (["--plot", "none/run.svg"], "--plot must be in a folder"),
+        (["--plot", "folder.svg"], "--plot must be a file in a folder"),
+        (["--plot", "/proc/run.svg"], "--plot must be a file in a folder"),
     ],
 )
 def test_usage_errors_come_before_the_measurement(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.svg").mkdir()
     monkeypatch.setattr(_cli_bench, "_measure", lambda *args: pytest.fail("measures"))
     with pytest.raises(SystemExit) as left:
         _cli.main(["bench", *arguments])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
+
+
+def test_looking_whether_a_file_can_be_written_leaves_all_as_it_is(tmp_path):
+    there, linked = tmp_path / "a.json", tmp_path / "linked.json"
+    there.write_text("before")
+    linked.symlink_to(tmp_path / "target.json")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("a.json", "new.json", "linked.json", "pipe"):
+        assert _cli_values.file_problem(str(tmp_path / name)) is None
+    assert there.read_text() == "before"
+    assert linked.is_symlink()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a.json", "linked.json", "pipe"]
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_disk_that_fills_meanwhile_is_one_line(option, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = "/dev/full" if option == "--json" else str(tmp_path / "run.svg")
+    started = types.SimpleNamespace(returncode=0, stdout="cpu 8\n", stderr="")
+    p2p = types.SimpleNamespace(find_peak=None, main=lambda _: p2p.save(None, {}) and 0)
+    monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
+    monkeypatch.setattr(picture, "available", lambda: True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "p2p", p2p)
+    monkeypatch.setitem(sys.modules, "draw", types.SimpleNamespace(save=full))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    assert _cli.main(["bench", option, path]) == 1
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert f"{path!r} must be a file that can be written, got: No space" in said.err
+    assert "wrote" not in said.out
+    good = str(tmp_path / "run.json")
+    assert _cli.main(["bench", "--json", good]) == 0
+    assert capsys.readouterr().out == f"wrote {good}\n"
 
 
 @pytest.mark.parametrize(
@@ -144,16 +204,6 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
         _cli.main(["bench", "--plot", str(tmp_path / "run.svg")])
     assert left.value.code == 2
     assert "pip install 'jax_ep[demo]'" in capsys.readouterr().err
-
-
-def test_compare_wants_records(tmp_path, capsys):
-    other = write(tmp_path / "a.json", {"kind": "soak"})
-    empty = write(tmp_path / "b.json", {"kind": "p2p"})
-    for path in (other, empty, str(tmp_path / "none.json")):
-        with pytest.raises(SystemExit) as left:
-            _cli.main(["bench", "--compare", path, path])
-        assert left.value.code == 2
-    assert "must name two records" in capsys.readouterr().err
 
 
 @pytest.mark.slow
