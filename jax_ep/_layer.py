@@ -20,7 +20,15 @@ from jax_ep import _checks, _init, _moe_checks
 from jax_ep._arrays import as_array
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
-from jax_ep._layer_params import Param, config_fields, entry_axes, params, spec_axes
+from jax_ep._layer_params import (
+    Param,
+    config_fields,
+    leading_spec,
+    params,
+    require_global,
+    require_spec,
+    spec_axes,
+)
 from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep.router import Router, check_choice
 
@@ -63,6 +71,14 @@ class Layer:
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
         _moe_checks.require_choices(self.function, self.router, self.experts)
+        try:
+            hash(self.experts)
+        except TypeError as error:
+            raise TypeError(
+                f"jax_ep.{self.function}: experts must be hashable, as programs are "
+                f"kept by it, got a {type(self.experts).__name__}; give a function or "
+                "a frozen dataclass"
+            ) from error
         config = self.config
         check_choice(self.function, self.router, config.num_experts, config.top_k)
         _moe_checks.require_mode(self.function, config)
@@ -73,14 +89,7 @@ class Layer:
                 f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
                 f"got {shared!r}; give it, or leave fused_shared_expert out"
             )
-        _moe_checks.require_type(
-            self.function,
-            "spec",
-            self.spec,
-            PartitionSpec,
-            "a jax.sharding.PartitionSpec",
-            "leave it out to shard dimension 0 over all axes",
-        )
+        require_spec(self.function, self.spec)
         tp = self.tp_axis_name
         if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
             raise ValueError(
@@ -95,8 +104,9 @@ class Layer:
             parts = self.mesh.shape[tp] if tp else 1
             if type(value) is not int or value < 1 or value % parts:
                 raise ValueError(
-                    f"jax_ep.{self.function}: {name} must be a positive multiple of "
-                    f"{parts}, the parts of tp_axis_name, got {value!r}; change it"
+                    f"jax_ep.{self.function}: {name} must be an int and a positive "
+                    f"multiple of {parts}, the parts of tp_axis_name, got {value!r}; "
+                    "change it, or make it one with int()"
                 )
 
     @property
@@ -174,6 +184,7 @@ class Layer:
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
         """
+        require_global(self.function)
         x = as_array(self.function, "x", x)
         spec = self._leading_spec(x)
         if mask is not None:
@@ -220,33 +231,14 @@ class Layer:
                 f"jax_ep.{self.function}: x must be [..., hidden_size] with "
                 f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
             )
-        spec = self.spec
-        if spec is None:
-            names = self.mesh.axis_names
-            spec = PartitionSpec(tuple(n for n in names if n != self.tp_axis_name))
-        used = spec_axes(spec)
-        if (
-            len(spec) >= x.ndim
-            or not set(self.ep_axes) <= set(used) <= set(self.mesh.axis_names)
-            or self.tp_axis_name in used
-        ):
-            raise ValueError(
-                f"jax_ep.{self.function}: spec must shard dimensions before the last "
-                f"over axes of the mesh that include {self.ep_axes} and not "
-                f"tp_axis_name, got {spec} for {x.shape}; leave it out to shard "
-                "dimension 0 over all of them"
-            )
-        for size, entry in zip(x.shape, spec, strict=False):
-            parts = 1
-            for axis in entry_axes(entry):
-                parts *= self.mesh.shape[axis]
-            if size == 0 or size % parts:
-                raise ValueError(
-                    f"jax_ep.{self.function}: dimensions of x must divide over {spec}, "
-                    f"got {x.shape} for {parts} parts; pad it, with a mask, or reshape "
-                    "it to [tokens, hidden_size]"
-                )
-        return spec
+        return leading_spec(
+            self.function,
+            self.mesh,
+            self.ep_axes,
+            self.tp_axis_name,
+            self.spec,
+            x.shape,
+        )
 
     def _placed(self, operands: Any, specs: Any) -> Any:
         """Moves arrays to where a mesh with explicit axes wants them."""
@@ -287,6 +279,7 @@ def make(
     experts: Callable[..., jax.Array] | None,
 ) -> Layer:
     """The `Layer` of a constructor's arguments."""
+    require_global(function)
     config = EPConfig(
         num_experts=num_experts,
         top_k=top_k,
@@ -310,7 +303,7 @@ def make(
         config=config,
         intermediate_size=intermediate_size,
         shared_intermediate_size=shared_intermediate_size,
-        router=router or Router(),
+        router=Router() if router is None else router,
         router_bias=router_bias,
         tp_axis_name=tp_axis_name,
         spec=spec,

@@ -130,3 +130,72 @@ def entry_axes(entry: Any) -> Sequence[str]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def require_spec(function: str, spec: Any) -> None:
+    """Raises unless `spec` is None or says of each dimension how it lies."""
+    remedy = "leave it out to shard dimension 0 over all axes"
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"jax_ep.{function}: spec must be a jax.sharding.PartitionSpec, got "
+            f"{spec!r}; {remedy}"
+        )
+    if spec is not None and PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(
+            f"jax_ep.{function}: spec must have axes of the mesh or None for each "
+            f"dimension, got {spec} with P.UNCONSTRAINED; {remedy}"
+        )
+
+
+def leading_spec(
+    function: str,
+    mesh: Mesh,
+    ep_axes: tuple[str, ...],
+    tp: str | None,
+    spec: PartitionSpec | None,
+    shape: tuple[int, ...],
+) -> PartitionSpec:
+    """How the dimensions before the last lie on the mesh, checked against x's shape.
+
+    Without what is None at the end, so that P("ep", None) for [n, hidden] is P("ep").
+    """
+    if spec is None:
+        spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
+    entries, used = list(spec), spec_axes(spec)
+    fits = len(entries) <= len(shape)
+    while entries and not entry_axes(entries[-1]):
+        entries.pop()
+    if (
+        not fits
+        or len(entries) >= len(shape)
+        or not set(ep_axes) <= set(used) <= set(mesh.axis_names)
+        or len(set(used)) < len(used)
+        or tp in used
+    ):
+        raise ValueError(
+            f"jax_ep.{function}: spec must shard dimensions before the last over axes "
+            f"of the mesh, each once, that include {ep_axes} and not tp_axis_name, got "
+            f"{spec} for {shape}; leave it out to shard dimension 0 over all of them"
+        )
+    for size, entry in zip(shape, entries, strict=False):
+        parts = 1
+        for axis in entry_axes(entry):
+            parts *= mesh.shape[axis]
+        if size == 0 or size % parts:
+            raise ValueError(
+                f"jax_ep.{function}: dimensions of x must divide over {spec}, got "
+                f"{shape} for {parts} parts; pad it, with a mask, or reshape it to "
+                "[tokens, hidden_size]"
+            )
+    return PartitionSpec(*entries)
+
+
+def require_global(function: str) -> None:
+    """Raises inside shard_map, where no other one can be."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        raise ValueError(
+            f"jax_ep.{function}: a layer must be called on global arrays, got a call "
+            f"inside jax.shard_map over {manual}; call jax_ep.moe_ffn there, or the "
+            "layer outside"
+        )

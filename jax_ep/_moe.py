@@ -17,7 +17,7 @@ from jax_ep import router as routers
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
 from jax_ep._types import Dispatched
-from jax_ep._varying import vary_alike
+from jax_ep._varying import vary_alike, varying
 
 
 @partial(
@@ -29,6 +29,7 @@ from jax_ep._varying import vary_alike
         "expert_counts",
         "num_dropped",
         "num_invalid",
+        "place",
     ),
     meta_fields=(),
 )
@@ -44,6 +45,8 @@ class MoEAux:
             ranks where it left shard_map.
         num_dropped: int32 `[1]`, rows this rank lost to N.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
+        place: int32 `[1]`, where this rank stands in the mesh's order, which tells
+            `jax_ep.stats` who is who however ranks were stacked; None is unknown.
     """
 
     balance_loss: jax.Array
@@ -52,6 +55,7 @@ class MoEAux:
     expert_counts: jax.Array
     num_dropped: jax.Array
     num_invalid: jax.Array
+    place: jax.Array | None = None
 
     @classmethod
     def specs(cls, axis_names: str | Sequence[str]) -> Any:
@@ -60,7 +64,7 @@ class MoEAux:
         # A tree of specs in the place of arrays.
         whole: Any = jax.sharding.PartitionSpec()
         stacked: Any = jax.sharding.PartitionSpec(names)
-        return cls(whole, whole, whole, stacked, stacked, stacked)
+        return cls(whole, whole, whole, *[stacked] * 4)
 
 
 def moe_ffn(
@@ -102,7 +106,8 @@ def moe_ffn(
         mask: bool `[n]`, False for padding: it goes to no expert (the shared one
             excepted) and counts in no loss.
         residual: `[n, H]` in the config's dtype, added to the result: before it is
-            rounded, but with `tp_axis` to the rounded sum over it.
+            rounded, but with `tp_axis` to the rounded sum over it, and beside a shared
+            expert that is not fused to that one's rows, which are rounded.
         input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         batch_axes: mesh axes that tokens are split over, for the losses; None is all
             axes of the mesh, which is right also where tokens are equal along some.
@@ -177,8 +182,17 @@ def moe_ffn(
         d.expert_counts[1:] if fused else d.expert_counts,
         d.num_dropped,
         d.num_invalid,
+        _place(ep, d.num_dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
+    """Of `MoEAux`: over the axes that `like` varies over, unknown those of `split`."""
+    least = frozenset(ep.axis_names)
+    axes = (varying(like) or frozenset(split)) | least
+    names = [name for name in ep.mesh.axis_names if name in axes]
+    return jax.lax.axis_index(tuple(n for n in names if _checks.in_scope((n,))))[None]
 
 
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:

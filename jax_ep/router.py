@@ -6,6 +6,8 @@ Pure functions of one rank's arrays or of global ones; `jax_ep.moe_ffn` calls th
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,13 +16,22 @@ import jax
 import jax.numpy as jnp
 
 SCORES = ("softmax", "sigmoid")
-# Keeps a division by the sum of sigmoids finite where all of them underflow.
-_LEAST_SUM = 1e-20
+# Keeps a division by the sum of sigmoids finite where all of them underflow, and its
+# derivative, which has the square.
+_LEAST_SUM = 1e-16
 
 
 def _require(holds: bool, function: str, what: str, value: Any, remedy: str) -> None:
     if not holds:
         raise ValueError(f"jax_ep.{function}: {what}, got {value!r}; {remedy}")
+
+
+def _require_type(function: str, name: str, value: Any, kind: type, maker: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"jax_ep.{function}: {name} must be a jax_ep.router.{kind.__name__}, got "
+            f"{value!r}; {maker} makes one"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +44,7 @@ class Router:
     Attributes:
         score: "softmax" over the experts, or "sigmoid" of each.
         normalize: whether a token's K weights are divided by their sum.
-        scale: factor of the weights, after that.
+        scale: factor of the weights, after that or without it.
         num_groups: groups of consecutive experts; 1 is no limit.
         top_groups: groups that a token may take experts of.
         best_of_group: a group's score is the sum of so many of its best scores: 2 in
@@ -58,6 +69,14 @@ class Router:
             f"score must be one of {list(SCORES)}",
             self.score,
             '"softmax" is the default',
+        )
+        real = isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)
+        _require(
+            isinstance(self.normalize, bool) and real,
+            "router.Router",
+            "normalize must be a bool and scale a finite number",
+            (self.normalize, self.scale),
+            "True and 1.0 are the defaults",
         )
         counts = (self.top_groups, self.num_groups, self.best_of_group)
         _require(
@@ -118,9 +137,10 @@ def route(
     Raises:
         ValueError: an array has another shape, the experts do not divide into the
             groups, or too few are left.
-        TypeError: `mask` is not of bool.
+        TypeError: `mask` is not of bool, or `router` none.
     """
-    router = router or Router()
+    router = Router() if router is None else router
+    _require_type("router.route", "router", router, Router, "Router()")
     logits = jnp.asarray(logits)
     _require(
         logits.ndim == 2,
@@ -159,8 +179,7 @@ def route(
         scores = probabilities = jax.nn.softmax(logits)
     else:
         scores = jax.nn.sigmoid(logits)
-        total = jnp.sum(scores, axis=-1, keepdims=True)
-        probabilities = scores / (total + _LEAST_SUM)
+        probabilities = _shares(scores)
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
         wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
@@ -169,12 +188,17 @@ def route(
     ids = _best(wanted, top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if router.normalize:
-        weights /= jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM
-    weights = weights * router.scale
+        weights = _shares(weights)
+    weights = weights * float(router.scale)
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, -1)
         weights = jnp.where(mask[:, None], weights, 0.0)
     return Routing(ids, weights, logits, probabilities)
+
+
+def _shares(scores: jax.Array) -> jax.Array:
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.maximum(total, _LEAST_SUM)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -192,11 +216,11 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
 def check_choice(function: str, router: Router, experts: int, top_k: int) -> None:
     """Raises unless `router` can choose `top_k` of so many experts."""
     _require(
-        1 <= top_k <= experts,
+        isinstance(top_k, numbers.Integral) and 1 <= top_k <= experts,
         function,
-        f"top_k must be from 1 to num_experts, {experts}",
+        f"top_k must be an int from 1 to num_experts, {experts}",
         top_k,
-        "give a smaller one",
+        "give one of these",
     )
     groups = router.num_groups
     size = experts // groups
@@ -259,7 +283,11 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
 
     Returns:
         The `Losses`, without any factor; usual ones are 1e-2 and 1e-3.
+
+    Raises:
+        TypeError: `routing` is no `Routing`.
     """
+    _require_type("router.losses", "routing", routing, Routing, "jax_ep.router.route")
     experts = routing.logits.shape[-1]
     real = jnp.any(routing.ids >= 0, axis=-1).astype(jnp.float32)
     # ids of -1 are one-hot nowhere.

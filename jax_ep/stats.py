@@ -9,8 +9,10 @@ Around and in a step::
     ...
     print(jax_ep.stats.heat_map(load))
 
-`update` takes a rank's arrays inside shard_map (give `load` the spec
-`P(mesh.axis_names)`) or global ones outside of it.
+`update` takes a rank's arrays inside shard_map or global ones outside of it. Inside,
+give `load` the spec of the tokens' dimension, `P(axes)` of the axes that tokens are
+split over, and make it with `init(ep, axes)`: with a tensor-parallel axis among them
+each row would count once for each of its ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ep import _load_checks
 from jax_ep._handle import EPHandle
 from jax_ep._moe import MoEAux
 
@@ -43,6 +46,7 @@ _SHADES = " .:-=+*#%@"
         "worst",
         "fullest",
         "invalid",
+        "place",
     ),
     meta_fields=(),
 )
@@ -61,6 +65,8 @@ class Load:
         fullest: int32 `[ranks]`, most rows that a rank was sent in a step: what
             `recv_capacity` must hold to drop none.
         invalid: uint32 `[ranks, 2]`, ids outside [-1, E), as `dropped`.
+        place: int32 `[ranks]`, where each rank stands in the mesh's order, as the steps
+            said; -1 before they do, -2 where two said different things.
     """
 
     rows: jax.Array
@@ -70,6 +76,7 @@ class Load:
     worst: jax.Array
     fullest: jax.Array
     invalid: jax.Array
+    place: jax.Array
 
 
 def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
@@ -77,20 +84,30 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
 
     Args:
         ep: the layer's handle.
-        axis_names: mesh axes that tokens are split over, where there is a
-            tensor-parallel axis besides; None is all axes.
+        axis_names: mesh axes that tokens are split over, as of `MoEAux.specs`: without
+            a tensor-parallel axis, and best in the order of the layer's `spec`, so that
+            nothing has to move; None is all axes in the mesh's order.
 
     Raises:
-        ValueError: one of `axis_names` is no axis of the mesh.
+        TypeError: `ep` is no handle, or `axis_names` are no names.
+        ValueError: `axis_names` are not axes of the mesh, once each, with those of
+            `ep`.
     """
+    _load_checks.require("init", "ep", ep, EPHandle, "what jax_ep.init returned")
     known = ep.mesh.axis_names
     names = known if axis_names is None else axis_names
+    must = (
+        f"jax_ep.stats.init: axis_names must be axes of the mesh, {known}, once each "
+        f"and with {ep.axis_names} of ep, got {axis_names!r}; leave it out for all"
+    )
+    if not isinstance(names, str) and not (
+        isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    ):
+        raise TypeError(must)
     axes = (names,) if isinstance(names, str) else tuple(names)
-    if not set(axes) <= set(known):
-        raise ValueError(
-            f"jax_ep.stats.init: axis_names must be axes of the mesh, {known}, got "
-            f"{axis_names!r}; leave it out for all of them"
-        )
+    once = len(set(axes)) == len(axes)
+    if not (once and set(ep.axis_names) <= set(axes) <= set(known)):
+        raise ValueError(must)
     ranks = math.prod(ep.mesh.shape[axis] for axis in axes)
     sharding = NamedSharding(ep.mesh, PartitionSpec(axes))
 
@@ -103,6 +120,7 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
             worst=jnp.zeros(ranks, jnp.float32),
             fullest=jnp.zeros(ranks, jnp.int32),
             invalid=jnp.zeros((ranks, 2), jnp.uint32),
+            place=jnp.full(ranks, -1, jnp.int32),
         )
 
     return jax.jit(make, out_shardings=sharding)()
@@ -119,15 +137,23 @@ def update(load: Load, aux: MoEAux) -> Load:
         The new `Load`; the old one can be donated.
 
     Raises:
-        ValueError: `aux` is of other ranks or experts than `load`.
-        TypeError: `aux` is no `MoEAux`.
+        ValueError: `aux` is of other ranks or experts than `load`, lies otherwise on a
+            mesh with explicit axes, or, where shard_map has check_vma, is equal along
+            an axis that `load` is split over.
+        TypeError: `load` is no `Load`, or `aux` no `MoEAux`.
     """
-    if not isinstance(aux, MoEAux):
-        raise TypeError(
-            "jax_ep.stats.update: aux must be the MoEAux of a layer, got "
-            f"{type(aux).__name__}; jax_ep.moe_ffn returns one, layers of jax_ep.flax "
-            "with return_aux=True"
-        )
+    _load_checks.require(
+        "update", "load", load, Load, "what jax_ep.stats.init returned"
+    )
+    _load_checks.require(
+        "update",
+        "aux",
+        aux,
+        MoEAux,
+        "the MoEAux of a layer, which jax_ep.moe_ffn returns and layers of jax_ep.flax "
+        "do with return_aux=True",
+    )
+    _load_checks.require_alike(load.steps, aux.num_dropped)
     with jax.named_scope("jax_ep.stats"):
         local = load.rows.shape[1]
         ranks = aux.num_dropped.shape[0]
@@ -149,7 +175,14 @@ def update(load: Load, aux: MoEAux) -> Load:
             # Of its own dtype: with jax_enable_x64 sums of int32 are int64.
             fullest=jnp.maximum(load.fullest, jnp.sum(counts, axis=1, dtype=jnp.int32)),
             invalid=_add(load.invalid, aux.num_invalid),
+            place=_same_place(load.place, aux.place),
         )
+
+
+def _same_place(place: jax.Array, given: jax.Array | None) -> jax.Array:
+    if given is None:
+        return place
+    return jnp.where((place == -1) | (place == given), given, -2)
 
 
 def _add(total: jax.Array, counts: jax.Array) -> jax.Array:
@@ -162,6 +195,8 @@ def _add(total: jax.Array, counts: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """A `Load` in numbers of the host.
+
+    Ranks are in the mesh's order; of a `MoEAux` without `place`, as they were stacked.
 
     Attributes:
         steps: steps counted.
@@ -185,15 +220,28 @@ class Summary:
 def summary(load: Load) -> Summary:
     """Waits for `load` and returns its numbers; not inside jit.
 
+    In a job of several processes each of them must call it, as it gathers what is on
+    devices of the others, and each gets the same numbers.
+
     Raises:
-        ValueError: inside a traced function.
+        TypeError: `load` is no `Load`.
+        ValueError: inside a traced function; or the steps told that ranks of one were
+            not those of another, or that some were counted more than once.
     """
+    return _summary("summary", load)
+
+
+def _summary(function: str, load: Load) -> Summary:
+    _load_checks.require(
+        function, "load", load, Load, "what jax_ep.stats.update returned"
+    )
     if isinstance(load.steps, Tracer):
         raise ValueError(
-            "jax_ep.stats.summary: load must hold arrays, got those of a traced "
+            f"jax_ep.stats.{function}: load must hold arrays, got those of a traced "
             "function; return it from there and call this outside"
         )
-    host: Any = jax.device_get(load)
+    host: Any = jax.device_get(_load_checks.gathered(load))
+    order = _load_checks.order(function, host.place)
 
     def whole(words: np.ndarray) -> np.ndarray:
         return words[..., 0].astype(np.int64) + (words[..., 1].astype(np.int64) << 32)
@@ -201,12 +249,12 @@ def summary(load: Load) -> Summary:
     steps = int(host.steps[0])
     return Summary(
         steps=steps,
-        rows=whole(host.rows),
-        dropped=whole(host.dropped),
+        rows=whole(host.rows[order]),
+        dropped=whole(host.dropped[order]),
         mean_imbalance=float(host.imbalance[0]) / max(steps, 1),
         worst_imbalance=float(host.worst[0]),
         fullest=int(host.fullest.max()),
-        invalid=whole(host.invalid),
+        invalid=whole(host.invalid[order]),
     )
 
 
@@ -219,12 +267,14 @@ def heat_map(load: Load, path: str | None = None) -> str:
 
     Returns:
         A line for each rank, a character for each of its experts: darker is busier, `@`
-        the busiest of all; then the numbers.
+        the busiest of all; then the numbers. Each process must call it, as `summary`;
+        give `path` in one of them.
 
     Raises:
+        TypeError, ValueError: as `summary`.
         ImportError: `path` is given and matplotlib is not installed.
     """
-    found = summary(load)
+    found = _summary("heat_map", load)
     if path is not None:
         _draw(found, path)
     top = max(int(found.rows.max()), 1)

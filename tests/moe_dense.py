@@ -53,9 +53,12 @@ def chosen_experts(scores: np.ndarray, router: Any, bias: Any, top_k: int):
 
 
 def layer(
-    params: Any, x: Any, chosen: Any, router: Any
+    params: Any, x: Any, chosen: Any, router: Any, kept: Any = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(y, balance loss, z loss) of all tokens; `chosen` bool [n, E] is a constant."""
+    """(y, balance loss, z loss) of all tokens; `chosen` bool [n, E] is a constant.
+
+    So is `kept`, False for rows that were dropped.
+    """
     logits = x @ params["router"]
     if router.score == "softmax":
         scores = jnp.exp(logits) / jnp.sum(jnp.exp(logits), -1, keepdims=True)
@@ -66,7 +69,7 @@ def layer(
     weights = jnp.where(chosen, scores, 0)
     if router.normalize:
         weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
-    weights = weights * router.scale
+    weights = jnp.where(kept, weights * router.scale, 0)
     both = jnp.einsum("nh,ehcf->necf", x, params["gate_up"])
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
     y = jnp.einsum("ne,nef,efh->nh", weights, inner, params["down"])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import moe
 import numpy as np
 import oracle
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from launch import bound_life, local_ids
 
@@ -118,6 +119,15 @@ def invalid_ids(mesh) -> None:
             assert ep.check() is None
 
 
+def loads(size: int) -> None:
+    """jax_ep.stats of devices of all processes, in each of them."""
+    import test_stats  # lockstep.py imports this file before pytest has the tests
+
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        test_stats.check_numbers(kind, {"dp": 2, "ep": size // 2})
+    helpers.make_ep.cache_clear()
+
+
 def part() -> None:
     """A mesh of the last devices, in whose processes alone there are calls."""
     devices = jax.devices()[:0:-1]
@@ -159,6 +169,7 @@ def main(port: str, processes: str, process: str, devices: str, *few: str) -> No
     gradients(mesh, lambda fn: fn)
     gradients(mesh, functools.partial(jax.checkpoint, policy=jax_ep.save_route))
     invalid_ids(mesh)
+    loads(size)
     print("right", flush=True)
 
 

@@ -107,11 +107,9 @@ VALUES = st.recursive(
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), max_size=3))
 def test_compare_of_whatever_json_never_raises(tmp_path_factory, changes):
     made = copy.deepcopy(FULL)
+    row = made["results"][0]
     for (owner, name), value in changes:
-        row = made["results"][0] if isinstance(made["results"], list) else None
-        target = made if owner is FULL else row
-        if isinstance(target, dict):
-            target[name] = value
+        (made if owner is FULL else row)[name] = value
     folder = tmp_path_factory.getbasetemp()
     before, after = write(folder / "a.json", FULL), write(folder / "b.json", made)
     for paths in ((before, after), (after, before), (after, after)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -124,6 +125,31 @@ def test_combine_operand(mesh, ep, name: str) -> None:
     with raises() as caught:
         trace(mesh, combine_of(ep), changed(ep, changes))
     check_form(caught, "combine", *words)
+
+
+ROUTES = [
+    ("slot_of", lambda table: table[:, :2], "(8, 2)"),
+    ("row_of", lambda table: table[:, :-1], "as dispatch made it"),
+    ("row_slot", lambda table: table[:-1], "as dispatch made it"),
+    ("slot_counts", lambda table: table[None], "as dispatch made it"),
+    ("slot_of", lambda table: table.astype("uint32"), "uint32"),
+    ("row_of", lambda table: table.astype("int16"), "int16"),
+    ("row_slot", lambda table: table.astype("int8"), "int8"),
+    ("slot_counts", lambda table: table.astype("float32"), "float32"),
+]
+
+
+@pytest.mark.parametrize(("table", "change", "words"), ROUTES)
+def test_combine_of_a_changed_route(mesh, ep, table: str, change, words: str) -> None:
+    def combine(expert_out, tokens, topk_ids, **_):
+        route = jax_ep.dispatch(ep, tokens, topk_ids).route
+        changed = change(getattr(route, table))
+        route = dataclasses.replace(route, **{table: changed})
+        return jax_ep.combine(ep, expert_out, route)
+
+    with raises() as caught:
+        trace(mesh, combine, operands(ep))
+    check_form(caught, "combine", f"route.{table} must", words)
 
 
 def test_good_operands_trace(mesh, ep) -> None:

@@ -241,13 +241,18 @@ def test_bf16_and_remat():
     [
         ({}, (8, 4, 8), r"x must be \[..., hidden_size\]"),
         ({}, (6, 4, 16), "must divide over"),
+        ({}, (0, 4, 16), "must divide over"),
+        ({"spec": P("dp", "ep")}, (4, 0, 16), "must divide over"),
         ({"spec": P("dp")}, (8, 4, 16), "spec must shard"),
         ({"spec": P(None, None, "ep")}, (8, 4, 16), "spec must shard"),
+        ({"spec": P("dp", "ep", None, None)}, (8, 4, 16), "spec must shard"),
+        ({"spec": P(None, None, None)}, (8, 4, 16), "spec must shard"),
+        ({"spec": P(("ep", "ep"))}, (8, 4, 16), "spec must shard .* each once"),
         ({"tp_axis_name": "ep"}, (8, 4, 16), "tp_axis_name must be"),
         (
             {"tp_axis_name": "dp", "intermediate_size": 7},
             (8, 4, 16),
-            "intermediate_size must be a positive multiple of 2",
+            "intermediate_size must be an int and a positive multiple of 2",
         ),
     ],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import test_moe_ffn
 from errors import check_form, raises
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.router import Router
@@ -161,3 +162,38 @@ def test_configs_that_no_layer_serves(changes, words):
     with raises() as caught:
         jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))
     check_form(caught, "flax.MoE", words)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("spec", "same"),
+    [
+        (P("dp", "ep", None), P("dp", "ep")),
+        (P(("dp", "ep"), None), P(("dp", "ep"))),
+        (P(None, ("dp", "ep"), None), P(None, ("dp", "ep"))),
+    ],
+    ids=str,
+)
+def test_a_spec_may_say_that_hidden_is_whole(kind, spec, same):
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2})
+    params = moe_dense.params()
+    (y, aux), (want, want_aux) = (
+        call(kind, mesh, params, inputs(), None, {"spec": each})[0]
+        for each in (spec, same)
+    )
+    assert y.sharding == want.sharding
+    jax.tree.map(np.testing.assert_array_equal, (y, aux), (want, want_aux))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_bias_is_float32_whatever_jax_is_told(kind):
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    told = fields(mesh, router_bias=True)
+    with jax.enable_x64(True):
+        if kind == "nnx":
+            bias = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0)).router_bias[...]
+        else:
+            layer = jax_ep.flax.linen.MoE(**told)
+            made = jax.eval_shape(layer.init, jax.random.key(0), inputs())
+            bias = made["router_state"]["bias"]
+    assert (bias.dtype, bias.shape) == (np.float32, (moe_dense.EXPERTS,))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 
 import helpers
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import check_form, raises
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
+from flax import linen as nn
 from flax import nnx
 from test_flax import fields
 
@@ -22,6 +26,16 @@ from jax_ep.experts import Padded
 from jax_ep.router import Router
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+class Unhashable:
+    """As a dataclass that is not frozen."""
+
+    __hash__ = None
+
+    def __call__(self, rows, gate_up, down, group_sizes):
+        return rows
+
 
 WRONG = {
     "mesh": ({"mesh": None}, "mesh must be"),
@@ -34,8 +48,22 @@ WRONG = {
     "param_dtype": ({"param_dtype": "int32"}, "param_dtype must be a floating dtype"),
     "no_param_dtype": ({"param_dtype": "zz"}, "param_dtype must be a floating dtype"),
     "spec": ({"spec": "ep"}, "spec must be a jax.sharding.PartitionSpec"),
+    "unconstrained": (
+        {"spec": P(P.UNCONSTRAINED, "ep")},
+        r"spec must have axes .* with P.UNCONSTRAINED; leave",
+    ),
+    "numpy": (
+        {"intermediate_size": np.int64(8)},
+        r"intermediate_size must be an int .*8.*int\(\)",
+    ),
+    "shared_numpy": (
+        {"shared_intermediate_size": np.int64(8)},
+        "shared_intermediate_size must be an int",
+    ),
+    "unhashable": ({"experts": Unhashable()}, "experts must be hashable"),
+    "no_router": ({"router": ""}, "router must be a jax_ep.router.Router"),
     "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
-    "top_k": ({"top_k": 17}, "top_k must be from 1 to num_experts, 16"),
+    "top_k": ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
     "class": ({"experts": Padded}, "experts must be a function, got the class"),
@@ -86,6 +114,29 @@ def test_errors_of_a_ranks_call_name_the_layer():
     with raises() as caught:
         layer(jnp.ones((8 * 1024, 4, 16)))
     check_form(caught, "flax.MoE", "max_tokens_per_rank", "(jax_ep.dispatch, of one")
+
+
+@pytest.mark.parametrize("manual", [("dp", "ep"), ("dp",)], ids="-".join)
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_layer_inside_shard_map_names_what_is_for_it(kind, manual):
+    """Whatever the size of a rank's x is, and before parameters are looked for."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    if kind == "nnx":
+        layer, where = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0)), "flax.MoE"
+        call = layer
+    else:
+        layer, where = jax_ep.flax.linen.MoE(**fields(mesh)), "flax.linen.MoE"
+        values = nn.unbox(layer.init(jax.random.key(0), jnp.ones((8, 4, 16))))
+        part = jax.tree.map(lambda value: value[:1], values)  # a rank's, which Linen
+        call = functools.partial(layer.apply, part)  # compares with the whole's shape
+    run = jax.shard_map(
+        call, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={*manual}
+    )
+    for batch in (8, mesh.shape["dp"]):
+        with raises() as caught:
+            jax.eval_shape(jax.jit(run), jnp.ones((batch, 4, 16)))
+        words = "inside jax.shard_map", f"{manual}", "call jax_ep.moe_ffn there"
+        check_form(caught, where, *words)
 
 
 def test_a_closed_layer_says_how_to_go_on():

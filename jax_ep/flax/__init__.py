@@ -89,8 +89,9 @@ class MoE(nnx.Module):
             router_bias: whether to keep a bias for choosing experts.
             shared_intermediate_size: S; None is no shared expert.
             tp_axis_name: a mesh axis to split F and S over (tensor parallel).
-            spec: how `[..., hidden]` lies on the mesh, for instance `P("dp", "ep")`;
-                default: dimension 0 over all axes but tp_axis_name.
+            spec: how `[..., hidden]` lies on the mesh, for instance
+                `P("dp", "ep", None)`; default: dimension 0 over all axes but
+                tp_axis_name.
             transport: as in `jax_ep.init`.
             experts: one of `jax_ep.experts`, or of your own as in `jax_ep.moe_ffn`.
             ep: a handle of your own; None shares one among layers of equal sizes.
@@ -140,7 +141,9 @@ class MoE(nnx.Module):
         self.shared_gate_up = param("shared_gate_up")
         self.shared_down = param("shared_down")
         self.router_bias = (
-            RouterBias(jnp.zeros(num_experts), out_sharding=(None,), mesh=mesh)
+            RouterBias(
+                jnp.zeros(num_experts, jnp.float32), out_sharding=(None,), mesh=mesh
+            )
             if router_bias
             else None
         )
