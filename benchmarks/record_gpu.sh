@@ -57,7 +57,7 @@ for step in "${steps[@]}"; do
         --jobs "$((($(nproc) + 1) / 2))" --limit-s "$limit"
       ;;
     processes)
-      run "$python" benchmarks/record_suite.py "${processes[@]}" --transports p2p \
+      run "$python" benchmarks/record_suite.py "${processes[@]}" --transports p2p collective \
         --limit-s "$((limit / 2))"
       run "$python" benchmarks/record_suite.py "${processes[@]}" --ranks-per-node 2 \
         --transports shmem --limit-s "$((limit / 2))"

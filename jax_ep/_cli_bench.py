@@ -92,7 +92,7 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.compare:
-        return _compare_files(*args.compare, args.tolerance)
+        return _compare_files(args.compare, args.tolerance)
     _check_paths(args, parser)
     folder = find_benchmarks()
     if folder is None:
@@ -105,15 +105,15 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return _measure(args, folder)
 
 
-def _compare_files(before: str, after: str, tolerance: float) -> int:
+def _compare_files(paths: list[str], tolerance: float) -> int:
     try:
-        records = read_record(before), read_record(after)
+        before, after = map(read_record, paths)
     except ValueError as error:
         print(
             f"jax-ep bench: --compare must name two records: {error}", file=sys.stderr
         )
         return 2
-    lines, failed = compare(*records, tolerance)
+    lines, failed = compare(before, after, tolerance)
     # A name in a record may have letters that the terminal's encoding lacks.
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
