@@ -2,21 +2,24 @@
 
     python benchmarks/record_suite.py [pytest arguments]
     python benchmarks/record_suite.py --gpus 4 2 1 --jobs 24 [pytest arguments]
+    python benchmarks/record_suite.py --gpus 1 --one-gpu --transports p2p
     python benchmarks/record_suite.py --processes 4 [--ranks-per-node 2] [--one-gpu]
         --transports shmem [pytest arguments]
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
 a file of tests a process, --jobs of them side by side, SHARE of which take turns at the
-GPUs; it leaves out what no device runs. The third runs the files of SEMANTICS, in
-lockstep_run.py, each in so many processes that share out the GPUs (without any: a CPU
-device each), or all have the first of them: --one-gpu.
+GPUs; it leaves out what no device runs. With --one-gpu it runs the files of SHARING
+alone, whose tests start processes that share the GPU. The last form runs the files of
+SEMANTICS, in lockstep_run.py, each in so many processes that share out the GPUs
+(without any: a CPU device each), or all have the first of them: --one-gpu.
 
 Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
 says which devices, JAX and commit, which tests passed and failed and how many
 were skipped for which reason, and which files were not run if --limit-s was over: the
-record behind every claim that something runs on a GPU. With --resume, forms two and
-three run what the newest record of the same commit, devices and arguments has not run.
+record behind every claim that something runs on a GPU. With --resume, all forms but
+the first run what the newest record of the same commit, devices and arguments has not
+run.
 """
 
 import argparse
@@ -32,29 +35,10 @@ import time
 
 import lockstep_run
 import recording
+from suite_files import HOST_ONLY, LONG, P2P_ONLY, SHARING
 from suite_record import REPORT_S, Suite, ended, heed_interrupts
 
 TRANSPORTS = ("p2p", "collective")
-# Files of tests that are the same on every machine.
-HOST_ONLY = (
-    *("benchmark_fuzz", "benchmark_layer_report", "benchmark_nodes"),
-    *("benchmark_overlap_report", "benchmark_report"),
-    "compatibility",
-    "demo",
-    "formats_errors",
-    "generate",
-    "import",
-    "launch",
-    "lockstep",
-    "protocol_model",
-    "readme",
-    "suite_record",
-    "suite_resume",
-    "supply",
-    "turns",
-)
-# Files that choose their transport themselves, none of them collective.
-P2P_ONLY = ("test_p2p", "test_processes_gpu", "test_shmem_gpu")
 # A test that takes longer than this writes where its threads stand.
 STUCK_S = 240
 # Less time than it takes to start one.
@@ -65,34 +49,6 @@ NOTHING_SELECTED = 5  # pytest's exit status
 # kernels that wait for each other; of all, GPUs idle while each process waits behind
 # all others after every compilation.
 SHARE = 5
-# Parts in which files that take minutes run side by side.
-LONG = {
-    "test_p2p_split.py": 4,
-    "test_p2p.py": 4,
-    "test_p2p_options.py": 5,
-    "test_p2p_formats.py": 4,
-    "test_p2p_wires.py": 2,
-    "test_p2p_order.py": 5,
-    "test_shmem_gpu.py": 4,
-    "test_processes_gpu.py": 3,
-    "test_p2p_faults.py": 4,
-    "test_experts.py": 6,
-    "test_graph_layer.py": 3,
-    "test_autodiff.py": 2,
-    "test_quantized_grads.py": 2,
-    "test_dispatch.py": 1,
-    "test_combine.py": 1,
-    "test_multiprocess.py": 1,
-    "test_options_grads.py": 2,
-    "test_options.py": 2,
-    "test_split.py": 2,
-    "test_soak.py": 1,
-    "test_p2p_batches.py": 1,
-    "test_examples.py": 1,
-    "test_flax.py": 2,
-    "test_benchmark_overlap.py": 1,
-    "test_benchmark_layer.py": 1,
-}
 
 
 def devices():
@@ -152,7 +108,7 @@ class Job:
             marked,
             "--part",
             self.part,
-            *self.suite.arguments,
+            *(word for word in self.suite.arguments if word != "--one-gpu"),
         ]
 
     def run(self, deadline):
@@ -171,6 +127,8 @@ class Job:
             "JAX_EP_TEST_TRANSPORT": self.suite.transport,
             "JAX_EP_TEST_TURNS": str(self.turns),
         }
+        if self.suite.one_gpu:
+            environment |= {"JAX_EP_TEST_ONE_GPU": "1"}
         started = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -205,13 +163,15 @@ def run_all(args, arguments, folder):
         file
         for file in (recording.ROOT / "tests").glob("test_*.py")
         if file.name not in host_only
+        and (not args.one_gpu or file.name.startswith(SHARING))
     ]
     # The long ones first, so that none is left to the end alone.
     files.sort(key=lambda file: (file.name not in LONG, -file.stat().st_size))
     suites, jobs, groups = [], [], -(-args.jobs // SHARE)
     for count in sorted(args.gpus, reverse=True):
         for transport in args.transports:
-            suite = Suite(transport, arguments)
+            given = ["--one-gpu"] * args.one_gpu
+            suite = Suite(transport, [*given, *arguments])
             suites.append((count, suite))
             if args.resume:
                 suite.resume({**here, "count": count})
@@ -300,7 +260,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=4, help="files at a time")
     parser.add_argument("--limit-s", type=float, default=3600, help="for all of it")
     parser.add_argument("--processes", type=int, help="in which tests run together")
-    parser.add_argument("--one-gpu", action="store_true", help="for all --processes")
+    parser.add_argument("--one-gpu", action="store_true", help="for all processes")
     parser.add_argument("--ranks-per-node", type=int, help="forced nodes of shmem")
     parser.add_argument(
         "--files", nargs="+", default=lockstep_run.SEMANTICS, help="with --processes"

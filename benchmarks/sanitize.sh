@@ -7,8 +7,13 @@
 #   benchmarks/sanitize.sh [python]
 #
 # racecheck and synccheck run launches one after the other, so they get a group of one rank, which
-# waits for no other's kernel. The last lines are the summary, which benchmarks/results gets as well;
-# exit status 0 if all are clean.
+# waits for no other's kernel. Where warps meet by bar.arrive, or some wait at other barriers meanwhile,
+# racecheck takes accesses for races that a barrier orders, even those on both sides of a
+# __syncthreads. So it gets a program whose warps wait where they need only arrive, and no formats
+# with helpers: tests/emulator/races.cmake looks for races in those, without a GPU.
+#
+# The last lines are the summary, which benchmarks/results gets as well; exit status 0 if all are
+# clean.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -76,16 +81,21 @@ kernels() {
   wait
 }
 
-share=$((limit / 31))
+share=$((limit / 34))
 formats="bf16 fp8_block128 mxfp8 mxfp4 nvfp4"
 program=${KERNELS:-$logs/window_kernels}
+waiting=$logs/window_kernels_waiting
+"$python" benchmarks/window_kernels.py --keep "$waiting" --nvcc=-lineinfo \
+  --nvcc=-DJAX_EP_ARRIVE_WAITS &
 [ -x "$program" ] || "$python" benchmarks/window_kernels.py --keep "$program" --nvcc=-lineinfo ||
   exit 2
-# Calls of few tokens, in one part and in many; of both ways, and along a known route. racecheck
-# leaves out helpers: it reports the warps that meet by bar.arrive and bar.sync again and again, even
-# in a program of a few lines. And calls of few tokens, of which it reports what is not explained.
+wait $! || exit 2
+# Calls of few tokens, in one part and in many; of both ways, and along a known route.
 kernels synccheck $((share * 3)) "$one" synccheck "$formats" --quantized --tokens 3,40,300,600
-kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 300,600
+program=$waiting kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 3,40,300,600 \
+  --timeout-s 60
+program=$waiting kernels racecheck-halves $((share * 3)) "$one" racecheck bf16 --halves \
+  --tokens 40,300 --timeout-s 60
 kernels memcheck $((share * 4)) "$two" memcheck "$formats" --quantized --tokens 3,40,300,600
 kernels memcheck-halves $((share * 3)) "$two" memcheck "$formats" --quantized --halves --tokens 40,300
 

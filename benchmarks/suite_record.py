@@ -52,6 +52,11 @@ class Suite:
         self.earlier = {}  # what it has, by file too
         self.lock = threading.Lock()
 
+    @property
+    def one_gpu(self):
+        """Whether processes that tests start share a GPU."""
+        return "--one-gpu" in self.arguments
+
     def add(self, report, file=""):
         """Takes a report of pytest's in, of a file or of all of them."""
         suite = ET.parse(report).getroot().find("testsuite")
@@ -149,6 +154,8 @@ class Suite:
 
     def _name(self, devices):
         name = f"suite-{self.transport}-"
+        if self.one_gpu and not self.processes:
+            name += "shared-"
         if self.processes:
             name += f"{self.processes}proc-"
         if self.ranks_per_node:

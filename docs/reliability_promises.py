@@ -50,6 +50,10 @@ PROMISES = (
     ("p2p: a rank that is missing, late, raises, closes, or is in another call: an "
      "error on every rank within `timeout_s` + 5 s that names both; the process and "
      "other handles go on", "pytest tests/test_p2p_faults.py", ("gpu",)),
+    ("p2p, shmem, also over forced nodes: a process that calls late, in another order, "
+     "another call or another handle, that closes instead, or that has another config: "
+     "the others get the error in time, and all go on together",
+     "pytest tests/test_process_faults.py", ("gpu",)),
     ("p2p: a process that raises and closes while the others are inside: they get the "
      "error, and all go on together",
      "pytest tests/test_processes_gpu.py -k raises", ("gpu",)),
@@ -74,10 +78,12 @@ PROMISES = (
     ("A whole layer in CUDA graphs, also in halves, replayed 10,000 times with routing "
      "that changes", "pytest tests/test_graph_layer.py", ("gpu",)),
     ("p2p: the kernels touch no memory but their own, in all formats, whole and in "
-     "halves, and whole ones leave no barrier early; a bfloat16 call of hundreds of "
-     "tokens has no races (racecheck leaves out those of few tokens, and helpers of "
-     "quantised ones)",
+     "halves, and whole ones leave no barrier early; bfloat16 calls have no races in "
+     "shared memory",
      "benchmarks/sanitize.sh", ("sanitize",)),
+    ("p2p: no accesses of threads and bulk copies race, in shared memory, between "
+     "blocks and between ranks, in all formats, run thread by thread without a GPU "
+     "under ThreadSanitizer", "ctest -R race", ("ci",)),
     ("The protocol of flags and credits, under ThreadSanitizer and in a model "
      "that changes the order of steps",
      "ctest -R signals; pytest tests/test_protocol_model.py", ("ci",)),

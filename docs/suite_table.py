@@ -13,6 +13,8 @@ def name(data):
     if data.get("processes"):
         shared = data["devices"]["count"] < data["processes"]
         parts.append(f"{data['processes']} processes" + " that share it" * shared)
+    elif "--one-gpu" in data.get("arguments", []):
+        parts.append("files whose tests start processes, which share it")
     if data.get("ranks_per_node"):
         per_node = data["ranks_per_node"]
         parts.append(f"{per_node} rank{'s' * (per_node > 1)} a node")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import record_suite
+import recording
 import suite_record
 
 # Records count skips by their reasons.
@@ -97,6 +99,34 @@ def test_a_job_says_what_its_file_has(text, failed, tmp_path, monkeypatch) -> No
     assert not suite.not_run
     assert not job.run(time.monotonic())
     assert suite.not_run == [file.name]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_processes_that_share_a_gpu(shared: bool, tmp_path, monkeypatch) -> None:
+    """Their tests are told, their record has a name of its own."""
+    said = tmp_path / "said"
+    code = (
+        "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text("
+        "' '.join(sys.argv[2:]) + ' ' + os.environ.get('JAX_EP_TEST_ONE_GPU', 'no'))"
+    )
+    monkeypatch.setattr(
+        record_suite,
+        "pytest_command",
+        lambda _, arguments: [sys.executable, "-c", code, str(said), *arguments],
+    )
+    write = functools.partial(recording.write, folder=tmp_path)
+    monkeypatch.setattr(recording, "write", write)
+    suite = suite_record.Suite("p2p", ["--one-gpu"] * shared + ["-x"])
+    folders = tmp_path / "0", tmp_path / "turns"
+    job = record_suite.Job(suite, [], pathlib.Path("test_it.py"), *folders)
+    job.run(time.monotonic() + 60)
+    assert said.read_text() == "test_it.py -m not exclusive --part 0/1 -x " + (
+        "1" if shared else "no"
+    )
+    suite.write({"kind": "NVIDIA Made Up", "count": 1, "jax": "9.8.7"})
+    (record,) = tmp_path.glob("suite-*.json")
+    name = "suite-p2p-shared-made-upx1-" if shared else "suite-p2p-made-upx1-"
+    assert record.name.startswith(name)
 
 
 def test_files_without_tests(tmp_path) -> None:

@@ -175,11 +175,18 @@ def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> 
 
     monkeypatch.setattr(record_suite.Job, "run", run)
     args = argparse.Namespace(
-        gpus=[2], transports=["p2p", "collective"], jobs=1, limit_s=60, resume=True
+        gpus=[2],
+        one_gpu=False,
+        transports=["p2p", "collective"],
+        jobs=1,
+        limit_s=60,
+        resume=True,
     )
     assert record_suite.run_all(args, [], tmp_path) == 1
     assert ("collective", "test_mesh.py") in ran
     assert ("collective", "test_p2p.py") not in ran
+    assert ("p2p", "test_process_faults.py") in ran
+    assert ("collective", "test_process_faults.py") not in ran
     ran.clear()
     found = set(late)
     late.clear()
@@ -195,6 +202,13 @@ def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> 
     found = json.loads((tmp_path / f"{NAME}-2001-02-01.json").read_text())
     assert found["not_run"] == []
     assert {"test_mesh.py::a", "test_p2p.py::a"} < found["tests"].keys()
+    args.one_gpu, args.resume = True, False
+    assert record_suite.run_all(args, [], tmp_path) == 0
+    assert {file for _, file in ran} == {
+        "test_process_faults.py",
+        "test_processes_gpu.py",
+        "test_shmem_gpu.py",
+    }
 
 
 def test_processes_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:

@@ -49,6 +49,7 @@ struct Options {
   double zipf = 0;
   std::string format = "bf16";
   int64_t alignment = 1;
+  int64_t timeout_s = 2;
   bool tiled = false;
   bool quantized = false;
   bool halves = false;
@@ -74,6 +75,7 @@ Checks and times the fused window calls on all GPUs of this machine, one rank ea
   --quantized         cached dispatch and combine send fp8_block128
   --halves            dispatch and combine in two kernels, one after the other
   --alignment N       expert_alignment (1)
+  --timeout-s N       of each wait (2); tools that look at every access need more
   --calls N           calls in the graph that is timed (20)
   --seed N            of ids and weights (random, and printed)
   --no-check          only times
@@ -122,9 +124,10 @@ inline bool ParseCapacity(std::string_view text, double& factor) {
 
 inline bool ParseOption(std::string_view name, std::string_view value, Options& options) {
   const std::pair<std::string_view, int64_t*> numbers[] = {
-      {"--hidden", &options.hidden}, {"--experts", &options.experts},
-      {"--top-k", &options.top_k},   {"--calls", &options.calls},
-      {"--seed", &options.seed},     {"--alignment", &options.alignment},
+      {"--hidden", &options.hidden},       {"--experts", &options.experts},
+      {"--top-k", &options.top_k},         {"--calls", &options.calls},
+      {"--seed", &options.seed},           {"--alignment", &options.alignment},
+      {"--timeout-s", &options.timeout_s},
   };
   for (const auto& [known, number] : numbers) {
     if (name == known) return ParseNumber<int64_t>(value, number != &options.seed, *number);

@@ -27,8 +27,6 @@ inline void Check(cudaError_t error, const char* call) {
 }
 #define CHECK_CUDA(call) Check(call, #call)
 
-inline constexpr uint64_t kTimeoutNs = 2'000'000'000;
-
 struct Rank {
   cudaStream_t stream = nullptr;
   WindowGroup group{};
@@ -180,7 +178,7 @@ inline void GiveWindows(const EpShape& shape, const Options& options, std::vecto
                      sizes);
   WindowGroup group{};
   group.layout = WindowLayout::Of(sizes);
-  group.timeout_ns = kTimeoutNs;
+  group.timeout_ns = static_cast<uint64_t>(options.timeout_s) * 1'000'000'000;
   group.ranks = static_cast<uint32_t>(shape.ranks);
   group.turns = static_cast<uint32_t>(sizes.turns);
   group.depth = static_cast<uint32_t>(sizes.depth);

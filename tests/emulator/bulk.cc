@@ -10,19 +10,23 @@ namespace jax_ep::emulator {
 namespace {
 
 struct Copy {
-  Block* block;
+  Block* block;  // may be gone when a store has read
+  int device;
+  const char* ends;  // of its launch, which waits for it
   uint8_t* to;
   const uint8_t* from;
   uint32_t bytes;
-  uint64_t* barrier;                 // of a load
-  std::shared_ptr<BulkGroup> group;  // of a store
-  uint64_t delay;                    // rounds until it gets further
+  Actor actor;
+  uint64_t delay;                      // rounds until it gets further
+  uint64_t* barrier = nullptr;         // of a load
+  std::shared_ptr<BulkGroup> group{};  // of a store
   bool read = false;
   std::vector<uint8_t> data{};
 
   const uint8_t* shared() const { return barrier != nullptr ? to : from; }
 };
 std::vector<Copy> copies;
+std::map<int, std::vector<Actor>> free_actors;  // by GPU
 
 // What an mbarrier holds here.
 struct Mbarrier {
@@ -79,8 +83,38 @@ void ExpectUnused(const uint8_t* shared, uint32_t bytes) {
   }
 }
 
-void Complete(const Copy& copy) {
+// What the thread that begins a copy did comes before it.
+Actor BeginActor() {
+  std::vector<Actor>& free = free_actors[current->block->launch->device];
+  if (free.empty()) free.push_back(Actor::Make());
+  const Actor actor = free.back();
+  free.pop_back();
+  Release(current);
+  actor.Run();
+  Acquire(current);
+  current->actor.Run();
+  return actor;
+}
+
+Copy CopyOf(void* to, const void* from, uint32_t bytes) {
+  const Launch& launch = *current->block->launch;
+  return {.block = current->block,
+          .device = launch.device,
+          .ends = launch.ends,
+          .to = static_cast<uint8_t*>(to),
+          .from = static_cast<const uint8_t*>(from),
+          .bytes = bytes,
+          .actor = BeginActor(),
+          .delay = DrawDelay()};
+}
+
+void Complete(const Copy& copy, Actor host) {
   std::memcpy(copy.to, copy.data.data(), copy.bytes);
+  copy.actor.Run();
+  Writes(copy.to, copy.bytes);
+  Release(copy.barrier != nullptr ? static_cast<void*>(copy.barrier) : &copy.group->written);
+  Release(copy.ends);
+  host.Run();
   if (copy.barrier == nullptr) {
     --copy.group->unwritten;
     return;
@@ -93,46 +127,53 @@ void Complete(const Copy& copy) {
 }  // namespace
 
 void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  const Unseen unseen;
   CheckCopy(shared, global, bytes, "bulk load");
   CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier of a bulk load");
   Load(barrier);
   auto* to = static_cast<uint8_t*>(shared);
   ExpectUnused(to, bytes);
   std::memset(to, kUnderWay, bytes);
-  copies.push_back(
-      {current->block, to, static_cast<const uint8_t*>(global), bytes, barrier, {}, DrawDelay()});
+  copies.push_back(CopyOf(to, global, bytes));
+  copies.back().barrier = barrier;
 }
 
 void BulkStore(void* global, const void* shared, uint32_t bytes) {
+  const Unseen unseen;
   CheckCopy(shared, global, bytes, "bulk store");
   if (current->open == nullptr) current->open = std::make_shared<BulkGroup>();
   ++current->open->unread;
   ++current->open->unwritten;
-  copies.push_back({current->block, static_cast<uint8_t*>(global),
-                    static_cast<const uint8_t*>(shared), bytes, nullptr, current->open,
-                    DrawDelay()});
+  copies.push_back(CopyOf(global, shared, bytes));
+  copies.back().group = current->open;
 }
 
 void BulkCommit() {
+  const Unseen unseen;
   auto& groups = current->groups;
-  while (!groups.empty() && groups.front()->unwritten == 0) groups.erase(groups.begin());
+  // Not those that a wait has yet to acquire.
+  while (!kRaces && !groups.empty() && groups.front()->unwritten == 0) groups.erase(groups.begin());
   groups.push_back(current->open != nullptr ? std::move(current->open)
                                             : std::make_shared<BulkGroup>());
   current->open = nullptr;
 }
 
 void BulkWait(int pending, bool read) {
+  const Unseen unseen;
+  auto& groups = current->groups;
+  const size_t ended = groups.size() - std::min(groups.size(), static_cast<size_t>(pending));
   const auto ready = [&] {
-    const auto& groups = current->groups;
-    for (size_t i = 0; i + static_cast<size_t>(pending) < groups.size(); ++i) {
-      if ((read ? groups[i]->unread : groups[i]->unwritten) != 0) return false;
-    }
-    return true;
+    return std::all_of(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(ended),
+                       [&](auto& group) { return (read ? group->unread : group->unwritten) == 0; });
   };
   while (!ready()) Yield("wait for bulk stores");
+  if (!kRaces) return;
+  for (size_t i = 0; i < ended; ++i) Acquire(read ? &groups[i]->read : &groups[i]->written);
+  if (!read) groups.erase(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(ended));
 }
 
 void MbarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  const Unseen unseen;
   CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
   if (arrivals == 0 || arrivals > UINT8_MAX) Die("an mbarrier of %u arrivals", arrivals);
   *barrier = std::bit_cast<uint64_t>(
@@ -140,6 +181,8 @@ void MbarrierInit(uint64_t* barrier, uint32_t arrivals) {
 }
 
 void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
+  const Unseen unseen;
+  Release(barrier);
   CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
   Mbarrier state = Load(barrier);
   if (state.missing == 0) Die("more arrivals at an mbarrier than it is for");
@@ -149,13 +192,18 @@ void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
 }
 
 bool MbarrierTryWait(uint64_t* barrier, uint32_t parity) {
+  const Unseen unseen;
   CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
-  if (Load(barrier).phase != parity) return true;
+  if (Load(barrier).phase != parity) {
+    Acquire(barrier);
+    return true;
+  }
   Yield("mbarrier");
   return false;
 }
 
 void AdvanceCopies() {
+  const Actor host = Actor::Running();
   for (size_t i = 0; i < copies.size();) {
     Copy& copy = copies[i];
     if (copy.delay-- != 0) {
@@ -163,10 +211,15 @@ void AdvanceCopies() {
     } else if (!copy.read) {
       copy.data.assign(copy.from, copy.from + copy.bytes);
       copy.read = true;
+      copy.actor.Run();
+      Reads(copy.from, copy.bytes);
+      if (copy.barrier == nullptr) Release(&copy.group->read);
+      host.Run();
       if (copy.barrier == nullptr) --copy.group->unread;
       copy.delay = DrawDelay();
     } else {
-      Complete(copy);
+      Complete(copy, host);
+      free_actors[copy.device].push_back(copy.actor);
       std::swap(copy, copies.back());
       copies.pop_back();
     }

@@ -5,7 +5,9 @@
 
 namespace jax_ep::emulator {
 
-const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind) {
+const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind, bool orders) {
+  const Unseen unseen;
+  current->fenced = false;
   Warp& warp = current->block->warps[current->thread.x / kWarpLanes];
   if (mask != ~0u) Die("%s of lanes %08x: only whole warps are emulated", kind, mask);
   if (warp.arrived == 0) {
@@ -16,12 +18,14 @@ const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind) {
   const uint32_t generation = warp.generation;
   uint64_t* values = warp.values[generation % 2];
   values[current->thread.x % kWarpLanes] = value;
+  if (orders) Release(values);
   if (++warp.arrived == kWarpLanes) {
     warp.arrived = 0;
     ++warp.generation;
   } else {
     SleepWhile(&warp.generation, generation, kind);
   }
+  if (orders) Acquire(values);
   return values;
 }
 
@@ -30,6 +34,8 @@ bool Sync(uint32_t id, uint32_t threads, bool value, bool wait) {
       "__syncthreads", "barrier 1",  "barrier 2",  "barrier 3", "barrier 4",  "barrier 5",
       "barrier 6",     "barrier 7",  "barrier 8",  "barrier 9", "barrier 10", "barrier 11",
       "barrier 12",    "barrier 13", "barrier 14", "barrier 15"};
+  const Unseen unseen;
+  current->fenced = false;
   Block& block = *current->block;
   if (id >= kBarriers || threads == 0 || threads % kWarpLanes != 0 ||
       threads > block.launch->threads) {
@@ -48,6 +54,7 @@ bool Sync(uint32_t id, uint32_t threads, bool value, bool wait) {
   }
   barrier.all &= value;
   const uint32_t generation = barrier.generation;
+  Release(&barrier.result[generation % 2]);
   if (++barrier.arrived == barrier.expected) {
     for (const uint32_t count : barrier.by_warp) {
       if (count % kWarpLanes != 0) Die("%u threads of a warp are at %s", count, kNames[id]);
@@ -58,7 +65,27 @@ bool Sync(uint32_t id, uint32_t threads, bool value, bool wait) {
   } else if (wait) {
     SleepWhile(&barrier.generation, generation, kNames[id]);
   }
+  if (wait) Acquire(&barrier.result[generation % 2]);
   return barrier.result[generation % 2];
+}
+
+void Fence() {
+  if constexpr (!kRaces) return;
+  const Unseen unseen;
+  for (const void* at : current->loaded) Acquire(at);
+  current->loaded.clear();
+  current->fenced = true;
+}
+
+void LoadsRelaxed(const void* at) {
+  if constexpr (!kRaces) return;
+  const Unseen unseen;
+  auto& loaded = current->loaded;
+  if (std::find(loaded.begin(), loaded.end(), at) == loaded.end()) loaded.push_back(at);
+}
+
+void StoresRelaxed(const void* at) {
+  if (kRaces && current->fenced) Release(at);
 }
 
 void ExpectNoArrivals(const Block& block) {

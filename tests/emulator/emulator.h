@@ -11,6 +11,8 @@
 #include <typeindex>
 #include <vector>
 
+#include "races.h"
+
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
@@ -66,6 +68,7 @@ struct Barrier {
 // The copies between two commits of a thread.
 struct BulkGroup {
   int unread = 0, unwritten = 0;
+  char read = 0, written = 0;  // what their ends release
 };
 
 // What the threads of a block have put together.
@@ -81,6 +84,9 @@ struct Launch {
   int device = 0;
   bool on_stream = false;  // rather than the null stream
   int number = 0;          // on its stream
+  // Of the stream: what its launch before this one has released, and what this one does.
+  const char* follows = nullptr;
+  const char* ends = nullptr;
   dim3 grid;
   uint32_t threads = 0;
   size_t shared_bytes = 0;
@@ -115,6 +121,7 @@ struct Block {
 struct Fiber {
   void* stack_pointer = nullptr;
   uint8_t* stack = nullptr;
+  Actor actor;
   Block* block = nullptr;
   dim3 thread;
   // Sleeps while *wait_on is wait_value.
@@ -125,6 +132,9 @@ struct Fiber {
   std::vector<std::shared_ptr<BulkGroup>> groups;
   std::shared_ptr<BulkGroup> open;
   size_t puts = 0;  // in which it has taken part
+  // For races: whether a fence stands before its next stores, and relaxed loads since the last one.
+  bool fenced = false;
+  std::vector<const void*> loaded;
 };
 
 // Of the thread that runs; null on the host.
@@ -144,11 +154,19 @@ const std::vector<Block*>& RunningBlocks();
 
 // ---- Collectives (collectives.cc) ---------------------------------------------------------------
 
-// What each lane of the warp came with.
-const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind);
+// What each lane of the warp came with. With `orders` accesses before it come before those behind
+// it.
+const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind, bool orders = false);
 // Whether all came with true. Without `wait` the thread only arrives.
 bool Sync(uint32_t barrier, uint32_t threads, bool value, bool wait);
 void ExpectNoArrivals(const Block& block);
+
+// ---- Memory order, for races (collectives.cc) ---------------------------------------------------
+
+// A fence that releases before the stores directly behind it, and acquires after all relaxed loads.
+void Fence();
+void LoadsRelaxed(const void* at);
+void StoresRelaxed(const void* at);
 
 // ---- Bulk copies and mbarriers (bulk.cc) --------------------------------------------------------
 
@@ -191,6 +209,8 @@ Guarded AllocateGuarded(size_t bytes, size_t align);
 void FreeGuarded(const Guarded& memory);
 // Frees all allocations and streams, of which nothing is under way.
 void Reset();
+// Shared memory that the launch does not size, one for each type.
+void* SharedObject(std::type_index type, size_t bytes);
 // Dies unless the bytes are aligned and of one allocation.
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what);
 void Enqueue(Launch launch, EmulatedStream* stream);
@@ -202,9 +222,7 @@ inline uint8_t* SharedBytes() { return current->block->shared.at; }
 
 template <typename T>
 T& SharedObject() {
-  Guarded& memory = current->block->objects[typeid(T)];
-  if (memory.at == nullptr) memory = AllocateGuarded(sizeof(T), kSharedAlign);
-  return *reinterpret_cast<T*>(memory.at);
+  return *static_cast<T*>(SharedObject(typeid(T), sizeof(T)));
 }
 
 template <typename To, typename From>

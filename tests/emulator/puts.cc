@@ -94,6 +94,7 @@ void SetHeap(std::vector<HeapBlock> by_pe) {
 }
 
 void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
+  const Unseen unseen;
   std::vector<PutCall>& calls = current->block->puts;
   const size_t call = current->puts++;
   const PutCall own{to, from, bytes, pe};
@@ -123,15 +124,20 @@ void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
   }
 }
 
-void FencePuts() { ++fences[OwnLane()]; }
+void FencePuts() {
+  const Unseen unseen;
+  ++fences[OwnLane()];
+}
 
 void SignalPe(uint64_t* at, uint64_t value, int pe) {
+  const Unseen unseen;
   uint8_t* to = Symmetric(at, sizeof value, pe, "a signal");
   if (reinterpret_cast<uintptr_t>(to) % sizeof value != 0) Die("a signal that is not aligned");
   pieces.push_back({OwnLane(), fences[OwnLane()], pe, to, nullptr, 0, value, DrawDelay()});
 }
 
 void SettlePuts() {
+  const Unseen unseen;
   std::vector<Landed>& here = landed[current->block->launch->device];
   for (const Landed& one : here) std::memcpy(one.to, one.bytes.data(), one.bytes.size());
   here.clear();

@@ -12,6 +12,7 @@
 
 struct EmulatedStream {
   int launches = 0;
+  char orders[2];  // released by its launches, in turns
   std::deque<std::unique_ptr<jax_ep::emulator::Launch>> queue;
 };
 
@@ -81,6 +82,13 @@ void FreeGuarded(const Guarded& memory) {
   munmap(memory.mapping, memory.mapped);
 }
 
+void* SharedObject(std::type_index type, size_t bytes) {
+  const Unseen unseen;
+  Guarded& memory = current->block->objects[type];
+  if (memory.at == nullptr) memory = AllocateGuarded(bytes, kSharedAlign);
+  return memory.at;
+}
+
 void* Allocate(size_t bytes) {
   const std::lock_guard guard(mutex);
   const Guarded memory = AllocateGuarded(bytes, kCopyAlign);
@@ -96,6 +104,7 @@ void Reset() {
 }
 
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what) {
+  const Unseen unseen;
   const auto* byte = static_cast<const uint8_t*>(at);
   const auto found = allocations.upper_bound(byte);
   if (found == allocations.end() || byte < found->second.at || byte + bytes > found->first) {
@@ -110,6 +119,8 @@ void Enqueue(Launch launch, EmulatedStream* stream) {
   launch.on_stream = stream != nullptr;
   if (stream == nullptr) stream = &null_streams[current_device];
   launch.number = stream->launches++;
+  launch.ends = &stream->orders[launch.number % 2];
+  launch.follows = &stream->orders[1 - launch.number % 2];
   const Fault& missing = GetSettings().missing;
   if (launch.on_stream && launch.device == missing.device && launch.number >= missing.launch) {
     return;
@@ -200,6 +211,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
   const std::lock_guard guard(mutex);
   CatchFaults();
   RunAll();
+  ForEachStream([](EmulatedStream& stream) {
+    for (const char& order : stream.orders) Acquire(&order);
+  });
   return cudaSuccess;
 }
 

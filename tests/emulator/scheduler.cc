@@ -59,32 +59,48 @@ Fault FaultFromEnvironment(const char* name) {
 }
 
 void* scheduler_stack = nullptr;
+Actor host;
 std::vector<Block*> blocks;
-std::vector<uint8_t*> free_stacks;
+// Of fibers that have ended, by GPU. What runs on a stack is one actor's, since nothing orders the
+// accesses of two.
+struct Place {
+  uint8_t* stack;
+  Actor actor;
+};
+std::map<int, std::vector<Place>> free_places;
 uint64_t rounds = 0;
 std::mt19937_64 random_draws;
 
 // ---- Blocks -------------------------------------------------------------------------------------
 
+void GoToHost() {
+  host.Run();
+  EmulatorSwitch(&current->stack_pointer, scheduler_stack);
+}
+
 void RunThread() {
+  Acquire(&host);
+  Acquire(current->block->launch->follows);
   current->block->launch->body();
+  Release(current->block->launch->ends);
   if (current->open != nullptr) Die("a thread ends with bulk copies that it has not committed");
   current->done = true;
-  EmulatorSwitch(&current->stack_pointer, scheduler_stack);
+  GoToHost();
   std::abort();
 }
 
-uint8_t* TakeStack() {
-  if (free_stacks.empty()) {
+Place TakePlace(int device) {
+  std::vector<Place>& free = free_places[device];
+  if (free.empty()) {
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) Die("no memory for stacks");
-    free_stacks.push_back(static_cast<uint8_t*>(stack));
+    free.push_back({static_cast<uint8_t*>(stack), Actor::Make()});
   }
-  uint8_t* stack = free_stacks.back();
-  free_stacks.pop_back();
-  std::memcpy(stack, &kStackEnd, sizeof kStackEnd);
-  return stack;
+  const Place place = free.back();
+  free.pop_back();
+  std::memcpy(place.stack, &kStackEnd, sizeof kStackEnd);
+  return place;
 }
 
 std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
@@ -92,7 +108,9 @@ std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
   auto fiber = std::make_unique<Fiber>();
   fiber->block = block;
   fiber->thread = dim3(thread, 0, 0);
-  fiber->stack = TakeStack();
+  const Place place = TakePlace(block->launch->device);
+  fiber->stack = place.stack;
+  fiber->actor = place.actor;
   auto** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
   *--top = nullptr;  // a return address: functions begin 8 bytes off a multiple of 16
   *--top = reinterpret_cast<void*>(&RunThread);
@@ -121,7 +139,7 @@ void End(Block* block) {
   ExpectWholePuts(*block);
   for (const auto& fiber : block->fibers) {
     if (std::memcmp(fiber->stack, &kStackEnd, sizeof kStackEnd) != 0) Die("a stack is too small");
-    free_stacks.push_back(fiber->stack);
+    free_places[block->launch->device].push_back({fiber->stack, fiber->actor});
   }
   FreeGuarded(block->shared);
   for (const auto& [type, memory] : block->objects) FreeGuarded(memory);
@@ -179,6 +197,7 @@ bool RunWarp(Block* block, uint32_t warp) {
     fiber->wait_on = nullptr;
     ran = true;
     current = fiber;
+    fiber->actor.Run();
     EmulatorSwitch(&scheduler_stack, fiber->stack_pointer);
     current = nullptr;
     if (fiber->done) --block->live;
@@ -265,13 +284,16 @@ void Die(const char* format, ...) {
   std::_Exit(9);
 }
 
-uint64_t Random() { return random_draws() >> 11; }
+uint64_t Random() {
+  const Unseen unseen;
+  return random_draws() >> 11;
+}
 
 uint64_t ClockNs() { return rounds * GetSettings().ns_a_round; }
 
 void Yield(const char* where) {
   current->where = where;
-  EmulatorSwitch(&current->stack_pointer, scheduler_stack);
+  GoToHost();
 }
 
 void SleepWhile(const uint32_t* word, uint32_t value, const char* where) {
@@ -281,6 +303,9 @@ void SleepWhile(const uint32_t* word, uint32_t value, const char* where) {
 }
 
 void RunAll() {
+  const Unseen unseen;
+  host = Actor::Running();
+  Release(&host);
   const std::vector<Launch*> launches = FirstLaunches();
   // Several host threads prepare ranks in any order, on null streams: that is to change nothing.
   static uint64_t runs = 0;

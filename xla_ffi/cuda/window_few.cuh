@@ -83,7 +83,7 @@ class FewCrew {
     // Under way during all that follows.
     const uint32_t ticket = call_.Draw(Queue::kSend);
     if (item.phase == Phase::kSend) {
-      if (!call_.WarpAwaitsCredits()) block_.failed = true;
+      if (!call_.WarpAwaitsCredits()) StoreSame(&block_.failed, true);
       NamedBarrierApart(kCreditsBarrier, kFewThreads);
     }
     NamedBarrier(kReadsBarrier, kFewThreads);

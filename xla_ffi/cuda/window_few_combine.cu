@@ -83,7 +83,7 @@ class FewCombine {
     const uint32_t cell = piece * kFewWorkers + threadIdx.x;
     float sums[kCount] = {};
     const bool ok = Gather(item, token, cell, sums);
-    if (!ok) block_.failed = true;
+    if (!ok) StoreSame(&block_.failed, true);
     crew_.ReadsOver();
     if (ok && cell < plan_.cells) StoreSums(token, cell, sums);
   }

@@ -79,7 +79,7 @@ class FewPlacer {
         if constexpr (kEncodes) scales_.WriteOffsets();
       }
       FillShare(item);
-    } else if (threadIdx.x == 0) {
+    } else if (threadIdx.x == 0 && !plan_.reads_at_once) {
       Fail();  // where it was Build that waited in vain
     }
     if (!plan_.reads_at_once) crew_.ReadsOver();
@@ -102,8 +102,8 @@ class FewPlacer {
   };
 
   __device__ void Fail() const {
-    shared_.counts_arrived = false;
-    shared_.block.failed = true;
+    StoreSame(&shared_.counts_arrived, false);
+    StoreSame(&shared_.block.failed, true);
   }
 
   __device__ bool HasEntry() const { return Lane() < step_.shape.top_k; }

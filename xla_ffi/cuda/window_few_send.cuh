@@ -199,7 +199,7 @@ class FewSender {
     if (Lane() < call_.ranks()) shared_.slots[Lane()] = -1;
     __syncwarp();
     if (Lane() >= walk.top_k) return;
-    if (entry.rank >= 0) shared_.slots[entry.rank] = entry.slot;
+    if (entry.rank >= 0) StoreSame(&shared_.slots[entry.rank], entry.slot);
     uint32_t (&words)[3] = shared_.entries[Lane()];
     words[0] = static_cast<uint32_t>(entry.id);
     words[1] = static_cast<uint32_t>(entry.position);

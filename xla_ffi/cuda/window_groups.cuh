@@ -52,7 +52,7 @@ class GroupTable {
       const uint32_t source = cells.Divide(i, cell);
       CountCell seen = first != nullptr && i == team.thread ? *first : CountCell{};
       if (!call.HasCounts(cell, seen) && !call.AwaitCounts(source, cell, seen)) {
-        arrived = false;
+        StoreSame(&arrived, false);
         break;
       }
       if (cell == 0) {

@@ -58,7 +58,9 @@ uint32_t LanesWhere(Condition condition) {
 
 }  // namespace jax_ep::emulator
 
-inline void __syncwarp(unsigned mask = ~0u) { ::jax_ep::emulator::Exchange(mask, 0, "__syncwarp"); }
+inline void __syncwarp(unsigned mask = ~0u) {
+  ::jax_ep::emulator::Exchange(mask, 0, "__syncwarp", true);
+}
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
@@ -113,30 +115,30 @@ inline void __syncthreads() { __syncthreads_and(1); }
 template <typename T>
 T atomicAdd(T* at, T value) {
   ::jax_ep::emulator::Yield("atomicAdd");
-  const T before = *at;
-  *at += value;
+  const T before = ::jax_ep::emulator::LoadWords(at);
+  ::jax_ep::emulator::StoreWords(at, before + value);
   return before;
 }
 
 inline unsigned atomicOr(unsigned* at, unsigned value) {
   ::jax_ep::emulator::Yield("atomicOr");
-  const unsigned before = *at;
-  *at |= value;
+  const unsigned before = ::jax_ep::emulator::LoadWords(at);
+  ::jax_ep::emulator::StoreWords(at, before | value);
   return before;
 }
 
 inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned value) {
   ::jax_ep::emulator::Yield("atomicCAS");
-  const unsigned before = *at;
-  if (before == expected) *at = value;
+  const unsigned before = ::jax_ep::emulator::LoadWords(at);
+  if (before == expected) ::jax_ep::emulator::StoreWords(at, value);
   return before;
 }
 
 template <typename T>
 T atomicMax(T* at, T value) {
   ::jax_ep::emulator::Yield("atomicMax");
-  const T before = *at;
-  if (value > before) *at = value;
+  const T before = ::jax_ep::emulator::LoadWords(at);
+  if (value > before) ::jax_ep::emulator::StoreWords(at, value);
   return before;
 }
 

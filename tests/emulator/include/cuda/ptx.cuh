@@ -1,6 +1,6 @@
 // Takes the place of xla_ffi/cuda/ptx.cuh on the include path: its functions, name by name, over
-// emulator.h. Accesses take effect at once and in order, so fences do nothing; where the order
-// among threads matters other threads run first.
+// emulator.h. Accesses take effect at once and in order, so fences matter only to a build for
+// races; where the order among threads matters other threads run first.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,21 @@ template <typename T>
 T LoadAtOnce(const T* from, const char* what) {
   emulator::Yield(what);
   emulator::CheckGlobal(from, sizeof(T), sizeof(T), what);
-  return *from;
+  emulator::LoadsRelaxed(from);
+  return emulator::LoadWords(from);
+}
+template <typename T>
+T LoadAndAcquire(const T* from, const char* what) {
+  const T value = LoadAtOnce(from, what);
+  emulator::Acquire(from);
+  return value;
 }
 template <typename T>
 void StoreAtOnce(T* to, const T& value, const char* what) {
   if (emulator::Random() % 2 == 0) emulator::Yield(what);
   emulator::CheckGlobal(to, sizeof(T), sizeof(T), what);
-  *to = value;
+  emulator::StoresRelaxed(to);
+  emulator::StoreWords(to, value);
 }
 
 inline uint64_t LoadRelaxedSystem(const uint64_t* from) {
@@ -36,10 +44,10 @@ inline Bits128 LoadRelaxedSystem(const Bits128* from) {
   return LoadAtOnce(from, "ld.relaxed.sys.b128");
 }
 inline uint64_t LoadAcquireSystem(const uint64_t* from) {
-  return LoadAtOnce(from, "ld.acquire.sys");
+  return LoadAndAcquire(from, "ld.acquire.sys");
 }
 inline Bits128 LoadAcquireSystem(const Bits128* from) {
-  return LoadAtOnce(from, "ld.acquire.sys.b128");
+  return LoadAndAcquire(from, "ld.acquire.sys.b128");
 }
 inline void StoreRelaxedSystem(uint64_t* to, uint64_t value) {
   StoreAtOnce(to, value, "st.relaxed.sys");
@@ -47,7 +55,12 @@ inline void StoreRelaxedSystem(uint64_t* to, uint64_t value) {
 inline void StoreRelaxedSystem(Bits128* to, const Bits128& value) {
   StoreAtOnce(to, value, "st.relaxed.sys.b128");
 }
-inline void FenceAcqRelSystem() {}
+inline void FenceAcqRelSystem() { emulator::Fence(); }
+
+template <typename T>
+void StoreSame(T* to, T value) {
+  emulator::StoreWords(to, value);
+}
 
 template <typename T>
 T LoadAroundL1(const T* from) {
@@ -68,18 +81,27 @@ inline Bits128 LoadRelaxedGpu(const Bits128* from) {
 inline void StoreRelaxedGpu(Bits128* to, const Bits128& value) {
   StoreAtOnce(to, value, "st.relaxed.gpu.b128");
 }
-inline uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
-  const uint32_t before = LoadAtOnce(counter, "atom.add.gpu");
-  *counter = before + value;
+template <typename T>
+T FetchAdd(T* counter, T value) {
+  const T before = LoadAtOnce(counter, "atom.add.gpu");
+  emulator::StoreWords(counter, before + value);
   return before;
+}
+template <typename T>
+T FetchAddInOrder(T* counter, T value) {
+  const T before = FetchAdd(counter, value);
+  emulator::Acquire(counter);
+  emulator::Release(counter);
+  return before;
+}
+inline uint32_t FetchAddRelaxedGpu(uint32_t* counter, uint32_t value) {
+  return FetchAdd(counter, value);
 }
 inline uint32_t FetchAddAcqRelGpu(uint32_t* counter, uint32_t value) {
-  return FetchAddRelaxedGpu(counter, value);
+  return FetchAddInOrder(counter, value);
 }
 inline uint64_t FetchAddAcqRelGpu(uint64_t* counter, uint64_t value) {
-  const uint64_t before = LoadAtOnce(counter, "atom.add.gpu");
-  *counter = before + value;
-  return before;
+  return FetchAddInOrder(counter, value);
 }
 
 // ---- Barriers and time --------------------------------------------------------------------------

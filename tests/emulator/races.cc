@@ -1,0 +1,16 @@
+// Volatile accesses, which are relaxed ones of every GPU's: words that others may change meanwhile,
+// and that order nothing. GCC calls these for them with --param tsan-distinguish-volatile=1, and
+// its run-time library has none.
+#include <cstdint>
+
+extern "C" {
+uint32_t __tsan_atomic32_load(const volatile uint32_t* at, int order);
+uint64_t __tsan_atomic64_load(const volatile uint64_t* at, int order);
+
+void __tsan_volatile_read4(void* at) {
+  __tsan_atomic32_load(static_cast<uint32_t*>(at), __ATOMIC_RELAXED);
+}
+void __tsan_volatile_read8(void* at) {
+  __tsan_atomic64_load(static_cast<uint64_t*>(at), __ATOMIC_RELAXED);
+}
+}
