@@ -6,8 +6,8 @@ import dataclasses
 
 import jax_ep
 
-# Changes of B, and whether its calls are made in halves. Formats whose scales are
-# powers of two keep what soak_program draws exactly.
+# Changes of B, and whether its calls are made in halves. What soak_codes draws passes
+# every wire exactly: a format that quantises sums must have one row a sum.
 OPTIONS = {
     "mxfp8": ({"dispatch_format": "mxfp8", "hidden_size": 256}, False),
     "tiled": (
@@ -18,6 +18,27 @@ OPTIONS = {
             "reduce": "none",
         },
         True,
+    ),
+    "fp8": (
+        {
+            "dispatch_format": "fp8_block128",
+            "hidden_size": 256,
+            "reduce": "source",
+            "combine_format": "fp8_block128",
+            "combine_dtype": None,
+        },
+        True,
+    ),
+    "nvfp4": ({"dispatch_format": "nvfp4", "hidden_size": 256}, False),
+    "wires": (
+        {
+            "top_k": 1,
+            "hidden_size": 256,
+            "combine_format": "fp8_block128",
+            "grad_format": "fp8_block128",
+            "combine_dtype": None,
+        },
+        False,
     ),
     "source": ({"reduce": "source", "combine_dtype": None}, True),
     "shared": ({"fused_shared_expert": True, "expert_alignment": 4}, True),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import soak_codes
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -21,6 +22,7 @@ CALLS_A_LAYER = 4  # dispatch, combine, and the exchange of each one's derivativ
 ROUTINGS = 6
 ABSENT = -1
 STATISTICS = ("rows", "dropped", "invalid")
+OF_ROWS = ("tokens", "codes", "scales", "src_info", "router_weights")
 
 
 @dataclasses.dataclass
@@ -64,7 +66,7 @@ def draw(config: Any, ranks: int, n: int, key: Any) -> Operands:
 
     def integers(key: Any) -> Any:
         bits = jax.random.bits(key, (ranks, n, config.hidden_size), jnp.uint8)
-        return ((bits % 9).astype(jnp.int32) - 4).astype(dtype)
+        return soak_codes.values(config, bits).astype(dtype)
 
     power = jax.random.randint(keys[5], (2, *shape), 0, 3)
     weights = (jnp.exp2(power[0] - 1.0) * (1 - 2 * (power[1] % 2))).astype(jnp.float32)
@@ -141,9 +143,13 @@ def calls(ep: Any, split: bool) -> tuple[Any, Any]:
     """Dispatch and combine of `ep`, whole or in halves."""
 
     def dispatch(*operands: Any) -> Any:
+        options = {}
+        if ep.config.dispatch_format == "nvfp4":
+            options["input_scale"] = jnp.float32(soak_codes.INPUT_SCALE)
         if split:
-            return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *operands))
-        return jax_ep.dispatch(ep, *operands)
+            pending = jax_ep.dispatch_async(ep, *operands, **options)
+            return jax_ep.dispatch_wait(pending)
+        return jax_ep.dispatch(ep, *operands, **options)
 
     def combine(rows: Any, route: Any, weights: Any, residual: Any) -> Any:
         options = {"residual": residual}
@@ -249,6 +255,8 @@ def layer(
         "d_tokens": (dx, there_again[:, None] * wide.dy),
         "d_weights": (dw, d_weights if by_row else jnp.zeros_like(dw)),
     }
+    if d.scales is not None:
+        pairs |= soak_codes.pairs(config, d, there)
     if by_row:
         pairs["d_row_weights"] = d_row_weights, jnp.where(routed, dot, 0)
     elif at_source:
@@ -260,7 +268,7 @@ def layer(
         seen = jax.lax.psum(jnp.sum(d.expert_counts), ep.axis_names)
         total = jnp.sum((o.ids >= 0) & (o.ids < config.num_experts))
         pairs["psum"] = (seen[None], total[None])
-    free = () if config.zero_tail else ("tokens", "src_info", "router_weights")
+    free = () if config.zero_tail else OF_ROWS
     tail = jnp.arange(ep.recv_capacity) >= want.offsets[-1]
     counts = {}
     for name, (actual, wanted) in pairs.items():

@@ -51,18 +51,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _cli_doctor.add, _cli_bench.add):
         add(commands)
-    args = parser.parse_args(argv)
     try:
-        code = args.run(args)
-        sys.stdout.flush()
+        try:
+            args = parser.parse_args(argv)
+            code = args.run(args)
+        except SystemExit:  # also after --help
+            _flush()
+            raise
+        _flush()
     except KeyboardInterrupt:
         print("\njax-ep: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # As with `| head`. Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except OSError:
+        lost = _lost_output()
+        if lost is None:
+            raise
+        return lost
     return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed by who started it
+        sys.stdout.flush()
+
+
+def _lost_output() -> int | None:
+    """The exit code where standard output takes nothing more; None where it does."""
+    try:
+        # Unbuffered it keeps nothing of what failed.
+        print(flush=True)
+    except OSError as error:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE  # as with `| head`
+        print(
+            "jax-ep: standard output must be what can be written, got: "
+            f"{error.strerror or error}; make room, or send it elsewhere",
+            file=sys.stderr,
+        )
+        return FAILED
+    return None
 
 
 def _add_demo(commands: Any) -> None:

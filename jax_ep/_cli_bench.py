@@ -11,12 +11,12 @@ import sys
 import tempfile
 from typing import Any
 
+from jax_ep._cli_records import compare, read_record
 from jax_ep._cli_values import (
     at_least,
     file_problem,
     no_backend,
     number,
-    read_record,
     write_file,
 )
 
@@ -115,7 +115,7 @@ def _compare_files(paths: list[str], tolerance: float) -> int:
         return 2
     lines, failed = compare(before, after, tolerance)
     # A name in a record may have letters that the terminal's encoding lacks.
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
     return 1 if failed else 0
 
@@ -224,7 +224,8 @@ def _arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
         given.append("--quick")
     for name in ("tokens", "transports"):
         if getattr(args, name):
-            given += [f"--{name}", *map(str, getattr(args, name))]
+            # What is named twice is one case.
+            given += [f"--{name}", *map(str, dict.fromkeys(getattr(args, name)))]
     for name in ("hidden", "experts", "top_k", "seed", "budget"):
         if getattr(args, name) is not None:
             given.append(_option(name, getattr(args, name)))
@@ -246,75 +247,3 @@ def _guarded(find_peak: Any) -> Any:
             return None, {}
 
     return find
-
-
-_CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
-_PLAIN = "bf16"  # of rows that name no format, too
-
-
-def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
-    """By case the microseconds, or None where the result was wrong."""
-    found = {}
-    for row in record["results"]:
-        if "us" in row:
-            case = (*(row.get(name) for name in _CASE), row.get("format") or _PLAIN)
-            found[case] = None if row.get("wrong") else row["us"]
-    return found
-
-
-def _case_name(case: tuple[Any, ...]) -> str:
-    op, tokens, routing, transport, num_sms, flags, zero_tail, form = case
-    name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
-    name += f", {flags}" if flags else ""
-    name += ", zeroed" if zero_tail else ""
-    name += f", {form}" if form != _PLAIN else ""
-    return f"{op:<9} {tokens:>5} {routing:<8} {name:<24}"
-
-
-def compare(
-    before: dict[str, Any], after: dict[str, Any], tolerance: float
-) -> tuple[list[str], int]:
-    """A table of both runs' times, and how many things are not as they should be.
-
-    That is: calls slower than tolerated, what `after` lacks or has wrong, and what is
-    not alike about the runs.
-    """
-    lines = [
-        f"{name:<7} {record['count']} x {record['device']}, jax {record.get('jax')}, "
-        f"{record['date']}, commit {record['commit'][:12]}"
-        for name, record in (("before", before), ("after", after))
-    ]
-    unlike = 0
-    for name in ("device", "count", "hidden", "dtype", "experts", "top_k"):
-        if before.get(name) != after.get(name):
-            unlike += 1
-            lines.append(
-                f"NOT ALIKE: {name} {before.get(name)!r} and {after.get(name)!r}"
-            )
-    old, new = _times(before), _times(after)
-    lines.append(
-        f"{'op':<9} {'T':>5} {'routing':<8} {'transport':<24} {'before':>10} "
-        f"{'after':>10}   change"
-    )
-    slower = unfit = common = 0
-    for case in {**old, **new}:
-        was, now = old.get(case), new.get(case)
-        if now is None:
-            # What was wrong before is no loss where it is gone.
-            bad = case in new or was is not None
-            unfit += bad
-            verdict = "WRONG" if case in new else "MISSING" if bad else "missing"
-            shown = f"{was:>7.1f} us" if was is not None else f"{'':>10}"
-            lines.append(f"{_case_name(case)} {shown} {verdict:>10}")
-        elif was is not None:
-            common += 1
-            change = now / was - 1
-            slower += change > tolerance
-            mark = "  SLOWER" if change > tolerance else ""
-            times = f"{was:>7.1f} us {now:>7.1f} us {change:>+8.1%}{mark}"
-            lines.append(f"{_case_name(case)} {times}")
-    lines.append(
-        f"{common} cases in both, {slower} slower by more than {tolerance:.0%}, "
-        f"{unfit} wrong or missing"
-    )
-    return lines, slower + unfit + unlike + (not common)

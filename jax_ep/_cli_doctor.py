@@ -18,6 +18,7 @@ examples:
   jax-ep doctor
   jax-ep doctor --experts 64 --hidden 4096 --tokens 8192 --capacity-factor 1.25
   jax-ep doctor --ranks 32              memory of a group larger than this machine
+  jax-ep doctor --ranks 32 --ranks-per-node 4         ... over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
 
 exit codes: 0 every transport that is served here passed its test, 1 one did not or JAX
@@ -50,6 +51,12 @@ def add(commands: Any) -> None:
             help=f"{text} (default {default})",
         )
     layer.add_argument("--ranks", type=int, metavar="N", help="of the EP group")
+    layer.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="of shmem (default: every device here)",
+    )
     layer.add_argument("--dtype", default="bfloat16", help="default bfloat16")
     layer.add_argument("--format", default="bf16", help="dispatch_format, default bf16")
     layer.add_argument("--combine-format", help="combine_format, default none")
@@ -87,6 +94,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             reduce=args.reduce,
             fused_shared_expert=args.fused_shared_expert,
             expert_alignment=args.expert_alignment,
+            ranks_per_node=args.ranks_per_node,
         )
     except ValueError as error:
         parser.error(str(error).removeprefix("jax_ep.EPConfig: "))
@@ -153,4 +161,10 @@ def _memory_lines(sizes: dict[str, Any]) -> list[str]:
     if windows is not None:
         shown = windows if isinstance(windows, str) else f"{windows / 1e6:,.0f} MB"
         lines.append(f"            window of p2p, as long as a handle is open: {shown}")
+    node = sizes.get("ranks_per_node", sizes["ranks"])
+    if sizes.get("shmem_windows") is not None and sizes["ranks"] > node:
+        lines.append(
+            f"            window of shmem over nodes of {node} ranks, likewise: "
+            f"{megabytes('shmem_windows')}"
+        )
     return lines

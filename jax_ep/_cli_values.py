@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import pathlib
-import reprlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -105,68 +103,3 @@ def write_file(name: str, write: Callable[[pathlib.Path], Any]) -> bool:
         return False
     print(f"wrote {name}")
     return True
-
-
-_TEXT, _TRUTH = "a line of text", "true or false"
-_WHOLE, _TIME = "a whole number of at least 0", "a finite number above 0"
-_FITS: dict[str, Callable[[Any], bool]] = {
-    _TEXT: lambda value: isinstance(value, str) and value.isprintable(),
-    _TRUTH: lambda value: isinstance(value, bool),
-    # bool is an int, too.
-    _WHOLE: lambda value: type(value) is int and value >= 0,
-    # Integers may be above what a float can hold.
-    _TIME: lambda value: (
-        type(value) in (int, float) and 0 < value <= sys.float_info.max
-    ),
-}
-_RECORD = {"count": _WHOLE, "device": _TEXT, "date": _TEXT, "commit": _TEXT}
-_RECORD_MAY = {"jax": _TEXT, "dtype": _TEXT}
-_RECORD_MAY |= dict.fromkeys(("hidden", "experts", "top_k"), _WHOLE)
-_ROW = {"us": _TIME, "op": _TEXT, "tokens": _WHOLE}
-_ROW |= {"routing": _TEXT, "transport": _TEXT}
-_ROW_MAY = {"num_sms": _WHOLE, "flags": _TEXT, "format": _TEXT}
-_ROW_MAY |= {"zero_tail": _TRUTH, "wrong": _TRUTH}
-
-
-def read_record(path: str) -> dict[str, Any]:
-    """The record of `jax-ep bench` in the file `path`, fit to be compared.
-
-    Raises:
-        ValueError: it is none, or cannot be read; one line says which and why.
-    """
-    try:
-        record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        _check_record(record)
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        remedy = "write one with jax-ep bench --json"
-        raise ValueError(f"got {path!r}: {why}; {remedy}") from error
-    return record
-
-
-def _check_record(record: Any) -> None:
-    if not isinstance(record, dict) or record.get("kind") != "p2p":
-        raise ValueError("it must be an object of kind 'p2p'")
-    _check(record, "", _RECORD, _RECORD_MAY)
-    rows = record.get("results")
-    if not isinstance(rows, list):
-        raise ValueError(f"results must be a list, got {reprlib.repr(rows)}")
-    for index, row in enumerate(rows):
-        where = f"results[{index}]"
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} must be an object, got {reprlib.repr(row)}")
-        # One without a time says what could not be measured.
-        if "us" in row:
-            _check(row, f"{where}.", _ROW, _ROW_MAY)
-
-
-def _check(
-    found: dict[str, Any], where: str, needed: dict[str, str], may: dict[str, str]
-) -> None:
-    for name, kind in (needed | may).items():
-        value = found.get(name)
-        if name in may and value is None:
-            continue
-        if not _FITS[kind](value):
-            got = reprlib.repr(value) if name in found else "nothing"
-            raise ValueError(f"{where}{name} must be {kind}, got {got}")

@@ -19,6 +19,7 @@ from jax_ep import (
     _doctor_links,
     _ffi,
     _native,
+    _nodes,
     _shmem,
     _transports,
     _windows,
@@ -34,7 +35,8 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
     """All findings as JSON types.
 
     Args:
-        config: whose memory is counted, and which p2p must serve.
+        config: whose memory is counted, and which p2p must serve. Its ranks_per_node
+            are those of shmem's nodes; None is every device here.
         ranks: of the EP group counted; None is every device here, or the most of them
             that divide the experts.
     """
@@ -56,6 +58,9 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
         found["memory"]["p2p_windows"] = _opened_bytes(devices, config)
     else:
         found["memory"]["p2p_windows"] = _window_bytes(config, group)
+    node = config.ranks_per_node or len(devices)
+    found["memory"]["ranks_per_node"] = node
+    found["memory"]["shmem_windows"] = _window_bytes(config, group, node)
     tests = [entry["test"] for entry in found["transports"].values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
     found["advice"] = _doctor_advice.advice(found, devices, config)
@@ -222,15 +227,18 @@ def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
     }
 
 
-def _window_bytes(config: jax_ep.EPConfig, ranks: int) -> int | None:
-    """The window of a rank of p2p in a group of `ranks`; None where it has none.
+def _window_bytes(
+    config: jax_ep.EPConfig, ranks: int, node: int | None = None
+) -> int | None:
+    """The window of a rank in a group of `ranks`; None where it has none.
 
-    Also of a group that is not here: what it takes is a matter of sizes alone.
+    Of p2p, or with `node` of shmem over nodes of so many ranks. Also of a group that is
+    not here: what it takes is a matter of sizes alone.
     """
     native = _ffi.native_cuda
     if native is None or ranks > native.MAX_WINDOW_RANKS:
         return None
-    return native.window_bytes(_windows.window_config(native, config, ranks))
+    return _nodes.window_bytes(native, config, [[*_nodes.forced(ranks, node or ranks)]])
 
 
 def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import _checks, _init, _moe_checks
-from jax_ep._arrays import as_array
+from jax_ep._arrays import as_array, require_values
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
 from jax_ep._layer_params import (
@@ -189,6 +189,8 @@ class Layer:
         spec = self._leading_spec(x)
         if mask is not None:
             mask = _moe_checks.checked_mask(self.function, mask, x.shape[:-1])
+        for name, value in values.items():
+            require_values(self.function, name, value)
         names = tuple(values)
         layout = {name: param.spec for name, param in self.params().items()}
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}

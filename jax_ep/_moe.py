@@ -85,7 +85,8 @@ def moe_ffn(
 
     Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays. It
     keeps no state, so it serves any library of layers. Weights are cast to the dtype
-    of the tokens; the router works in float32.
+    of the tokens, and sums of their gradients over ranks are in the wider of both
+    dtypes; the router works in float32.
 
     Args:
         ep: handle of `jax_ep.init`.
@@ -152,6 +153,7 @@ def moe_ffn(
                 bias=params.get("router_bias"),
                 mask=mask,
             )
+    params = _spread(ep, params, tokens, routing)
     axes = ep.mesh.axis_names if batch_axes is None else tuple(batch_axes)
     losses = _losses(ep, routing, axes)
     beside = None if tp_axis else residual
@@ -193,6 +195,25 @@ def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
     axes = (varying(like) or frozenset(split)) | least
     names = [name for name in ep.mesh.axis_names if name in axes]
     return jax.lax.axis_index(tuple(n for n in names if _checks.in_scope((n,))))[None]
+
+
+def _spread(
+    ep: EPHandle, params: Mapping[str, Any], tokens: jax.Array, routing: Any
+) -> dict[str, Any]:
+    """`params`, where wider ones vary as tokens do before they are cast to their dtype.
+
+    So that gradients are summed over ranks in the parameters' dtype: cast first, they
+    would vary from there on, and be summed in that of the tokens.
+    """
+    axes = frozenset().union(*map(varying, jax.tree.leaves((tokens, routing))))
+
+    def spread(value: Any) -> Any:
+        value = jnp.asarray(value)
+        if value.dtype.itemsize <= tokens.dtype.itemsize:
+            return value
+        return vary_alike(ep.mesh.axis_names, axes, value)[0]
+
+    return {name: spread(value) for name, value in params.items()}
 
 
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:

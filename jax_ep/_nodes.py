@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax_ep._windows import Obstacle
 
 # What processes of one host, and of no other, have in common; by process.
 Hosts = dict[int, str]
+# Names of nodes by EP group and rank.
+Nodes = list[list[int | str]]
 
 
 def find_hosts(
@@ -47,31 +50,46 @@ def _shared_gpu(cards: dict[int, Any]) -> Obstacle | None:
     return None
 
 
+def forced(ranks: int, ranks_per_node: int) -> list[int]:
+    """The node of each rank where nodes have so many, one after the other."""
+    return [rank // ranks_per_node for rank in range(ranks)]
+
+
 def of_ranks(group: np.ndarray, config: EPConfig, hosts: Hosts) -> list[int | str]:
     """Names of the ranks' nodes: as the config forces them, or else their hosts."""
     if config.ranks_per_node is not None:
-        return [rank // config.ranks_per_node for rank in range(len(group))]
+        return [*forced(len(group), config.ranks_per_node)]
     return [hosts[device.process_index] for device in group]
 
 
-def several(groups: np.ndarray, config: EPConfig, hosts: Hosts) -> bool:
+def of_groups(groups: Iterable[np.ndarray], config: EPConfig, hosts: Hosts) -> Nodes:
+    """As `of_ranks`, of each group."""
+    return [of_ranks(group, config, hosts) for group in groups]
+
+
+def several(nodes: Nodes) -> bool:
     """Whether some group has ranks on more than one node; the same everywhere."""
-    return any(len(set(of_ranks(group, config, hosts))) > 1 for group in groups)
+    return any(len(set(names)) > 1 for names in nodes)
 
 
-def bundled(groups: np.ndarray, config: EPConfig, hosts: Hosts) -> tuple[int, int]:
+def bundled(nodes: Nodes, config: EPConfig) -> tuple[int, int]:
     """How many nodes groups have, and ranks a node, where dispatches are bundled.
 
     A token then crosses to a node once for all of its ranks there. That saves bytes
     where it can go to several ranks of a node. Else (0, 0).
     """
     shapes = set()
-    for group in groups:
-        names = of_ranks(group, config, hosts)
+    for names in nodes:
         sizes = {names.count(name) for name in names}
         shapes |= {(len(names) // size, size) for size in sizes}
     (first, *others) = sorted(shapes)
-    nodes, size = first
-    if others or nodes < 2 or size < 2 or config.top_k < 2:
+    count, size = first
+    if others or count < 2 or size < 2 or config.top_k < 2:
         return 0, 0
     return first
+
+
+def window_bytes(native: ModuleType, config: EPConfig, nodes: Nodes) -> int:
+    """What a rank has of the heap, with what reaches ranks on other nodes."""
+    sizes = _windows.window_config(native, config, len(nodes[0]))
+    return native.window_bytes(sizes, several(nodes), bundled(nodes, config))

@@ -15,7 +15,12 @@ from jax_ep._types import Dispatched, Route
 
 def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result that varies over the mesh axes that `like` varies over."""
-    return jax.typeof(like).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+    kind = jax.typeof(like)
+    # With an explicit axis of one a specification has the length of `like`'s shape.
+    whole = kind.sharding.update(spec=jax.sharding.PartitionSpec())
+    return kind.update(
+        shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=whole
+    )
 
 
 def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

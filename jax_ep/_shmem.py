@@ -111,7 +111,8 @@ class Heap:
         if len(started) not in (0, len(cards)):
             return "NVSHMEM started in all processes of a mesh or in none", f"{started}"
         self.hosts, found = _nodes.find_hosts(native, groups, meeting)
-        if found is not None or not _nodes.several(groups, config, self.hosts):
+        nodes = _nodes.of_groups(groups, config, self.hosts)
+        if found is not None or not _nodes.several(nodes):
             return found
         without = [process for process, card in cards.items() if not card["kernels"]]
         if without:
@@ -138,10 +139,9 @@ class Heap:
             RuntimeError: no room, here or in another process, or one that did not come.
         """
         own = _windows.local_groups(groups, meeting.own)
-        sizes = _windows.window_config(native, config, groups.shape[1])
-        far = _nodes.several(groups, config, self.hosts)
-        bundled = _nodes.bundled(groups, config, self.hosts)
-        size = native.window_bytes(sizes, far, bundled)
+        nodes = _nodes.of_groups(groups, config, self.hosts)
+        far, bundled = _nodes.several(nodes), _nodes.bundled(nodes, config)
+        size = _nodes.window_bytes(native, config, nodes)
         # NVSHMEM waits for all processes. All are here when it begins to, since each
         # step follows one of the meeting; one that dies just then ends at the limit.
         self._start(groups, meeting, config.timeout_s)
@@ -178,7 +178,7 @@ class Heap:
         native.open_windows(
             key,
             [_windows.ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
-            sizes,
+            _windows.window_config(native, config, groups.shape[1]),
             timeout_s=config.timeout_s,
             num_sms=config.num_sms or 0,
             first_epoch=first_epoch,
@@ -202,7 +202,7 @@ class Heap:
         kernels: list[int],
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """What the native module takes to reach other nodes."""
-        names = [_nodes.of_ranks(group, config, self.hosts) for group in groups]
+        names = _nodes.of_groups(groups, config, self.hosts)
         numbers = [[each.index(name) for name in each] for each in names]
         return pes, numbers if bundled != (0, 0) else [], kernels
 

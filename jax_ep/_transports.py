@@ -77,7 +77,8 @@ def _puts_reach(
     """Whether groups span nodes, and shmem serves them; the same in all processes."""
     if meeting.alone or obstacle(mesh, names, meeting, config) is not None:
         return False
-    return _nodes.several(ep_groups(mesh, names), config, _shmem.heap.hosts)
+    groups = ep_groups(mesh, names)
+    return _nodes.several(_nodes.of_groups(groups, config, _shmem.heap.hosts))
 
 
 def instead_of_windows(requested: str, found: Obstacle) -> str:

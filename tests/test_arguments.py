@@ -198,6 +198,44 @@ def test_what_is_no_array_is_named(ep):
         jax_ep.sharded.combine(ep, None, route)
 
 
+class Shaped:
+    """What says a shape and a dtype, as arrays of other libraries' plans do."""
+
+    def __init__(self, like):
+        self.shape, self.dtype = like.shape, like.dtype
+
+
+@pytest.mark.parametrize(
+    "emptied", [jax.typeof, Shaped, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)]
+)
+def test_shapes_without_values_are_named(ep, emptied):
+    """A trace has none either; its tracers are no such things."""
+
+    def run(x, i, w):
+        return jax_ep.sharded.dispatch(ep, x, i, w)
+
+    x, i = operands(ep)
+    given = {"tokens": x, "topk_ids": i, "router_weights": jnp.ones(i.shape)}
+    for name, array in given.items():
+        words = f"sharded.dispatch: {name} must be an array with values, got .*; pass"
+        with pytest.raises(TypeError, match=words):
+            run(*(given | {name: emptied(array)}).values())
+    with pytest.raises(TypeError, match=r"quantize: tokens must be an array with val"):
+        jax_ep.formats.quantize(emptied(x), "bf16")
+
+
+def test_shapes_are_enough_to_trace(ep):
+    def run(x, i):
+        d = jax_ep.sharded.dispatch(ep, x, i)
+        return jax_ep.sharded.combine(ep, d.tokens, d.route)
+
+    x, i = operands(ep)
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, i)]
+    assert jax.eval_shape(run, *structs) == structs[0]
+    y = jax.jit(run).lower(*structs).compile()(x, i)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), ep.config.top_k)
+
+
 def test_sharded_inside_shard_map_names_the_other_form(ep, mesh):
     def body(tokens, ids):
         return jax_ep.sharded.dispatch(ep, tokens, ids).tokens

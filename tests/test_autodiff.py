@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("alignment", [1, 8])

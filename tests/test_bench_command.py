@@ -10,7 +10,7 @@ import types
 import pytest
 from test_doctor import command
 
-from jax_ep import _cli, _cli_bench, _cli_values
+from jax_ep import _cli, _cli_bench, _cli_records, _cli_values
 from jax_ep._demo import picture
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -62,29 +62,29 @@ def test_compare(tmp_path, capsys, dispatch, tolerance, code):
 def test_compare_fails_where_after_is_wrong_or_has_gone():
     before, after = record(dispatch=100, combine=50), record(dispatch=100, combine=50)
     after["results"][0]["wrong"] = True
-    lines, failed = _cli_bench.compare(before, after, 0.1)
+    lines, failed = _cli_records.compare(before, after, 0.1)
     assert failed == 1
     assert [line.split()[-1] for line in lines if "dispatch" in line] == ["WRONG"]
-    assert _cli_bench.compare(record(combine=50), after, 0.1)[1] == 1
-    lines, failed = _cli_bench.compare(before, record(combine=50), 0.1)
+    assert _cli_records.compare(record(combine=50), after, 0.1)[1] == 1
+    lines, failed = _cli_records.compare(before, record(combine=50), 0.1)
     assert failed == 1
     assert [line.split()[-1] for line in lines if "dispatch" in line] == ["MISSING"]
     # What only the later run has, or was wrong before, is no failure.
-    assert _cli_bench.compare(record(combine=50), before, 0.1)[1] == 0
-    assert _cli_bench.compare(after, record(combine=50), 0.1)[1] == 0
+    assert _cli_records.compare(record(combine=50), before, 0.1)[1] == 0
+    assert _cli_records.compare(after, record(combine=50), 0.1)[1] == 0
     after["results"] = []
-    assert _cli_bench.compare(before, after, 0.1)[1] == 3  # nothing in common either
+    assert _cli_records.compare(before, after, 0.1)[1] == 3  # nothing in common either
 
 
 def test_compare_tells_formats_apart():
     plain, named, other = (record(combine=50) for _ in range(3))
     named["results"][0]["format"] = "bf16"
     other["results"][0]["format"] = "fp8_block128"
-    assert _cli_bench.compare(plain, named, 0.1)[1] == 0
-    lines, failed = _cli_bench.compare(named, other, 0.1)
+    assert _cli_records.compare(plain, named, 0.1)[1] == 0
+    lines, failed = _cli_records.compare(named, other, 0.1)
     assert failed == 2  # missing, and nothing in common
     named["results"] += other["results"]
-    lines, failed = _cli_bench.compare(named, named, 0.1)
+    lines, failed = _cli_records.compare(named, named, 0.1)
     assert failed == 0
     assert len([line for line in lines if "p2p, fp8_block128 " in line]) == 1
     assert "2 cases in both" in lines[-1]
@@ -209,14 +209,15 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_short_run(tmp_path):
+    """What is named twice is measured once, so that the record can be compared."""
     path = tmp_path / "run.json"
-    done = command("bench", "--quick", "--tokens", "8", "--json", str(path))
+    done = command("bench", "--quick", "--tokens", "8", "8", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     assert found["count"] > 1 or "cpu" not in found["device"].lower()
     assert {row["op"] for row in found["results"]} == {"dispatch", "combine"}
     assert all(row["us"] > 0 and not row.get("wrong") for row in found["results"])
-    assert _cli_bench.compare(found, found, 0)[1] == 0
+    assert _cli.main(["bench", "--compare", str(path), str(path)]) == 0
 
 
 def test_no_backend_is_one_line(monkeypatch, capsys):

@@ -72,6 +72,35 @@ def test_compare_wants_records(tmp_path, capsys, content, message, which):
     assert message in said.err
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"us": 200}, "'combine 128 uniform p2p'"),
+        ({"wrong": True}, "'combine 128 uniform p2p'"),
+        ({"format": "bf16"}, "'combine 128 uniform p2p'"),  # the plain one, named
+        ({"format": "mxfp8"}, None),
+        ({"tokens": 64}, None),
+        ({"us": None}, None),
+    ],
+)
+def test_compare_wants_each_case_once(change, words, tmp_path, capsys):
+    """Two times of one case say nothing: either may be the one that counts."""
+    twice = record(dispatch=100, combine=50)
+    twice["results"].append(twice["results"][1] | change)
+    if change == {"us": None}:
+        del twice["results"][2]["us"]  # what could not be measured
+    bad, good = tmp_path / "a.json", write(tmp_path / "b.json", record(dispatch=100))
+    write(bad, twice)
+    status = _cli.main(["bench", "--compare", good, str(bad)])
+    said = capsys.readouterr()
+    if words is None:
+        assert (status, said.err) == (0, "")
+        return
+    assert (status, said.out, len(said.err.splitlines())) == (2, "", 1)
+    must = "results[2] must be a case of its own, got that of results[1], "
+    assert f"got {str(bad)!r}: {must}{words}; write one" in said.err
+
+
 @pytest.mark.parametrize("name", ["none.json", ".", "", "a\0b"])
 def test_compare_wants_files(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import types
@@ -67,18 +66,6 @@ def test_text_has_a_line_for_each_transport():
     assert done.returncode == 0, done.stderr
     for name in ("collective", "p2p", "shmem", "memory", "versions"):
         assert f"\n{name}" in "\n" + done.stdout
-
-
-@pytest.mark.parametrize("place", ["run", "flush"])
-def test_a_reader_that_leaves_is_no_error(place, monkeypatch):
-    """As `jax-ep doctor | head -1`, whenever the pipe breaks."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w", buffering=1 if place == "run" else -1) as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        monkeypatch.setattr(_doctor, "examine", lambda *_: {"problems": []})
-        monkeypatch.setattr(_cli_doctor, "report", lambda _: ["line"])
-        assert _cli.main(["doctor"]) == 128 + signal.SIGPIPE
 
 
 def test_memory_counts_what_dispatch_returns():
@@ -254,12 +241,46 @@ def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
     class Native:
         MAX_WINDOW_RANKS = 32
         WindowConfig = dict
-        window_bytes = staticmethod(lambda config: 1000 * config["ranks"])
+
+        @staticmethod
+        def window_bytes(config, far, bundled):
+            return 1000 * config["ranks"] + 100 * far + 10 * bundled[0] + bundled[1]
 
     monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
     config = helpers.make_config(num_experts=64)
     assert _doctor._window_bytes(config, 16) == 16000
     assert _doctor._window_bytes(config, 64) is None
+    # Over nodes there is more: what far ranks are sent from, and bundles.
+    assert _doctor._window_bytes(config, 16, 8) == 16128
+    assert _doctor._window_bytes(config, 16, 16) == 16000
+    assert _doctor._window_bytes(config, 16, 1) == 16100
+    assert _doctor._window_bytes(config, 16, 5) == 16100
+    assert _doctor._window_bytes(helpers.make_config(top_k=1), 16, 4) == 16100
+    assert _doctor._window_bytes(config, 64, 8) is None
+
+
+def test_each_transport_has_a_figure_of_its_own(monkeypatch, capsys):
+    class Native:
+        MAX_WINDOW_RANKS = 32
+        WindowConfig = dict
+        window_bytes = staticmethod(lambda config, far, _: 10**9 + far * 10**8)
+
+    found = {"works": False, "why": "of a test"}
+    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
+    monkeypatch.setattr(_doctor, "transports", lambda *_: {"p2p": found})
+    monkeypatch.setattr(_doctor, "peer_access", lambda _: None)
+    monkeypatch.setattr(_doctor, "_build", dict)
+    monkeypatch.setattr(_doctor_links, "links", lambda _: None)
+    asked = ["doctor", "--ranks", "16", "--ranks-per-node"]
+    assert _cli.main([*asked, "4"]) == 0
+    said = capsys.readouterr().out
+    assert "window of p2p, as long as a handle is open: 1,000 MB\n" in said
+    assert "window of shmem over nodes of 4 ranks, likewise: 1,100 MB\n" in said
+    assert _cli.main([*asked, "16"]) == 0
+    assert "window of shmem" not in capsys.readouterr().out
+    assert _cli.main([*asked, "16", "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["memory"]
+    assert sizes["p2p_windows"] == sizes["shmem_windows"] == 10**9
 
 
 def test_dense_products_are_told_from_grouped_ones(monkeypatch):

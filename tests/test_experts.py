@@ -178,6 +178,26 @@ def test_second_derivatives_equal_the_formulas(name, monkeypatch):
     assert max(curvature(run, (10, 0, 30), dtype, N)) < bound
 
 
+def test_no_derivative_reads_cotangents_past_the_end():
+    """Those of second derivatives neither, where the last group has room for them."""
+    sizes = (10, 0, 30)
+
+    def run(*args):
+        return experts.Padded(32)(*args, jnp.array(sizes, jnp.int32))
+
+    def both(*args):
+        y, back = jax.vjp(run, *args)
+        return y, back(jnp.where(real, y, jnp.nan))
+
+    real = (jnp.arange(N) < sum(sizes))[:, None]
+    (y, grads), back = jax.vjp(both, *operands(sizes))
+    ones = jax.tree.map(jnp.ones_like, grads)
+    to_rows, *to_weights = back((jnp.where(real, y, jnp.nan), ones))
+    for found in (jnp.where(real, to_rows, 0), *to_weights):
+        assert np.isfinite(found).all()
+        assert np.any(found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES, ids=str)
 def test_mosaic_equals_the_formula(sizes, count):

@@ -17,7 +17,6 @@ from jax_ep.router import Router
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
-from flax import linen as nn
 from flax import nnx
 from test_flax import BATCH, fields, inputs, nnx_layer
 
@@ -87,7 +86,7 @@ def call(kind, mesh, params, x, mask, changes):
         return layer(x, mask=mask, return_aux=True), layer.ep
     layer = jax_ep.flax.linen.MoE(**fields(mesh, **changes))
     names = {"router_kernel": "router"}
-    made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))["params"]
+    made = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
     values = {name: params[names.get(name, name)] for name in made}
     run = jax.jit(lambda v: layer.apply({"params": v}, x, mask=mask, return_aux=True))
     alone = nnx_layer(mesh, params, **changes)  # of equal sizes: the same handle

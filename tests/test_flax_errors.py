@@ -108,6 +108,19 @@ def test_arguments_that_are_no_arrays():
         check_form(caught, "flax.MoE", words)
 
 
+def test_parameters_without_values_are_named():
+    """As `jax.eval_shape` of init gives them, which a trace may be given."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    layer, x = jax_ep.flax.linen.MoE(**fields(mesh)), jnp.ones((8, 4, 16))
+    init = jax.random.key(0), x
+    shapes = jax.eval_shape(lambda *given: nn.unbox(layer.init(*given)), *init)
+    with raises() as caught:
+        layer.apply(shapes, x)
+    check_form(caught, "flax.linen.MoE", "must be an array with values")
+    y = jax.eval_shape(layer.apply, shapes, x)
+    assert y.shape == x.shape
+
+
 def test_errors_of_a_ranks_call_name_the_layer():
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))

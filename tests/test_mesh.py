@@ -174,3 +174,48 @@ def test_results_vary_over_the_axes(check_vma: bool) -> None:
         for out in oracle.dispatch(config, *vars(inputs.pick(group)).values())
     )
     np.testing.assert_array_equal(total, expected)
+
+
+def there_and_back(mesh, ep):
+    """Sums of y and its gradient, where a shard_map leaves other axes to XLA.
+
+    Of ones that each go to one expert, as a share of what they should be.
+    """
+    config = ep.config
+    x = np.ones((4, config.hidden_size), config.dtype)
+    ids = np.full((4, config.top_k), -1, np.int32)
+    ids[:, 0] = np.arange(4)
+
+    def total(x):
+        d = jax_ep.dispatch(ep, x, ids)
+        return jax_ep.combine(ep, d.tokens, d.route).sum()
+
+    def body():
+        y, dx = jax.value_and_grad(total)(jax.lax.pcast(x, "ep", to="varying"))
+        return jax.lax.psum((y, dx.sum()), "ep")
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(), axis_names={"ep"})
+    return [float(each) / x.size / mesh.shape["ep"] for each in jax.jit(run)()]
+
+
+@KINDS
+def test_axes_of_one_need_not_be_manual(kind: AxisType, recwarn) -> None:
+    """XLA gathers nothing over them, whatever they are called."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 1, "ep": 2}), kind=kind)
+    with helpers.init(mesh, dtype="float32") as ep:
+        assert there_and_back(mesh, ep) == [1, 1]
+    assert not [w for w in recwarn if "every mesh axis" in str(w.message)]
+
+
+@KINDS
+def test_axes_that_are_not_manual_are_named(kind: AxisType) -> None:
+    mesh = helpers.make_mesh({"dp": 2, "ep": 2}, kind=kind)
+    with helpers.init(mesh, dtype="float32") as ep:
+        if kind == AxisType.Auto:
+            words = r"should be manual, got automatic axes \['dp'\]"
+            with pytest.warns(RuntimeWarning, match=words):
+                assert there_and_back(mesh, ep) == [1, 1]
+            return
+        words = r"manual or automatic, got explicit axes \['dp'\]"
+        with pytest.raises(ValueError, match=words):
+            there_and_back(mesh, ep)

@@ -12,7 +12,7 @@ import imagined
 import jax
 import pytest
 from test_meeting import act_all
-from test_shmem import CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, here
+from test_shmem import BYTES, CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, Native, here
 from test_windows import make_groups
 
 from jax_ep import _doctor, _ffi, _native, _nvshmem, _shmem, _transports, _windows
@@ -72,6 +72,18 @@ def test_bundles_want_nodes_of_several_ranks() -> None:
             numbers = [[0, 0, 2, 2]] if shape[0] else []
             assert native.far[7] == ([[0, 1, 2, 3]], numbers, KERNELS)
             assert native.bundled == shape
+
+
+@pytest.mark.parametrize("node", [1, 2, 3, 4])
+def test_the_doctor_asks_for_what_is_allocated(node, monkeypatch) -> None:
+    job = Job(make_groups([[(0, 0), (1, 0), (2, 0), (3, 0)]]))
+    job.opens(7, BYTES if node == 4 else FAR_BYTES, ranks_per_node=node)
+    native = Native(0)
+    monkeypatch.setattr(_ffi, "native_cuda", native)
+    config = helpers.make_config()
+    asked = _doctor._window_bytes(config, 4, node)
+    assert asked == (BYTES if node == 4 else FAR_BYTES)
+    assert native.bundled == job.natives[0].bundled
 
 
 def test_forced_node_across_hosts() -> None:

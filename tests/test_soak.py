@@ -11,13 +11,18 @@ import sys
 import helpers
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
+import quantizer
 
 import jax_ep
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import soak
+import soak_codes
+import soak_program
 import soak_run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -44,6 +49,8 @@ def wrong_dispatch(*args, **options):
     """Every field of the result is a little off."""
     d = right_dispatch(*args, **options)
     wrong = {field: change(getattr(d, field)) for field, change in CHANGES.items()}
+    if d.scales is not None:
+        wrong["scales"] = jnp.roll(d.scales, 1, axis=0)
     return dataclasses.replace(d, **wrong)
 
 
@@ -80,9 +87,9 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     """For seconds two threads, one of them with options, beside one that compiles.
 
-    Two options for CI; benchmarks/soak.py runs all.
+    Some options for CI; benchmarks/soak.py runs all.
     """
-    names = ("tiled", "shared_source")
+    names = ("tiled", "fp8", "nvfp4")
     status, record = run(monkeypatch, tmp_path, 300, 10**6, SECONDS / 60, names)
     assert record["failures"] == {}
     assert record["error"] is None
@@ -102,18 +109,53 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", soak.OPTIONS)
 def test_every_option_has_a_config(name) -> None:
-    """The runs here take two of them."""
+    """The runs here take some of them."""
     _, b = soak.configs(4)
     assert soak.changed(b, name) != b
+
+
+def test_every_format_is_soaked() -> None:
+    configs = soak.configs(4)
+    configs = (*configs, *(soak.changed(configs[1], name) for name in soak.OPTIONS))
+    assert {c.dispatch_format for c in configs} == set(jax_ep.formats.names())
+    for field in ("combine_format", "grad_format"):
+        assert {getattr(c, field) for c in configs} == {None, "fp8_block128"}
+    assert {c.reduce for c in configs} == {"rank", "source", "none"}
+
+
+CODED = [n for n in soak.OPTIONS if "dispatch_format" in soak.OPTIONS[n][0]]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_expected_codes_are_the_oracles(name) -> None:
+    """Of what is drawn, which the format keeps; and they are read right."""
+    config = soak.changed(soak.configs(2)[1], name)
+    kind = config.dispatch_format
+    drawn = soak_program.draw(config, 2, 50, soak_run.random_key(3)).tokens
+    scale = soak_codes.INPUT_SCALE
+    payload, scales = quantizer.quantize(drawn, kind, scale)
+    values = quantizer.dequantize(payload, scales, kind, scale)
+    np.testing.assert_array_equal(values, np.asarray(drawn, np.float32))
+    assert {0.0, values.max(), values.min()} < set(np.unique(values))
+    found = soak_codes.read(kind, jnp.asarray(payload), jnp.asarray(scales))
+    codes = payload
+    if kind in soak_codes.FOUR_BITS:
+        codes = quantizer.unpacked(payload).view(ml_dtypes.float4_e2m1fn)
+    for got, wanted, read in zip(
+        soak_codes.encode(kind, drawn), (codes, scales), found, strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted.astype(np.float32))
+        np.testing.assert_array_equal(read, got)
 
 
 @pytest.mark.slow
 def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(jax_ep, "dispatch", wrong_dispatch)
     monkeypatch.setattr(jax_ep, "combine", wrong_combine)
-    status, record = run(monkeypatch, tmp_path, 40)
+    status, record = run(monkeypatch, tmp_path, 40, options=["nvfp4"])
     assert status == 1
     derived = {"combine", "psum", "d_rows", "d_row_weights", "d_tokens", "d_weights"}
+    derived |= {"codes", "scales"}
     assert set(CHANGES) | derived == set(record["failures"])
     assert record["first_failure"]["elements"] > 0
 
