@@ -43,7 +43,7 @@ TRANSPORTS = ("p2p", "collective")
 STUCK_S = 240
 # Less time than it takes to start one.
 FEW_S = 10
-ALONE_S = 15  # for the exclusive tests of a file
+ALONE_S = 20  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
 # Processes of which one at a time may use the GPUs. Of too few, GPUs switch between
 # kernels that wait for each other; of all, GPUs idle while each process waits behind
