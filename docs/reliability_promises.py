@@ -41,7 +41,7 @@ PROMISES = (
      "python benchmarks/soak_processes.py --processes 4 --minutes 10 --transport p2p; "
      "python benchmarks/soak_processes.py --processes 4 --ranks-per-node 2 --minutes "
      "10 --transport shmem", ("soak-processes",)),
-    ("3,000 calls, 1,000 handles with their compilation (150 on GPUs) and 20,000 "
+    ("3,000 calls, 300 handles with their compilation (150 on GPUs) and 20,000 "
      "without leave no memory behind; p2p: nor do windows, opened and closed 1,000 "
      "times",
      "pytest tests/test_leaks.py", ("ci", "gpu")),
