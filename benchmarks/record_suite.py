@@ -14,12 +14,12 @@ alone, whose tests start processes that share the GPU. The last form runs the fi
 SEMANTICS, in lockstep_run.py, each in so many processes that share out the GPUs
 (without any: a CPU device each), or all have the first of them: --one-gpu.
 
-Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, which
-says which devices, JAX and commit, which tests passed and failed and how many
-were skipped for which reason, and which files were not run if --limit-s was over: the
-record behind every claim that something runs on a GPU. With --resume, all forms but
-the first run what the newest record of the same commit, devices and arguments has not
-run.
+Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, of
+SHARING suite-<transport>-shared-<device>x<n>-<date>.json, which says which devices, JAX
+and commit, which tests passed and failed and how many were skipped for which reason,
+and which files were not run if --limit-s was over: the record behind every claim that
+something runs on a GPU. With --resume, all forms but the first run what the newest
+record of the same commit, devices and arguments has not run.
 """
 
 import argparse
@@ -268,8 +268,8 @@ def main():
     parser.add_argument("--resume", action="store_true", help="run what was not run")
     args, arguments = parser.parse_known_args()
     if not (args.processes or args.gpus):
-        if args.resume:
-            parser.error("--resume must come with --gpus or --processes")
+        if args.resume or args.one_gpu:
+            parser.error("--resume and --one-gpu must come with --gpus or --processes")
         return run_suite(arguments)
     run = run_in_processes if args.processes else run_all
     with tempfile.TemporaryDirectory() as folder:

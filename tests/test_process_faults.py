@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import test_processes_gpu
+import test_shmem_gpu
 from launch import Ended, tails
 from process_faults_worker import SCENARIOS, TIMEOUT_S
 from processes_worker import named
-
-from jax_ep import _native, _shmem
 
 SLACK_S = 5.0
 pytestmark = [
@@ -55,15 +54,7 @@ def outcomes(transport: str) -> list[dict[str, Any]]:
     name, node = transport.split(":")
     count = test_processes_gpu.rank_count()
     if name == "shmem":
-        _, lacking = _shmem.Heap().load()
-        if lacking is not None:
-            pytest.skip(f"must have {lacking[0]}, found {lacking[1]}")
-        if node != "0":
-            if count <= int(node):
-                pytest.skip(f"needs more ranks than a node's {node}, {count} found")
-            native = _native.shmem()
-            if native is None or not native.HAS_KERNELS:
-                pytest.skip("built without NVSHMEM's device library")
+        test_shmem_gpu.require(int(node))
     ended = job(name, node, count)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     return [json.loads(one.last) for one in ended]

@@ -21,12 +21,25 @@ from jax_ep import _native, _shmem
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 
-@pytest.fixture(autouse=True)
-def shmem(monkeypatch):
-    """Processes that `start` starts run this transport."""
+def require(ranks_per_node: int = 0) -> None:
+    """Skips where shmem, an extra, or its kernels between forced nodes cannot run."""
     _, lacking = _shmem.Heap().load()
     if lacking is not None:
         pytest.skip(f"must have {lacking[0]}, found {lacking[1]}")
+    if not ranks_per_node:
+        return
+    count = test_processes_gpu.rank_count()
+    if count <= ranks_per_node:
+        pytest.skip(f"needs more ranks than a node's {ranks_per_node}, {count} found")
+    native = _native.shmem()
+    if native is None or not native.HAS_KERNELS:
+        pytest.skip("built without NVSHMEM's device library")
+
+
+@pytest.fixture(autouse=True)
+def shmem(monkeypatch):
+    """Processes that `start` starts run this transport."""
+    require()
     monkeypatch.setitem(
         test_processes_gpu.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", "shmem"
     )
@@ -73,12 +86,8 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
 
 def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     """The results of nodes_worker.py, by process; `node` are its last arguments."""
-    count, ranks = test_processes_gpu.rank_count(), int(node.split()[0])
-    if count <= ranks:
-        pytest.skip(f"needs more ranks than a node's {ranks}, {count} found")
-    native = _native.shmem()
-    if native is None or not native.HAS_KERNELS:
-        pytest.skip("built without NVSHMEM's device library")
+    require(int(node.split()[0]))
+    count = test_processes_gpu.rank_count()
     ended = test_processes_gpu.start(
         "nodes_worker.py", count, 1, folder, scenario, *node.split(), timeout_s=300
     )

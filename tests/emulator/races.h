@@ -14,7 +14,6 @@ inline constexpr bool kRaces = true;
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* at);
 void __tsan_release(void* at);
@@ -27,7 +26,6 @@ void __tsan_ignore_thread_end();
 inline constexpr bool kRaces = false;
 inline void* __tsan_get_current_fiber() { return nullptr; }
 inline void* __tsan_create_fiber(unsigned) { return nullptr; }
-inline void __tsan_destroy_fiber(void*) {}
 inline void __tsan_switch_to_fiber(void*, unsigned) {}
 inline void __tsan_acquire(void*) {}
 inline void __tsan_release(void*) {}

@@ -195,7 +195,7 @@ __device__ __forceinline__ void NamedBarrierApart(uint32_t id, uint32_t threads)
 // Counts this thread's warp as come to barrier `id` without waiting; orders its accesses before
 // those that others make after they waited there.
 __device__ __forceinline__ void ArriveAtBarrier(uint32_t id, uint32_t threads) {
-#ifdef JAX_EP_ARRIVE_WAITS  // for racecheck, which does not understand bar.arrive
+#ifdef JAX_EP_ARRIVE_WAITS  // for racecheck: benchmarks/sanitize.sh
   NamedBarrierApart(id, threads);
 #else
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
