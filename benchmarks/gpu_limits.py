@@ -41,23 +41,24 @@ def find_nvcc():
     return sys.exit("benchmarks/gpu_limits.py: no nvcc in CUDA_HOME or PATH")
 
 
-def build(nvcc):
-    program = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / "gpu_limits"
+def build(nvcc, source="gpu_limits.cu", *flags):
+    """Compiles a program of this folder; returns its path and nvcc's version."""
+    made = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / source.removesuffix(".cu")
     warnings = ["-Xcompiler=-Wall,-Wextra", "--Werror=all-warnings"]
-    flags = ["-O3", "-std=c++20", "-arch=sm_90", *warnings, "-I", str(INCLUDE)]
+    flags = ["-O3", "-std=c++20", "-arch=sm_90", *warnings, "-I", str(INCLUDE), *flags]
     done = subprocess.run(
-        [nvcc, *flags, "-o", str(program), str(HERE / "gpu_limits.cu")],
+        [nvcc, *flags, "-o", str(made), str(HERE / source)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        sys.exit(f"benchmarks/gpu_limits.py: the build failed\n{done.stdout}")
+        sys.exit(f"benchmarks/{source}: the build failed\n{done.stdout}")
     version = subprocess.run(
         [nvcc, "--version"], capture_output=True, text=True, check=True
     )
-    return program, version.stdout.strip().splitlines()[-1]
+    return made, version.stdout.strip().splitlines()[-1]
 
 
 def driver():
@@ -85,9 +86,9 @@ def run(program, arguments, limit):
             check=False,
         )
     except subprocess.TimeoutExpired:
-        sys.exit(f"benchmarks/gpu_limits.py: no answer in {limit:.0f} s")
+        sys.exit(f"{program.name}: no answer in {limit:.0f} s")
     if done.returncode != 0:
-        sys.exit(f"{done.stdout}\nbenchmarks/gpu_limits.py: failed, see above")
+        sys.exit(f"{done.stdout}\n{program.name}: failed, see above")
     return json.loads(done.stdout)
 
 

@@ -5,10 +5,10 @@
 #
 #   benchmarks/record_gpu.sh [step]...
 #
-# Steps: limits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
-# layer collective. Where there is one GPU, four processes share it. Needs jax_ep built for these GPUs,
-# importable by PYTHON (default python3), with the extra test; steps limits and kernels need nvcc. Status 1 if a
-# step failed or ran out of time.
+# Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+# overlap grouped layer collective. Where there is one GPU, four processes share it. Needs jax_ep built
+# for these GPUs, importable by PYTHON (default python3), with the extra test; steps limits, waits and
+# kernels need nvcc. Status 1 if a step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -37,12 +37,13 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(limits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
+  steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
     layer collective)
 for step in "${steps[@]}"; do
   case $step in
     # With the litmus test of the memory order.
     limits) run "$python" benchmarks/gpu_limits.py ;;
+    waits) run "$python" benchmarks/launch_waits.py ;;
     kernels)
       run "$python" benchmarks/window_kernels.py --record --sms 0,24,32 \
         --tokens 1,8,32,128,512,1024,4096,8192

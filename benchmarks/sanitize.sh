@@ -21,7 +21,8 @@ limit=${LIMIT_S:-600}
 tool=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 [ -x "$tool" ] || { echo "no compute-sanitizer on PATH or in /usr/local/cuda/bin"; exit 2; }
 logs=$(mktemp -d)
-visible=${CUDA_VISIBLE_DEVICES:-0,1}
+present=$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)
+visible=${CUDA_VISIBLE_DEVICES:-$present}
 one=${visible%%,*}
 two=$(cut -d, -f1-2 <<<"$visible")
 

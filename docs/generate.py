@@ -33,6 +33,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 OPTIONS = ROOT / "docs" / "options.md"
 OVERLAP = ROOT / "docs" / "overlap.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
+GPU_LIMITS = ROOT / "docs" / "gpu_limits.md"
 LAYERS = ROOT / "docs" / "layers.md"
 SCALE = ROOT / "docs" / "scale.md"
 
@@ -170,6 +171,7 @@ def main():
         (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
         (OVERLAP, "halves", from_newest("options", performance_tables.halves)),
         (OPTIONS, "options", from_newest("options", performance_tables.options)),
+        (GPU_LIMITS, "waits", from_newest("waits", performance_tables.waits)),
         *((SCALE, name, body) for name, body in scale_model.parts(table).items()),
     ):
         old = path.read_text()

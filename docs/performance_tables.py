@@ -1,5 +1,6 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
+import launch_waits
 import options_report
 import overlap_report
 import p2p_report
@@ -212,6 +213,12 @@ def halves(data, table):
     head = f"{_options(data)}: microseconds; in brackets, over the default's."
     rows = list(options_report.halves(data))
     return f"{head}\n\n" + table(options_report.halves_header(data), rows)
+
+
+def waits(data, table):
+    """What waits for a running kernel."""
+    head = f"{source(data, 'benchmarks/launch_waits.py')}, driver {data['driver']}."
+    return f"{head}\n\n" + table(launch_waits.header(data), launch_waits.cells(data))
 
 
 def _speed_up(row):

@@ -1,18 +1,15 @@
-// The host side of gpu_limits.cu: its report, its GPUs with their memory, launches on all of them.
+// The host side of gpu_limits.cu: its GPUs with their memory, launches on all of them.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cuda/launch.h"
+#include "report.cuh"
 #include "stream.cuh"
 
 namespace jax_ep::cuda {
@@ -22,64 +19,6 @@ constexpr uint64_t kSourceBytes = uint64_t{kSourceRows} * kRowBytes;
 constexpr uint64_t kWindowBytes = 2 * kSourceBytes;
 constexpr uint64_t kRegionBytes = kWindowBytes / kMaxGpus;
 constexpr int kRepeats = 5;
-
-// ---- The report ---------------------------------------------------------------------------------
-
-class JsonObject {
- public:
-  JsonObject& Add(std::string_view key, double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.12g", value);
-    return AddJson(key, text);
-  }
-  JsonObject& Add(std::string_view key, std::string_view value) {
-    return AddJson(key, '"' + std::string(value) + '"');
-  }
-  JsonObject& Add(std::string_view key, const JsonObject& value) {
-    return AddJson(key, value.Text());
-  }
-  JsonObject& Add(std::string_view key, const std::vector<JsonObject>& values) {
-    std::string text;
-    for (const JsonObject& value : values) text += (text.empty() ? "" : ",\n  ") + value.Text();
-    return AddJson(key, '[' + text + ']');
-  }
-  std::string Text() const { return '{' + fields_ + '}'; }
-
- private:
-  JsonObject& AddJson(std::string_view key, const std::string& value) {
-    fields_ += (fields_.empty() ? "\"" : ",\n \"") + std::string(key) + "\": " + value;
-    return *this;
-  }
-  std::string fields_;
-};
-
-inline JsonObject& Report() {
-  static JsonObject report;
-  return report;
-}
-
-// Ends the program with what has been measured so far. At once: GPUs may still be waiting.
-[[noreturn]] inline void Fail(const std::string& message) {
-  Report().Add("error", message);
-  std::puts(Report().Text().c_str());
-  std::fflush(stdout);
-  std::fprintf(stderr, "gpu_limits: %s\n", message.c_str());
-  std::_Exit(1);
-}
-
-inline void Check(cudaError_t error, const char* call) {
-  if (error != cudaSuccess) Fail(std::string(call) + ": " + cudaGetErrorString(error));
-}
-#define CHECK_CUDA(call) Check(call, #call)
-
-inline double Seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-inline double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
 
 // ---- The GPUs -----------------------------------------------------------------------------------
 

@@ -1,0 +1,298 @@
+// What the host cannot do while a kernel runs, and which launches that holds up. Prints one JSON
+// object; launch_waits.py builds and runs it.
+//
+// A kernel waits on GPU 0 for the host, as a kernel of a transport waits for a peer. Meanwhile one
+// thread does one thing, and others launch small kernels, one on each GPU. What returns only after
+// the kernel has been let go waits for it.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gpu_limits/report.cuh"
+
+// Names that a loaded module is asked for.
+extern "C" {
+
+// Ends by itself after `ns`, whatever the host does.
+__global__ void WaitForHost(const volatile int* go, uint64_t ns) {
+  uint64_t began, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (*go == 0 && now - began < ns);
+}
+
+__global__ void Small(int* out) {
+  if (out != nullptr) *out = 1;
+}
+
+// Needs `sizeof values` bytes of local memory a thread: more than the driver keeps at first.
+__global__ void MuchLocalMemory(int* out) {
+  volatile int values[2048];
+#pragma unroll 1
+  for (int i = 0; i < 2048; ++i) values[i * 7 % 2048] = i;
+  if (out != nullptr) *out = values[threadIdx.x];
+}
+}
+
+namespace jax_ep::cuda {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kHold{300};            // what waits for the kernel takes that long
+constexpr milliseconds kSettle{30};           // for threads that begin
+constexpr uint64_t kLimitNs = 3000000000ull;  // of the waiting kernel
+constexpr size_t kBytes = 64 << 20;
+constexpr size_t kHostBytes = 1 << 20;
+constexpr int kManyBlocks = 4096;  // so that local memory is needed for all multiprocessors
+
+template <typename Function>
+Function DriverFunction(const char* name, unsigned version) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  CHECK_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) Fail(std::string("the driver lacks ") + name);
+  return reinterpret_cast<Function>(entry);
+}
+
+void CheckDriver(CUresult result, const char* what) {
+  if (result != CUDA_SUCCESS) Fail(std::string(what) + ": error " + std::to_string(result));
+}
+
+// Modules as XLA loads them.
+struct Modules {
+  std::string image;
+  decltype(&cuModuleLoadData) load = DriverFunction<decltype(load)>("cuModuleLoadData", 7000);
+  decltype(&cuModuleUnload) unload = DriverFunction<decltype(unload)>("cuModuleUnload", 7000);
+  decltype(&cuModuleGetFunction) get = DriverFunction<decltype(get)>("cuModuleGetFunction", 7000);
+  decltype(&cuLaunchKernel) launch = DriverFunction<decltype(launch)>("cuLaunchKernel", 7000);
+
+  CUmodule Load() const {
+    CUmodule module;
+    CheckDriver(load(&module, image.data()), "cuModuleLoadData");
+    return module;
+  }
+  CUfunction Find(CUmodule module, const char* name) const {
+    CUfunction function;
+    CheckDriver(get(&function, module, name), "cuModuleGetFunction");
+    return function;
+  }
+  void Launch(CUfunction function, unsigned blocks, cudaStream_t stream) const {
+    int* out = nullptr;
+    void* arguments[] = {&out};
+    CheckDriver(launch(function, blocks, 1, 1, 256, 1, 1, 0, stream, arguments, nullptr),
+                "cuLaunchKernel");
+  }
+};
+
+cudaStream_t NewStream() {
+  cudaStream_t stream;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+
+// One thing that a program does. `prepare` runs before the kernel begins. What a case leaves
+// allocated stays: to free it may wait, and the program is short.
+struct Case {
+  const char* what;
+  std::function<void()> prepare;
+  std::function<void()> act;
+};
+
+std::vector<Case> Cases(const Modules& modules, cudaStream_t stream) {
+  static CUmodule module;
+  static CUfunction function;
+  static void* memory;
+  static const std::vector<char> pageable(kHostBytes);
+  const auto load = [&modules] { module = modules.Load(); };
+  const auto find = [&modules](const char* name) { function = modules.Find(module, name); };
+  const auto launch = [&modules, stream](unsigned blocks) {
+    modules.Launch(function, blocks, stream);
+  };
+  const auto load_and_find = [=](const char* name) {
+    return [=] {
+      load();
+      find(name);
+    };
+  };
+  const auto load_and_launch = [=](const char* name, unsigned blocks) {
+    return [=] {
+      load();
+      find(name);
+      launch(blocks);
+    };
+  };
+  const auto allocate = [] { CHECK_CUDA(cudaMalloc(&memory, kBytes)); };
+  const auto pin = [] { CHECK_CUDA(cudaMallocHost(&memory, kHostBytes)); };
+  const auto nothing = [] {};
+  return {
+      {"launch a kernel again", load_and_launch("Small", 1), [=] { launch(1); }},
+      {"load a module", nothing, load},
+      {"launch a kernel of a loaded module for the first time", load_and_find("Small"),
+       [=] { launch(1); }},
+      {"launch a kernel that needs more local memory than any before",
+       load_and_find("MuchLocalMemory"), [=] { launch(kManyBlocks); }},
+      {"the same again", load_and_launch("MuchLocalMemory", kManyBlocks),
+       [=] { launch(kManyBlocks); }},
+      {"unload a module", load_and_launch("Small", 1),
+       [&modules] { CheckDriver(modules.unload(module), "cuModuleUnload"); }},
+      {"allocate memory", nothing, allocate},
+      {"free memory", allocate, [] { CHECK_CUDA(cudaFree(memory)); }},
+      {"allocate memory in a stream's order", nothing,
+       [stream] { CHECK_CUDA(cudaMallocAsync(&memory, kBytes, stream)); }},
+      {"allocate pinned memory", nothing, pin},
+      {"free pinned memory", pin, [] { CHECK_CUDA(cudaFreeHost(memory)); }},
+      {"copy from memory that is not pinned", allocate,
+       [stream] {
+         CHECK_CUDA(
+             cudaMemcpyAsync(memory, pageable.data(), kHostBytes, cudaMemcpyHostToDevice, stream));
+       }},
+      {"make a stream", nothing, [] { NewStream(); }},
+      {"capture and launch a graph", load_and_launch("Small", 1),
+       [=] {
+         cudaGraph_t graph;
+         cudaGraphExec_t executable;
+         CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+         launch(1);
+         CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+         CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+         CHECK_CUDA(cudaGraphLaunch(executable, stream));
+       }},
+  };
+}
+
+// Launches on one GPU, from a thread of its own, until it is destroyed.
+class Launches {
+ public:
+  explicit Launches(int device) : thread_([this, device] { Run(device); }) {}
+  void Restart() { worst_ms_ = 0; }
+  // Milliseconds that the longest one since took on the host.
+  double End() {
+    stop_ = true;
+    thread_.join();
+    return worst_ms_;
+  }
+
+ private:
+  void Run(int device) {
+    CHECK_CUDA(cudaSetDevice(device));
+    const cudaStream_t stream = NewStream();
+    while (!stop_) {
+      const double began = Seconds();
+      Small<<<1, 32, 0, stream>>>(nullptr);
+      CHECK_CUDA(cudaGetLastError());
+      const double ms = (Seconds() - began) * 1e3;
+      if (ms > worst_ms_) worst_ms_ = ms;
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  }
+
+  std::atomic<bool> stop_{false};
+  std::atomic<double> worst_ms_{0};
+  std::thread thread_;  // last: it uses the others
+};
+
+JsonObject Measure(const Case& work, int device, int gpus, cudaStream_t waiting, int* go) {
+  CHECK_CUDA(cudaSetDevice(device));
+  work.prepare();
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<std::unique_ptr<Launches>> beside;
+  for (int gpu = 0; gpu < gpus; ++gpu) beside.push_back(std::make_unique<Launches>(gpu));
+  // They make a stream each and launch for the first time.
+  std::this_thread::sleep_for(kSettle);
+
+  volatile int& let_go = *go;
+  let_go = 0;
+  CHECK_CUDA(cudaSetDevice(0));
+  WaitForHost<<<1, 1, 0, waiting>>>(go, kLimitNs);
+  CHECK_CUDA(cudaGetLastError());
+  std::this_thread::sleep_for(kSettle);
+  for (const auto& launches : beside) launches->Restart();
+
+  double ms = 0;
+  std::thread thread([&] {
+    CHECK_CUDA(cudaSetDevice(device));
+    const double began = Seconds();
+    work.act();
+    ms = (Seconds() - began) * 1e3;
+  });
+  std::this_thread::sleep_for(kHold);
+  let_go = 1;
+  thread.join();
+
+  JsonObject row;
+  row.Add("what", work.what).Add("gpu", device).Add("ms", ms);
+  std::vector<JsonObject> others;
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    others.push_back(
+        JsonObject().Add("gpu", gpu).Add("ms", beside[static_cast<size_t>(gpu)]->End()));
+  }
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+  return row.Add("launches", others);
+}
+
+// As JAX does it.
+void EnablePeers(int gpus) {
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    for (int peer = 0; peer < gpus; ++peer) {
+      if (peer != gpu) CHECK_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
+    }
+  }
+}
+
+void Run(const char* image) {
+  int count = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&count));
+  const int gpus = std::min(count, 2);
+  cudaDeviceProp properties;
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
+  Report().Add("device", properties.name).Add("count", gpus);
+  Report().Add("hold_ms", static_cast<double>(kHold.count()));
+  EnablePeers(gpus);
+
+  Modules modules;
+  std::ifstream file(image, std::ios::binary);
+  modules.image.assign(std::istreambuf_iterator<char>(file), {});
+  if (modules.image.empty()) Fail(std::string("cannot read ") + image);
+
+  CHECK_CUDA(cudaSetDevice(0));
+  int* go;
+  CHECK_CUDA(cudaHostAlloc(&go, sizeof *go, cudaHostAllocPortable));
+  const cudaStream_t waiting = NewStream();
+  *go = 1;
+  WaitForHost<<<1, 1, 0, waiting>>>(go, 1);
+  CHECK_CUDA(cudaDeviceSynchronize());
+
+  std::vector<JsonObject> rows;
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    for (const Case& work : Cases(modules, NewStream())) {
+      rows.push_back(Measure(work, gpu, gpus, waiting, go));
+    }
+  }
+  Report().Add("rows", rows);
+  std::puts(Report().Text().c_str());
+}
+
+}  // namespace
+}  // namespace jax_ep::cuda
+
+int main(int argc, char** argv) {
+  if (argc != 2) jax_ep::cuda::Fail("usage: launch_waits CUBIN");
+  jax_ep::cuda::Run(argv[1]);
+}
