@@ -81,9 +81,10 @@ PROMISES = (
      "halves, and whole ones leave no barrier early; bfloat16 calls have no races in "
      "shared memory",
      "benchmarks/sanitize.sh", ("sanitize",)),
-    ("p2p: no accesses of threads and bulk copies race, in shared memory, between "
-     "blocks and between ranks: random calls and waits that fail, run thread by thread "
-     "without a GPU under ThreadSanitizer", "ctest -R race", ("ci",)),
+    ("p2p, shmem: no accesses of threads, bulk copies and puts to other nodes race, in "
+     "shared memory, between blocks and between ranks: random calls and waits that "
+     "fail, run thread by thread without a GPU under ThreadSanitizer",
+     "ctest -R race", ("ci",)),
     ("The protocol of flags and credits, under ThreadSanitizer and in a model "
      "that changes the order of steps",
      "ctest -R signals; pytest tests/test_protocol_model.py", ("ci",)),

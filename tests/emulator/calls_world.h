@@ -114,13 +114,13 @@ class Gpus {
     }
   }
 
-  // A dispatch at each rank but `silent`, at `mixed_up` of another line. What ranks report then.
-  std::vector<WaitReport> DispatchWithout(int64_t silent, int64_t mixed_up = -1) {
+  // A dispatch, or a first half, at each rank but `silent`, at `mixed` of another line. Reports.
+  std::vector<WaitReport> DispatchWithout(int64_t silent, int64_t mixed = -1, bool half = false) {
     world_.OfFormat([&]<typename Format>(Format) {
       const auto make = [&](const Rank& rank) {
-        return DispatchStep(rank, &rank - &world_.ranks[0] == mixed_up ? kOtherSite : kSite);
+        return DispatchStep(rank, &rank - &world_.ranks[0] == mixed ? kOtherSite : kSite);
       };
-      Step<Format>(Part::kWhole, &OnGpu::dispatches, make, silent);
+      Step<Format>(half ? Part::kSend : Part::kWhole, &OnGpu::dispatches, make, silent);
     });
     std::vector<WaitReport> reports;
     for (const OnGpu& gpu : ranks_) reports.push_back(*gpu.group.host_report);

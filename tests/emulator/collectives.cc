@@ -72,7 +72,7 @@ bool Sync(uint32_t id, uint32_t threads, bool value, bool wait) {
 void Fence() {
   if constexpr (!kRaces) return;
   const Unseen unseen;
-  for (const void* at : current->loaded) Acquire(at);
+  for (const void* at : current->loaded) LoadsAcquire(at);
   current->loaded.clear();
   current->fenced = true;
 }
@@ -82,6 +82,12 @@ void LoadsRelaxed(const void* at) {
   const Unseen unseen;
   auto& loaded = current->loaded;
   if (std::find(loaded.begin(), loaded.end(), at) == loaded.end()) loaded.push_back(at);
+}
+
+void LoadsAcquire(const void* at) {
+  if constexpr (!kRaces) return;
+  Acquire(at);
+  AcquiresSignal(at);
 }
 
 void StoresRelaxed(const void* at) {

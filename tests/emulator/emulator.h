@@ -106,10 +106,14 @@ struct Guarded {
 
 struct Fiber;
 
+// Whoever acquires it comes after all puts that a signal stands for.
+using PutsBefore = std::shared_ptr<const char>;
+
 struct Block {
   Launch* launch = nullptr;
   dim3 index;
   std::vector<PutCall> puts;
+  std::vector<PutsBefore> signals;  // for races: that its threads have acquired
   Guarded shared;
   std::map<std::type_index, Guarded> objects;  // of shared memory that the launch does not size
   std::vector<Warp> warps;
@@ -166,6 +170,7 @@ void ExpectNoArrivals(const Block& block);
 // A fence that releases before the stores directly behind it, and acquires after all relaxed loads.
 void Fence();
 void LoadsRelaxed(const void* at);
+void LoadsAcquire(const void* at);
 void StoresRelaxed(const void* at);
 
 // ---- Bulk copies and mbarriers (bulk.cc) --------------------------------------------------------
@@ -196,8 +201,11 @@ void PutByBlock(void* to, const void* from, size_t bytes, int pe);
 // Of one.
 void FencePuts();
 void SignalPe(uint64_t* at, uint64_t value, int pe);
-// Whoever has acquired a signal's value on this GPU may read what had come before it.
+// Whoever has acquired a signal's value on this GPU may read what had come before it. For races a
+// thread of the block is enough: whether a barrier stands between the two is not looked at.
 void SettlePuts();
+// For races: the word at `at` was acquired, which a signal may have stored.
+void AcquiresSignal(const void* at);
 // Some of what is under way gets further.
 void AdvancePuts();
 bool PutsUnderWay();

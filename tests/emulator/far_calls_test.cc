@@ -2,8 +2,8 @@
 // shmem/far.cu between their halves, over puts that do the worst (puts.cc). Results against the CPU
 // steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come, or is in
 // another call; bundles that others spoil; first halves that nobody ends. Takes the seed of its
-// draws and their number, behind `silent`, `mixed`, `spoiled` or `drops` for those alone. Needs
-// EMULATED_GPUS=4 or more.
+// draws and their number, behind `layers`, `silent`, `mixed`, `spoiled`, `abandoned` or `drops` for
+// those alone. Needs EMULATED_GPUS=4 or more.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -102,18 +102,39 @@ void RunSpoiledBundles(Random& random) {
   });
 }
 
+// First halves one behind the other, of which nobody ever ends one: each region is used again
+// though its rank has placed nothing. The whole call after them still arrives.
+void RunAbandoned(Random& random) {
+  Draws draws = random.OneIn(2) ? DrawNodes(random) : DrawRelays(random);
+  draws.options.shape.tokens = random.In(1, 5);
+  CurrentCase() = "abandoned, " + Text(draws);
+  World world(draws.options, random);
+  DrawIds(world, random);
+  world.Dispatch();
+  Gpus gpus(world, draws);
+  for (uint32_t call = 0; call < 2 * kMaxDepth; ++call) {
+    for (const WaitReport& report : gpus.DispatchWithout(-1, -1, true)) {
+      CHECK(report.status == WaitStatus::kArrived);
+    }
+  }
+  for (const WaitReport& report : gpus.DispatchWithout(-1)) {
+    CHECK(report.status == WaitStatus::kArrived);
+  }
+}
+
 // Regions that are used again and again, some of which nobody has waited for.
 void RunDrops(Random& random) {
   Draws draws = DrawRelays(random);
   draws.options.shape.tokens = random.In(0, 3);
-  draws.times = random.In(8, 40);
+  // Races are there in any turns, and slow to look for.
+  draws.times = emulator::kRaces ? random.In(3, 5) : random.In(8, 40);
   draws.halves = draws.drops = true;
   RunWholeLayer(draws, random);
 }
 
 int Main(int argc, char** argv) {
   const auto [only, seed, draws] = Asked(argc, argv, 40);
-  Random random(seed), random_of_faults(seed + 1);
+  Random random(seed), random_of_faults(seed + 1), random_of_first_halves(seed + 2);
   CHECK(emulator::GetSettings().gpus >= 4);
   const auto is_turn = [&](const char* name, int64_t i, int64_t turn) {
     return only.empty() ? i % 6 == turn : only == name;
@@ -122,8 +143,12 @@ int Main(int argc, char** argv) {
     if (is_turn("silent", i, 1)) RunSilent(random_of_faults);
     if (is_turn("mixed", i, 2)) RunMixed(random_of_faults);
     if (is_turn("spoiled", i, 3)) RunSpoiledBundles(random_of_faults);
+    if (is_turn("abandoned", i, 4)) RunAbandoned(random_of_first_halves);
     if (is_turn("drops", i, 5)) RunDrops(random_of_faults);
     if (only.empty()) RunWholeLayer(DrawNodes(random), random);
+    // Every other one with relays.
+    if (only != "layers") continue;
+    RunWholeLayer(i % 2 == 0 ? DrawNodes(random) : DrawRelays(random), random);
   }
   std::printf("%lld layers over nodes: right\n", static_cast<long long>(draws));
   return 0;

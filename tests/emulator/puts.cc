@@ -1,6 +1,8 @@
 // Puts that do the worst of what protocol/far.h allows: pieces of puts and signals arrive in random
 // order, late, also after the end of their kernel, are read from their source when they arrive, and
-// are not to be seen until somebody settles.
+// are not to be seen until somebody settles. For races each put and each signal is an actor of its
+// own, which comes after what the thread that issued it had done and after nothing else. What puts
+// have done comes before who has acquired a signal, behind whose fences they were, and settles.
 #include <algorithm>
 #include <utility>
 
@@ -17,7 +19,11 @@ struct Lane {
   unsigned x, y;
   auto operator<=>(const Lane&) const = default;
 };
+// Of all pieces of a put, or of a signal.
+using SharedActor = std::shared_ptr<const Actor>;
+
 struct Piece {
+  SharedActor actor;
   Lane lane;
   uint64_t fenced;  // fences of its lane before it
   int pe;
@@ -37,6 +43,11 @@ std::vector<HeapBlock> heap;  // by PE
 std::map<Lane, uint64_t> fences;
 std::vector<Piece> pieces;
 std::map<int, std::vector<Landed>> landed;  // by device
+
+// For races. By lane and PE: what puts release when they have come, by the number of the lane's
+// fences before them; at 0 there are also all that a signal has stood for.
+std::map<std::pair<Lane, int>, std::map<uint64_t, PutsBefore>> over;
+std::map<const void*, PutsBefore> signalled;  // by word, of its last signal
 
 // Now and then one is overtaken by what later calls send.
 uint64_t DrawDelay() { return Random() % 32 == 0 ? Random() % 3000 : Random() % 20; }
@@ -74,10 +85,47 @@ bool MayArrive(const Piece& piece) {
   });
 }
 
+SharedActor BeginActor() {
+  return {new Actor(Actor::Make()), [](const Actor* actor) {
+            actor->End();
+            delete actor;
+          }};
+}
+
+PutsBefore MakePutsBefore() { return std::make_shared<const char>(); }
+
+// Done by the signal. Who acquires its word comes after what the lane had done, and after puts only
+// with SettlePuts.
+void DeliverSignal(const Piece& piece) {
+  auto* word = reinterpret_cast<uint64_t*>(piece.to);
+  StoreAndRelease(word, piece.value);
+  const Unseen unseen;
+  auto& puts = over[{piece.lane, piece.pe}];
+  const auto fenced = puts.lower_bound(piece.fenced);
+  for (auto one = puts.begin(); one != fenced; ++one) Acquire(one->second.get());
+  puts.erase(puts.begin(), fenced);
+  const PutsBefore& all = signalled[word] = MakePutsBefore();
+  Release(all.get());
+  if (piece.fenced != 0) puts[0] = all;
+}
+
+// Done by the put.
+void ReadAndWrite(const Piece& piece) {
+  Reads(piece.from, piece.bytes);
+  Writes(piece.to, piece.bytes);
+  const Unseen unseen;
+  PutsBefore& puts = over[{piece.lane, piece.pe}][piece.fenced];
+  if (puts == nullptr) puts = MakePutsBefore();
+  Release(puts.get());
+}
+
 void Deliver(const Piece& piece) {
-  if (piece.from == nullptr) {
-    std::memcpy(piece.to, &piece.value, sizeof piece.value);
-  } else if (Random() % 2 == 0) {
+  const Actor host = Actor::Running();
+  piece.actor->Run();
+  piece.from == nullptr ? DeliverSignal(piece) : ReadAndWrite(piece);
+  host.Run();
+  if (piece.from == nullptr) return;
+  if (Random() % 2 == 0) {
     const int device = heap[static_cast<size_t>(piece.pe)].device;
     landed[device].push_back({piece.to, {piece.from, piece.from + piece.bytes}});
   } else {
@@ -91,6 +139,8 @@ void SetHeap(std::vector<HeapBlock> by_pe) {
   heap = std::move(by_pe);
   pieces.clear();
   landed.clear();
+  over.clear();
+  signalled.clear();
 }
 
 void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
@@ -106,7 +156,8 @@ void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
   calls.push_back(own);
   if (bytes == 0) Die("a put of no bytes");
   CheckGlobal(from, bytes, 1, "the source of a put");
-  Piece piece{OwnLane(),
+  Piece piece{BeginActor(),
+              OwnLane(),
               fences[OwnLane()],
               pe,
               Symmetric(to, bytes, pe, "a put"),
@@ -133,7 +184,8 @@ void SignalPe(uint64_t* at, uint64_t value, int pe) {
   const Unseen unseen;
   uint8_t* to = Symmetric(at, sizeof value, pe, "a signal");
   if (reinterpret_cast<uintptr_t>(to) % sizeof value != 0) Die("a signal that is not aligned");
-  pieces.push_back({OwnLane(), fences[OwnLane()], pe, to, nullptr, 0, value, DrawDelay()});
+  pieces.push_back(
+      {BeginActor(), OwnLane(), fences[OwnLane()], pe, to, nullptr, 0, value, DrawDelay()});
 }
 
 void SettlePuts() {
@@ -141,6 +193,17 @@ void SettlePuts() {
   std::vector<Landed>& here = landed[current->block->launch->device];
   for (const Landed& one : here) std::memcpy(one.to, one.bytes.data(), one.bytes.size());
   here.clear();
+  for (const PutsBefore& puts : current->block->signals) Acquire(puts.get());
+}
+
+void AcquiresSignal(const void* at) {
+  const Unseen unseen;
+  const auto found = signalled.find(at);
+  if (found == signalled.end()) return;
+  auto& signals = current->block->signals;
+  if (std::find(signals.begin(), signals.end(), found->second) == signals.end()) {
+    signals.push_back(found->second);
+  }
 }
 
 void AdvancePuts() {

@@ -1,12 +1,20 @@
-# Tests of a build for races. ThreadSanitizer, which is told what orders the accesses of CUDA threads
-# and bulk copies (races.h), ends them with status 66 where two race. It knows of no proxies, so not
-# of the fences between ordinary accesses and bulk copies (.ci/check_sass.py looks at those), and
-# sees nothing of puts. For more than CI has time for:
+# Tests of a build for races. ThreadSanitizer, which is told what orders the accesses of CUDA
+# threads, bulk copies and puts to other nodes (races.h, puts.cc), ends them with status 66 where
+# two race. It knows of no proxies, so not of the fences between ordinary accesses and bulk copies
+# (.ci/check_sass.py looks at those). For more than CI has time for:
 #   EMULATED_GPUS=3 EMULATED_SMS=2 EMULATED_RESIDENT=2 build/races/calls_test 7 100
-set_target_properties(far_calls far_calls_test PROPERTIES EXCLUDE_FROM_ALL ON)
+#   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/far_calls_test layers 7 50
+# not `far_calls_test spoiled`: tables that name a slot twice make relays store there at once.
 set(FEW_THREADS "EMULATED_SEED=1 EMULATED_RESIDENT=2")
 emulated_test(races_calls "${FEW_THREADS} EMULATED_GPUS=3 EMULATED_SMS=2" calls_test 1 3)
 emulated_test(races_options "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=2" options_test 1 5)
+# Over nodes. Of few threads, since each barrier costs their number squared: whole calls and halves,
+# first halves that nobody ends, and failures that travel as signals.
+set(OVER_NODES "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=1")
+emulated_test(races_far_layers "${OVER_NODES}" far_calls_test layers 1 5)
+foreach(ONLY IN ITEMS abandoned drops silent mixed)
+  emulated_test(races_far_${ONLY} "${OVER_NODES}" far_calls_test ${ONLY} 1 1)
+endforeach()
 # Waits that fail, of few tokens and of more.
 foreach(TOKENS IN ITEMS 5 40)
   wait_test(races_missing_${TOKENS} "EMULATED_RESIDENT=2 EMULATED_SMS=1 EMULATED_MISSING=1:4"
@@ -29,3 +37,30 @@ mutant(race_helpers window_team.cuh
        window_dispatch.cu "${RACE}" "1 7")
 mutant(race_tables window_groups.cuh "team.Sync();\n    if (!arrived) return;"
        "if (!arrived) return;" window_few_dispatch.cu "${RACE}" "1 7")
+
+# ---- Between nodes ----
+
+set(FIXED "EMULATED_SEED=1 EMULATED_SMS=1 EMULATED_RESIDENT=2")
+# Who waits for a signal's word; who passes cells on; whose threads read what one of them has
+# settled.
+mutant(race_far_acquire protocol/far.h "EpochsAhead(memory.Acquire(arrived), epoch)"
+       "EpochsAhead(memory.Peek(arrived), epoch)" far.cu "${RACE}" "far layers 1 2")
+mutant(race_far_cells protocol/far.h
+       "memory.ReleaseFence();  // Release; pairs with Acquire in ObserveFlag." "" far.cu "${RACE}"
+       "far layers 1 4")
+mutant(race_far_settled shmem/far.cu "NVSHMEM_CMP_GE, 0);\n    __syncthreads();"
+       "NVSHMEM_CMP_GE, 0);" far.cu "${RACE}" "far layers 1 2")
+# A signal that does not vouch for the puts before it.
+mutant(race_far_fence protocol/far.h
+       "puts.Fence();  // Pairs with Acquire in ObserveShare at the destination." "" far.cu "${RACE}"
+       "far layers 1 2")
+mutant(race_far_bundle_fence protocol/bundle.h
+       "puts.Fence();  // Pairs with Acquire in ObserveShare at the relay." "" far.cu "${RACE}"
+       "far layers 1 4")
+# Sources that store again into what puts may still read: after a credit that came before its puts
+# were over, and one that was only looked at.
+mutant(race_far_credit shmem/far.cu "} else if (!AwaitRegion({due, region, tag})) {"
+       "} else if (false) {" far.cu "${RACE}" "far abandoned 1 4")
+mutant(race_far_reuse protocol/signals.h "ClassifyCredit(memory.Acquire(credit), lease)"
+       "ClassifyCredit(memory.Peek(credit), lease)" window_dispatch_halves.cu "${RACE}"
+       "far layers 1 4")

@@ -1,6 +1,6 @@
-// What ThreadSanitizer is told in a build for races (JAX_EP_RACES): which CUDA thread or bulk copy
-// runs, and what comes before what. It then finds accesses of two of them that nothing orders, in
-// whatever turns they happened to come. In other builds these do nothing.
+// What ThreadSanitizer is told in a build for races (JAX_EP_RACES): which CUDA thread, bulk copy,
+// put or signal runs, and what comes before what. It then finds accesses of two of them that
+// nothing orders, in whatever turns they happened to come. In other builds these do nothing.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +14,7 @@ inline constexpr bool kRaces = true;
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* at);
 void __tsan_release(void* at);
@@ -21,11 +22,13 @@ void __tsan_read_range(void* at, unsigned long bytes);
 void __tsan_write_range(void* at, unsigned long bytes);
 void __tsan_ignore_thread_begin();
 void __tsan_ignore_thread_end();
+void __tsan_atomic64_store(volatile uint64_t* at, uint64_t value, int order);
 }
 #else
 inline constexpr bool kRaces = false;
 inline void* __tsan_get_current_fiber() { return nullptr; }
 inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void __tsan_destroy_fiber(void*) {}
 inline void __tsan_switch_to_fiber(void*, unsigned) {}
 inline void __tsan_acquire(void*) {}
 inline void __tsan_release(void*) {}
@@ -33,13 +36,18 @@ inline void __tsan_read_range(void*, unsigned long) {}
 inline void __tsan_write_range(void*, unsigned long) {}
 inline void __tsan_ignore_thread_begin() {}
 inline void __tsan_ignore_thread_end() {}
+inline void __tsan_atomic64_store(uint64_t* at, uint64_t value, int) {
+  __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
 #endif
 
-// Somebody who makes accesses. ThreadSanitizer knows few thousand at once and is slow to make them,
-// so those that have ended are used again, by the same GPU: what one did comes before what its next
-// does, and mostly did so anyway.
+// Somebody who makes accesses. ThreadSanitizer knows few thousand at once and takes a third of a
+// millisecond to make one, so threads and bulk copies that have ended are used again, by the same
+// GPU: what one did comes before what its next does, and mostly did so anyway. Puts and signals,
+// which are few and have no such order, are made each time and ended.
 class Actor {
  public:
+  // What whoever makes it has done comes before it.
   static Actor Make() { return Actor(__tsan_create_fiber(0)); }
   static Actor Running() { return Actor(__tsan_get_current_fiber()); }
   // What follows is its doing. Orders nothing.
@@ -47,6 +55,8 @@ class Actor {
     constexpr unsigned kOrdersNothing = 1;
     __tsan_switch_to_fiber(of_, kOrdersNothing);
   }
+  // For good. Not by itself.
+  void End() const { __tsan_destroy_fiber(of_); }
   Actor() = default;
 
  private:
@@ -57,6 +67,10 @@ class Actor {
 // What whoever runs has done comes before what those do who acquire `at` later.
 inline void Release(const void* at) { __tsan_release(const_cast<void*>(at)); }
 inline void Acquire(const void* at) { __tsan_acquire(const_cast<void*>(at)); }
+// Stores a word, whole. What was released there before is not acquired any more.
+inline void StoreAndRelease(uint64_t* at, uint64_t value) {
+  __tsan_atomic64_store(at, value, __ATOMIC_RELEASE);
+}
 
 inline void Reads(const void* at, size_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
 inline void Writes(void* at, size_t bytes) { __tsan_write_range(at, bytes); }

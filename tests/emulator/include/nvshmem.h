@@ -14,5 +14,5 @@ inline void nvshmem_fence() { jax_ep::emulator::FencePuts(); }
 // Whether the wait itself would have ended does not matter here.
 inline int nvshmem_uint64_test(uint64_t* at, int, uint64_t value) {
   jax_ep::emulator::SettlePuts();
-  return *at >= value;
+  return jax_ep::emulator::LoadWords(at) >= value;
 }

@@ -26,7 +26,7 @@ T LoadAtOnce(const T* from, const char* what) {
 template <typename T>
 T LoadAndAcquire(const T* from, const char* what) {
   const T value = LoadAtOnce(from, what);
-  emulator::Acquire(from);
+  emulator::LoadsAcquire(from);
   return value;
 }
 template <typename T>
