@@ -26,6 +26,7 @@ from jax_ep._layer_params import (
     leading_spec,
     params,
     require_global,
+    require_kinds,
     require_spec,
     spec_axes,
 )
@@ -70,7 +71,12 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
+        require_kinds(self.function, self.mesh)
         _moe_checks.require_choices(self.function, self.router, self.experts)
+        what, remedy = "a bool", "the layer makes the bias itself, of zeros"
+        _moe_checks.require_type(
+            self.function, "router_bias", self.router_bias, bool, what, remedy
+        )
         try:
             hash(self.experts)
         except TypeError as error:

@@ -132,6 +132,16 @@ def entry_axes(entry: Any) -> Sequence[str]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def require_kinds(function: str, mesh: Mesh) -> None:
+    """Raises unless all axes are of one kind, as Flax wants of parameters' meshes."""
+    if len(set(mesh.axis_types)) > 1:
+        raise ValueError(
+            f"jax_ep.{function}: mesh must have axes of one kind, explicit or "
+            f"automatic, got {mesh.axis_types}; make it with the same axis_types for "
+            "all axes, or call jax_ep.moe_ffn, which takes any"
+        )
+
+
 def require_spec(function: str, spec: Any) -> None:
     """Raises unless `spec` is None or says of each dimension how it lies."""
     remedy = "leave it out to shard dimension 0 over all axes"

@@ -23,6 +23,15 @@ def require(function: str, name: str, value: Any, kind: type, what: str) -> None
         )
 
 
+def require_one_layer(function: str, name: str, ranks: Any, remedy: str) -> None:
+    """Raises unless `ranks`, of `name`, is `[ranks]`; a stack of layers has more."""
+    if np.ndim(ranks) != 1:
+        raise ValueError(
+            f"jax_ep.stats.{function}: {name} must be of one layer, got a stack of "
+            f"shape {np.shape(ranks)[:-1]}; {remedy}"
+        )
+
+
 def require_alike(load: jax.Array, aux: jax.Array) -> None:
     """Raises where it can be seen that ranks of the one are not those of the other."""
     remedy = "make load with jax_ep.stats.init(ep, axes) of the tokens' axes"

@@ -105,7 +105,7 @@ def moe_ffn(
         router: the kind of router; None is `jax_ep.router.Router()`.
         routing: what a router of your own decided, in place of "router".
         mask: bool `[n]`, False for padding: it goes to no expert (the shared one
-            excepted) and counts in no loss.
+            excepted) and counts in no loss. Without a shared expert it may be NaN.
         residual: `[n, H]` in the config's dtype, added to the result: before it is
             rounded, but with `tp_axis` to the rounded sum over it, and beside a shared
             expert that is not fused to that one's rows, which are rounded.
@@ -141,8 +141,12 @@ def moe_ffn(
     if routing is None:
         with jax.named_scope("jax_ep.router"):
             kernel = params["router"].astype(jnp.float32)
+            real = tokens.astype(jnp.float32)
+            if mask is not None:
+                # Padding may be NaN, and NaN times no gradient is NaN in the kernel's.
+                real = jnp.where(mask[:, None], real, 0.0)
             logits = jnp.dot(
-                tokens.astype(jnp.float32),
+                real,
                 kernel,
                 precision=jax.lax.Precision.HIGHEST,
             )

@@ -15,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _checks
+from jax_ep._arrays import as_array
+
 SCORES = ("softmax", "sigmoid")
 # Keeps a division by the sum of sigmoids finite where all of them underflow, and its
 # derivative, which has the square.
@@ -104,7 +107,8 @@ class Routing:
         ids: int32 `[n, K]`, experts of each token, best first; -1 where masked.
         weights: float32 `[n, K]`; 0 where masked.
         logits: float32 `[n, E]`, as they were given.
-        probabilities: float32 `[n, E]`, scores that sum to 1 for each token.
+        probabilities: float32 `[n, E]`, scores that sum to 1 for each token; all equal
+            where masked.
     """
 
     ids: jax.Array
@@ -152,33 +156,19 @@ def route(
     n, experts = logits.shape
     check_choice("router.route", router, experts, top_k)
     if bias is not None:
-        bias = jnp.asarray(bias)
-        _require(
-            bias.shape == (experts,),
-            "router.route",
-            f"bias must be [E] = {(experts,)}",
-            bias.shape,
-            "give one number an expert",
-        )
+        bias, remedy = jnp.asarray(bias), "give one number an expert"
+        _checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
     if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.dtype != jnp.bool_:
-            raise TypeError(
-                f"jax_ep.router.route: mask must be bool, got {mask.dtype}; give one "
-                "bool a token"
-            )
-        _require(
-            mask.shape == (n,),
-            "router.route",
-            f"mask must be [n] = {(n,)}",
-            mask.shape,
-            "give one bool a token",
-        )
+        mask, remedy = jnp.asarray(mask), "give one bool a token"
+        _checks.require_dtype("router.route", "mask", mask, "bool", remedy)
+        _checks.require_shape("router.route", "mask", mask, (n,), "[n]", remedy)
     logits = logits.astype(jnp.float32)
+    # Padding may be NaN, and with it what nobody uses but derivatives.
+    real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
     if router.score == "softmax":
-        scores = probabilities = jax.nn.softmax(logits)
+        scores = probabilities = jax.nn.softmax(real)
     else:
-        scores = jax.nn.sigmoid(logits)
+        scores = jax.nn.sigmoid(real)
         probabilities = _shares(scores)
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
@@ -293,7 +283,8 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     # ids of -1 are one-hot nowhere.
     chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts, dtype=jnp.float32), (0, 1))
     mass = real @ routing.probabilities
-    z = real @ jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    logits = jnp.where(real[:, None] > 0, routing.logits, 0.0)  # padding may be NaN
+    z = real @ jnp.square(jax.nn.logsumexp(logits, axis=-1))
     sums = (chosen, mass, z, jnp.sum(real))
     if axis_names:
         sums = jax.lax.psum(sums, axis_names)
@@ -315,5 +306,11 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
 
     Returns:
         float32 `[E]`, the bias of the next step.
+
+    Raises:
+        ValueError, TypeError: `load` is no array of the shape of `bias`.
     """
+    function, why = "router.update_bias", "that of bias"
+    load, remedy = as_array(function, "load", load), "pass aux.load of its layer"
+    _checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
     return bias + rate * jnp.sign(jnp.mean(load) - load)

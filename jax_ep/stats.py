@@ -139,7 +139,7 @@ def update(load: Load, aux: MoEAux) -> Load:
     Raises:
         ValueError: `aux` is of other ranks or experts than `load`, lies otherwise on a
             mesh with explicit axes, or, where shard_map has check_vma, is equal along
-            an axis that `load` is split over.
+            an axis that `load` is split over; or one of them is of a stack of layers.
         TypeError: `load` is no `Load`, or `aux` no `MoEAux`.
     """
     _load_checks.require(
@@ -153,6 +153,9 @@ def update(load: Load, aux: MoEAux) -> Load:
         "the MoEAux of a layer, which jax_ep.moe_ffn returns and layers of jax_ep.flax "
         "do with return_aux=True",
     )
+    remedy = "for layers of a scan take jax.vmap(jax_ep.stats.update) of both stacks"
+    for name, ranks in (("load", load.steps), ("aux", aux.num_dropped)):
+        _load_checks.require_one_layer("update", name, ranks, remedy)
     _load_checks.require_alike(load.steps, aux.num_dropped)
     with jax.named_scope("jax_ep.stats"):
         local = load.rows.shape[1]
@@ -226,7 +229,8 @@ def summary(load: Load) -> Summary:
     Raises:
         TypeError: `load` is no `Load`.
         ValueError: inside a traced function; or the steps told that ranks of one were
-            not those of another, or that some were counted more than once.
+            not those of another, or that some were counted more than once; or `load` is
+            of a stack of layers.
     """
     return _summary("summary", load)
 
@@ -240,6 +244,8 @@ def _summary(function: str, load: Load) -> Summary:
             f"jax_ep.stats.{function}: load must hold arrays, got those of a traced "
             "function; return it from there and call this outside"
         )
+    remedy = "take one, as jax.tree.map(lambda leaf: leaf[0], load) does"
+    _load_checks.require_one_layer(function, "load", load.steps, remedy)
     host: Any = jax.device_get(_load_checks.gathered(load))
     order = _load_checks.order(function, host.place)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import check_form, raises
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
@@ -63,6 +64,7 @@ WRONG = {
     "unhashable": ({"experts": Unhashable()}, "experts must be hashable"),
     "no_router": ({"router": ""}, "router must be a jax_ep.router.Router"),
     "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
+    "bias": ({"router_bias": np.zeros(16)}, "router_bias must be a bool"),
     "top_k": ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
@@ -119,6 +121,31 @@ def test_parameters_without_values_are_named():
     check_form(caught, "flax.linen.MoE", "must be an array with values")
     y = jax.eval_shape(layer.apply, shapes, x)
     assert y.shape == x.shape
+    made = nnx.eval_shape(lambda: jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0)))
+    with raises() as caught:
+        made(x)
+    check_form(caught, "flax.MoE", "must be an array with values")
+    assert nnx.eval_shape(lambda layer: layer(x), made).shape == x.shape
+
+
+@pytest.mark.parametrize("explicit", ["dp", "ep"])
+def test_axes_of_two_kinds_are_refused(explicit):
+    """Flax places no parameters on such a mesh."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    kinds = [
+        AxisType.Explicit if name == explicit else AxisType.Auto
+        for name in mesh.axis_names
+    ]
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+    for make in (
+        lambda: jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0)),
+        lambda: jax_ep.flax.linen.MoE(**fields(mesh)).init(
+            jax.random.key(0), jnp.ones((8, 4, 16))
+        ),
+    ):
+        with raises() as caught:
+            make()
+        assert "mesh must have axes of one kind" in str(caught.value)
 
 
 def test_errors_of_a_ranks_call_name_the_layer():

@@ -115,6 +115,33 @@ def test_the_shared_expert_stays_between_the_halves(overlap):
     assert not barriers("sm")
 
 
+def test_masked_tokens_may_be_nan():
+    """No result of another token, no loss and no gradient has anything of them."""
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    ep, params = helpers.make_ep(mesh, config()), moe_dense.params(shared=False)
+    x = tokens(mesh, 8)
+    mask = np.arange(len(x)) % 3 > 0
+
+    def body(params, x, mask):
+        return jax_ep.moe_ffn(ep, x, params, mask=mask)
+
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(param_specs(params, None), P("ep"), P("ep")),
+        out_specs=(P("ep"), jax_ep.MoEAux.specs("ep")),
+    )
+
+    def loss(params, x):
+        y, aux = run(params, x, mask)
+        return jnp.sum(jnp.sin(y)) + aux.balance_loss + aux.z_loss, y
+
+    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    want, got = grad(params, x), grad(params, np.where(mask[:, None], x, np.nan))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def dots(jaxpr):
     """Equations of dot_general in `jaxpr` and all that it holds."""
     for equation in jaxpr.eqns:

@@ -117,9 +117,9 @@ def test_wrong_options(options, words):
     [
         ({"logits": np.ones((2, 4, 16))}, "logits must be [n, E]"),
         ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
-        ({"bias": np.ones(3)}, "bias must be [E]"),
-        ({"bias": np.ones((1, 16))}, "bias must be [E]"),
-        ({"mask": np.ones(3, bool)}, "mask must be [n]"),
+        ({"bias": np.ones(3)}, "bias must have shape (16,)"),
+        ({"bias": np.ones((1, 16))}, "bias must have shape (16,)"),
+        ({"mask": np.ones(3, bool)}, "mask must have shape (4,)"),
         ({"mask": np.ones(4)}, "mask must be bool"),
     ],
 )

@@ -91,7 +91,10 @@ def test_every_field_against_the_transcription(name, biased, masked):
         assert (found.ids.dtype, found.weights.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(found.ids, ids)
         np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
-        np.testing.assert_allclose(found.probabilities, probabilities, rtol=1e-5)
+        real = mask if masked else np.ones_like(mask)
+        np.testing.assert_allclose(
+            found.probabilities[real], probabilities[real], rtol=1e-5
+        )
         np.testing.assert_array_equal(found.logits, logits)
         told = losses(found)
         balance, z, load = reference_losses(logits, ids, probabilities)
@@ -215,6 +218,23 @@ def test_masked_tokens_have_no_weight_and_no_gradient():
     np.testing.assert_array_equal(np.any(np.asarray(grad), axis=1), mask)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_masked_tokens_may_be_nan(score):
+    """As rows of attention without any key are: nothing of them goes anywhere."""
+    logits, _, mask = drawn(6)
+
+    def total(logits):
+        found = route(logits, TOP_K, Router(score=score), mask=mask)
+        told = losses(found)
+        return jnp.sum(jnp.sin(found.weights)) + told.balance_loss + told.z_loss, told
+
+    grad = jax.value_and_grad(total, has_aux=True)
+    want = grad(logits)
+    got = grad(np.where(mask[:, None], logits, np.nan))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("load", "steps"),
     [
@@ -229,6 +249,20 @@ def test_update_bias_is_towards_the_mean(load, steps):
     found = update_bias(jnp.asarray(bias), jnp.asarray(load, jnp.float32), 0.125)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, bias + 0.125 * np.array(steps))
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (np.ones(8, np.float32), "load must have shape (4,) (that of bias), got (8,)"),
+        (np.ones((2, 4), np.float32), "load must have shape (4,)"),
+        ([0.25] * 4, "load must be an array"),
+    ],
+)
+def test_update_bias_wants_a_load_of_its_experts(load, words):
+    with raises() as caught:
+        update_bias(jnp.zeros(4), load)
+    check_form(caught, "router.update_bias", words)
 
 
 def test_a_scale_keeps_the_dtype_of_weights():

@@ -273,6 +273,23 @@ def test_what_is_of_another_kind_is_refused(call, words):
         call(load)
 
 
+def test_a_stack_of_layers():
+    """As a scan reports it: update maps over it, and what takes one says so."""
+    _, ep, _ = make()
+    load, aux = stats.init(ep), some_aux(4, 16)
+    loads, auxs = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), (load, aux))
+    found = jax.jit(jax.vmap(stats.update))(loads, auxs)
+    assert stats.summary(jax.tree.map(lambda leaf: leaf[2], found)).steps == 1
+    words = r": (load|aux) must be of one layer, got a stack of shape \(3,\); "
+    for call, *given in (
+        (stats.update, loads, aux),
+        (stats.update, load, auxs),
+        (stats.heat_map, found),
+    ):
+        with pytest.raises(ValueError, match=call.__name__ + words):
+            call(*given)
+
+
 def test_no_numbers_inside_of_jit():
     load = stats.init(helpers.make_ep(helpers.make_mesh(1), helpers.make_config()))
     with pytest.raises(ValueError, match=r"^jax_ep\.stats\.summary: load must hold"):

@@ -176,7 +176,8 @@ class MoE(nnx.Module):
         names = [*self._layer.params()]
         if self.router_bias is not None:
             names.append("router_bias")
-        params = {name: getattr(self, name)[...] for name in names}
+        # Not by [...], which fails in Flax where a value is a ShapeDtypeStruct.
+        params = {name: getattr(self, name).get_value() for name in names}
         y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
         result: tuple[jax.Array, MoEAux] = (y, aux)
         return result if return_aux else y
