@@ -314,7 +314,7 @@ def _dtype_name(field: str, value: Any) -> str:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
-    problem = f"{field} must be one of {list(DTYPES)}"
-    _require(name in DTYPES, problem, value, "cast tokens to one of them")
+    remedy = "cast tokens to one" if field == "dtype" else "leave it out for dtype"
+    _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value, remedy)
     assert name is not None
     return name

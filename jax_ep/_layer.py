@@ -25,8 +25,9 @@ from jax_ep._layer_params import (
     config_fields,
     leading_spec,
     params,
+    require_floating,
     require_global,
-    require_kinds,
+    require_mesh,
     require_spec,
     spec_axes,
 )
@@ -71,7 +72,6 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
-        require_kinds(self.function, self.mesh)
         _moe_checks.require_choices(self.function, self.router, self.experts)
         what, remedy = "a bool", "the layer makes the bias itself, of zeros"
         _moe_checks.require_type(
@@ -95,7 +95,6 @@ class Layer:
                 f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
                 f"got {shared!r}; give it, or leave fused_shared_expert out"
             )
-        require_spec(self.function, self.spec)
         tp = self.tp_axis_name
         if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
             raise ValueError(
@@ -103,6 +102,7 @@ class Layer:
                 f"outside of {self.ep_axes}, got {tp!r}; the mesh has "
                 f"{self.mesh.axis_names}"
             )
+        require_spec(self.function, self.spec, self.mesh, self.ep_axes, tp)
         for name in ("intermediate_size", "shared_intermediate_size"):
             value = getattr(self, name)
             if value is None and name.startswith("shared"):
@@ -192,6 +192,7 @@ class Layer:
         """
         require_global(self.function)
         x = as_array(self.function, "x", x)
+        require_floating(self.function, x)
         spec = self._leading_spec(x)
         if mask is not None:
             mask = _moe_checks.checked_mask(self.function, mask, x.shape[:-1])
@@ -240,12 +241,7 @@ class Layer:
                 f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
             )
         return leading_spec(
-            self.function,
-            self.mesh,
-            self.ep_axes,
-            self.tp_axis_name,
-            self.spec,
-            x.shape,
+            self.function, self.mesh, self.tp_axis_name, self.spec, x.shape
         )
 
     def _placed(self, operands: Any, specs: Any) -> Any:
@@ -288,6 +284,7 @@ def make(
 ) -> Layer:
     """The `Layer` of a constructor's arguments."""
     require_global(function)
+    require_mesh(function, mesh)
     config = EPConfig(
         num_experts=num_experts,
         top_k=top_k,
@@ -298,11 +295,6 @@ def make(
         dispatch_format=dispatch_format,
         **config_fields(function, config_options),
     )
-    if mesh is None:  # `init` takes that of `jax.set_mesh`; parameters need one here
-        raise TypeError(
-            f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
-            "with jax.make_mesh"
-        )
     axes = _init.group_axes(mesh, axis_name, config)
     return Layer(
         function=function,

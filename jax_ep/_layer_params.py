@@ -132,9 +132,23 @@ def entry_axes(entry: Any) -> Sequence[str]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def require_kinds(function: str, mesh: Mesh) -> None:
-    """Raises unless all axes are of one kind, as Flax wants of parameters' meshes."""
-    if len(set(mesh.axis_types)) > 1:
+def require_floating(function: str, x: jax.Array) -> None:
+    """Raises unless `x` holds what casting to the layer's dtype only rounds."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"jax_ep.{function}: x must be of a floating dtype, got {x.dtype}; pass "
+            "embeddings, not ids, or cast it"
+        )
+
+
+def require_mesh(function: str, mesh: Any) -> None:
+    """Raises unless Flax can place parameters on the mesh: all axes of one kind."""
+    if mesh is None:  # `init` takes that of `jax.set_mesh`; parameters need one here
+        raise TypeError(
+            f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
+            "with jax.make_mesh"
+        )
+    if isinstance(mesh, Mesh) and len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"jax_ep.{function}: mesh must have axes of one kind, explicit or "
             f"automatic, got {mesh.axis_types}; make it with the same axis_types for "
@@ -142,8 +156,10 @@ def require_kinds(function: str, mesh: Mesh) -> None:
         )
 
 
-def require_spec(function: str, spec: Any) -> None:
-    """Raises unless `spec` is None or says of each dimension how it lies."""
+def require_spec(
+    function: str, spec: Any, mesh: Mesh, ep_axes: tuple[str, ...], tp: str | None
+) -> None:
+    """Raises unless `spec` is None or shards dimensions over axes as a layer can."""
     remedy = "leave it out to shard dimension 0 over all axes"
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise TypeError(
@@ -155,12 +171,22 @@ def require_spec(function: str, spec: Any) -> None:
             f"jax_ep.{function}: spec must have axes of the mesh or None for each "
             f"dimension, got {spec} with P.UNCONSTRAINED; {remedy}"
         )
+    used = () if spec is None else spec_axes(spec)
+    if spec is not None and (
+        not set(ep_axes) <= set(used) <= set(mesh.axis_names)
+        or len(set(used)) < len(used)
+        or tp in used
+    ):
+        raise ValueError(
+            f"jax_ep.{function}: spec must shard dimensions before the last over axes "
+            f"of the mesh, each once, that include {ep_axes} and not tp_axis_name, got "
+            f"{spec} for axes {mesh.axis_names}; {remedy}"
+        )
 
 
 def leading_spec(
     function: str,
     mesh: Mesh,
-    ep_axes: tuple[str, ...],
     tp: str | None,
     spec: PartitionSpec | None,
     shape: tuple[int, ...],
@@ -171,21 +197,14 @@ def leading_spec(
     """
     if spec is None:
         spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
-    entries, used = list(spec), spec_axes(spec)
+    entries = list(spec)
     fits = len(entries) <= len(shape)
     while entries and not entry_axes(entries[-1]):
         entries.pop()
-    if (
-        not fits
-        or len(entries) >= len(shape)
-        or not set(ep_axes) <= set(used) <= set(mesh.axis_names)
-        or len(set(used)) < len(used)
-        or tp in used
-    ):
+    if not fits or len(entries) >= len(shape):
         raise ValueError(
-            f"jax_ep.{function}: spec must shard dimensions before the last over axes "
-            f"of the mesh, each once, that include {ep_axes} and not tp_axis_name, got "
-            f"{spec} for {shape}; leave it out to shard dimension 0 over all of them"
+            f"jax_ep.{function}: spec must shard dimensions of x before the last, got "
+            f"{spec} for {shape}; leave it out to shard dimension 0 over all axes"
         )
     for size, entry in zip(shape, entries, strict=False):
         parts = 1

@@ -81,16 +81,18 @@ class Router:
             (self.normalize, self.scale),
             "True and 1.0 are the defaults",
         )
-        counts = (self.top_groups, self.num_groups, self.best_of_group)
+        remedy = "num_groups=1 and top_groups=1 are no limit"
+        for name in ("num_groups", "top_groups", "best_of_group"):
+            count = getattr(self, name)
+            what = f"{name} must be an int of at least 1"
+            good = type(count) is int and count >= 1
+            _require(good, "router.Router", what, count, remedy)
         _require(
-            all(type(count) is int for count in counts)
-            and 1 <= self.top_groups <= self.num_groups
-            and self.best_of_group >= 1,
+            self.top_groups <= self.num_groups,
             "router.Router",
-            "top_groups must be an int in [1, num_groups] and best_of_group one of at "
-            "least 1",
-            counts,
-            "num_groups=1 and top_groups=1 are no limit",
+            f"top_groups must be at most num_groups, {self.num_groups}",
+            self.top_groups,
+            remedy,
         )
 
 

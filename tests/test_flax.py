@@ -246,7 +246,6 @@ def test_bf16_and_remat():
         ({"spec": P("dp")}, (8, 4, 16), "spec must shard"),
         ({"spec": P(None, None, "ep")}, (8, 4, 16), "spec must shard"),
         ({"spec": P("dp", "ep", None, None)}, (8, 4, 16), "spec must shard"),
-        ({"spec": P(None, None, None)}, (8, 4, 16), "spec must shard"),
         ({"spec": P(("ep", "ep"))}, (8, 4, 16), "spec must shard .* each once"),
         ({"tp_axis_name": "ep"}, (8, 4, 16), "tp_axis_name must be"),
         (

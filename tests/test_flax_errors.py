@@ -49,6 +49,9 @@ WRONG = {
     "param_dtype": ({"param_dtype": "int32"}, "param_dtype must be a floating dtype"),
     "no_param_dtype": ({"param_dtype": "zz"}, "param_dtype must be a floating dtype"),
     "spec": ({"spec": "ep"}, "spec must be a jax.sharding.PartitionSpec"),
+    "spec_of_no_axis": ({"spec": P("q", "ep")}, r"spec must shard .* each once"),
+    "spec_twice": ({"spec": P(("ep", "ep"))}, r"spec must shard .* each once"),
+    "spec_without_ep": ({"spec": P(None, None, None)}, "spec must shard .* include"),
     "unconstrained": (
         {"spec": P(P.UNCONSTRAINED, "ep")},
         r"spec must have axes .* with P.UNCONSTRAINED; leave",
@@ -101,6 +104,7 @@ def test_arguments_that_are_no_arrays():
     x = jnp.ones((8, 4, 16))
     for given, mask, words in (
         (None, None, "x must be an array"),
+        (x.astype(int), None, "x must be of a floating dtype"),
         (x, 3, "mask must be an array"),
         (x, jnp.ones((8, 4)), "mask must be bool"),
         (x, jnp.ones(8, bool), "mask must have shape"),

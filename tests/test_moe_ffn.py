@@ -264,7 +264,12 @@ def test_halves_that_an_axis_splits():
 
 @pytest.mark.parametrize(
     "options",
-    [{"score": "relu"}, {"num_groups": 2, "top_groups": 3}, {"best_of_group": 0}],
+    [
+        {"score": "relu"},
+        {"num_groups": 2, "top_groups": 3},
+        {"num_groups": 0},
+        {"best_of_group": 0},
+    ],
 )
 def test_wrong_router(options):
     with pytest.raises(ValueError, match=r"^jax_ep.router.Router: .*got"):

@@ -225,6 +225,7 @@ def test_fewer_pending_calls(mesh, most: int) -> None:
         with raises() as caught:
             jax_ep.dispatch_async(ep, x, ids)
         check_form(caught, "dispatch_async", "pending_calls", f"{most}", f"{most + 1}")
+        assert ("on an earlier one first" in str(caught.value)) == (most > 0)
         return [jax_ep.dispatch_wait(pending).tokens for pending in begun]
 
     trace(ep, mesh, body)
