@@ -16,7 +16,7 @@ foreach(ONLY IN ITEMS abandoned drops silent mixed)
   emulated_test(races_far_${ONLY} "${OVER_NODES}" far_calls_test ${ONLY} 1 1)
 endforeach()
 # Waits that fail, of few tokens and of more.
-foreach(TOKENS IN ITEMS 5 40)
+foreach(TOKENS IN ITEMS 5 25)
   wait_test(races_missing_${TOKENS} "EMULATED_RESIDENT=2 EMULATED_SMS=1 EMULATED_MISSING=1:4"
             ${TOKENS})
   set_property(TEST kernels_races_missing_${TOKENS}
@@ -25,7 +25,7 @@ endforeach()
 
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")
-mutant(race_release signal_memory.cuh "FenceAcqRelSystem();" "" window_dispatch.cu "${RACE}" "1 7")
+mutant(race_release signal_memory.cuh "FenceAcqRelSystem();" "" window_dispatch.cu "${RACE}" "2 7")
 mutant(race_acquire signal_memory.cuh "LoadAcquireSystem(" "LoadRelaxedSystem("
        window_cached_dispatch.cu "${RACE}" "1 7")
 mutant(race_last_of signal_memory.cuh "return FetchAddAcqRelGpu(counter, value);"
@@ -50,13 +50,6 @@ mutant(race_far_cells protocol/far.h
        "far layers 1 4")
 mutant(race_far_settled shmem/far.cu "NVSHMEM_CMP_GE, 0);\n    __syncthreads();"
        "NVSHMEM_CMP_GE, 0);" far.cu "${RACE}" "far layers 1 2")
-# A signal that does not vouch for the puts before it.
-mutant(race_far_fence protocol/far.h
-       "puts.Fence();  // Pairs with Acquire in ObserveShare at the destination." "" far.cu "${RACE}"
-       "far layers 1 2")
-mutant(race_far_bundle_fence protocol/bundle.h
-       "puts.Fence();  // Pairs with Acquire in ObserveShare at the relay." "" far.cu "${RACE}"
-       "far layers 1 4")
 # Sources that store again into what puts may still read: after a credit that came before its puts
 # were over, and one that was only looked at.
 mutant(race_far_credit shmem/far.cu "} else if (!AwaitRegion({due, region, tag})) {"
