@@ -53,11 +53,11 @@ def require_room(function: str, kind: str, ep: EPHandle) -> None:
             for pending, where in _open.items()
         )
     if most == 0 or (trace is not None and count >= most):
-        first = f"call jax_ep.{kind}_wait on an earlier one first, or " if most else ""
+        earlier = f"call jax_ep.{kind}_wait on an earlier one first"
+        remedy = earlier if most else "init a handle with a larger one"
         raise ValueError(
             f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
-            f"config's pending_calls, got {count + 1}; {first}init a handle with a "
-            "larger pending_calls"
+            f"config's pending_calls, got {count + 1}; {remedy}"
         )
 
 
