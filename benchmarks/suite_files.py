@@ -48,6 +48,8 @@ LONG = {
     "test_p2p_batches.py": 1,
     "test_examples.py": 1,
     "test_flax.py": 2,
+    "test_flax_arguments.py": 2,
+    "test_grouped.py": 2,
     "test_benchmark_overlap.py": 1,
     "test_benchmark_layer.py": 1,
 }
