@@ -4,7 +4,8 @@
 # (.ci/check_sass.py looks at those). For more than CI has time for:
 #   EMULATED_GPUS=3 EMULATED_SMS=2 EMULATED_RESIDENT=2 build/races/calls_test 7 100
 #   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/far_calls_test layers 7 50
-# not `far_calls_test spoiled`: tables that name a slot twice make relays store there at once.
+# not `far_calls_test spoiled`: the test stores into windows that kernels read, and indices that are
+# there twice then make two warps store to one place.
 set(FEW_THREADS "EMULATED_SEED=1 EMULATED_RESIDENT=2")
 emulated_test(races_calls "${FEW_THREADS} EMULATED_GPUS=3 EMULATED_SMS=2" calls_test 1 3)
 emulated_test(races_options "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=2" options_test 1 5)
