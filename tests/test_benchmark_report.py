@@ -1,4 +1,4 @@
-"""What benchmarks/p2p.py prints, records and draws of its rows."""
+"""What records of benchmarks print, record and draw; most are of p2p.py."""
 
 from __future__ import annotations
 
@@ -249,3 +249,25 @@ def test_name_of_a_record(tmp_path, options: list[str], name: str) -> None:
     facts = {"device": "NVIDIA H200", "count": 4, "date": "2026-01-31"}
     p2p.save(args, facts)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_waits_of_two_gpus_have_a_column_each():
+    def one(gpu, ms, *launches):
+        beside = [{"gpu": i, "ms": worst} for i, worst in enumerate(launches)]
+        return {"what": "load a module", "gpu": gpu, "ms": ms, "launches": beside}
+
+    record = {
+        "device": "GPU",
+        "count": 2,
+        "date": "2026-11-24",
+        "commit": "c" * 40,
+        "driver": "1",
+        "hold_ms": 300,
+        "rows": [one(0, 300.2, 299.0, 0.04), one(1, 0.26, 0.1, 0.2)],
+    }
+    lines = performance_tables.waits(record, generate.table).splitlines()
+    assert lines[-1] == "| load a module | waits | waits | 0.0 | 0.3 | 0.1 | 0.2 |"
+    assert lines[-3].count("|") == lines[-1].count("|")
+    assert lines[-3].endswith(
+        "| ms, done on GPU 1 | launches on GPU 0 | launches on GPU 1 |"
+    )
