@@ -172,7 +172,7 @@ std::vector<Case> Cases(const Modules& modules, cudaStream_t stream) {
   };
 }
 
-// Launches on one GPU, from a thread of its own, until it is destroyed.
+// Launches on one GPU, from a thread of its own, until End.
 class Launches {
  public:
   explicit Launches(int device) : thread_([this, device] { Run(device); }) {}

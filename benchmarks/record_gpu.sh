@@ -37,8 +37,8 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options overlap grouped
-    layer collective)
+  steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+    overlap grouped layer collective)
 for step in "${steps[@]}"; do
   case $step in
     # With the litmus test of the memory order.

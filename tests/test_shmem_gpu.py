@@ -22,7 +22,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 
 def require(ranks_per_node: int = 0) -> None:
-    """Skips where shmem, an extra, or its kernels between forced nodes cannot run."""
+    """Skips where shmem, an extra, or its kernels between forced nodes cannot run.
+
+    That is for want of GPUs or of NVIDIA's libraries, now or when this was built; a
+    suite's record counts each reason, and .ci/run compiles and links the kernels.
+    """
     _, lacking = _shmem.Heap().load()
     if lacking is not None:
         pytest.skip(f"must have {lacking[0]}, found {lacking[1]}")
