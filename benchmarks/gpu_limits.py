@@ -38,7 +38,7 @@ def find_nvcc():
     for candidate in candidates:
         if candidate and os.access(candidate, os.X_OK):
             return str(candidate)
-    return sys.exit("benchmarks/gpu_limits.py: no nvcc in CUDA_HOME or PATH")
+    return sys.exit(f"{sys.argv[0]}: no nvcc in CUDA_HOME or PATH")
 
 
 def build(nvcc, source="gpu_limits.cu", *flags):
