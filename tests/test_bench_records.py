@@ -132,7 +132,7 @@ VALUES = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), max_size=3))
 def test_compare_of_whatever_json_never_raises(tmp_path_factory, changes):
     made = copy.deepcopy(FULL)

@@ -218,7 +218,7 @@ def skip_without_mosaic():
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES[1:3], ids=str)
+@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES[2:3], ids=str)
 def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
     grouped.pretend(monkeypatch)
     with mosaic_gpu.force_gpu_interpret_mode():

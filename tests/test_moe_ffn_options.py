@@ -204,7 +204,7 @@ def test_a_residual_beside_tensor_parallel_experts():
     count = N * mesh.shape["ep"]
     x = np.random.default_rng(8).standard_normal((count, moe_dense.HIDDEN))
     x, mask = x.astype(np.float32), np.ones(count, bool)
-    plain, _ = expert_parallel(mesh, ep, params, Router())(params, x, mask)
+    plain, _ = jax.jit(expert_parallel(mesh, ep, params, Router()))(params, x, mask)
 
     def body(params, x):
         return jax_ep.moe_ffn(ep, x, params, residual=x, tp_axis="tp")[0]
