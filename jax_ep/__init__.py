@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _runtime, experts, formats, router, sharded, stats
+from jax_ep import _ffi, _hopper, _runtime, experts, formats, router, sharded, stats
 from jax_ep._api import combine, dequantize, dispatch
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle, InvalidIdError
@@ -40,3 +40,4 @@ __all__ = [
 
 _runtime.make_room()
 _ffi.register()
+_hopper.load_pallas()

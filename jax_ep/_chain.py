@@ -120,12 +120,12 @@ def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
 
 @functools.cache
 def _trace_taker() -> Any:
-    # Not at the top: jax.extend takes as long to import as all of jax_ep.
-    try:
-        from jax.extend.core import take_current_trace
-    except ImportError:  # A JAX that hides its traces: calls are not chained.
-        return None
-    return take_current_trace
+    # jax.extend.core has it in public, but imports Pallas, which adds to what newer JAX
+    # keeps compiled programs by: all that was jitted before would compile once more.
+    from jax._src import core
+
+    # A JAX that hides its traces: calls are not chained.
+    return getattr(core, "take_current_trace", None)
 
 
 @functools.cache

@@ -6,11 +6,14 @@ rows of the block's result, and one loads. The tensor cores add up in float32.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from jax_ep import _native
 
 ROWS = 128  # of a block's result
 _COLUMNS = (256, 128)  # of it; the first that suits the result's
@@ -36,6 +39,19 @@ def pallas() -> tuple[Any, Any]:
     from jax.experimental.pallas import mosaic_gpu
 
     return pallas, mosaic_gpu
+
+
+def load_pallas() -> None:
+    """Imports Pallas where its kernels may run, while no program has been compiled.
+
+    The import adds to what newer JAX keeps compiled programs by. Left to the first
+    layer, it would have every function that was jitted before compile once more.
+    """
+    platforms = (jax.config.jax_platforms or "cuda").split(",")
+    if _native.cuda is None or not {"cuda", "gpu"} & set(platforms):
+        return
+    with contextlib.suppress(ImportError, AttributeError):
+        pallas()
 
 
 def multiprocessors() -> int:

@@ -49,7 +49,7 @@ CALLED: dict[str, tuple[tuple[str, ...], str]] = {
         ("data_fields", "meta_fields"),
         "jax_ep/_types.py",
     ),
-    "jax.extend.core.take_current_trace": ((), "jax_ep/_chain.py"),
+    "jax._src.core.take_current_trace": ((), "jax_ep/_chain.py"),
 }
 HOW = (
     "change the call there for this JAX, keep the old form for jax {oldest}, and run "
