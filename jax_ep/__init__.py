@@ -10,6 +10,7 @@ from jax_ep._init import init
 from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep._names import save_route
 from jax_ep._pending import Pending
+from jax_ep._shared import close_shared_handles, shared_handle
 from jax_ep._split import combine_async, combine_wait, dispatch_async, dispatch_wait
 from jax_ep._types import Dispatched, Route
 
@@ -21,6 +22,7 @@ __all__ = [
     "MoEAux",
     "Pending",
     "Route",
+    "close_shared_handles",
     "combine",
     "combine_async",
     "combine_wait",
@@ -35,6 +37,7 @@ __all__ = [
     "router",
     "save_route",
     "sharded",
+    "shared_handle",
     "stats",
 ]
 

@@ -8,7 +8,6 @@ launches by buffers alone.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks
+from jax_ep import _checks, _untraced
 from jax_ep._handle import EPHandle
 from jax_ep._varying import varying
 
@@ -131,8 +130,7 @@ def _trace_taker() -> Any:
 @functools.cache
 def _evaluates() -> Any:
     """The trace where nothing is traced, that of a new thread."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(current_trace).result()
+    return _untraced.run(current_trace)
 
 
 def current_trace() -> Any:

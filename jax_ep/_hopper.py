@@ -47,8 +47,8 @@ def load_pallas() -> None:
     The import adds to what newer JAX keeps compiled programs by. Left to the first
     layer, it would have every function that was jitted before compile once more.
     """
-    platforms = (jax.config.jax_platforms or "cuda").split(",")
-    if _native.cuda is None or not {"cuda", "gpu"} & set(platforms):
+    wanted = getattr(jax.config, "jax_platforms", None) or "cuda"  # or any
+    if _native.cuda is None or not {"cuda", "gpu"} & set(wanted.split(",")):
         return
     with contextlib.suppress(ImportError, AttributeError):
         pallas()

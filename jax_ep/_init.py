@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep import _capacity, _ffi, _runtime, _shmem, _transports, _windows
+from jax_ep import (
+    _capacity,
+    _context,
+    _ffi,
+    _runtime,
+    _shmem,
+    _transports,
+    _untraced,
+    _windows,
+)
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
 from jax_ep._meeting import Meeting
@@ -44,6 +54,11 @@ def init(
     named hold independent EP groups, one per position. In a job of several processes
     each process of the mesh calls it, with the same arguments and in the same order.
 
+    It also works while JAX traces, in a module's constructor under `nnx.eval_shape` or
+    a Linen `setup`: it runs at once and is no part of the program. Each trace makes a
+    handle of its own, so a function that is traced again holds another one;
+    `jax_ep.shared_handle` gives one for all.
+
     Args:
         mesh: a `jax.sharding.Mesh`, or None for the one of `jax.set_mesh`.
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
@@ -67,7 +82,7 @@ def init(
             the mesh did not come within `timeout_s`, or failed.
     """
     _runtime.require_unforked()
-    mesh = _mesh(mesh)
+    mesh = resolved_mesh(mesh)
     if not isinstance(config, EPConfig):
         raise TypeError(
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
@@ -81,7 +96,15 @@ def init(
     names = group_axes(mesh, axis_name, config)
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     _check_served(config, ranks)
-    _check_untraced(mesh)
+    run = partial(_meet, mesh, names, config, ranks, transport)
+    # It waits for what it runs on the devices, which no trace can.
+    return _untraced.run(run) if _traced(mesh) else run()
+
+
+def _meet(
+    mesh: Mesh, names: tuple[str, ...], config: EPConfig, ranks: int, transport: str
+) -> EPHandle:
+    """Settles the transport with the mesh's other processes, and opens the handle."""
     subject = repr((_content(mesh, names, config), transport))
     with Meeting.of(mesh, config.timeout_s, subject) as meeting:
         chosen = _transports.choose(mesh, names, transport, meeting, config)
@@ -92,10 +115,11 @@ def init(
         return _open(mesh, names, config, ranks, chosen, meeting)
 
 
-def _mesh(mesh: Mesh | None) -> Mesh:
+def resolved_mesh(mesh: Any) -> Mesh:
+    """`mesh`, or for None the one of `jax.set_mesh`; raises where there is neither."""
     if mesh is None:
-        mesh = jax.sharding.get_mesh()
-        if mesh.empty:
+        mesh = _context.concrete_mesh()
+        if mesh is None:
             raise ValueError(
                 "jax_ep.init: mesh=None must find a mesh, got none set; call "
                 "jax.set_mesh first or pass the mesh"
@@ -110,7 +134,7 @@ def _mesh(mesh: Mesh | None) -> Mesh:
 
 def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
     """The axes of the EP group, which divide the experts; raises if they do not."""
-    names = _axis_names(_mesh(mesh), axis_name)
+    names = axis_names(resolved_mesh(mesh), axis_name)
     ranks = int(np.prod([mesh.shape[name] for name in names]))
     if config.num_experts % ranks:
         raise ValueError(
@@ -120,7 +144,8 @@ def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
     return names
 
 
-def _axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
+def axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
+    """`axis_name` as a tuple of axes of the mesh; raises if it is none."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if (
         not isinstance(names, tuple | list)
@@ -171,15 +196,13 @@ def _automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
-def _check_untraced(mesh: Mesh) -> None:
+def _traced(mesh: Mesh) -> bool:
+    """Whether this thread is inside of a transformation."""
     try:
         with jax.set_mesh(_automatic(mesh)):
-            return
-    except ValueError as error:  # what it refuses is any transformation
-        raise ValueError(
-            "jax_ep.init: must run outside of traced functions, got a call under jit, "
-            "shard_map or another transformation; call it once and close over ep"
-        ) from error
+            return False
+    except ValueError:  # what it refuses is any of them
+        return True
 
 
 def _rank_of_devices(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:

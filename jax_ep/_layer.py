@@ -5,9 +5,7 @@ A layer of any library holds a `Layer` and its parameters, and calls `apply`.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import _checks, _init, _moe_checks
+from jax_ep import _checks, _context, _init, _moe_checks
 from jax_ep._arrays import as_array, require_values
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
@@ -26,16 +24,13 @@ from jax_ep._layer_params import (
     leading_spec,
     params,
     require_floating,
-    require_global,
     require_mesh,
     require_spec,
     spec_axes,
 )
 from jax_ep._moe import MoEAux, moe_ffn
+from jax_ep._shared import shared_handle
 from jax_ep.router import Router, check_choice
-
-_handles: dict[Any, EPHandle] = {}
-_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,19 +137,7 @@ class Layer:
         """
         if ep is not None:
             return self._checked(ep)
-        key = (self.mesh, self.ep_axes, self.config, self.transport)
-        with _lock:
-            found = _handles.get(key)
-            if found is None or found.closed:
-                for other in [k for k, ep in _handles.items() if ep.closed]:
-                    del _handles[other]
-                found = _handles[key] = self._init(*key)
-        return found
-
-    def _init(self, *key: Any) -> EPHandle:
-        # What JAX traces is a matter of its thread: a new one runs what it is told.
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            return pool.submit(_init.init, *key).result()
+        return shared_handle(self.mesh, self.ep_axes, self.config, self.transport)
 
     def _checked(self, ep: EPHandle) -> EPHandle:
         _moe_checks.require_handle(self.function, ep)
@@ -190,7 +173,7 @@ class Layer:
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
         """
-        require_global(self.function)
+        _context.require_usable(self.function, self.mesh)
         x = as_array(self.function, "x", x)
         require_floating(self.function, x)
         spec = self._leading_spec(x)
@@ -213,7 +196,7 @@ class Layer:
                 in_specs=in_specs,
                 out_specs=(spec, MoEAux.specs(spec_axes(spec))),
             )
-            program = ep._programs[key] = jax.jit(mapped)
+            program = ep._programs[key] = jax.jit(_context.under(self.mesh, mapped))
         return program(*self._placed(operands, in_specs))
 
     def _body(
@@ -283,8 +266,8 @@ def make(
     experts: Callable[..., jax.Array] | None,
 ) -> Layer:
     """The `Layer` of a constructor's arguments."""
-    require_global(function)
     require_mesh(function, mesh)
+    _context.require_usable(function, mesh)
     config = EPConfig(
         num_experts=num_experts,
         top_k=top_k,

@@ -217,14 +217,3 @@ def leading_spec(
                 "[tokens, hidden_size]"
             )
     return PartitionSpec(*entries)
-
-
-def require_global(function: str) -> None:
-    """Raises inside shard_map, where no other one can be."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise ValueError(
-            f"jax_ep.{function}: a layer must be called on global arrays, got a call "
-            f"inside jax.shard_map over {manual}; call jax_ep.moe_ffn there, or the "
-            "layer outside"
-        )

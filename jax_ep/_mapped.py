@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep import _chain, _checks
+from jax_ep import _chain, _checks, _context
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
 
@@ -21,11 +21,7 @@ def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[st
         ValueError: inside shard_map, a closed handle, or another `spec`.
     """
     _checks.require_open(function, ep)
-    if _checks.in_scope(ep.axis_names):
-        raise ValueError(
-            f"jax_ep.{function}: must be called on global arrays, got a call inside "
-            f"shard_map; call jax_ep.{function.removeprefix('sharded.')} there"
-        )
+    _context.require_usable(function, ep.mesh)
     if spec is None:
         return ep.mesh.axis_names
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
@@ -105,7 +101,7 @@ def run(
         mapped = jax.shard_map(
             body, mesh=ep.mesh, in_specs=(specs, rows), out_specs=rows
         )
-        program = ep._programs[key] = jax.jit(mapped)
+        program = ep._programs[key] = jax.jit(_context.under(ep.mesh, mapped))
     result, last = program(placed, _place(ep, axes, after))
     if last:
         _chain.passed(ep, last)

@@ -12,7 +12,6 @@ sizes, on the GPU and on versions: `benchmarks/layer.py` times them.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _grouped
+from jax_ep import _checks, _grouped, _untraced
 from jax_ep._grouped import grouped_matmul
 
 _MOSAIC_MULTIPLE = 128
@@ -103,9 +102,7 @@ def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
         dtype: of rows and matrices.
         device: where, a `jax.Device`; None is this process's first.
     """
-    # The caller may be in a trace, under a mesh; those are its thread's.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        text = thread.submit(_ragged_dot_text, dtype, device).result()
+    text = _untraced.run(functools.partial(_ragged_dot_text, dtype, device))
     # A kernel that takes groups keeps the operation, inside of a fusion.
     return " ragged-dot(" not in text
 

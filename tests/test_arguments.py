@@ -54,16 +54,6 @@ def test_init_inside_the_context_of_another_mesh(mesh):
         assert ep.my_rank.tolist() == list(range(mesh.size))
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.checkpoint])
-def test_init_under_a_trace_says_so(mesh, transform):
-    def traced(x):
-        helpers.init(mesh)
-        return x
-
-    with pytest.raises(ValueError, match=r"jax_ep.init: must run outside of traced"):
-        transform(traced)(1.0)
-
-
 @pytest.mark.parametrize("names", [None, 0, [["ep"]], (), ("ep", "ep"), "zz"])
 def test_init_axis_names(mesh, names):
     with pytest.raises(ValueError, match=r"jax_ep.init: axis_name must name"):
