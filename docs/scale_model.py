@@ -281,7 +281,7 @@ def memory(table):
                 for how in ((0,), (2,), (2, *few))
             ]
         rows.append(cells)
-    columns = ("`pending_calls=0`, GB", "default (2), GB", "default, bounded, GB")
+    columns = ("default, GB", "`pending_calls=2`, GB", "2, bounded, GB")
     named = [f"T = {t}: {c}" for t in (128, 4096) for c in columns]
     return table(["R", *named], rows)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 from jax.typing import ArrayLike
 
-from jax_ep import _autodiff, _autodiff_combine, _dequantize, _operands, formats
+from jax_ep import (
+    _autodiff,
+    _autodiff_combine,
+    _checks,
+    _dequantize,
+    _operands,
+    formats,
+)
 from jax_ep._handle import EPHandle
 from jax_ep._types import Dispatched, Route
 
@@ -32,6 +39,7 @@ def dispatch(
             makes two rows; ids outside [-1, E) count as -1, in `num_invalid` and for
             `ep.check()`.
         router_weights: float32 `[n, K]` that travel with the tokens, or None for 1.
+            Narrower float types are widened; gradients come back in theirs.
         input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`, the same on
             every rank; None is 1. Other formats take none.
 
@@ -45,7 +53,7 @@ def dispatch(
     weighted, args = _operands.of_dispatch(
         "dispatch", ep, tokens, topk_ids, router_weights, input_scale
     )
-    with jax.named_scope("jax_ep.dispatch"):
+    with _checks.calling("dispatch"):
         return _autodiff.dispatch(ep, weighted, *args)
 
 
@@ -71,7 +79,8 @@ def combine(
         ep: the handle that dispatched.
         expert_out: `[N, H]` in the config's dtype.
         route: `d.route` of the dispatch.
-        router_weights: float32 `[N]`, usually `d.router_weights`, or None for 1: the
+        router_weights: float32 `[N]` or a narrower float type, usually
+            `d.router_weights`, or None for 1: the
             route has no weights, so that leaving them out after a weighted dispatch
             gives the unweighted sum, and no error. With `reduce="source"` `[n, K]`;
             none with "none".
@@ -89,7 +98,7 @@ def combine(
     args = _operands.of_combine(
         "combine", ep, expert_out, route, router_weights, residual
     )
-    with jax.named_scope("jax_ep.combine"):
+    with _checks.calling("combine"):
         return _autodiff_combine.combine(ep, *args)
 
 

@@ -58,7 +58,7 @@ def shortfall(config: EPConfig, ranks: int) -> str | None:
 
 def _routed(config: EPConfig, ranks: int) -> int:
     """Rows of a rank where all get as many, of tokens with distinct experts."""
-    entries = config.max_tokens_per_rank * min(config.top_k, config.num_experts)
+    entries = config.max_tokens_per_rank * config.top_k
     return -(-entries // ranks) if config.skip_a2a else entries
 
 

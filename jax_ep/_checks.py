@@ -31,6 +31,21 @@ def require_dtype(
         )
 
 
+def widened_weights(function: str, value: Any) -> jax.Array:
+    """`router_weights` as float32: of a narrower float type without any rounding.
+
+    Raises:
+        TypeError: they are of another type.
+    """
+    weights = as_array(function, "router_weights", value)
+    narrower = (
+        jnp.issubdtype(weights.dtype, jnp.floating) and weights.dtype.itemsize < 4
+    )
+    weights = weights.astype(jnp.float32) if narrower else weights
+    require_dtype(function, "router_weights", weights, "float32")
+    return weights
+
+
 def is_codes(dtype: Any) -> bool:
     """Whether a quantised format's tokens have it: no values without their scales."""
     quantized = filter(formats.is_quantized, formats.names())
@@ -169,6 +184,25 @@ def told_of(
         of = "" if given is None else f"; {operand} of all ranks is {given}"
         text = f"jax_ep.{function}: {text} ({name}, of one rank's part{of})"
         raise type(error)(text) from error
+
+
+@contextlib.contextmanager
+def calling(function: str) -> Iterator[None]:
+    """Around a call: its scope in profiles, and what forward mode makes of it.
+
+    JAX's own error for forward-mode differentiation comes from its caches where nothing
+    is jitted, and says nothing.
+    """
+    try:
+        with jax.named_scope(f"jax_ep.{function}"):
+            yield
+    except TypeError as error:
+        if str(error) != "unhashable type: 'Unhashable'":
+            raise
+        raise TypeError(
+            f"jax_ep.{function}: only reverse-mode differentiation is supported, got "
+            "forward mode (jax.jvp, jax.jacfwd); use jax.grad, jax.vjp or jax.jacrev"
+        ) from error
 
 
 def in_scope(names: tuple[str, ...]) -> bool:

@@ -73,8 +73,10 @@ class EPConfig:
         skip_a2a: every rank holds the same tokens; nothing is exchanged.
         allreduce_world_size: with skip_a2a, ranks that split the shared expert: R, as
             is None.
-        pending_calls: dispatches, and combines, that may be pending at once: 0, 1 or 2.
-            Each takes room in the windows of a GPU transport.
+        pending_calls: how many dispatches, and how many combines, may be pending at
+            once: 0, 1 or 2; None is 0, or 1 with `overlap` "copy" or "stream". The
+            calls in halves (`dispatch_async`, `combine_async`) need at least 1. Each
+            takes room in the windows of a GPU transport.
         overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
             "stream": those, the first on XLA's stream of collectives (jax 0.11.1);
             "copy": XLA's all-to-all, by copy engines where its flag says so, and with
@@ -105,7 +107,7 @@ class EPConfig:
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     allreduce_world_size: int | None = None
-    pending_calls: int = 2
+    pending_calls: int | None = None
     overlap: str = "sm"
     num_sms: int | None = None
     ranks_per_node: int | None = None
@@ -132,11 +134,18 @@ class EPConfig:
     def _check_sizes(self) -> None:
         _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
         _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
+        _require(
+            self.top_k <= self.num_experts,
+            f"top_k must be at most num_experts, {self.num_experts}",
+            self.top_k,
+            "a token's experts are distinct",
+        )
         _require_int("hidden_size", self.hidden_size, 1, native.MAX_HIDDEN)
         limit = native.MAX_INDEX
         _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, limit)
         _require_int("expert_alignment", self.expert_alignment, 1, limit)
-        _require_int("pending_calls", self.pending_calls, 0, MAX_PENDING_CALLS)
+        if self.pending_calls is not None:
+            _require_int("pending_calls", self.pending_calls, 0, MAX_PENDING_CALLS)
         for name in ("allreduce_world_size", "num_sms", "ranks_per_node"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
@@ -282,6 +291,13 @@ class EPConfig:
     def combine_wire(self) -> str:
         """What combine's rows travel as: a dtype or a format."""
         return self.combine_format or self.wire_dtype
+
+    @property
+    def most_pending(self) -> int:
+        """How many calls in halves of one kind may be pending at once."""
+        if self.pending_calls is not None:
+            return self.pending_calls
+        return 0 if self.overlap == "sm" else 1
 
     @property
     def grad_wire(self) -> str:

@@ -234,8 +234,8 @@ class EPHandle:
     def __reduce__(self) -> NoReturn:
         """Refuses: a handle belongs to the devices of one process."""
         raise TypeError(
-            "jax_ep.EPHandle: a handle must not be pickled, got an attempt; "
-            "pickle ep.config and call jax_ep.init"
+            "jax_ep.EPHandle cannot be pickled, as it belongs to the devices of one "
+            "process; pickle ep.config and call jax_ep.init with it again"
         )
 
     def __repr__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import warnings
 from collections import Counter
@@ -37,7 +36,6 @@ _FIRST_EPOCH: int | None = None
 # How the windows of a transport are opened; the collective one has none.
 _OPENERS = {"p2p": _windows.open_windows, "shmem": _shmem.heap.open_windows}
 
-_log = logging.getLogger("jax_ep")
 _instances: Counter[str] = Counter()
 _lock = threading.Lock()
 
@@ -184,11 +182,9 @@ def _check_served(config: EPConfig, ranks: int) -> None:
             f"be at most {limit}, got {rows} and {entries}; lower max_tokens_per_rank "
             "or set recv_capacity"
         )
-    if large := _capacity.worst_case(config, ranks):
-        warnings.warn(f"jax_ep.init: {large}", UserWarning, stacklevel=3)
-    # To drop rows may be meant: no error where warnings are errors.
-    if short := _capacity.shortfall(config, ranks):
-        _log.warning("jax_ep.init: %s", short)
+    for remark in (_capacity.worst_case, _capacity.shortfall):
+        if text := remark(config, ranks):
+            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=3)
 
 
 def _automatic(mesh: Mesh) -> Mesh:

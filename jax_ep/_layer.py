@@ -6,9 +6,10 @@ A layer of any library holds a `Layer` and its parameters, and calls `apply`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,18 @@ class Layer:
                     f"multiple of {parts}, the parts of tp_axis_name, got {value!r}; "
                     "change it, or make it one with int()"
                 )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses, for the layers that hold this: their mesh is of one process."""
+        refuse_pickling(self.function)
+
+    def __copy__(self) -> Self:
+        """Itself, as nothing of it changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, so that what holds it, a layer, can be copied."""
+        return self
 
     @property
     def ep_axes(self) -> tuple[str, ...]:
@@ -223,9 +236,18 @@ class Layer:
                 f"jax_ep.{self.function}: x must be [..., hidden_size] with "
                 f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
             )
-        return leading_spec(
+        spec = leading_spec(
             self.function, self.mesh, self.tp_axis_name, self.spec, x.shape
         )
+        parts = math.prod(self.mesh.shape[axis] for axis in spec_axes(spec))
+        n, most = math.prod(x.shape[:-1]) // parts, self.config.max_tokens_per_rank
+        if n > most:
+            raise ValueError(
+                f"jax_ep.{self.function}: x must have at most max_tokens_per_rank = "
+                f"{most} tokens per rank, got {n} on each of {parts} in {x.shape}; "
+                f"make the layer with max_tokens_per_rank={n}, or pass fewer tokens"
+            )
+        return spec
 
     def _placed(self, operands: Any, specs: Any) -> Any:
         """Moves arrays to where a mesh with explicit axes wants them."""
@@ -241,6 +263,15 @@ class Layer:
         return jax.tree.map(
             place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
+
+
+def refuse_pickling(function: str) -> NoReturn:
+    """Raises the TypeError of a layer that somebody pickles."""
+    raise TypeError(
+        f"jax_ep.{function} cannot be pickled, as it holds the devices of one process; "
+        "save its parameters (a checkpoint loads on any mesh, docs/layers.md) and make "
+        "the layer again from its arguments"
+    )
 
 
 def make(

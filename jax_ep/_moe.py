@@ -111,7 +111,8 @@ def moe_ffn(
             expert that is not fused to that one's rows, which are rounded.
         input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         batch_axes: mesh axes that tokens are split over, for the losses; None is all
-            axes of the mesh, which is right also where tokens are equal along some.
+            manual axes of the call, which is right also where tokens are equal along
+            some.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
         experts: what the experts do to rows, in place of SwiGLU by
@@ -158,7 +159,7 @@ def moe_ffn(
                 mask=mask,
             )
     params = _spread(ep, params, tokens, routing)
-    axes = ep.mesh.axis_names if batch_axes is None else tuple(batch_axes)
+    axes = _batch_axes(ep, batch_axes)
     losses = _losses(ep, routing, axes)
     beside = None if tp_axis else residual
     fused = config.fused_shared_expert
@@ -191,6 +192,13 @@ def moe_ffn(
         _place(ep, d.num_dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that the losses are summed over: they exist in a manual region alone."""
+    if given is None:
+        return tuple(name for name in ep.mesh.axis_names if _checks.in_scope((name,)))
+    return tuple(given)
 
 
 def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
@@ -240,7 +248,7 @@ def _dispatch_beside(
             return _shared_expert(tokens, params)
 
     sent = (ep, tokens, ids, weights)
-    if ep.config.overlap == "sm" or not ep.config.pending_calls:
+    if ep.config.overlap == "sm":
         # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
         return _api.dispatch(*sent, input_scale=input_scale), shared_expert()
     pending = _split.dispatch_async(*sent, input_scale=input_scale)

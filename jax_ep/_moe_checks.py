@@ -100,11 +100,11 @@ def check_choices(
             f"a {type(value).__name__}",
             "apply it where the routing is made",
         )
-    known = ep.mesh.axis_names
+    known = tuple(name for name in ep.mesh.axis_names if _checks.in_scope((name,)))
     names = isinstance(batch_axes, Sequence) and not isinstance(batch_axes, str)
     _require(
         batch_axes is None or (names and set(batch_axes) <= set(known)),
-        f"batch_axes must be a sequence of axes of the mesh, {known}",
+        f"batch_axes must be a sequence of manual axes of the call, of {known}",
         repr(batch_axes),
         "leave it out for all of them",
     )
@@ -182,6 +182,14 @@ def check_sizes(
         "leave it out where experts are whole",
     )
     require_mode("moe_ffn", ep.config)
+    most = ep.config.max_tokens_per_rank
+    _require(
+        tokens.ndim != 2 or tokens.shape[0] <= most,
+        f"tokens must be at most max_tokens_per_rank = {most} per rank",
+        tokens.shape[0],
+        "init ep with a larger max_tokens_per_rank, or pass fewer tokens",
+    )
+    _checks.require_dtype("moe_ffn", "tokens", tokens, ep.config.dtype)
     hidden, local = ep.config.hidden_size, ep.local_experts
     inner = jnp.shape(params["down"])[1:2]
     _require(

@@ -55,8 +55,7 @@ def of_dispatch(
     if router_weights is None:
         weights = jnp.ones(ids_shape, jnp.float32)
     else:
-        weights = as_array(function, "router_weights", router_weights)
-        _checks.require_dtype(function, "router_weights", weights, "float32")
+        weights = _checks.widened_weights(function, router_weights)
         _checks.require_shape(
             function,
             "router_weights",
@@ -108,13 +107,13 @@ def of_combine(
     )
     weights = skip = None
     if router_weights is not None:
-        shape, why, remedy = (rows,), "[N]", "pass d.router_weights"
+        shape: tuple[int, ...] = (rows,)
+        why, remedy = "[N]", "pass d.router_weights"
         if config.reduce == "source":
             shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
             remedy = "pass the weights that belong to topk_ids"
-        weights = checked(
-            "router_weights", router_weights, "float32", *shape, why=why, remedy=remedy
-        )
+        weights = _checks.widened_weights(function, router_weights)
+        _checks.require_shape(function, "router_weights", weights, shape, why, remedy)
     if residual is not None:
         skip = checked(
             "residual",

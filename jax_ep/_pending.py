@@ -46,18 +46,23 @@ _lock = threading.Lock()
 def require_room(function: str, kind: str, ep: EPHandle) -> None:
     """Raises ValueError where this trace has as many pendings of `kind` as may be."""
     trace = _chain.current_trace()
-    most = ep.config.pending_calls
+    most = ep.config.most_pending
     with _lock:
         count = sum(
             where is trace and (pending.kind, pending.key) == (kind, ep.key)
             for pending, where in _open.items()
         )
-    if most == 0 or (trace is not None and count >= most):
-        earlier = f"call jax_ep.{kind}_wait on an earlier one first"
-        remedy = earlier if most else "init a handle with a larger one"
+    if most == 0:
+        raise ValueError(
+            f"jax_ep.{function}: the config's pending_calls must be at least 1 for "
+            f"calls in halves, got {ep.config.pending_calls}; init with "
+            f"EPConfig(pending_calls=1), or call jax_ep.{kind}"
+        )
+    if trace is not None and count >= most:
         raise ValueError(
             f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
-            f"config's pending_calls, got {count + 1}; {remedy}"
+            f"config's pending_calls, got {count + 1}; call jax_ep.{kind}_wait on an "
+            "earlier one first"
         )
 
 

@@ -44,7 +44,7 @@ def dispatch_async(
         function, ep, tokens, topk_ids, router_weights, input_scale
     )
     _pending.require_room(function, "dispatch", ep)
-    with jax.named_scope("jax_ep.dispatch_async"):
+    with _checks.calling("dispatch_async"):
         halves = _autodiff_split.dispatch_async(ep, weighted, *args)
     return _pending.opened(Pending("dispatch", ep.key, *halves))
 
@@ -63,7 +63,7 @@ def dispatch_wait(pending: Pending) -> Dispatched:
             for already, is of several ranks, or if its handle is closed.
     """
     ep = _waiting("dispatch_wait", "dispatch", pending)
-    with jax.named_scope("jax_ep.dispatch_wait"):
+    with _checks.calling("dispatch_wait"):
         d = _autodiff_split.dispatch_wait(ep, pending.held, pending.ports)
     _pending.closed(pending)
     return d
@@ -97,7 +97,7 @@ def combine_async(
         function, ep, expert_out, route, router_weights, residual
     )
     _pending.require_room(function, "combine", ep)
-    with jax.named_scope("jax_ep.combine_async"):
+    with _checks.calling("combine_async"):
         halves = _autodiff_split.combine_async(ep, *args)
     return _pending.opened(Pending("combine", ep.key, *halves))
 
@@ -115,7 +115,7 @@ def combine_wait(pending: Pending) -> jax.Array:
         ValueError, TypeError: as `dispatch_wait`.
     """
     ep = _waiting("combine_wait", "combine", pending)
-    with jax.named_scope("jax_ep.combine_wait"):
+    with _checks.calling("combine_wait"):
         y = _autodiff_split.combine_wait(ep, pending.held, pending.ports)
     _pending.closed(pending)
     return y

@@ -171,7 +171,7 @@ def window_config(native: ModuleType, config: EPConfig, ranks: int) -> Any:
         ranks=ranks,
         local_experts=config.num_experts // ranks + shared,
         # Calls that XLA exchanges need no windows.
-        pending_calls=0 if config.overlap == "copy" else config.pending_calls,
+        pending_calls=0 if config.overlap == "copy" else config.most_pending,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -41,12 +42,17 @@ def _require_type(function: str, name: str, value: Any, kind: type, maker: str) 
 class Router:
     """How logits become experts and weights; frozen and hashable.
 
-    `Router()` is softmax top-k with weights that sum to 1. DeepSeek-V3's router is
+    `Router()` is softmax top-k with weights that sum to 1 where K > 1. A single
+    expert's weight is its probability, as in Switch Transformer: divided by itself it
+    would be 1 whatever the router says, and the task would not train it.
+    DeepSeek-V3's router is
     `Router(score="sigmoid", num_groups=8, top_groups=4, scale=2.5)` with a bias.
 
     Attributes:
         score: "softmax" over the experts, or "sigmoid" of each.
-        normalize: whether a token's K weights are divided by their sum.
+        normalize: whether a token's K weights are divided by their sum; None is yes
+            where K > 1. True with K = 1 warns: the router then gets no gradient from
+            the task.
         scale: factor of the weights, after that or without it.
         num_groups: groups of consecutive experts; 1 is no limit.
         top_groups: groups that a token may take experts of.
@@ -58,7 +64,7 @@ class Router:
     """
 
     score: str = "softmax"
-    normalize: bool = True
+    normalize: bool | None = None
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
@@ -75,11 +81,11 @@ class Router:
         )
         real = isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)
         _require(
-            isinstance(self.normalize, bool) and real,
+            (self.normalize is None or isinstance(self.normalize, bool)) and real,
             "router.Router",
-            "normalize must be a bool and scale a finite number",
+            "normalize must be a bool or None and scale a finite number",
             (self.normalize, self.scale),
-            "True and 1.0 are the defaults",
+            "None and 1.0 are the defaults",
         )
         remedy = "num_groups=1 and top_groups=1 are no limit"
         for name in ("num_groups", "top_groups", "best_of_group"):
@@ -179,7 +185,7 @@ def route(
         wanted = _within_best_groups(router, wanted)
     ids = _best(wanted, top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if router.normalize:
+    if top_k > 1 if router.normalize is None else router.normalize:
         weights = _shares(weights)
     weights = weights * float(router.scale)
     if mask is not None:
@@ -230,6 +236,13 @@ def check_choice(function: str, router: Router, experts: int, top_k: int) -> Non
         router.best_of_group,
         "give a smaller one",
     )
+    if top_k == 1 and router.normalize:
+        warnings.warn(
+            f"jax_ep.{function}: Router(normalize=True) makes every weight 1 where "
+            "top_k is 1, so the task does not train the router; leave normalize out",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:

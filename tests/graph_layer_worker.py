@@ -111,7 +111,7 @@ def main(form: str, tokens: int, calls: int) -> dict[str, Any]:
     }
     fields |= {"max_tokens_per_rank": tokens, "dtype": "float32"}
     overlap = {"copied": "copy", "stream": "stream"}.get(form, "sm")
-    ep = helpers.init(mesh, **fields, overlap=overlap)
+    ep = helpers.init(mesh, **fields, pending_calls=1, overlap=overlap)
     rng = np.random.default_rng(calls + tokens)
     n = mesh.size * tokens
     given = (

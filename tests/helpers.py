@@ -25,6 +25,8 @@ import jax_ep
 TRANSPORT = os.environ.get("JAX_EP_TEST_TRANSPORT", "collective")
 # Whether lockstep.py runs the tests in several processes at once.
 IN_PROCESSES = "JAX_EP_TEST_PROCESSES" in os.environ
+# Of a config whose handle runs calls in halves.
+HALVES = {"pending_calls": 2}
 # Forced nodes, of transport shmem.
 NODE = os.environ.get("JAX_EP_TEST_RANKS_PER_NODE")
 NO_EXPERT, INT_MIN, INT_MAX = -1, -(2**31), 2**31 - 1

@@ -64,6 +64,7 @@ class Pair:
     """Handles of one content, of which one has its ranks on several nodes."""
 
     def __init__(self, mesh: Mesh, node: int, changes: dict[str, Any]) -> None:
+        changes = helpers.HALVES | changes
         config = helpers.make_config(**changes, ranks_per_node=node)
         self.mesh = mesh
         self.far = jax_ep.init(mesh, "ep", config, transport="shmem")
@@ -152,6 +153,7 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
     """The last process makes no second call: the others' ends in time."""
     changes = {"max_tokens_per_rank": 64, "hidden_size": 64}
     patient = Pair(mesh, node, changes)
+    changes |= helpers.HALVES
     ep = jax_ep.init(
         mesh,
         "ep",

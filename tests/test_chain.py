@@ -44,7 +44,7 @@ def mesh():
 
 def p2p_handle(mesh: Any, **changes: Any) -> Any:
     """A handle that traces as one of p2p does, without windows."""
-    config = helpers.make_config(**changes)
+    config = helpers.make_config(**helpers.HALVES | changes)
     ep = jax_ep.init(mesh, "ep", config, transport="collective")
     vars(ep)["transport"] = "p2p"
     return ep

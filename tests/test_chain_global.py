@@ -72,7 +72,7 @@ def test_calls_on_global_arrays_of_two_handles(mesh, ep) -> None:
 
 
 def test_collective_calls_on_global_arrays_are_not_chained(mesh) -> None:
-    config = helpers.make_config()
+    config = helpers.make_config(**helpers.HALVES)
     with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
         text = str(jax.make_jaxpr(functools.partial(independent, ep))(*arguments()))
         assert "i32[2] = broadcast" not in text

@@ -79,6 +79,8 @@ def run_block(name, transport, extra):
         config = jax_ep.EPConfig(**vars(config) | {"dispatch_format": "mxfp8"})
     if name.endswith("overlap.md"):
         config = jax_ep.EPConfig(**vars(config) | {"overlap": "stream"})
+    if name.endswith("options.md"):
+        config = jax_ep.EPConfig(**vars(config) | {"pending_calls": 1})
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((N * mesh.size, HIDDEN)).astype(jnp.bfloat16)
     ids = np.argsort(rng.random((len(tokens), experts)))[:, :TOP_K].astype(np.int32)

@@ -23,6 +23,7 @@ def mesh():
 
 CONFIGS = {
     "top_k_zero": ({"top_k": 0}, "top_k", "0"),
+    "top_k_above_num_experts": ({"top_k": 25}, "top_k", "25", "num_experts, 24"),
     "top_k_above_32": ({"top_k": 33, "num_experts": 64}, "top_k", "33"),
     "experts_zero": ({"num_experts": 0}, "num_experts", "0"),
     "experts_above_2048": ({"num_experts": 4096}, "num_experts", "4096"),

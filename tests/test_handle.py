@@ -123,7 +123,7 @@ def test_config_is_frozen_and_hashable() -> None:
         "fused_shared_expert": False,
         "skip_a2a": False,
         "allreduce_world_size": None,
-        "pending_calls": 2,
+        "pending_calls": None,
         "overlap": "sm",
         "num_sms": None,
         "ranks_per_node": None,

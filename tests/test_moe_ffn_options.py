@@ -73,9 +73,9 @@ def test_router_of_scores_sharded_by_token(router) -> None:
     [
         ({"mask": np.ones(N - 1, bool)}, "mask must have shape"),
         ({"mask": np.ones(N, np.float32)}, "mask must be bool, got float"),
-        ({"batch_axes": ("dp",)}, "batch_axes must be a sequence of axes of the mesh"),
-        ({"batch_axes": "ep"}, "batch_axes must be a sequence of axes of the mesh"),
-        ({"batch_axes": 3}, "batch_axes must be a sequence of axes of the mesh"),
+        ({"batch_axes": ("dp",)}, "batch_axes must be a sequence of manual axes"),
+        ({"batch_axes": "ep"}, "batch_axes must be a sequence of manual axes"),
+        ({"batch_axes": 3}, "batch_axes must be a sequence of manual axes"),
         ({"residual": np.ones((1, 16), np.float32)}, "residual must have shape"),
         ({"residual": np.ones((N, 16), np.int32)}, "residual must be float32, got int"),
         ({"experts": 3}, "experts must be a function"),

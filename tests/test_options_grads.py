@@ -34,7 +34,7 @@ def test_formulas(mode: str, shape: str) -> None:
     """Each rank's products alone, with NaN in all that may not be read."""
     mesh = helpers.make_mesh(4)
     changes = options.MODES[mode] | SHAPES[shape] | {"dtype": "float32"}
-    config = helpers.make_config(**changes)
+    config = helpers.make_config(**helpers.HALVES | changes)
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(zlib.crc32(f"{mode} {shape}".encode()))
     routing = "duplicates" if shape == "duplicates" else "invalid"

@@ -86,7 +86,7 @@ def test_init_opens_windows(mesh, opened, monkeypatch) -> None:
         "top_k": 3,
         "ranks": 4,
         "local_experts": 6,
-        "pending_calls": 2,
+        "pending_calls": 0,
     }
     options = [options for _, _, options in opened.opened]
     assert options == [

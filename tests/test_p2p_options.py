@@ -87,7 +87,8 @@ def _cases() -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize(("mode", "shape", "few"), _cases())
 def test_same_as_collective(mode: str, shape: str, few: int) -> None:
     changes = {"max_tokens_per_rank": 600, "hidden_size": 64} | SHAPES[shape]
-    config = helpers.make_config(**options.changes(mode, changes))
+    changes = helpers.HALVES | options.changes(mode, changes)
+    config = helpers.make_config(**changes)
     with twins.Twins(twins.p2p_mesh(), config) as pair:
         assert pair.p2p.transport == "p2p"
         plain, whole, split = (

@@ -26,7 +26,7 @@ TURNS = pytest.mark.parametrize("tokens", [600, 64], ids=["one", "two"])
 
 def config(tokens: int, **changes: Any) -> Any:
     fields = {"max_tokens_per_rank": tokens, "hidden_size": 64, "top_k": 4}
-    return helpers.make_config(**(fields | changes))
+    return helpers.make_config(**(fields | helpers.HALVES | changes))
 
 
 def halves(ep: Any, o: twins.Operands) -> Any:

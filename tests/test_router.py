@@ -52,7 +52,7 @@ def reference(logits, top_k, router, bias=None, mask=None):
         order = sorted(allowed, key=lambda e: (-(scores + bias)[e], e))
         ids[token] = order[:top_k]
         taken = scores[ids[token]]
-        if router.normalize:
+        if router.normalize is not False and top_k > 1:
             taken = taken / taken.sum()
         weights[token] = taken * router.scale
     return ids, weights, probabilities

@@ -46,8 +46,11 @@ def both(ep: Any, dispatch: Any, combine: Any, x: Any, ids: Any, w: Any) -> Any:
     return d, combine(ep, rows, d.route, weights, residual=residual)
 
 
+with_halves = functools.partial(moe.setup, **helpers.HALVES)
+
+
 def setup(mode: str, **changes: Any) -> moe.Setup:
-    return moe.setup(1, 4, **options.MODES.get(mode, {}), **changes)
+    return with_halves(1, 4, **options.MODES.get(mode, {}), **changes)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "nvfp4"])
@@ -105,13 +108,13 @@ def dense_layer(x: Any, w: Any, p: Any, ids: Any) -> Any:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_layer(check_vma: bool) -> None:
-    s = moe.setup(2)
+    s = with_halves(2)
     layer = functools.partial(split_layer, s.ep)
     moe.check(s, moe.loss(s.mesh, layer, check_vma=check_vma), dense_layer)
 
 
 def test_grad_of_grad() -> None:
-    s = moe.setup(3)
+    s = with_halves(3)
 
     def second(loss: Any) -> Any:
         def norm(*args: Any) -> Any:
@@ -125,13 +128,13 @@ def test_grad_of_grad() -> None:
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, test_remat.save_route])
 def test_rematerialised(wrap: Any) -> None:
-    s = moe.setup(4, ranks=2)
+    s = with_halves(4, ranks=2)
     layer = wrap(functools.partial(split_layer, s.ep))
     moe.check(s, moe.loss(s.mesh, layer), dense_layer)
 
 
 def test_save_route_exchanges_nothing_twice() -> None:
-    s = moe.setup(5, ranks=2)
+    s = with_halves(5, ranks=2)
 
     def count(wrap: Any) -> int:
         layer = wrap(functools.partial(split_layer, s.ep))
@@ -152,7 +155,7 @@ def test_save_route_exchanges_nothing_twice() -> None:
 
 def test_two_batches_in_flight() -> None:
     """The second batch's dispatch lies under the first's experts, and so on."""
-    s = moe.setup(6, max_tokens_per_rank=4)
+    s = with_halves(6, max_tokens_per_rank=4)
 
     def layer(x: Any, ids: Any, w: Any, p: Any) -> Any:
         parts = [(x[i : i + 4], ids[i : i + 4], w[i : i + 4]) for i in (0, 4)]
@@ -166,14 +169,14 @@ def test_two_batches_in_flight() -> None:
             )
         return jnp.concatenate([jax_ep.combine_wait(pending) for pending in back])
 
-    other = moe.setup(6)  # Operands of 8 tokens a rank.
+    other = with_halves(6)  # Operands of 8 tokens a rank.
     other.ep = s.ep
     moe.check(other, moe.loss(s.mesh, layer), moe.dense_loss)
 
 
 def test_pending_as_a_carry() -> None:
     """A pipelined scan: each step waits for what the step before has begun."""
-    s = moe.setup(7)
+    s = with_halves(7)
     steps = 4
 
     def scales(i: Any) -> Any:
@@ -214,7 +217,7 @@ def test_pending_as_a_carry() -> None:
 )
 def test_global_arrays(mode: str, kind: AxisType, jit: bool) -> None:
     mesh = helpers.make_mesh(4, kind=kind)
-    config = helpers.make_config(**options.MODES.get(mode, {}))
+    config = helpers.make_config(**helpers.HALVES, **options.MODES.get(mode, {}))
     ep = helpers.make_ep(mesh, config)
     inputs = helpers.make_inputs(np.random.default_rng(8), config, 4)
     parts = inputs.tokens, inputs.ids, inputs.weights
@@ -233,7 +236,7 @@ def test_global_arrays(mode: str, kind: AxisType, jit: bool) -> None:
 
 def test_half_inside_half_outside() -> None:
     """A Pending leaves shard_map, and another one takes it, with its gradient."""
-    s = moe.setup(9)
+    s = with_halves(9)
     x, ids, w, _ = s.global_arrays()
 
     def loss(x: Any, w: Any) -> Any:
@@ -267,7 +270,7 @@ def test_no_tokens() -> None:
 def test_replicated_over_other_axes() -> None:
     """A mesh with an axis that is no EP axis, and operands equal along it."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
-    config = helpers.make_config(dtype="float32")
+    config = helpers.make_config(**helpers.HALVES, dtype="float32")
     ep = helpers.make_ep(mesh, config)
     inputs = helpers.make_inputs(
         np.random.default_rng(10), config, 2, fill=helpers.normal

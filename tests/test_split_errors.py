@@ -26,7 +26,7 @@ def mesh():
 
 @pytest.fixture
 def ep(mesh):
-    return helpers.make_ep(mesh, helpers.make_config())
+    return helpers.make_ep(mesh, helpers.make_config(**helpers.HALVES))
 
 
 def operands(mesh: Any, config: Any) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +70,9 @@ def test_third_combine(mesh, ep) -> None:
 
 
 def test_other_handles_count_for_themselves(mesh, ep) -> None:
-    other = helpers.make_ep(mesh, helpers.make_config(expert_alignment=2))
+    other = helpers.make_ep(
+        mesh, helpers.make_config(**helpers.HALVES, expert_alignment=2)
+    )
 
     def body(x, ids):
         return [jax_ep.dispatch_async(e, x, ids) for e in (ep, other, ep, other)]
@@ -158,7 +160,7 @@ def test_once_in_each_branch(mesh, ep) -> None:
 
 
 def test_closed(mesh) -> None:
-    with helpers.init(mesh) as ep:
+    with helpers.init(mesh, **helpers.HALVES) as ep:
         args = operands(mesh, ep.config)
         pending = jax_ep.sharded.dispatch_async(ep, *args)
     with raises() as caught:
@@ -170,7 +172,7 @@ def test_closed(mesh) -> None:
 
 
 def test_pendings_hold_no_handle(mesh) -> None:
-    ep = helpers.init(mesh)
+    ep = helpers.init(mesh, **helpers.HALVES)
     pending = jax_ep.sharded.dispatch_async(ep, *operands(mesh, ep.config))
     del ep
     jax.clear_caches()
@@ -216,16 +218,34 @@ def test_vmap(mesh, ep) -> None:
     check_form(caught, "dispatch_async", "vmap", "1")
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_fewer_pending_calls(mesh, most: int) -> None:
-    ep = helpers.make_ep(mesh, helpers.make_config(pending_calls=most))
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({}, 0),
+        ({"pending_calls": 0, "overlap": "copy"}, 0),
+        ({"overlap": "copy"}, 1),
+        ({"pending_calls": 1}, 1),
+    ],
+)
+def test_fewer_pending_calls(mesh, fields, most: int) -> None:
+    """By default none, but with an overlap that is for calls in halves."""
+    config = helpers.make_config(**fields)
+    assert config.most_pending == most
+    ep = helpers.make_ep(mesh, config)
 
     def body(x, ids):
         begun = [jax_ep.dispatch_async(ep, x, ids) for _ in range(most)]
         with raises() as caught:
             jax_ep.dispatch_async(ep, x, ids)
-        check_form(caught, "dispatch_async", "pending_calls", f"{most}", f"{most + 1}")
-        assert ("on an earlier one first" in str(caught.value)) == (most > 0)
-        return [jax_ep.dispatch_wait(pending).tokens for pending in begun]
+        check_form(caught, "dispatch_async", "pending_calls")
+        remedy = "on an earlier one first" if most else "EPConfig(pending_calls=1)"
+        assert remedy in str(caught.value)
+        d = [jax_ep.dispatch_wait(pending) for pending in begun]
+        if not most:
+            whole = jax_ep.dispatch(ep, x, ids)
+            with raises() as caught:
+                jax_ep.combine_async(ep, whole.tokens, whole.route)
+            check_form(caught, "combine_async", "pending_calls", "at least 1")
+        return [each.tokens for each in d]
 
     trace(ep, mesh, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,14 @@ class MoE(nn.Module):
     transport: str = "auto"
     experts: Callable[..., jax.Array] | None = None
     ep: EPHandle | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses: its mesh is of one process."""
+        _layer.refuse_pickling("flax.linen.MoE")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A clone, which shares the mesh and the handle."""
+        return self.clone()
 
     @nn.compact
     def __call__(
