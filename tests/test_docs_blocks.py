@@ -115,6 +115,34 @@ def test_formats_page():
     np.testing.assert_allclose(np.asarray(hidden, np.float32)[at], got, rtol=0.01)
 
 
+def test_ties_of_formats_page():
+    """Codes of fp8_block128 beside those of libraries that multiply by a reciprocal."""
+    tokens = np.random.default_rng(0).standard_normal((8192, 128)).astype(jnp.bfloat16)
+    codes, scales = jax.jit(lambda x: jax_ep.formats.quantize(x, "fp8_block128"))(
+        tokens
+    )
+    values, codes = tokens.astype(np.float32), np.asarray(codes)
+    scales = np.asarray(scales).reshape(-1, 1)
+    amax = np.abs(values).max(axis=1, keepdims=True)
+    page = " ".join((ROOT / "docs" / "formats.md").read_text().split())
+    for factor, percent in (
+        (np.float32(448) / amax, r"([\d.]+)% got another code than with 448 / amax"),
+        (1 / scales, r"([\d.]+)% another than with 1 / s"),
+    ):
+        others = np.clip(values * factor, -448, 448).astype(codes.dtype)
+        differ = codes != others
+        (said,) = re.findall(percent, page)
+        assert np.mean(differ) == pytest.approx(float(said) / 100, rel=0.2)
+        steps = codes.view(np.int8)[differ] - others.view(np.int8)[differ]
+        assert set(np.abs(steps)) == {1}
+    for scale, percent in (
+        (amax * np.float32(1 / 448), r"was another number in (\d+)% of the blocks"),
+        (1 / (np.float32(448) / amax), r"1 / \(448 / amax\) in (\d+)%"),
+    ):
+        (said,) = re.findall(percent, page)
+        assert np.mean(scale != scales) == pytest.approx(float(said) / 100, rel=0.05)
+
+
 def test_scaled_matmul_of_formats_page():
     """Traced: not every JAX runs it on every device."""
     code = python_blocks("docs/formats.md")[1]
