@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import moe
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from test_readme import python_blocks
 
 import jax_ep
 
@@ -135,6 +137,64 @@ def test_own_policy(two: moe.Setup) -> None:
     everything = exchanges(grad_of(two, keep(*NAMES)), *args)
     nothing = exchanges(grad_of(two, keep("unrelated")), *args)
     assert everything == plain < nothing
+
+
+def test_policies_of_sharp_bits(two: moe.Setup) -> None:
+    """Five exchanges with a user's policy alone, four with what the page adds to it."""
+    names: dict = {"jax": jax, "jax_ep": jax_ep}
+    exec(*python_blocks("docs/sharp_bits.md"), names)
+
+    def count(policy) -> int:
+        def wrap(layer):
+            def named(x, *rest):
+                return layer(checkpoint_name(x * x, "attention_out"), *rest)
+
+            return jax.checkpoint(named, policy=policy)
+
+        return exchanges(grad_of(two, wrap), *arguments(two))
+
+    policies = jax.checkpoint_policies
+    plain = count(policies.everything_saveable)
+    assert plain == 4
+    assert count(policies.save_only_these_names("attention_out")) == plain + 1
+    assert count(policies.dots_with_no_batch_dims_saveable) == plain + 1
+    assert count(names["by_name"]) == plain
+    assert count(names["combined"]) == plain
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs choose algorithms")
+def test_rematerialised_bfloat16_without_excess_precision() -> None:
+    """Bit for bit the plain layers' gradients, as sharp_bits.md says."""
+    mesh, hidden, inner, n = helpers.make_mesh(2), 64, 32, 32
+    config = jax_ep.EPConfig(
+        num_experts=4, top_k=2, hidden_size=hidden, max_tokens_per_rank=n
+    )
+    ep, rng = helpers.make_ep(mesh, config), np.random.default_rng(9)
+    params = {
+        "router": helpers.normal(rng, (2, hidden, 4), np.float32) / 8,
+        "gate_up": helpers.normal(rng, (2, 4, hidden, 2, inner), np.float32) / 8,
+        "down": helpers.normal(rng, (2, 4, inner, hidden), np.float32) / 6,
+    }
+    tokens = helpers.normal(rng, (2 * n, hidden), jnp.bfloat16)
+    specs = {"router": P(), "gate_up": P(None, "ep"), "down": P(None, "ep")}
+
+    def gradients(wrap):
+        layer = wrap(lambda x, params: jax_ep.moe_ffn(ep, x, params, residual=x)[0])
+
+        def body(x, params):
+            for i in range(2):
+                x = layer(x, {name: stack[i] for name, stack in params.items()})
+            return x
+
+        run = moe.sharded(mesh, body, in_specs=(P("ep"), specs), out_specs=P("ep"))
+        grad = jax.grad(lambda params, x: jnp.sum(jnp.sin(run(x, params))))
+        # Without this, those of the first layer differ.
+        options = {"xla_allow_excess_precision": False}
+        return jax.jit(grad, compiler_options=options)(params, tokens)
+
+    plain, again = gradients(bare), gradients(jax.checkpoint)
+    for name in ("gate_up", "down"):  # The router's are sums in float32.
+        np.testing.assert_array_equal(again[name], plain[name], name)
 
 
 def residual_shapes(s: moe.Setup, weighted: bool) -> list[tuple[int, ...]]:
