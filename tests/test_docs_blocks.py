@@ -32,7 +32,7 @@ RUN = {
     ("docs/formats.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 6,  # test_docs_layers.py
-    ("docs/migrate.md", "python"): 5,  # test_docs_layers.py
+    ("docs/migrate.md", "python"): 7,  # test_docs_layers.py
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,
     ("docs/reliability.md", "python"): 1,

@@ -1,4 +1,4 @@
-"""docs/layers.md runs; the two sides of docs/migrate.md return the same tokens."""
+"""docs/layers.md and migrate.md run, and what they say of other layers is so."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import moe_dense
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_readme import ROOT, python_blocks
 
+import jax_ep
 from jax_ep.router import Router
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -82,6 +84,139 @@ def test_both_sides_of_the_migration_agree(monkeypatch):
     assert np.abs(np.asarray(before)).max() > 1
     for y in others:
         np.testing.assert_allclose(y, before, rtol=1e-4, atol=1e-4)
+    ep.close()
+
+
+def test_migrated_layers_cast_float32_experts():
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/migrate.md")), names)
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    experts = 4 * mesh.size
+    rng = np.random.default_rng(2)
+    tokens = rng.standard_normal((N * mesh.size, HIDDEN)).astype(jnp.bfloat16)
+    shapes = [(HIDDEN, experts), *[(experts, HIDDEN, INNER)] * 2]
+    shapes.append((experts, INNER, HIDDEN))
+    params = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    with names["make_ep"](mesh, experts, TOP_K, HIDDEN, N) as ep:
+        after, in_one = (
+            names["run_layer"](mesh, functools.partial(layer, ep), tokens, *params)
+            for layer in (names["moe_after"], names["moe_in_one"])
+        )
+    assert after.dtype == in_one.dtype == jnp.bfloat16
+    after, in_one = (np.asarray(y, np.float32) for y in (after, in_one))
+    np.testing.assert_allclose(after, in_one, atol=0.02 * np.abs(in_one).max())
+
+
+def switch_loss(ids, scores, sequences):
+    """Per sequence, with a softmax of `scores`; ids `[n, K]`, scores `[n, E]`."""
+    losses = []
+    for chosen, mine in zip(
+        np.split(np.asarray(ids), sequences),
+        np.split(np.asarray(scores, np.float64), sequences),
+        strict=True,
+    ):
+        tokens, experts = mine.shape
+        shares = np.exp(mine) / np.exp(mine).sum(1, keepdims=True)
+        tokens_of = [np.count_nonzero(chosen == expert) for expert in range(experts)]
+        losses.append(experts * np.dot(tokens_of, shares.sum(0)) / tokens**2)
+    return np.mean(losses)
+
+
+def test_losses_of_maxtext():
+    """The figures of migrate.md, of its code and of the formula in NumPy."""
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/migrate.md")), names)
+    mesh = helpers.make_mesh(helpers.some_ranks(4))
+    sequences, experts, top_k = 8, 16, 4
+    rng = np.random.default_rng(0)
+    logits = 2 * rng.standard_normal((8 * sequences, experts)).astype(np.float32)
+    bias = 0.3 * rng.standard_normal(experts).astype(np.float32)
+    soft = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    kinds = {
+        "Mixtral": (names["MIXTRAL"], logits),
+        "DeepSeek-V2": (names["DEEPSEEK_V2"], soft),
+        "DeepSeek-V3": (names["DEEPSEEK_V3"], 1 / (1 + np.exp(-logits)) + bias),
+    }
+    # Tokens are the logits: the router's matrix is the identity.
+    params = {
+        "router": np.eye(experts, dtype=np.float32),
+        "gate_up": np.ones((experts, experts, 2, INNER), np.float32),
+        "down": np.ones((experts, INNER, experts), np.float32),
+    }
+    specs = {"router": P(), "gate_up": P("ep"), "down": P("ep")}
+    sizes = experts, top_k, experts, len(logits) // mesh.size
+    ep = names["make_ep"](mesh, *sizes, "float32")
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    for kind, (router, scores) in kinds.items():
+        biased = router.score == "sigmoid"
+        extra = {"router_bias": bias} if biased else {}
+
+        def body(tokens, params, router=router):
+            here = sequences // mesh.size
+            return names["layer_with_maxtext_loss"](ep, tokens, params, router, here)
+
+        run = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P("ep"), specs | dict.fromkeys(extra, P())),
+            out_specs=(P("ep"), P()),
+        )
+        _, found = jax.jit(run)(logits, params | extra)
+        routing = jax_ep.router.route(
+            logits, top_k, router, bias=bias if biased else None
+        )
+        np.testing.assert_allclose(
+            found, switch_loss(routing.ids, scores, sequences), rtol=1e-5
+        )
+        ours = top_k * float(jax_ep.router.losses(routing).balance_loss)
+        row = f"| {kind} | {0.01 * float(found):.4f} | {0.01 * ours:.4f} |"
+        assert row in page, row
+    ep.close()
+
+
+def test_experts_sharded_over_a_data_axis():
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/migrate.md")), names)
+    mesh = helpers.make_mesh(helpers.fit({"data": 2, "ep": 2}))
+    experts = 4 * mesh.shape["ep"]
+    ep = names["make_ep"](mesh, experts, TOP_K, HIDDEN, N, "float32")
+    rng = np.random.default_rng(3)
+    shapes = {"router": (HIDDEN, experts), "gate_up": (experts, HIDDEN, 2, INNER)}
+    shapes["down"] = (experts, INNER, HIDDEN)
+    params = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    tokens = rng.standard_normal((N * mesh.size, HIDDEN)).astype(np.float32)
+    batch, whole = P(("data", "ep")), {"router": P(), "gate_up": P("ep")}
+
+    def plain(ep, tokens, params):
+        return jax.shard_map(
+            lambda tokens, params: jax_ep.moe_ffn(ep, tokens, params)[0],
+            mesh=mesh,
+            in_specs=(batch, whole | {"down": P("ep")}),
+            out_specs=batch,
+        )(tokens, params)
+
+    def grad(layer):
+        return jax.jit(
+            jax.grad(lambda params, tokens: jnp.mean(layer(ep, tokens, params) ** 2))
+        )
+
+    sharded = {
+        name: jax.device_put(value, NamedSharding(mesh, names["FSDP"][name]))
+        for name, value in params.items()
+    }
+    lowered = grad(names["fsdp_layer"]).lower(sharded, tokens)
+    text = lowered.as_text()
+    assert text.count('"stablehlo.reduce_scatter"') == 2
+    assert text.count('"stablehlo.all_gather"') == 4  # again in the backward pass
+    found = lowered.compile()(sharded, tokens)
+    for name, want in grad(plain)(params, tokens).items():
+        assert found[name].sharding.is_equivalent_to(sharded[name].sharding, want.ndim)
+        np.testing.assert_allclose(
+            found[name], want, atol=1e-5 * float(np.abs(want).max())
+        )
     ep.close()
 
 
