@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,7 +14,38 @@ from jax_ep._varying import varying
 Tree = TypeVar("Tree")
 
 
-def require(function: str, name: str, value: Any, kind: type, what: str) -> None:
+class Layout(NamedTuple):
+    """How the ranks of a load lie on the mesh.
+
+    Attributes:
+        names: mesh axes that tokens are split over, in the mesh's order.
+        sizes: their sizes.
+        stacked: the same names, in the order that `init` stacked the ranks in.
+        group: axes of the EP group, in its order.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    stacked: tuple[str, ...]
+    group: tuple[str, ...]
+
+    def places(self) -> np.ndarray:
+        """`[ranks]`: where in the mesh's order each rank is, as they are stacked."""
+        grid = np.arange(np.prod(self.sizes, dtype=int)).reshape(self.sizes)
+        return grid.transpose([self.names.index(name) for name in self.stacked]).ravel()
+
+    def owners(self) -> np.ndarray:
+        """`[ranks]` in the mesh's order: each one's rank in its EP group."""
+        at = [self.names.index(name) for name in self.group]
+        coordinates = np.indices(self.sizes).reshape(len(self.sizes), -1)
+        shape = [self.sizes[axis] for axis in at]
+        steps = np.cumprod([1, *shape[:0:-1]])[::-1]
+        return steps @ coordinates[at]
+
+
+def require(
+    function: str, name: str, value: Any, kind: type | tuple[type, ...], what: str
+) -> None:
     """Raises TypeError unless `value` is of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(
@@ -23,12 +54,14 @@ def require(function: str, name: str, value: Any, kind: type, what: str) -> None
         )
 
 
-def require_one_layer(function: str, name: str, ranks: Any, remedy: str) -> None:
-    """Raises unless `ranks`, of `name`, is `[ranks]`; a stack of layers has more."""
-    if np.ndim(ranks) != 1:
+def require_same_layers(load: jax.Array, aux: jax.Array) -> None:
+    """Raises unless both are `[..., ranks]` of the same leading dimensions."""
+    layers, given = np.shape(load)[:-1], np.shape(aux)[:-1]
+    if layers != given or np.ndim(load) == 0:
         raise ValueError(
-            f"jax_ep.stats.{function}: {name} must be of one layer, got a stack of "
-            f"shape {np.shape(ranks)[:-1]}; {remedy}"
+            "jax_ep.stats.update: aux must be of the layers of load, a stack of shape "
+            f"{layers}, got {given}; pass one layer's load with one layer's aux, or "
+            "both stacked on leading dimensions"
         )
 
 
@@ -36,7 +69,7 @@ def require_alike(load: jax.Array, aux: jax.Array) -> None:
     """Raises where it can be seen that ranks of the one are not those of the other."""
     remedy = "make load with jax_ep.stats.init(ep, axes) of the tokens' axes"
     more = varying(load) - varying(aux)
-    more = [name for name in more if jax.lax.axis_size(name) > 1]
+    more = [axis for axis in more if jax.lax.axis_size(axis) > 1]
     if more:
         raise ValueError(
             "jax_ep.stats.update: load must be split over the axes that tokens are "
@@ -66,13 +99,22 @@ def _itself(load: Tree) -> Tree:
     return load
 
 
-def order(function: str, place: np.ndarray) -> np.ndarray:
-    """Indices of ranks in the mesh's order, where the steps have told it."""
+def order(function: str, place: np.ndarray, layout: Layout | None) -> np.ndarray:
+    """Indices of the ranks in the mesh's order.
+
+    As the steps told it; where they did not, as `init` stacked the ranks.
+    """
     if (place == -2).any():
         raise ValueError(
             f"jax_ep.stats.{function}: load must be of steps whose ranks are stacked "
             f"alike, got other ranks at {np.flatnonzero(place == -2).tolist()}; make a "
             "load for each kind of layer"
+        )
+    if layout is not None and len(place) != len(layout.places()):
+        raise ValueError(
+            f"jax_ep.stats.{function}: load must have all {len(layout.places())} ranks "
+            f"that jax_ep.stats.init made it for, got {len(place)}; pass the global "
+            "arrays, whole"
         )
     places, times = np.unique(place, return_counts=True)
     if places[0] >= 0 and times.max() > 1:
@@ -81,4 +123,6 @@ def order(function: str, place: np.ndarray) -> np.ndarray:
             f"{place.tolist()} in the mesh; make it with jax_ep.stats.init(ep, axes) "
             "of the tokens' axes and give it the spec P(axes) in shard_map"
         )
+    if places[0] < 0 and layout is not None:
+        place = layout.places()
     return np.argsort(place, kind="stable")

@@ -9,19 +9,24 @@ Around and in a step::
     ...
     print(jax_ep.stats.heat_map(load))
 
-`update` takes a rank's arrays inside shard_map or global ones outside of it. Inside,
-give `load` the spec of the tokens' dimension, `P(axes)` of the axes that tokens are
-split over, and make it with `init(ep, axes)`: with a tensor-parallel axis among them
-each row would count once for each of its ranks.
+`update` takes a `Dispatched` in place of `aux` where you call `jax_ep.dispatch`
+yourself. It takes the arrays of one rank inside shard_map, or global ones outside of
+it. Inside, give `load` the spec of the tokens' dimension, `P(axes)` of the axes that
+tokens are split over, and make it with `init(ep, axes)`: with a tensor-parallel axis
+among them each row would count once for each of its ranks.
+
+All functions but `init` take a stack of layers, too: arrays with a leading dimension
+of layers, as a scan over layers reports them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +34,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import _load_checks
+from jax_ep import _checks, _handle, _load_checks, _load_picture, _load_view
 from jax_ep._handle import EPHandle
+from jax_ep._load_checks import Layout
 from jax_ep._moe import MoEAux
-
-_SHADES = " .:-=+*#%@"
+from jax_ep._types import Dispatched
 
 
 @partial(
@@ -48,11 +53,13 @@ _SHADES = " .:-=+*#%@"
         "invalid",
         "place",
     ),
-    meta_fields=(),
+    meta_fields=("layout",),
 )
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Sums over steps, by rank; ranks stack on dimension 0.
+
+    A stack of layers has leading dimensions before the ranks.
 
     Attributes:
         rows: uint32 `[ranks, L, 2]`, rows sent to each expert as (low, high) words:
@@ -60,13 +67,17 @@ class Load:
         dropped: uint32 `[ranks, 2]`, rows lost to N, likewise.
         steps: int32 `[ranks]`.
         imbalance: float32 `[ranks]`, sum over steps of the busiest expert's share of
-            the batch, times E: 1 a step where all are equal.
-        worst: float32 `[ranks]`, the greatest of them.
+            the batch, times E: 1 per step where all are equal.
+        worst: float32 `[ranks]`, the greatest of them; -1 once a step was given as a
+            `Dispatched`, which does not tell them.
         fullest: int32 `[ranks]`, most rows that a rank was sent in a step: what
             `recv_capacity` must hold to drop none.
         invalid: uint32 `[ranks, 2]`, ids outside [-1, E), as `dropped`.
         place: int32 `[ranks]`, where each rank stands in the mesh's order, as the steps
-            said; -1 before they do, -2 where two said different things.
+            said; -1 before they do, -2 where two said different things. None where
+            nobody keeps track.
+        layout: how the ranks lie on the mesh, which tells who holds which experts
+            (static); None is one EP group in the order of its ranks.
     """
 
     rows: jax.Array
@@ -76,7 +87,8 @@ class Load:
     worst: jax.Array
     fullest: jax.Array
     invalid: jax.Array
-    place: jax.Array
+    place: jax.Array | None = None
+    layout: Layout | None = None
 
 
 def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
@@ -85,8 +97,9 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
     Args:
         ep: the layer's handle.
         axis_names: mesh axes that tokens are split over, as of `MoEAux.specs`: without
-            a tensor-parallel axis, and best in the order of the layer's `spec`, so that
-            nothing has to move; None is all axes in the mesh's order.
+            a tensor-parallel axis, and in the order of the layer's `spec`, so that
+            nothing has to move and a global `Dispatched`, which does not name its
+            ranks, is counted for the right ones. None is all axes in the mesh's order.
 
     Raises:
         TypeError: `ep` is no handle, or `axis_names` are no names.
@@ -108,7 +121,9 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
     once = len(set(axes)) == len(axes)
     if not (once and set(ep.axis_names) <= set(axes) <= set(known)):
         raise ValueError(must)
-    ranks = math.prod(ep.mesh.shape[axis] for axis in axes)
+    ordered = tuple(axis for axis in known if axis in axes)
+    sizes = tuple(ep.mesh.shape[axis] for axis in ordered)
+    ranks = math.prod(sizes)
     sharding = NamedSharding(ep.mesh, PartitionSpec(axes))
 
     def make() -> Load:
@@ -121,26 +136,33 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
             fullest=jnp.zeros(ranks, jnp.int32),
             invalid=jnp.zeros((ranks, 2), jnp.uint32),
             place=jnp.full(ranks, -1, jnp.int32),
+            layout=Layout(ordered, sizes, axes, ep.axis_names),
         )
 
     return jax.jit(make, out_shardings=sharding)()
 
 
-def update(load: Load, aux: MoEAux) -> Load:
+def update(load: Load, aux: MoEAux | Dispatched) -> Load:
     """Adds a step.
+
+    A `Dispatched` tells each rank about its own experts only. The step's imbalance
+    over all experts would take an exchange, so `Summary.mean_imbalance` and
+    `worst_imbalance` are unknown from then on; `Summary.imbalance`, that of the totals,
+    is always there. The group of a fused shared expert does not count.
 
     Args:
         load: of `init` or an earlier step.
-        aux: what the layer reported: of one rank where `load` is, else of all ranks.
+        aux: what the layer reported, or what `jax_ep.dispatch` returned: of one rank
+            where `load` is, else of all ranks. For a stack of layers both are stacked.
 
     Returns:
         The new `Load`; the old one can be donated.
 
     Raises:
-        ValueError: `aux` is of other ranks or experts than `load`, lies otherwise on a
-            mesh with explicit axes, or, where shard_map has check_vma, is equal along
-            an axis that `load` is split over; or one of them is of a stack of layers.
-        TypeError: `load` is no `Load`, or `aux` no `MoEAux`.
+        ValueError: `aux` is of other ranks, experts or layers than `load`, lies
+            otherwise on a mesh with explicit axes, or, where shard_map has check_vma,
+            is equal along an axis that `load` is split over.
+        TypeError: `load` is no `Load`, or `aux` neither `MoEAux` nor `Dispatched`.
     """
     _load_checks.require(
         "update", "load", load, Load, "what jax_ep.stats.init returned"
@@ -149,41 +171,85 @@ def update(load: Load, aux: MoEAux) -> Load:
         "update",
         "aux",
         aux,
-        MoEAux,
+        (MoEAux, Dispatched),
         "the MoEAux of a layer, which jax_ep.moe_ffn returns and layers of jax_ep.flax "
-        "do with return_aux=True",
+        "do with return_aux=True, or the Dispatched of jax_ep.dispatch",
     )
-    remedy = "for layers of a scan take jax.vmap(jax_ep.stats.update) of both stacks"
-    for name, ranks in (("load", load.steps), ("aux", aux.num_dropped)):
-        _load_checks.require_one_layer("update", name, ranks, remedy)
-    _load_checks.require_alike(load.steps, aux.num_dropped)
+    _load_checks.require_same_layers(load.steps, aux.num_dropped)
     with jax.named_scope("jax_ep.stats"):
-        local = load.rows.shape[1]
-        ranks = aux.num_dropped.shape[0]
-        if aux.expert_counts.size != ranks * local or ranks != load.steps.shape[0]:
-            raise ValueError(
-                "jax_ep.stats.update: aux must be of the ranks and experts of load, "
-                f"{load.rows.shape[:2]}, got {ranks} ranks with "
-                f"{aux.expert_counts.size} experts in all; make load with "
-                "jax_ep.stats.init(ep) of the layer's ep and the tokens' axes"
-            )
-        counts = aux.expert_counts.reshape(ranks, local)
-        imbalance = aux.load.size * jnp.max(aux.load)
-        return Load(
-            rows=_add(load.rows, counts),
-            dropped=_add(load.dropped, aux.num_dropped),
-            steps=load.steps + 1,
-            imbalance=load.imbalance + imbalance,
-            worst=jnp.maximum(load.worst, imbalance),
-            # Of its own dtype: with jax_enable_x64 sums of int32 are int64.
-            fullest=jnp.maximum(load.fullest, jnp.sum(counts, axis=1, dtype=jnp.int32)),
-            invalid=_add(load.invalid, aux.num_invalid),
-            place=_same_place(load.place, aux.place),
+        add = _add_step
+        for _ in range(load.steps.ndim - 1):
+            add = jax.vmap(add)
+        return add(load, _step(load, aux))
+
+
+class _Step(NamedTuple):
+    """What a step adds; `load` is None where the shares of all experts are unknown."""
+
+    counts: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+    load: jax.Array | None
+    place: jax.Array | None
+
+
+def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
+    counts, dropped = aux.expert_counts, aux.num_dropped
+    ranks, local = load.rows.shape[-3:-1]
+    groups = local
+    if isinstance(aux, Dispatched):
+        ep = _handle.find(aux.route.key)
+        if ep:
+            groups += ep.config.fused_shared_expert
+        else:  # Collected; only the size is left to tell a shared expert by.
+            groups += counts.shape[-1] == ranks * (local + 1)
+    if counts.shape[-1] != ranks * groups or ranks != dropped.shape[-1]:
+        raise ValueError(
+            "jax_ep.stats.update: aux must be of the ranks and experts of load, "
+            f"{(ranks, local)}, got {dropped.shape[-1]} ranks with "
+            f"{counts.shape[-1]} groups of rows in all; make load with "
+            "jax_ep.stats.init(ep) of the layer's ep and the tokens' axes"
         )
+    counts = counts.reshape(*counts.shape[:-1], ranks, groups)[..., groups - local :]
+    if isinstance(aux, MoEAux):
+        return _Step(counts, dropped, aux.num_invalid, aux.load, aux.place)
+    return _Step(counts, dropped, aux.num_invalid, None, _own_place(load))
 
 
-def _same_place(place: jax.Array, given: jax.Array | None) -> jax.Array:
-    if given is None:
+def _own_place(load: Load) -> jax.Array | None:
+    """`[..., 1]` inside shard_map, where this rank is; None outside."""
+    names = load.layout.names if load.layout else ()
+    names = tuple(name for name in names if _checks.in_scope((name,)))
+    if not names:
+        return None
+    return jnp.broadcast_to(jax.lax.axis_index(names), load.steps.shape)
+
+
+def _add_step(load: Load, step: _Step) -> Load:
+    _load_checks.require_alike(load.steps, step.dropped)
+    if step.load is None:
+        imbalance, worst = load.imbalance, jnp.minimum(load.worst, -1)
+    else:
+        shared = step.load.size * jnp.max(step.load)
+        imbalance = load.imbalance + shared
+        worst = jnp.where(load.worst < 0, load.worst, jnp.maximum(load.worst, shared))
+    # Of its own dtype: with jax_enable_x64 sums of int32 are int64.
+    sent = jnp.sum(step.counts, axis=1, dtype=jnp.int32)
+    return Load(
+        rows=_add(load.rows, step.counts),
+        dropped=_add(load.dropped, step.dropped),
+        steps=load.steps + 1,
+        imbalance=imbalance,
+        worst=worst,
+        fullest=jnp.maximum(load.fullest, sent),
+        invalid=_add(load.invalid, step.invalid),
+        place=_same_place(load.place, step.place),
+        layout=load.layout,
+    )
+
+
+def _same_place(place: jax.Array | None, given: jax.Array | None) -> jax.Array | None:
+    if place is None or given is None:
         return place
     return jnp.where((place == -1) | (place == given), given, -2)
 
@@ -199,24 +265,37 @@ def _add(total: jax.Array, counts: jax.Array) -> jax.Array:
 class Summary:
     """A `Load` in numbers of the host.
 
-    Ranks are in the mesh's order; of a `MoEAux` without `place`, as they were stacked.
+    Ranks are in the mesh's order; of steps that did not name them, in the order of
+    `init`. Of a stack of layers every attribute but `expert_ids` has the stack's
+    leading dimensions, and those without a shape here are NumPy arrays.
 
     Attributes:
-        steps: steps counted.
-        rows: int64 `[ranks, L]`, rows sent to each expert.
+        steps: int, steps counted.
+        rows: int64 `[ranks, L]`, rows sent to each expert of each rank.
+        expert_ids: int64 `[ranks, L]`, global ids of those experts. Ranks of different
+            EP groups hold the same ones.
+        expert_rows: int64 `[E]`, rows sent to each expert by its global id, summed over
+            the EP groups.
         dropped: int64 `[ranks]`, rows lost to N.
-        mean_imbalance: the busiest expert's rows over the mean, mean of the steps.
-        worst_imbalance: the greatest of them.
-        fullest: most rows that a rank was sent in a step.
+        imbalance: float, the busiest expert's rows over the mean, of the totals in
+            `expert_rows`; 0 without rows.
+        mean_imbalance: float, the same within a step, mean of the steps; NaN where a
+            step was given as a `Dispatched`.
+        worst_imbalance: float, the greatest of a step, or NaN likewise.
+        fullest: int, most rows that a rank was sent in a step.
         invalid: int64 `[ranks]`, ids outside [-1, E) among a rank's tokens.
     """
 
-    steps: int
+    # Any: whether they are numbers or arrays cannot be told from the type of a load.
+    steps: Any
     rows: np.ndarray
+    expert_ids: np.ndarray
+    expert_rows: np.ndarray
     dropped: np.ndarray
-    mean_imbalance: float
-    worst_imbalance: float
-    fullest: int
+    imbalance: Any
+    mean_imbalance: Any
+    worst_imbalance: Any
+    fullest: Any
     invalid: np.ndarray
 
 
@@ -226,11 +305,14 @@ def summary(load: Load) -> Summary:
     In a job of several processes each of them must call it, as it gathers what is on
     devices of the others, and each gets the same numbers.
 
+    Args:
+        load: of one layer, or of a stack of layers.
+
     Raises:
         TypeError: `load` is no `Load`.
         ValueError: inside a traced function; or the steps told that ranks of one were
-            not those of another, or that some were counted more than once; or `load` is
-            of a stack of layers.
+            not those of another, or that some were counted more than once; or `load`
+            does not have all ranks.
     """
     return _summary("summary", load)
 
@@ -244,73 +326,104 @@ def _summary(function: str, load: Load) -> Summary:
             f"jax_ep.stats.{function}: load must hold arrays, got those of a traced "
             "function; return it from there and call this outside"
         )
-    remedy = "take one, as jax.tree.map(lambda leaf: leaf[0], load) does"
-    _load_checks.require_one_layer(function, "load", load.steps, remedy)
     host: Any = jax.device_get(_load_checks.gathered(load))
-    order = _load_checks.order(function, host.place)
+    *layers, ranks, local = np.shape(host.rows)[:-1]
+    places = np.full((*layers, ranks), -1) if host.place is None else host.place
+    orders = [
+        _load_checks.order(function, place, load.layout)
+        for place in places.reshape(-1, ranks)
+    ]
+    order = np.reshape(orders, (*layers, ranks))
 
     def whole(words: np.ndarray) -> np.ndarray:
         return words[..., 0].astype(np.int64) + (words[..., 1].astype(np.int64) << 32)
 
-    steps = int(host.steps[0])
+    def ordered(words: np.ndarray) -> np.ndarray:
+        counts = whole(words)
+        at = order.reshape(order.shape + (1,) * (counts.ndim - order.ndim))
+        return np.take_along_axis(counts, at, axis=len(layers))
+
+    def plain(value: Any) -> Any:
+        return value if layers else value.item()
+
+    owners = np.arange(ranks) if load.layout is None else load.layout.owners()
+    rows = ordered(host.rows)
+    expert_rows = np.zeros((*layers, owners.max() + 1, local), np.int64)
+    for rank, owner in enumerate(owners):
+        expert_rows[..., owner, :] += rows[..., rank, :]
+    expert_rows = expert_rows.reshape(*layers, -1)
+    mean = np.maximum(expert_rows.mean(axis=-1), np.finfo(np.float64).tiny)
+    steps, worst = host.steps[..., 0], host.worst[..., 0].astype(np.float64)
+    known = worst >= 0
     return Summary(
-        steps=steps,
-        rows=whole(host.rows[order]),
-        dropped=whole(host.dropped[order]),
-        mean_imbalance=float(host.imbalance[0]) / max(steps, 1),
-        worst_imbalance=float(host.worst[0]),
-        fullest=int(host.fullest.max()),
-        invalid=whole(host.invalid[order]),
+        steps=plain(steps),
+        rows=rows,
+        expert_ids=owners[:, None] * local + np.arange(local),
+        expert_rows=expert_rows,
+        dropped=ordered(host.dropped),
+        imbalance=plain(expert_rows.max(axis=-1) / mean),
+        mean_imbalance=plain(
+            np.where(known, host.imbalance[..., 0] / np.maximum(steps, 1), np.nan)
+        ),
+        worst_imbalance=plain(np.where(known, worst, np.nan)),
+        fullest=plain(host.fullest.max(axis=-1).astype(np.int64)),
+        invalid=ordered(host.invalid),
     )
 
 
-def heat_map(load: Load, path: str | None = None) -> str:
+def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
     """The load of the experts as text, and as a picture where `path` is given.
 
+    Experts have their global ids, and their rows are summed over EP groups that hold
+    the same ones.
+
     Args:
-        load: what was accumulated.
-        path: a .png, .svg or .pdf to write; needs matplotlib.
+        load: what was accumulated, of one layer or of a stack of layers.
+        path: a .png, .svg or .pdf to write; needs matplotlib. Red experts are busier
+            than the mean and blue ones less busy, on one scale from 1/4 to 4 times.
 
     Returns:
-        A line for each rank, a character for each of its experts: darker is busier, `@`
-        the busiest of all; then the numbers. Each process must call it, as `summary`;
-        give `path` in one of them.
+        At most 80 columns. A line for each rank or few ranks, a character for each of
+        its experts; of a stack a line for each layer, a character for one expert or the
+        busiest of a few. Darker is busier, `@` the busiest of all. Then the numbers.
+        Each process must call it, as `summary`; give `path` in one of them.
 
     Raises:
         TypeError, ValueError: as `summary`.
         ImportError: `path` is given and matplotlib is not installed.
     """
-    found = _summary("heat_map", load)
+    view = _view(load)
     if path is not None:
-        _draw(found, path)
-    top = max(int(found.rows.max()), 1)
-    lines = [f"rows by rank and expert, @ = {top:,}"]
-    for rank, rows in enumerate(found.rows):
-        shades = "".join(_SHADES[-(-int(n) * (len(_SHADES) - 1) // top)] for n in rows)
-        lost = f", {found.dropped[rank]:,} dropped" if found.dropped[rank] else ""
-        if found.invalid[rank]:
-            lost += f", {found.invalid[rank]:,} invalid ids"
-        lines.append(f"rank {rank:<3} |{shades}| {int(rows.sum()):,}{lost}")
-    lines.append(
-        f"{found.steps:,} steps; busiest expert {found.mean_imbalance:.2f} x mean, at "
-        f"worst {found.worst_imbalance:.2f}; fullest rank {found.fullest:,} rows a step"
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "jax_ep.stats.heat_map: path must be None without matplotlib, got "
+                f"{path!r}; run pip install 'jax_ep[demo]'"
+            ) from error
+        _load_picture.save(view, path)
+    return _load_view.text(view)
+
+
+def _view(load: Load) -> _load_view.View:
+    """By global expert id and rank of the EP group, with a dimension of layers."""
+    found = _summary("heat_map", load)
+    experts, local = found.expert_rows.shape[-1], found.rows.shape[-1]
+    owners = found.expert_ids[:, 0] // local
+
+    def of_owners(counts: np.ndarray) -> np.ndarray:
+        flat = counts.reshape(-1, len(owners))
+        each = [flat[:, owners == rank].sum(axis=1) for rank in range(experts // local)]
+        return np.stack(each, axis=1)
+
+    return _load_view.View(
+        rows=found.expert_rows.reshape(-1, experts),
+        dropped=of_owners(found.dropped),
+        invalid=of_owners(found.invalid),
+        stacked=found.rows.ndim > 2,
+        replicas=found.rows.shape[-2] * local // experts,
+        steps=np.ravel(found.steps),
+        mean_imbalance=np.ravel(found.mean_imbalance),
+        worst_imbalance=np.ravel(found.worst_imbalance),
+        fullest=int(np.max(found.fullest)),
     )
-    return "\n".join(lines)
-
-
-def _draw(found: Summary, path: str) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "jax_ep.stats.heat_map: path must be None without matplotlib, got "
-            f"{path!r}; run pip install 'jax_ep[demo]'"
-        ) from error
-    ranks, local = found.rows.shape
-    figure = Figure(figsize=(3 + 0.25 * local, 1.6 + 0.3 * ranks), layout="constrained")
-    axes: Any = figure.subplots()
-    image = axes.imshow(found.rows / max(found.steps, 1), aspect="auto", cmap="viridis")
-    axes.set(xlabel="expert of the rank", ylabel="rank", yticks=range(ranks))
-    axes.set_title(f"rows a step, {found.steps:,} steps")
-    figure.colorbar(image)
-    figure.savefig(path)

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from jax_ep import _load_picture
+from jax_ep._load_picture import BLUE, INK, ORANGE
+
 SUFFIXES = (".png", ".pdf", ".svg")
-_BLUE, _ORANGE, _GREEN = "#2a6fb0", "#d9661f", "#2e8b57"
-_INK = "#333333"
+_GREEN = "#2e8b57"
 
 
 def available() -> bool:
@@ -50,7 +52,7 @@ def save(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8.2), layout="constrained", facecolor="white")
-    figure.suptitle(title, fontsize=13, color=_INK)
+    figure.suptitle(title, fontsize=13, color=INK)
     layers = counts.shape[1]
     grid = figure.add_gridspec(2, layers, height_ratios=(1.15, 1))
     _draw_loss(figure.add_subplot(grid[0, :]), losses, dense_losses, held_out)
@@ -67,7 +69,7 @@ def _draw_loss(
 ) -> None:
     steps = np.arange(1, len(losses) + 1)
     dense_steps = steps[: len(dense_losses)]
-    axes.plot(steps, losses, color=_BLUE, lw=1.3, label="expert-parallel, training")
+    axes.plot(steps, losses, color=BLUE, lw=1.3, label="expert-parallel, training")
     axes.plot(
         *zip(*held_out, strict=True),
         color=_GREEN,
@@ -77,7 +79,7 @@ def _draw_loss(
         clip_on=False,
         label="expert-parallel, held-out text",
     )
-    dots: dict[str, Any] = {"color": _ORANGE, "ls": "none", "marker": "o"}
+    dots: dict[str, Any] = {"color": ORANGE, "ls": "none", "marker": "o"}
     axes.plot(
         dense_steps,
         dense_losses,
@@ -94,17 +96,15 @@ def _draw_loss(
     if len(losses) < 3 * len(dense_losses):  # the points are plain to see as it is
         return
     zoom = axes.inset_axes((0.42, 0.4, 0.56, 0.52))
-    zoom.plot(dense_steps, losses[: len(dense_losses)], color=_BLUE, lw=1.3)
+    zoom.plot(dense_steps, losses[: len(dense_losses)], color=BLUE, lw=1.3)
     zoom.plot(dense_steps, dense_losses, ms=5, **dots)
-    zoom.set_title(f"the first {len(dense_losses)} steps", fontsize=9, color=_INK)
+    zoom.set_title(f"the first {len(dense_losses)} steps", fontsize=9, color=INK)
     zoom.tick_params(labelsize=8)
     zoom.grid(alpha=0.25)
     zoom.set_xticks([step for step in (1, 5, 10, 15, 20) if step <= len(dense_losses)])
 
 
 def _draw_load(figure: Any, maps: Sequence[Any], counts: np.ndarray) -> None:
-    from matplotlib.colors import LogNorm
-
     steps, layers, experts = counts.shape
     # An expert without rows would be no colour on a logarithmic scale.
     load = np.maximum(counts / counts.mean(axis=2, keepdims=True), 1e-3)
@@ -115,14 +115,12 @@ def _draw_load(figure: Any, maps: Sequence[Any], counts: np.ndarray) -> None:
             load[:, layer].T,
             aspect="auto",
             interpolation="nearest",
-            cmap="RdBu_r",
-            norm=LogNorm(1 / 4, 4),
+            cmap=_load_picture.MAP,
+            norm=_load_picture.scale(),
             extent=(0.5, steps + 0.5, experts - 0.5, -0.5),
         )
-        axes.set_title(f"expert load, layer {layer}", fontsize=11, color=_INK)
+        axes.set_title(f"expert load, layer {layer}", fontsize=11, color=INK)
         axes.set(xlabel="step", yticks=range(0, experts, max(1, experts // 8)))
     maps[0].set_ylabel("expert")
     bar = figure.colorbar(image, ax=list(maps), extend="both", pad=0.02, aspect=25)
-    bar.set_ticks([1 / 4, 1 / 2, 1, 2, 4], labels=["1/4", "1/2", "1", "2", "4"])
-    bar.minorticks_off()
-    bar.set_label("rows, as a multiple of the mean")
+    _load_picture.label_scale(bar)

@@ -1,0 +1,256 @@
+"""What a heat map of `jax_ep.stats` shows of a load, and its text form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+COLUMNS = 80
+_SHADES = " .:-=+*#%@"
+_LINES = 32  # more ranks than these share lines
+_OWN, _SHARED, _LAYER = 32, 40, 48  # characters of a rank's line, a shared one, a layer
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A load by global expert id and by rank of the EP group, replicas summed.
+
+    Attributes:
+        rows: int64 `[layers, E]`, rows sent to each expert.
+        dropped: int64 `[layers, R]`, rows that each rank of the EP group lost.
+        invalid: int64 `[layers, R]`, invalid ids among their tokens.
+        stacked: whether the load was of a stack of layers.
+        replicas: EP groups, which hold the same experts.
+        steps: `[layers]`, steps counted.
+        mean_imbalance: `[layers]`, within a step; NaN is unknown.
+        worst_imbalance: `[layers]`, likewise.
+        fullest: most rows that a rank was sent in a step.
+    """
+
+    rows: np.ndarray
+    dropped: np.ndarray
+    invalid: np.ndarray
+    stacked: bool
+    replicas: int
+    steps: np.ndarray
+    mean_imbalance: np.ndarray
+    worst_imbalance: np.ndarray
+    fullest: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self.rows.shape[0]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.rows.shape[1]
+
+    @property
+    def ranks(self) -> int:
+        """R, ranks of one EP group."""
+        return self.dropped.shape[1]
+
+    @property
+    def local(self) -> int:
+        """L, experts of a rank."""
+        return self.experts // self.ranks
+
+    @property
+    def rank_rows(self) -> np.ndarray:
+        """`[layers, R]`, rows sent to each rank."""
+        return self.rows.reshape(self.layers, self.ranks, -1).sum(axis=2)
+
+
+def multiples(rows: np.ndarray) -> np.ndarray:
+    """Rows `[layers, n]` over each layer's mean; 0 in layers without rows."""
+    mean = rows.mean(axis=1, keepdims=True)
+    return rows / np.where(mean > 0, mean, 1)
+
+
+def bin_size(view: View, most: int) -> int:
+    """Experts per bin of at most `most` bins; they fit ranks where that can be."""
+    least = math.ceil(view.experts / most)
+    for size in range(least, 2 * least + 1):
+        if size % view.local == 0 or view.local % size == 0:
+            return size
+    return least
+
+
+def binned(values: np.ndarray, size: int) -> np.ndarray:
+    """The greatest of each `size` of `[layers, E]`."""
+    return np.maximum.reduceat(values, range(0, values.shape[1], size), axis=1)
+
+
+def headline(view: View) -> str:
+    """What the load is of."""
+    parts = [f"{_count(view.layers, 'layer')} of " if view.stacked else ""]
+    parts.append(f"{_count(view.experts, 'expert')} on {_count(view.ranks, 'rank')}")
+    if view.replicas > 1:
+        parts.append(f", sum of {view.replicas} EP groups")
+    least, most = int(view.steps.min()), int(view.steps.max())
+    steps = (
+        f"{least:,} to {_count(most, 'step')}" if least < most else _count(most, "step")
+    )
+    return "".join(parts) + f", {steps}"
+
+
+def facts(view: View) -> list[str]:
+    """Sentences without a full stop: imbalance, drops, fullest rank, idle experts."""
+    found = [_busiest(view)]
+    worst = view.worst_imbalance
+    if not np.isnan(worst).any():
+        mean = view.mean_imbalance.mean()
+        found.append(f"in a step {mean:.2f} x on average, {worst.max():.2f} x at worst")
+    rows, dropped = int(view.rows.sum()), int(view.dropped.sum())
+    share = percent(dropped / max(rows, 1))
+    lost = f"dropped {short(dropped)} of {short(rows)} rows ({share})"
+    found.append(lost if dropped else "no rows dropped")
+    invalid = int(view.invalid.sum())
+    if invalid:
+        found.append(f"{short(invalid)} invalid ids")
+    found.append(f"fullest rank {_count(view.fullest, 'row')} per step")
+    idle = int((view.rows == 0).sum())
+    if idle and rows:
+        each = " of all layers" if view.stacked else ""
+        found.append(f"{_count(idle, 'expert')}{each} without rows")
+    return found
+
+
+def _busiest(view: View) -> str:
+    layer, expert = np.unravel_index(multiples(view.rows).argmax(), view.rows.shape)
+    if not view.rows.any():
+        return "no rows"
+    where = f" in layer {layer}" if view.stacked else ""
+    factor = multiples(view.rows)[layer, expert]
+    return f"busiest expert {expert}{where}, {factor:.2f} x the mean"
+
+
+def text(view: View) -> str:
+    """The heat map in at most COLUMNS columns."""
+    table = _layer_lines(view) if view.stacked else _rank_lines(view)
+    lines = [*wrapped([headline(view)]), *table, *wrapped(facts(view))]
+    return "\n".join(lines)
+
+
+def _rank_lines(view: View) -> Iterator[str]:
+    """Experts by rank: a rank on lines of its own, or small ranks side by side."""
+    rows, local, ranks = view.rows[0], view.local, view.ranks
+    side_by_side = 1
+    while ranks > _LINES and 2 * side_by_side * (local + (local > 1)) <= _SHARED:
+        side_by_side *= 2
+    # A rank of many experts has several lines, as long as each other.
+    step = side_by_side * local
+    if side_by_side == 1:
+        step = math.ceil(local / math.ceil(local / _OWN))
+    top = int(rows.max())
+    yield from wrapped(
+        [f"a character for each expert; blank no rows, @ {_count(top, 'row')}"]
+    )
+    cells = [["rank", "experts", "", "rows", "dropped"]]
+    for first in range(0, ranks, side_by_side):
+        last = min(first + side_by_side, ranks)
+        for start in range(first * local, last * local, step):
+            end = min(start + step, last * local)
+            each = local if 1 < local < step else step
+            shades = "|".join(
+                _shades(rows[at : min(at + each, end)], top)
+                for at in range(start, end, each)
+            )
+            own = [_range(first, last), short(int(view.rank_rows[0, first:last].sum()))]
+            dropped = int(view.dropped[0, first:last].sum())
+            own.append(short(dropped) if dropped else "")
+            if start > first * local:
+                own = [""] * 3
+            cells.append([own[0], _range(start, end), f"|{shades}|", *own[1:]])
+    if not view.dropped.any():
+        cells = [row[:-1] for row in cells]
+    yield from _table(cells, left=(2,))
+
+
+def _layer_lines(view: View) -> Iterator[str]:
+    """A line for each layer."""
+    size = bin_size(view, _LAYER)
+    values = multiples(view.rows)
+    top = float(values.max())
+    each = f"the busiest of {size} experts" if size > 1 else "each expert"
+    yield from wrapped(
+        [f"a character for {each}", f"blank no rows, @ {top:.2f} x the layer's mean"]
+    )
+    cells = [["layer", f" experts 0-{view.experts - 1}", "busiest expert", "dropped"]]
+    for layer, row in enumerate(binned(values, size)):
+        busiest = int(values[layer].argmax())
+        dropped = int(view.dropped[layer].sum())
+        cells.append(
+            [
+                str(layer),
+                f"|{_shades(row, top)}|",
+                f"{busiest}, {values[layer, busiest]:.2f} x" if row.any() else "",
+                short(dropped) if dropped else "",
+            ]
+        )
+    if not view.dropped.any():
+        cells = [row[:-1] for row in cells]
+    yield from _table(cells, left=(1,))
+
+
+def _table(cells: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Lines of aligned columns; those in `left` are flush left, others right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield " ".join(aligned).rstrip()
+
+
+def _shades(values: np.ndarray, top: float) -> str:
+    """A character each; blank is exactly 0."""
+    most = len(_SHADES) - 1
+    levels = np.ceil(values * most / (top or 1)).astype(int)
+    return "".join(_SHADES[level] for level in np.clip(levels, 0, most))
+
+
+def wrapped(parts: Sequence[str], columns: int = COLUMNS) -> list[str]:
+    """Lines of sentences that are broken between them, and within long ones only."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}; {part}".removeprefix("; ")
+        lines = [*lines[:-1], longer] if len(longer) <= columns else [*lines, part]
+    return [piece for line in lines for piece in textwrap.wrap(line, columns)]
+
+
+def ranks(first: int, end: int) -> str:
+    """Which ranks, in words."""
+    return f"rank{'s' * (end - first > 1)} {_range(first, end)}"
+
+
+def _range(start: int, end: int) -> str:
+    return str(start) if end - start == 1 else f"{start}-{end - 1}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def percent(share: float) -> str:
+    """Two digits of a share, and no nought for what is more than nothing."""
+    return f"{100 * share:.2g}%" if share >= 1e-5 else "under 0.001%"
+
+
+def short(number: int) -> str:
+    """At most 7 characters: 999,999, then 1.00M."""
+    if number < 1_000_000:
+        return f"{number:,}"
+    value = number / 1000
+    for unit in "MGTPE":
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.3g}{unit}" if value < 99.95 else f"{value:.0f}{unit}"
+    return f"{value:.0f}E"
