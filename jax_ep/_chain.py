@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _untraced
+from jax_ep import _checks, _threads
 from jax_ep._handle import EPHandle
 from jax_ep._varying import varying
 
@@ -130,7 +130,7 @@ def _trace_taker() -> Any:
 @functools.cache
 def _evaluates() -> Any:
     """The trace where nothing is traced, that of a new thread."""
-    return _untraced.run(current_trace)
+    return _threads.untraced(current_trace)
 
 
 def current_trace() -> Any:

@@ -127,7 +127,7 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
         return {name: {"works": False, "why": why} for name in _names()}
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
     # Of this process's devices alone.
-    with Meeting.of(mesh, config.timeout_s, "doctor") as meeting:
+    with Meeting.of(mesh, config.timeout_s) as meeting:
         p2p = _transports.obstacle(mesh, ("ep",), meeting)
         shmem = _transports.obstacle(mesh, ("ep",), meeting, config)
     found["p2p"] = _windowed(p2p, "every device reaches every other")

@@ -21,8 +21,8 @@ from jax_ep import (
     _ffi,
     _runtime,
     _shmem,
+    _threads,
     _transports,
-    _untraced,
     _windows,
 )
 from jax_ep._config import EPConfig
@@ -81,6 +81,27 @@ def init(
     """
     _runtime.require_unforked()
     mesh = resolved_mesh(mesh)
+    # What fails from here on would have the mesh's other processes wait.
+    meeting = Meeting.of(mesh, _time_limit(config))
+    try:
+        with meeting:
+            _check_arguments(config, transport)
+            names = group_axes(mesh, axis_name, config)
+            _check_served(config, _ranks(mesh, names))
+            run = partial(_meet, mesh, names, config, transport, meeting)
+            # It waits for what it runs on the devices, which no trace can.
+            return _threads.untraced(run) if _traced(mesh) else run()
+    finally:
+        # Also where Ctrl-C has come as the block ended.
+        meeting.close()
+
+
+def _time_limit(config: Any) -> float:
+    """Of what is to be no config, too: the others hear of that."""
+    return config.timeout_s if isinstance(config, EPConfig) else EPConfig.timeout_s
+
+
+def _check_arguments(config: Any, transport: Any) -> None:
     if not isinstance(config, EPConfig):
         raise TypeError(
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
@@ -91,26 +112,31 @@ def init(
             f"jax_ep.init: transport must be one of {TRANSPORTS}, got {transport!r}; "
             '"auto" takes the fastest that works here'
         )
-    names = group_axes(mesh, axis_name, config)
-    ranks = int(np.prod([mesh.shape[name] for name in names]))
-    _check_served(config, ranks)
-    run = partial(_meet, mesh, names, config, ranks, transport)
-    # It waits for what it runs on the devices, which no trace can.
-    return _untraced.run(run) if _traced(mesh) else run()
+
+
+def _ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return int(np.prod([mesh.shape[name] for name in names]))
 
 
 def _meet(
-    mesh: Mesh, names: tuple[str, ...], config: EPConfig, ranks: int, transport: str
+    mesh: Mesh,
+    names: tuple[str, ...],
+    config: EPConfig,
+    transport: str,
+    meeting: Meeting,
 ) -> EPHandle:
     """Settles the transport with the mesh's other processes, and opens the handle."""
-    subject = repr((_content(mesh, names, config), transport))
-    with Meeting.of(mesh, config.timeout_s, subject) as meeting:
+    meeting.subject = repr((_content(mesh, names, config), transport))
+    try:
         chosen = _transports.choose(mesh, names, transport, meeting, config)
         try:
-            return _open(mesh, names, config, ranks, chosen, meeting)
+            return _open(mesh, names, config, chosen, meeting)
         except _windows.NotMapped as error:
             chosen = _transports.instead_of_windows(transport, error.obstacle)
-        return _open(mesh, names, config, ranks, chosen, meeting)
+        return _open(mesh, names, config, chosen, meeting)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        # Answers are taken for what this version sends.
+        raise meeting.unreadable(error) from error
 
 
 def resolved_mesh(mesh: Any) -> Mesh:
@@ -133,7 +159,7 @@ def resolved_mesh(mesh: Any) -> Mesh:
 def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
     """The axes of the EP group, which divide the experts; raises if they do not."""
     names = axis_names(resolved_mesh(mesh), axis_name)
-    ranks = int(np.prod([mesh.shape[name] for name in names]))
+    ranks = _ranks(mesh, names)
     if config.num_experts % ranks:
         raise ValueError(
             "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
@@ -225,14 +251,14 @@ def _content(mesh: Mesh, names: tuple[str, ...], config: EPConfig) -> tuple[Any,
     return version, ids, mesh.axis_names, mesh.devices.shape, names, config
 
 
-def _new_key(content: str, meeting: Meeting | None) -> int:
+def _new_key(content: str, meeting: Meeting) -> int:
     """A positive int64 from content and instance: the same in all who meet."""
     with _lock:
         instance = _instances[content]
         _instances[content] += 1
-    if meeting is not None:
+    if meeting.possible:
         # An init may have failed in one process before it counted there.
-        instance = max(meeting.gather("instance", instance).values())
+        instance = max(map(int, meeting.gather("instance", instance).values()))
         with _lock:
             _instances[content] = max(_instances[content], instance + 1)
     digest = hashlib.sha256(f"{content}#{instance}".encode()).digest()
@@ -243,7 +269,6 @@ def _open(
     mesh: Mesh,
     names: tuple[str, ...],
     config: EPConfig,
-    ep_size: int,
     transport: str,
     meeting: Meeting,
 ) -> EPHandle:
@@ -251,25 +276,24 @@ def _open(
     platform = _transports.platform_of(mesh)
     native = _ffi.native_for(platform)
     content = repr((_content(mesh, names, config), transport))
-    # The collective transport asks nobody, and compares keys with nobody's.
-    key = _new_key(content, meeting if transport in _OPENERS else None)
+    key = _new_key(content, meeting)
     local = _local_ranks(mesh, names)
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
     buffer_bytes = 0
-    if transport in _OPENERS and not config.skip_a2a:
-        buffer_bytes = _OPENERS[transport](
-            native,
-            key,
-            _transports.ep_groups(mesh, names),
-            config,
-            native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
-            meeting,
-        )
-    else:
-        ordinals = [_windows.ordinal(device) for device in devices]
-        native.open_group(key, ordinals, ranks)
     try:
+        if transport in _OPENERS and not config.skip_a2a:
+            buffer_bytes = _OPENERS[transport](
+                native,
+                key,
+                _transports.ep_groups(mesh, names),
+                config,
+                native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
+                meeting,
+            )
+        else:
+            ordinals = [_windows.ordinal(device) for device in devices]
+            native.open_group(key, ordinals, ranks)
         dev_ptrs, my_rank = _run_init(mesh, key, devices)
         if my_rank.tolist() != ranks:
             raise RuntimeError(
@@ -278,21 +302,23 @@ def _open(
             )
         if platform == "cpu":
             _runtime.warn_if_short(native.pool_threads(key), len(devices))
+        meeting.conclude()
+        return EPHandle._opened(
+            mesh=mesh,
+            axis_names=names,
+            config=config,
+            transport=transport,
+            ep_size=_ranks(mesh, names),
+            buffer_bytes=buffer_bytes,
+            dev_ptrs=dev_ptrs,
+            my_rank=my_rank,
+            key=key,
+            _native=native,
+        )
     except BaseException:
+        # Also of a group that was not opened: Ctrl-C may come just after it was.
         native.close_group(key)
         raise
-    return EPHandle._opened(
-        mesh=mesh,
-        axis_names=names,
-        config=config,
-        transport=transport,
-        ep_size=ep_size,
-        buffer_bytes=buffer_bytes,
-        dev_ptrs=dev_ptrs,
-        my_rank=my_rank,
-        key=key,
-        _native=native,
-    )
 
 
 def _run_init(

@@ -3,6 +3,11 @@
 Values pass through the key-value store of jax.distributed: only the mesh's processes
 take part, and every wait has an end. A collective such as process_allgather would need
 all processes of the job, and wait for a dead one for ever.
+
+Each step ends with a *verdict*, one key that is written once, by whoever is first: the
+mesh's first process, with the values of all, or one that fails or whose time is up,
+with the reason. Every process takes the verdict of a step as its own result, so that a
+step succeeds in all of them or in none.
 """
 
 from __future__ import annotations
@@ -14,22 +19,38 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import jax
 from jax.sharding import Mesh
+
+from jax_ep import _threads
 
 # Otherwise when it is used: most jobs pass no descriptors, and importing takes time.
 if TYPE_CHECKING:
     from jax_ep._descriptors import Giver, Taker
 
-# A wait is cut into slices, to look for processes that have given up, and for Ctrl-C.
-_SLICE_S = 0.25
+Result = TypeVar("Result")
 
-# By who meets and which of them this process is: keys that its last meeting has left,
-# and a lock, since it can be at one meeting of the same processes at a time.
-_left: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
-_locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+# A wait is cut into slices, to look for processes that have given up.
+_SLICE_S = 0.5
+# What leaving a meeting may take.
+_FAREWELL_S = 3.0
+
+
+class _Memory:
+    """What this process remembers of its meetings with the same processes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # one meeting at a time
+        self.attempts = 0  # meetings that were begun, in step with the others'
+        self.left: set[str] = set()  # keys in the store, for the next meeting to delete
+        self.told: set[str] = set()  # failures that this process has raised already
+
+
+# By who meets and which of them this process is.
+_memories: defaultdict[tuple[str, int], _Memory] = defaultdict(_Memory)
 
 
 def _store() -> Any:
@@ -37,6 +58,10 @@ def _store() -> Any:
     from jax._src import distributed  # no public way to its store
 
     return distributed.global_state.client
+
+
+class StoreStalled(RuntimeError):
+    """The store did not answer within the time limit."""
 
 
 class Meeting:
@@ -48,6 +73,8 @@ class Meeting:
     Attributes:
         processes: those of the mesh, ascending.
         own: this one.
+        subject: what the meeting is about, to be set before the first `gather`; must be
+            the same everywhere.
     """
 
     def __init__(
@@ -55,7 +82,7 @@ class Meeting:
         processes: list[int],
         own: int,
         timeout_s: float,
-        subject: str,
+        subject: str = "",
         store: Any = None,
     ) -> None:
         """Opens nothing and waits for nobody.
@@ -63,8 +90,8 @@ class Meeting:
         Args:
             processes: who takes part.
             own: this process.
-            timeout_s: bound of each wait.
-            subject: what it is about; must be the same everywhere.
+            timeout_s: bound of each step.
+            subject: what it is about.
             store: the key-value store, None for that of jax.distributed.
 
         Raises:
@@ -75,28 +102,33 @@ class Meeting:
                 "jax_ep.init: mesh must hold devices of this process, got devices of "
                 f"{processes} in process {own}; call it in the mesh's processes alone"
             )
-        self.processes, self.own = processes, own
+        self.processes, self.own, self.subject = processes, own, subject
         self._timeout_s = timeout_s
-        self._subject = hashlib.sha256(subject.encode()).hexdigest()
         self._giver: Giver | None = None
         self._takers: dict[int, Taker] = {}
         self._store: Any = None
         self._locked = False
         who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
-        self._series = who, own
+        self._memory = _memories[who, own]
         if self.alone:
             return
         self._store = _store() if store is None else store
-        self._cards = f"jax_ep/{who}/card"
-        # Of this meeting alone, once it has begun.
+        self._root = f"jax_ep/{who}"
+        self._token, self._attempt = secrets.token_hex(8), 0
+        # Of this meeting alone, once all have arrived: made of the first one's token.
         self._folder = ""
+        self._step = 0  # the last that this process has taken part in
+        self._inside = False  # whether it is there still
+        self._over = False  # whether a verdict has ended the meeting
+        self._end = 0.0  # of the wait that it is in
+        self._stale: set[str] = set()  # keys of meetings before
 
     @staticmethod
-    def of(mesh: Mesh, timeout_s: float, subject: str) -> Meeting:
+    def of(mesh: Mesh, timeout_s: float) -> Meeting:
         """Of the processes whose devices the mesh holds."""
         processes = sorted({device.process_index for device in mesh.devices.flat})
         own = jax.process_index(mesh.devices.flat[0].client)
-        return Meeting(processes, own, timeout_s, subject)
+        return Meeting(processes, own, timeout_s)
 
     @property
     def alone(self) -> bool:
@@ -121,132 +153,296 @@ class Meeting:
             return {self.own: json.loads(json.dumps(value))}
         self.begin()
         if not self._folder:
-            self._find_folder()
-        key = f"{self._folder}/{step}/{self.own}"
-        self._put(key, json.dumps(value))
-        found = self._await(step)
-        # Whoever has come here has read what came before.
-        self._forget(keep=key)
-        return {process: json.loads(raw) for process, raw in found.items()}
+            self._arrive()
+        self._step += 1
+        return self._exchange(step, value)
+
+    def conclude(self) -> None:
+        """The last step: after it init has succeeded in all processes, or in none."""
+        if self.possible:
+            self.gather("done", None)
+
+    def unreadable(self, error: Exception) -> Exception:
+        """What `error` is, where it comes of another process's answers; else itself."""
+        return error if self.alone or not self.possible else _unreadable(error)
 
     def begin(self) -> None:
         """Has other meetings of these processes, in this one, wait for the end."""
-        if self._locked:
+        if self._locked or self.alone or self._store is None:
             return
-        if not _locks[self._series].acquire(timeout=self._timeout_s):
+        if not self._memory.lock.acquire(timeout=self._timeout_s):
             raise RuntimeError(
                 "jax_ep.init: one init of the same processes must run at a time, got "
                 f"another one's that did not end within timeout_s = {self._timeout_s:g}"
                 " s; make inits of a mesh from one thread"
             )
         self._locked = True
+        self._memory.attempts += 1
+        self._attempt = self._memory.attempts
+        self._stale, self._memory.left = self._memory.left, set()
 
-    def _find_folder(self) -> None:
-        """Finds one that no other meeting has had, the same in all processes.
+    # ---- Arrival ----
 
-        Its name is made of a number that each process draws. So what attempts that
-        failed have left behind, here or in others, is never taken for an answer, and
-        processes that failed at different times meet again.
+    @property
+    def _first(self) -> int:
+        return self.processes[0]
+
+    def _arrive(self) -> None:
+        """Finds a folder that no other meeting has had, the same in all processes.
+
+        The mesh's first process invites to one, which its token of this meeting names.
+        So what attempts that failed have left behind, here or in others, is never taken
+        for an answer, and processes that failed at different times meet again.
         """
-        cards = self._cards
-        self._put(
-            f"{cards}/{self.own}", json.dumps([secrets.token_hex(8), self._subject])
-        )
-        said, subjects, seen = "", {}, set()
-        end = time.monotonic() + self._timeout_s
-        while True:
-            # First, since those who have seen all of "here" take their cards away.
-            if self._folder and not self._missing(self._read(f"{self._folder}/here")):
-                break
-            found = self._read(cards)
-            seen |= set(found)
-            awaited = self._missing(found)
-            # One that has given up in time takes its card away, for want of another.
-            awaited = [process for process in awaited if process not in seen] or awaited
-            key = cards
-            if not awaited:
-                everybody = repr(sorted(found.items())).encode()
-                folder = f"jax_ep/{hashlib.sha256(everybody).hexdigest()[:32]}"
-                if folder != self._folder:
-                    self._folder, said = folder, f"{folder}/here/{self.own}"
-                    subjects = {p: json.loads(raw)[1] for p, raw in found.items()}
-                    self._put(said, "")
-                key = f"{self._folder}/here"
-                awaited = self._missing(self._read(key))
-            if awaited:
-                self._doze("arrival", key, awaited, end)
-        self._forget(keep=said)
+        self._end = time.monotonic() + self._timeout_s
+        card = {
+            "subject": hashlib.sha256(_bytes(self.subject)).hexdigest(),
+            "attempt": self._attempt,
+        }
+        if self.own == self._first:
+            self._folder = f"{self._root}/{self._token}"
+            self._invite()
+            found = self._exchange("arrival", card)
+        else:
+            self._delete(self._failed_key())
+            found = self._accept(card)
+        try:
+            subjects = {process: card["subject"] for process, card in found.items()}
+            self._memory.attempts = max(int(card["attempt"]) for card in found.values())
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unreadable(error) from error
+        # Whoever has arrived has left the meeting before.
+        for key in self._stale - self._memory.left:
+            self._delete(key)
         for process, subject in subjects.items():
-            if subject != subjects[self.processes[0]]:
+            if subject != subjects[self._first]:
                 raise ValueError(
                     "jax_ep.init: mesh, axis_name, config and transport must be the "
                     f"same in every process of the mesh, got others in {process} than "
-                    f"in {self.processes[0]}; make inits in the same order everywhere"
+                    f"in {self._first}; make inits in the same order everywhere"
                 )
 
-    def _await(self, step: str) -> dict[int, bytes]:
-        folder, end = f"{self._folder}/{step}", time.monotonic() + self._timeout_s
+    def _invite(self, failed: str | None = None) -> None:
+        self._put(
+            f"{self._root}/invitation",
+            {"token": self._token, "attempt": self._attempt, "failed": failed},
+        )
+
+    def _accept(self, card: dict[str, Any]) -> dict[int, Any]:
+        """Follows the first process's invitations until one is to a whole meeting."""
+        seen = ""
         while True:
-            # In this order: one that gives up after a step has been to it.
-            gone = self._gone()
-            found = self._read(folder)
-            missing = self._missing(found)
-            if not missing:
-                return found
-            if gone:
-                raise gone
-            self._doze(step, folder, missing, end)
+            invitation = self._get(f"{self._root}/invitation") or {}
+            token = str(invitation.get("token"))
+            if invitation and token != seen:
+                seen = token
+                self._consider(invitation, f"{self._root}/{token}", card)
+            verdict = self._wait(self._verdict_key()) if self._folder else None
+            if verdict is not None:
+                return self._judged(verdict)
+            if self._left_s() <= 0:
+                return self._give_up_waiting("arrival")
+            if not self._folder:
+                time.sleep(min(self._left_s(), _SLICE_S / 4))
 
-    def _gone(self) -> RuntimeError | None:
-        """What there is to say of those who have given up."""
-        for process, why in self._read(f"{self._folder}/gone").items():
-            return RuntimeError(
-                "jax_ep.init: every process of the mesh must come to its end, got a "
-                f"failure of process {process}: {why.decode()}"
-            )
-        return None
+    def _consider(
+        self, invitation: dict[str, Any], folder: str, card: dict[str, Any]
+    ) -> None:
+        """Joins the meeting if it has not ended, in success or failure, without us."""
+        verdict = self._get(f"{folder}/0/verdict")
+        why = invitation.get("failed") or _failure_of(verdict)
+        if why and self._concerns(invitation):
+            self._over = True
+            _raise_failed(self._first, str(why))
+        if not why and verdict is None:
+            self._folder, self._inside = folder, True
+            self._put(self._own_key(), {"value": card})
 
-    def _missing(self, found: dict[int, bytes]) -> list[int]:
-        return [process for process in self.processes if process not in found]
+    def _concerns(self, told: dict[str, Any]) -> bool:
+        """Whether a failure before arrival is of this attempt, and is news."""
+        token, attempt = told.get("token"), told.get("attempt")
+        if not isinstance(token, str) or not isinstance(attempt, int):
+            return False
+        news = attempt >= self._attempt and token not in self._memory.told
+        if news:
+            self._memory.told.add(token)
+        return news
 
-    def _doze(self, step: str, folder: str, missing: list[int], end: float) -> None:
-        """Until the first of those has put something there, a slice at most."""
-        left = end - time.monotonic()
-        if left <= 0:
-            raise RuntimeError(
-                "jax_ep.init: every process of the mesh must come within timeout_s = "
-                f"{self._timeout_s:g} s to the step {step!r}, got nothing from "
-                f"{missing} of {self.processes}; see what became of them, or raise "
-                "timeout_s where they only start late (docs/cluster.md)"
-            )
-        milliseconds = max(1, int(1000 * min(left, _SLICE_S)))
+    # ---- A step ----
+
+    def _exchange(self, step: str, value: Any) -> dict[int, Any]:
+        if self._step:
+            self._end = time.monotonic() + self._timeout_s
+        self._inside = True
+        if self.own == self._first:
+            verdict = self._collect(value)
+        else:
+            self._put(self._own_key(), {"value": value})
+            verdict = None
+            while verdict is None and self._left_s() > 0:
+                verdict = self._wait(self._verdict_key())
+        if verdict is None:
+            return self._give_up_waiting(step)
+        return self._judged(verdict)
+
+    def _collect(self, value: Any) -> Any:
+        """As the first process: reads all values and publishes them; None in time."""
+        values = {self.own: value}
+        for process in self.processes[1:]:
+            while process not in values:
+                found = self._wait(f"{self._folder}/{self._step}/{process}")
+                if found is not None:
+                    values[process] = _value_of(found)
+                    continue
+                verdict = self._get(self._verdict_key())
+                if verdict is not None:
+                    return verdict
+                if not self._step:
+                    self._raise_if_one_failed_before()
+                if self._left_s() <= 0:
+                    return None
+        return self._claim({"values": {str(p): v for p, v in values.items()}})
+
+    def _raise_if_one_failed_before(self) -> None:
+        """Of those who will not arrive."""
+        for process, told in self._read(f"{self._root}/failed").items():
+            if isinstance(told, dict) and self._concerns(told):
+                _raise_failed(process, str(told.get("failed")))
+
+    def _give_up_waiting(self, step: str) -> dict[int, Any]:
+        """Ends the step for all, unless it has just come to its end after all."""
+        # A little more, to tell the others.
+        self._end = time.monotonic() + _SLICE_S
+        missing = [self._first]
+        if self._folder:
+            found = self._read(f"{self._folder}/{self._step}")
+            late = [p for p in self.processes[1:] if p not in found and p != self.own]
+            # The first one's value comes with its verdict.
+            missing = late or missing
+        why = (
+            "every process of the mesh must come within timeout_s = "
+            f"{self._timeout_s:g} s to the step {step!r}, got nothing from "
+            f"{missing} of {self.processes}; see what became of them, or raise "
+            "timeout_s where they only start late (docs/cluster.md)"
+        )
+        if not self._folder:  # nobody has invited
+            self._over = True
+            raise RuntimeError(f"jax_ep.init: {why}")
+        return self._judged(self._claim({"failed": why, "process": self.own}))
+
+    def _judged(self, verdict: Any) -> dict[int, Any]:
+        """The values of a verdict; raises what it says otherwise."""
+        self._inside = False
+        if self.own == self._first:
+            # Who has come to this step has read the verdict of the one before; that of
+            # the arrival tells who comes now that it is too late to join.
+            if self._step > 1:
+                self._delete(self._verdict_key(self._step - 1))
+        else:
+            self._delete(self._own_key())
+        why = _failure_of(verdict)
+        if why is not None:
+            self._over = True
+            if verdict.get("process") == self.own:
+                raise RuntimeError(f"jax_ep.init: {why}")
+            _raise_failed(verdict.get("process"), why)
         try:
-            key = f"{folder}/{missing[0]}"
-            self._store.blocking_key_value_get_bytes(key, milliseconds)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+            return {p: verdict["values"][str(p)] for p in self.processes}
+        except (KeyError, TypeError) as error:
+            raise _unreadable(error) from error
 
-    def _put(self, key: str, value: str) -> None:
-        _left[self._series].append(key)
-        self._store.key_value_set_bytes(key, value.encode(), allow_overwrite=True)
+    # ---- The store ----
 
-    def _forget(self, keep: str) -> None:
-        """Takes away what this process has put, here and in meetings before."""
-        for key in _left[self._series]:
-            if key != keep:
-                self._delete(key)
-        _left[self._series] = [keep]
+    def _verdict_key(self, step: int | None = None) -> str:
+        return f"{self._folder}/{self._step if step is None else step}/verdict"
+
+    def _own_key(self) -> str:
+        return f"{self._folder}/{self._step}/{self.own}"
+
+    def _failed_key(self) -> str:
+        return f"{self._root}/failed/{self.own}"
+
+    def _left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def _call(self, ask: Callable[[Any], Result], more_s: float = 0.0) -> Result:
+        """`ask(store)`, which ends with the wait that this process is in.
+
+        The store's calls have no deadline of their own: a process 0 that stands still
+        would hold them up for ever.
+        """
+        store = self._store
+        limit = max(self._left_s(), _SLICE_S) + more_s
+        try:
+            return _threads.bounded(lambda: ask(store), limit)
+        except TimeoutError:
+            raise StoreStalled(
+                "jax_ep.init: the key-value store of jax.distributed must answer "
+                f"within timeout_s = {self._timeout_s:g} s, got nothing; see what "
+                "became of the process that runs the coordinator (process 0)"
+            ) from None
+
+    def _put(self, key: str, value: Any) -> None:
+        raw = _dump(value)
+        self._memory.left.add(key)
+        self._call(lambda s: s.key_value_set_bytes(key, raw, allow_overwrite=True))
+
+    def _claim(self, verdict: dict[str, Any], step: int | None = None) -> Any:
+        """Writes the verdict of a step, or reads the one that was there before."""
+        key, raw = self._verdict_key(step), _dump(verdict)
+        self._memory.left.add(key)
+        claimed = self._ask(
+            lambda s: [s.key_value_set_bytes(key, raw, allow_overwrite=False)],
+            "ALREADY_EXISTS",
+        )
+        return _load(raw) if claimed is not None else self._get(key)
+
+    def _get(self, key: str) -> Any:
+        """What is there now, or None."""
+        return _load(self._ask(lambda s: s.key_value_try_get_bytes(key), "NOT_FOUND"))
+
+    def _wait(self, key: str) -> Any:
+        """What is there within a slice, or None."""
+        milliseconds = max(1, int(1000 * min(self._left_s(), _SLICE_S)))
+        found = self._ask(
+            lambda s: s.blocking_key_value_get_bytes(key, milliseconds),
+            "DEADLINE_EXCEEDED",
+            more_s=_SLICE_S,
+        )
+        return _load(found)
+
+    def _read(self, folder: str) -> dict[int, Any]:
+        """What processes have put there, by process."""
+        entries = self._call(lambda s: s.key_value_dir_get_bytes(f"{folder}/"))
+        named = {key.rpartition("/")[2]: raw for key, raw in entries}
+        return {
+            int(name): _load(raw) for name, raw in named.items() if name.isdecimal()
+        }
 
     def _delete(self, key: str) -> None:
+        if key not in self._memory.left | self._stale:
+            return
+        self._memory.left.discard(key)
+        self._stale.discard(key)
         # Nothing depends on it, and after another jax.distributed.initialize() there is
         # no such key.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.key_value_delete(key)
+            self._call(lambda s: s.key_value_delete(key))
 
-    def _read(self, folder: str) -> dict[int, bytes]:
-        entries = self._store.key_value_dir_get_bytes(f"{folder}/")
-        return {int(key.rpartition("/")[2]): raw for key, raw in sorted(entries)}
+    def _ask(
+        self, ask: Callable[[Any], Result], code: str, more_s: float = 0.0
+    ) -> Result | None:
+        """As `_call`; None where the store answers with that status."""
+
+        def asked(store: Any) -> Result | None:
+            try:
+                return ask(store)
+            except jax.errors.JaxRuntimeError as error:
+                if code not in str(error):
+                    raise
+                return None
+
+        return self._call(asked, more_s)
 
     # ---- Descriptors ----
 
@@ -286,35 +482,119 @@ class Meeting:
         try:
             return self._takers[process].take(number)
         except OSError as error:
-            # It may have left for the sake of another one, whom its word names.
-            raise self._gone() or RuntimeError(
+            self.raise_if_failed()
+            raise RuntimeError(
                 "jax_ep.init: every process of an EP group must hand its windows over, "
                 f"got from process {process}: {error}; see what became of it"
             ) from error
 
+    def raise_if_failed(self) -> None:
+        """Raises what another process has failed with, if it has left word.
+
+        For what may come of that, before it is taken for something else.
+        """
+        if self.alone or not self._folder:
+            return
+        self._end = time.monotonic() + _SLICE_S
+        verdict = self._get(self._verdict_key(self._step + 1))
+        why = _failure_of(verdict)
+        if why is not None:
+            self._over = True
+            _raise_failed(verdict.get("process"), why)
+
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Begins: a failure from here on is told to the others."""
+        self.begin()
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         """Closes all; tells the others of an exception, so that they do not wait."""
+        self.close(None if kind is None else f"{kind.__name__}: {value}", value)
+
+    def close(self, why: str | None = None, error: BaseException | None = None) -> None:
+        """What leaving does, once; `why` it is left before its end."""
         # The rest comes to pass also where a part of it is interrupted.
         with contextlib.ExitStack() as rest:
             if self._locked:
-                rest.callback(_locks[self._series].release)
+                rest.callback(self._unlock)
             for taker in self._takers.values():
                 rest.callback(taker.close)
             if self._giver is not None:
                 rest.callback(self._giver.close)
             # First, so that whoever finds this process's socket closed finds out why.
-            if kind is not None and self._locked and not self.alone:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._give_up(f"{kind.__name__}: {value}")
+            if why is not None and self._locked and not isinstance(error, StoreStalled):
+                with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
+                    self._give_up(why)
+
+    def _unlock(self) -> None:
+        if self._locked:
+            self._locked = False
+            # What a meeting that failed has not deleted the next one will.
+            self._memory.left |= self._stale
+            self._memory.lock.release()
 
     def _give_up(self, why: str) -> None:
-        card = f"{self._cards}/{self.own}"
-        if card in _left[self._series]:
-            _left[self._series].remove(card)
-            self._delete(card)
+        """Leaves word of a failure where the others look next."""
+        if self._over:
+            return
+        self._end = time.monotonic() + min(_FAREWELL_S, self._timeout_s)
+        verdict = {"failed": why, "process": self.own}
         if self._folder:
-            self._put(f"{self._folder}/gone/{self.own}", why)
+            inside = self._inside and _failure_of(self._claim(verdict)) is not None
+            # It has taken part in the last step, and the others may have gone on.
+            if not inside:
+                self._claim(verdict, self._step + 1)
+        elif self.own == self._first:
+            self._invite(failed=why)
+        else:
+            told = {"token": self._token, "attempt": self._attempt, "failed": why}
+            self._put(self._failed_key(), told)
+
+
+def _raise_failed(process: Any, why: str) -> NoReturn:
+    raise RuntimeError(
+        f"jax_ep.init: init failed on process {process}: {why}; it ends on all "
+        "processes of the mesh"
+    )
+
+
+def _unreadable(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        "jax_ep.init: every process of the mesh must run the same jax_ep, got an "
+        f"answer that cannot be read ({type(error).__name__}: {error}); install one "
+        "version everywhere"
+    )
+
+
+def _failure_of(verdict: Any) -> str | None:
+    if isinstance(verdict, dict) and "failed" in verdict:
+        return str(verdict["failed"])
+    return None
+
+
+def _bytes(text: str) -> bytes:
+    # File names and messages of errors may hold what UTF-8 cannot say.
+    return text.encode(errors="backslashreplace")
+
+
+def _dump(value: Any) -> bytes:
+    return _bytes(json.dumps(value))
+
+
+def _load(raw: bytes | None) -> Any:
+    if raw is None:
+        return None
+    try:
+        found = json.loads(raw)
+    except ValueError as error:
+        raise _unreadable(error) from error
+    if not isinstance(found, dict):
+        raise _unreadable(TypeError(repr(raw[:80])))
+    return found
+
+
+def _value_of(found: dict[str, Any]) -> Any:
+    try:
+        return found["value"]
+    except KeyError as error:
+        raise _unreadable(error) from error

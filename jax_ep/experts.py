@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _grouped, _untraced
+from jax_ep import _checks, _grouped, _threads
 from jax_ep._grouped import grouped_matmul
 
 _MOSAIC_MULTIPLE = 128
@@ -102,7 +102,7 @@ def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
         dtype: of rows and matrices.
         device: where, a `jax.Device`; None is this process's first.
     """
-    text = _untraced.run(functools.partial(_ragged_dot_text, dtype, device))
+    text = _threads.untraced(functools.partial(_ragged_dot_text, dtype, device))
     # A kernel that takes groups keeps the operation, inside of a fusion.
     return " ragged-dot(" not in text
 

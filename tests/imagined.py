@@ -34,9 +34,16 @@ class Store:
 
     def key_value_set_bytes(self, key, value, allow_overwrite=False):
         with self._changed:
-            assert allow_overwrite or key not in self.values
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: set before")
             self.values[key] = value
             self._changed.notify_all()
+
+    def key_value_try_get_bytes(self, key):
+        with self._changed:
+            if key not in self.values:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND: no such key")
+            return self.values[key]
 
     def key_value_dir_get_bytes(self, folder):
         with self._changed:

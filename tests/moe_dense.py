@@ -67,7 +67,7 @@ def layer(
         scores = 1 / (1 + jnp.exp(-logits))
         shares = scores / jnp.sum(scores, -1, keepdims=True)
     weights = jnp.where(chosen, scores, 0)
-    if router.normalize:
+    if router.normalize is not False:  # all have K > 1
         weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
     weights = jnp.where(kept, weights * router.scale, 0)
     both = jnp.einsum("nh,ehcf->necf", x, params["gate_up"])

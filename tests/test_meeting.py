@@ -12,7 +12,7 @@ import imagined
 import pytest
 from errors import check_form
 
-from jax_ep._meeting import Meeting
+from jax_ep._meeting import Meeting, _dump
 
 # Well below the 20 s that others would wait, on machines that are slow and busy too.
 SOON_S = 10.0
@@ -74,8 +74,8 @@ def test_values_of_all() -> None:
                 {p: {"from": p, "none": None} for p in processes},
                 {p: [p * 10] for p in processes},
             )
-        # The last step's are there until the next meeting.
-        assert len(store.values) == len(processes)
+        # The invitation, its verdict and the last one are there until the next meeting.
+        assert len(store.values) == 3
 
 
 def test_meetings_of_other_processes_go_their_own_way() -> None:
@@ -103,7 +103,7 @@ def test_second_init_of_the_same_processes() -> None:
     """It waits for the first one, but not for ever."""
     store = imagined.Store()
     first = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 30.0, subject="", store=store)
-    while not any("card" in key for key in list(store.values)):
+    while not any("invitation" in key for key in list(store.values)):
         time.sleep(0.01)
     second = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 0.2, subject="", store=store)
     second.join(200)
@@ -176,23 +176,33 @@ def test_meeting_again_after_failures() -> None:
         assert len(store.values) == 3
 
 
-def test_card_of_a_dead_process() -> None:
-    """What a killed process has left is not taken for the one that is started anew."""
+@pytest.mark.parametrize("dead", [0, 1])
+def test_what_a_dead_process_has_left(dead: int) -> None:
+    """It is not taken for the process that is started anew."""
     store = imagined.Store()
 
-    def start(process: int, timeout_s: float, act: Callable[[Meeting], Any]) -> Actor:
+    def start(process: int, timeout_s: float, value: str) -> Actor:
+        def act(meeting: Meeting) -> Any:
+            return meeting.gather("one", value)
+
         return Actor(act, [0, 1], process, timeout_s, subject="", store=store)
 
-    killed = start(1, 0.1, lambda meeting: meeting.gather("one", "old"))
+    killed = start(dead, 0.1, "old")
     killed.join()
-    # A card that nobody took away.
-    store.values["jax_ep/" + killed.meeting._series[0] + "/card/1"] = b'["0", ""]'
-    early = start(0, 20.0, lambda meeting: meeting.gather("one", 0))
+    meeting = killed.meeting
+    # As it left them when it was killed in its wait.
+    store.values[f"{meeting._root}/invitation"] = _dump(
+        {"token": "0", "attempt": 1, "failed": None}
+    )
+    store.values[f"{meeting._root}/0/0/1"] = _dump({"value": {"attempt": 1}})
+    early = start(1 - dead, 20.0, "early")
     time.sleep(0.3)
-    new = start(1, 20.0, lambda meeting: meeting.gather("one", "new"))
+    new = start(dead, 20.0, "new")
     for actor in (early, new):
         actor.join(200)
-        assert actor.result == {0: 0, 1: "new"}
+        assert actor.error is None
+        assert actor.result == {dead: "new", 1 - dead: "early"}
+        assert actor.seconds < SOON_S
 
 
 def test_two_threads_of_a_process_meet_in_turn() -> None:
@@ -288,3 +298,185 @@ def test_descriptors_end_with_the_meeting() -> None:
         imagined.os.close(actor.result)
     assert imagined.threads_of_meetings() == 0
     assert imagined.descriptors() == before
+
+
+def test_a_step_succeeds_in_all_or_in_none() -> None:
+    """One that comes just after the others' time is up takes what they have settled."""
+    store = imagined.Store()
+
+    def act(meeting: Meeting) -> Any:
+        meeting.gather("one", None)
+        if meeting.own == 2:
+            time.sleep(1.0)
+        return meeting.gather("last", None)
+
+    for late in (0.3, 0.9, 0.95, 1.0, 1.05, 3.0):
+        actors = act_all(dict.fromkeys(range(3), act), timeout_s=late, store=store)
+        outcomes = {actor.error is None for actor in actors.values()}
+        assert len(outcomes) == 1, (late, [actor.error for actor in actors.values()])
+        assert outcomes == {True} if late > 2 else True
+        assert outcomes == {False} if late < 0.5 else True
+
+
+def test_failure_before_arrival_is_told() -> None:
+    """In its first attempt and again; and not to an attempt that it is not of."""
+    store = imagined.Store()
+
+    def fail(meeting: Meeting) -> None:
+        raise ValueError(f"no such axis in process {meeting.own}")
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", meeting.own)
+
+    for failing in (0, 2, 1):
+        for _ in range(2):
+            acts = {p: fail if p == failing else act for p in range(3)}
+            actors = act_all(acts, store=store)
+            assert isinstance(actors[failing].error, ValueError)
+            for process in {0, 1, 2} - {failing}:
+                error = actors[process].error
+                assert f"init failed on process {failing}: ValueError: no such" in str(
+                    error
+                )
+                assert actors[process].seconds < SOON_S
+        # All fail by themselves: nobody takes that for a failure of the next attempt.
+        act_all(dict.fromkeys(range(3), fail), store=store)
+        actors = act_all(dict.fromkeys(range(3), act), store=store)
+        for actor in actors.values():
+            assert actor.error is None
+            assert actor.result == {0: 0, 1: 1, 2: 2}
+
+
+class Stalled(imagined.Store):
+    """Of a coordinator that stands still from `since` on."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key, self.going = key, threading.Event()
+
+    def _stall(self, key: str) -> None:
+        if self.key in key:
+            self.going.wait(60)
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        self._stall(key)
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+    def key_value_try_get_bytes(self, key):
+        self._stall(key)
+        return super().key_value_try_get_bytes(key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        self._stall(key)
+        return super().blocking_key_value_get_bytes(key, milliseconds)
+
+
+@pytest.mark.parametrize("key", ["invitation", "/0/1", "/0/verdict", "/1/verdict"])
+def test_store_that_stands_still(key: str) -> None:
+    """Its calls have no deadline of their own, and time is up all the same."""
+    store = Stalled(key)
+    actors = act_all(
+        dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
+    )
+    for actor in actors.values():
+        assert isinstance(actor.error, RuntimeError)
+        assert actor.seconds < 1.0 + SOON_S
+    assert any("must answer within" in str(actor.error) for actor in actors.values())
+    store.going.set()
+    # And they meet again, once it goes on.
+    actors = act_all(dict.fromkeys(range(2), lambda m: m.gather("one", 2)), store=store)
+    assert [actor.result for actor in actors.values()] == [{0: 2, 1: 2}] * 2
+
+
+LIES = [
+    b"",
+    b"[]",
+    b"\xff",
+    b"{}",
+    b'{"values": {}}',
+    b'{"values": 3}',
+    b'{"value": 1}',
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("place", ["0/1", "0/verdict", "1/1", "1/verdict"])
+def test_lies_of_a_process(lie: bytes, place: str) -> None:
+    """A plain error, whatever another one has written."""
+    store = imagined.Store()
+    true_set = store.key_value_set_bytes
+
+    def put(key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        value = lie if key.endswith(place) else value
+        true_set(key, value, allow_overwrite)
+
+    store.key_value_set_bytes = put
+    actors = act_all(
+        dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
+    )
+    errors = [actor.error for actor in actors.values() if actor.error is not None]
+    # A value may be anything that JSON has, for whoever asked for it to judge.
+    assert errors or (place, lie) == ("1/1", b'{"value": 1}')
+    for error in errors:
+        assert type(error) is RuntimeError
+        assert str(error).startswith("jax_ep.init: ")
+
+
+class Counted(imagined.Store):
+    """Counts calls and bytes."""
+
+    calls, moved = 0, 0
+
+    def _count(self, *parts: Any) -> None:
+        with self._changed:
+            self.calls += 1
+            self.moved += sum(len(part) for part in parts)
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        self._count(key, value)
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+    def key_value_dir_get_bytes(self, folder):
+        found = super().key_value_dir_get_bytes(folder)
+        self._count(folder, *(raw for _, raw in found))
+        return found
+
+    def key_value_try_get_bytes(self, key):
+        self._count(key)
+        found = super().key_value_try_get_bytes(key)
+        self._count(found)
+        return found
+
+    def key_value_delete(self, key):
+        self._count(key)
+        super().key_value_delete(key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        self._count(key)
+        found = super().blocking_key_value_get_bytes(key, milliseconds)
+        self._count(found)
+        return found
+
+
+def test_traffic_is_linear() -> None:
+    """Of 64 processes of which one is 2 s late: some calls for each, not for each pair.
+
+    Values reach everybody, so bytes of a step are the values of all, once for each.
+    """
+    counts = {}
+    for size in (8, 64):
+        store = Counted()
+
+        def act(meeting: Meeting) -> None:
+            meeting.gather("one", None)
+            if meeting.own == 3:
+                time.sleep(2.0)
+            meeting.gather("two", None)
+
+        actors = act_all(dict.fromkeys(range(size), act), 60.0, store=store)
+        assert [actor.error for actor in actors.values()] == [None] * size
+        counts[size] = store.calls, store.moved
+    calls, moved = counts[64]
+    assert calls < 64 * 30, counts
+    assert calls < 1.5 * 8 * counts[8][0], counts
+    assert moved < 2_000_000, counts

@@ -73,7 +73,7 @@ def native(monkeypatch):
 def choose(
     mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), config: Any = None
 ) -> str:
-    with Meeting.of(mesh, 1.0, "") as meeting:
+    with Meeting.of(mesh, 1.0) as meeting:
         return _transports.choose(
             mesh, names, requested, meeting, config or helpers.make_config()
         )
