@@ -11,9 +11,21 @@ from typing import Any
 
 import jax_ep
 from jax_ep import _cli_bench, _cli_doctor
+from jax_ep._cli_text import Parser, complain
 from jax_ep._cli_values import at_least
 
 GOOD, FAILED, USAGE = 0, 1, 2
+
+_ABOUT = "Expert-parallel dispatch and combine for JAX: try it out."
+_ENDING = """\
+examples:
+  jax-ep doctor  what this machine can do
+  jax-ep demo --quick  train a small model on it
+  jax-ep bench --quick  time it
+  jax-ep doctor --help  all options of a command
+
+exit codes: 0 good, 1 what was asked for failed, 2 usage, 130 interrupted
+"""
 
 _DEMO_TEXT = """\
 Trains a small byte-level mixture-of-experts language model on the sources of Python's
@@ -24,10 +36,10 @@ jax_ep, and draws the loss and the experts' load. Takes about a minute on two CP
 
 _DEMO_EXAMPLES = """\
 examples:
-  jax-ep demo                           the whole run, picture in ./jax_ep_demo.png
-  jax-ep demo --quick --no-plot         a small model for a few steps: is it working?
-  jax-ep demo --devices 4 --steps 500   longer, on four devices
-  JAX_PLATFORMS=cpu jax-ep demo         on the CPU, whatever GPUs there are
+  jax-ep demo  the whole run, picture in ./jax_ep_demo.png
+  jax-ep demo --quick --no-plot  a small model for a few steps
+  jax-ep demo --devices 4 --steps 500  longer, on four devices
+  JAX_PLATFORMS=cpu jax-ep demo  on the CPU, whatever GPUs there are
 
 exit codes: 0 good, 1 the check failed or the demo could not run, 2 usage,
 130 interrupted
@@ -37,23 +49,20 @@ exit codes: 0 good, 1 the check failed or the demo could not run, 2 usage,
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code.
 
-    Usage errors leave through SystemExit with code 2, as argparse does.
+    Without arguments it shows its help, which is no error. Usage errors leave through
+    SystemExit with code 2, as argparse does.
     """
-    parser = argparse.ArgumentParser(
-        prog="jax-ep",
-        description="Expert-parallel dispatch and combine for JAX: try it out.",
-        epilog="examples: jax-ep demo --quick; jax-ep doctor; jax-ep bench --quick. "
-        "exit codes: 0 good, 1 what was asked for failed, 2 usage, 130 interrupted",
-    )
+    parser = Parser(prog="jax-ep", description=_ABOUT, epilog=_ENDING)
     parser.add_argument(
         "--version", action="version", version=f"jax-ep {jax_ep.__version__}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _cli_doctor.add, _cli_bench.add):
         add(commands)
+    asked = sys.argv[1:] if argv is None else argv
     try:
         try:
-            args = parser.parse_args(argv)
+            args = parser.parse_args(asked or ["--help"])
             code = args.run(args)
         except SystemExit:  # also after --help
             _flush()
@@ -85,10 +94,9 @@ def _lost_output() -> int | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE  # as with `| head`
-        print(
+        complain(
             "jax-ep: standard output must be what can be written, got: "
-            f"{error.strerror or error}; make room, or send it elsewhere",
-            file=sys.stderr,
+            f"{error.strerror or error}; make room, or send it elsewhere"
         )
         return FAILED
     return None
@@ -100,7 +108,6 @@ def _add_demo(commands: Any) -> None:
         help="train a small mixture-of-experts model here and check it",
         description=_DEMO_TEXT,
         epilog=_DEMO_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--steps", type=at_least(1), metavar="N", help="training steps (default 200)"
@@ -116,7 +123,7 @@ def _add_demo(commands: Any) -> None:
         type=at_least(0),
         default=0,
         metavar="N",
-        help="of parameters and batches (default 0)",
+        help="seed of parameters and batches (default 0)",
     )
     parser.add_argument(
         "--out",
@@ -150,7 +157,7 @@ def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except devices.TooManyDevicesError as error:
         parser.error(str(error))
     except (corpus.CorpusError, devices.NoBackendError) as error:
-        print(f"jax-ep demo: {error}", file=sys.stderr)
+        complain(f"jax-ep demo: {error}")
         return FAILED
 
 

@@ -7,18 +7,32 @@ import json
 import os
 from typing import Any
 
+from jax_ep import _cli_text, _config, formats
+from jax_ep._cli_text import LABEL, NBSP, entry
+from jax_ep._cli_values import (
+    at_least,
+    nodes_problem,
+    number,
+    ranks_problem,
+    top_k_problem,
+)
+
+_WIDE = 60  # columns from which on everything stands beside its label
+
 _TEXT = """\
 Says what this machine can do with jax_ep and why: devices, which of them reach each
 other's memory and over what link, versions, which transports work (each is tried with a
-few tokens), what a layer would take of memory, and advice.
+few tokens), how much memory a layer would take, and advice.
+
+Memory is counted from sizes alone, so any machine tells it for any group.
 """
 
 _EXAMPLES = """\
 examples:
   jax-ep doctor
-  jax-ep doctor --experts 64 --hidden 4096 --tokens 8192 --capacity-factor 1.25
-  jax-ep doctor --ranks 32              memory of a group larger than this machine
-  jax-ep doctor --ranks 32 --ranks-per-node 4         ... over nodes of 4 GPUs
+  jax-ep doctor --experts 64 --hidden 4096 --capacity-factor 1.25
+  jax-ep doctor --ranks 32  a group larger than this machine
+  jax-ep doctor --ranks 32 --ranks-per-node 4  the same over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
 
 exit codes: 0 every transport that is served here passed its test, 1 one did not or JAX
@@ -33,10 +47,10 @@ def add(commands: Any) -> None:
         help="what this machine can do, and why not more",
         description=_TEXT,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     layer = parser.add_argument_group("the layer whose memory is counted")
+    count = at_least(1)
     for name, default, text in (
         ("experts", 256, "num_experts"),
         ("top-k", 8, "top_k"),
@@ -45,28 +59,71 @@ def add(commands: Any) -> None:
     ):
         layer.add_argument(
             f"--{name}",
-            type=int,
+            type=count,
             default=default,
             metavar="N",
             help=f"{text} (default {default})",
         )
-    layer.add_argument("--ranks", type=int, metavar="N", help="of the EP group")
+    layer.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="ranks of the EP group (default: every device here)",
+    )
     layer.add_argument(
         "--ranks-per-node",
-        type=int,
+        type=count,
         metavar="N",
-        help="of shmem (default: every device here)",
+        help="ranks that share a node, for shmem (default: every device here)",
     )
-    layer.add_argument("--dtype", default="bfloat16", help="default bfloat16")
-    layer.add_argument("--format", default="bf16", help="dispatch_format, default bf16")
-    layer.add_argument("--combine-format", help="combine_format, default none")
+    layer.add_argument(
+        "--dtype", default="bfloat16", metavar="NAME", help=_one_of(_config.DTYPES)
+    )
+    layer.add_argument(
+        "--format",
+        default="bf16",
+        metavar="NAME",
+        help=f"dispatch_format: {_one_of(formats.names())}",
+    )
+    layer.add_argument(
+        "--combine-format",
+        metavar="NAME",
+        help=f"combine_format: none by default, or {', '.join(_config.WIRE_FORMATS)}",
+    )
     capacity = layer.add_mutually_exclusive_group()
-    capacity.add_argument("--capacity-factor", type=float, metavar="X")
-    capacity.add_argument("--recv-capacity", type=int, metavar="N")
-    layer.add_argument("--reduce", default="rank", help="rank (default), source, none")
-    layer.add_argument("--fused-shared-expert", action="store_true")
-    layer.add_argument("--expert-alignment", type=int, default=1, metavar="N")
+    capacity.add_argument(
+        "--capacity-factor",
+        type=number(0, strict=True),
+        metavar="X",
+        help="room for X times the rows of balanced routing (default: the worst case)",
+    )
+    capacity.add_argument(
+        "--recv-capacity", type=count, metavar="N", help="room for N rows per rank"
+    )
+    layer.add_argument(
+        "--reduce",
+        default="rank",
+        metavar="NAME",
+        help=f"where combine sums: {_one_of(_config.REDUCES)}",
+    )
+    layer.add_argument(
+        "--fused-shared-expert",
+        action="store_true",
+        help="every token also goes to a shared expert of its rank",
+    )
+    layer.add_argument(
+        "--expert-alignment",
+        type=count,
+        default=1,
+        metavar="N",
+        help="pad each expert's rows to a multiple of N (default 1)",
+    )
     parser.set_defaults(run=lambda args: _run(args, parser))
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    first, *others = names
+    return ", ".join([f"{first} (default)", *others])
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -80,6 +137,11 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # Changes the CPU platform alone; the test of a transport wants several ranks.
     jax.config.update("jax_num_cpu_devices", 8)
 
+    problem = top_k_problem(args.experts, args.top_k)
+    if args.ranks is not None:
+        problem = problem or ranks_problem(args.experts, args.ranks)
+    if problem:
+        parser.error(problem)
     try:
         config = jax_ep.EPConfig(
             num_experts=args.experts,
@@ -98,8 +160,10 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
     except ValueError as error:
         parser.error(str(error).removeprefix("jax_ep.EPConfig: "))
-    if args.ranks is not None and (args.ranks < 1 or args.experts % args.ranks):
-        parser.error(f"--ranks must divide --experts {args.experts}, got {args.ranks}")
+    if args.ranks_per_node is not None:
+        ranks = args.ranks or _doctor.group_size(args.experts)
+        if problem := nodes_problem(ranks, args.ranks_per_node):
+            parser.error(problem)
     found = _doctor.silent_examine(config, args.ranks)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -110,61 +174,72 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def report(found: dict[str, Any]) -> list[str]:
     """The findings as text."""
-    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v)
-    built = ", ".join(name for name, has in found["build"].items() if has)
-    lines = [f"versions    {versions}", f"built for   {built}"]
-    on_cpu = [device for device in found["devices"] if device["platform"] == "cpu"]
+    versions = [f"{k} {v}" for k, v in found["versions"].items() if v]
+    versions = [version.replace(" ", NBSP) for version in versions]
+    built = [name for name, has in found["build"].items() if has]
+    lines = entry("versions", ", ".join(versions))
+    lines += entry("built for", ", ".join(built))
+    lines += _device_lines(found["devices"])
+    matrix = found.get("peer_access")
+    if matrix:
+        cells = [["x" if served else "-" for served in row] for row in matrix]
+        heads = [f"{i:>2}" for i in range(len(matrix))]
+        lines += _cli_text.matrix("p2p between", heads, cells)
+    links = found.get("links")
+    if links:
+        lines += _cli_text.matrix("link", [str(i) for i in range(len(links))], links)
+    for name, told in found.get("transports", {}).items():
+        state = "works" if told["works"] else "no"
+        test = f"; test {told['test']}" if "test" in told else ""
+        lines += entry(name, f"{state}: {told['why']}{test}")
+    if "memory" in found:
+        lines += _memory_lines(found["memory"])
+    for text in found["problems"]:
+        lines += entry("PROBLEM", text)
+    for text in found["advice"]:
+        lines += entry("advice", text)
+    return lines
+
+
+def _device_lines(devices: list[dict[str, Any]]) -> list[str]:
+    on_cpu = [device for device in devices if device["platform"] == "cpu"]
+    lines = []
     if on_cpu:
-        lines.append(f"devices     {len(on_cpu)} virtual CPU devices")
-    for device in found["devices"][len(on_cpu) :]:
+        lines += entry("devices", f"{len(on_cpu)} virtual CPU devices")
+    for device in devices[len(on_cpu) :]:
         memory = device["memory_bytes"]
         size = f", {memory / 1e9:.0f} GB for JAX" if memory else ""
         capability = device["compute_capability"]
         kind = f"{device['kind']}, compute capability {capability}{size}"
-        lines.append(f"device {device['id']:<4} {kind}, process {device['process']}")
-    matrix = found.get("peer_access")
-    if matrix:
-        lines.append("p2p between " + " ".join(f"{i:>2}" for i in range(len(matrix))))
-        for index, row in enumerate(matrix):
-            cells = " ".join(" x" if served else " -" for served in row)
-            lines.append(f"{index:>11} {cells}")
-    links = found.get("links")
-    if links:
-        width = max(len(kind) for row in links for kind in row)
-        heads = " ".join(f"{i:>{width}}" for i in range(len(links)))
-        lines.append(f"link        {heads}")
-        for index, row in enumerate(links):
-            lines.append(f"{index:>11} " + " ".join(f"{kind:>{width}}" for kind in row))
-    for name, entry in found.get("transports", {}).items():
-        state = "works" if entry["works"] else "no"
-        test = f"; test {entry['test']}" if "test" in entry else ""
-        lines.append(f"{name:<11} {state}: {entry['why']}{test}")
-    if "memory" in found:
-        lines += _memory_lines(found["memory"])
-    lines += [f"PROBLEM     {text}" for text in found["problems"]]
-    lines += [f"advice      {text}" for text in found["advice"]]
+        text = f"{kind}, process {device['process']}"
+        lines += entry(f"device {device['id']}", text)
     return lines
 
 
 def _memory_lines(sizes: dict[str, Any]) -> list[str]:
-    def megabytes(name: str) -> str:
-        return f"{sizes[name] / 1e6:,.0f} MB"
-
-    lines = [
-        f"memory      of one call on each of {sizes['ranks']} ranks, "
-        f"recv_capacity {sizes['recv_capacity']:,}:",
-        f"            received rows {megabytes('dispatched_rows')}, expert rows "
-        f"{megabytes('expert_rows')}, tables {megabytes('tables')}, exchange "
-        f"{megabytes('exchange')}",
+    ranks, windows = sizes["ranks"], sizes.get("p2p_windows")
+    lines = entry(
+        "memory",
+        f"per rank, in a group of {ranks} ranks with recv_capacity "
+        f"{sizes['recv_capacity']:,}:",
+    )
+    items = [
+        (sizes["dispatched_rows"], "received rows of a dispatch"),
+        (sizes["expert_rows"], "rows of the experts' outputs"),
+        (sizes["tables"], "tables of a dispatch"),
+        (sizes["exchange"], "exchange of a call on transport collective"),
     ]
-    windows = sizes.get("p2p_windows")
-    if windows is not None:
-        shown = windows if isinstance(windows, str) else f"{windows / 1e6:,.0f} MB"
-        lines.append(f"            window of p2p, as long as a handle is open: {shown}")
-    node = sizes.get("ranks_per_node", sizes["ranks"])
-    if sizes.get("shmem_windows") is not None and sizes["ranks"] > node:
-        lines.append(
-            f"            window of shmem over nodes of {node} ranks, likewise: "
-            f"{megabytes('shmem_windows')}"
-        )
+    if isinstance(windows, int):
+        items.append((windows, "window of p2p, as long as a handle is open"))
+    node, over_nodes = sizes.get("ranks_per_node", ranks), sizes.get("shmem_windows")
+    if over_nodes is not None and ranks > node:
+        items.append((over_nodes, f"window of shmem over nodes of {node} ranks"))
+    indent = LABEL if _cli_text.width() >= _WIDE else 2
+    for count, text in items:
+        lines += _cli_text.fill(text, f"{'':{indent}}{count / 1e6:>8,.0f} MB  ")
+    if windows is None:
+        why = f"no windows: p2p and shmem serve at most 32 ranks, got {ranks}"
+        lines += entry("", why)
+    elif isinstance(windows, str):
+        lines += entry("", f"no window of p2p: {windows}")
     return lines

@@ -6,23 +6,82 @@ import argparse
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from jax_ep._cli_text import complain
+
+_GPU_PLATFORMS = frozenset({"cuda", "gpu", "rocm"})
+
+
+def backend_problem(error: str) -> str:
+    """A sentence on why JAX starts no backend.
+
+    Args:
+        error: what it ended with, as "AssertionError" or "RuntimeError: its text".
+    """
+    asked = os.environ.get("JAX_PLATFORMS")
+    if not asked:
+        return f"JAX starts no backend: {error}"
+    kind, _, why = error.partition(": ")
+    # Where the machine shows no GPU, JAX passes over "cuda" without a word, and fails
+    # an assertion in the end or goes on to what else "gpu" stands for.
+    wordless = kind == "AssertionError" or (asked == "gpu" and "'rocm'" in why)
+    if wordless and set(asked.split(",")) <= _GPU_PLATFORMS:
+        return f"JAX was told by JAX_PLATFORMS to use {asked} and found no GPU"
+    return f"JAX was told by JAX_PLATFORMS to use {asked} and could not: {why or kind}"
+
 
 def backend_advice() -> str | None:
-    """What may help where JAX starts no backend."""
-    asked = os.environ.get("JAX_PLATFORMS")
-    said = f"JAX_PLATFORMS is {asked!r}: install its plugin, or unset it"
-    return said if asked else None
+    """What helps where JAX_PLATFORMS is the reason."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        return None
+    return "unset JAX_PLATFORMS, so that JAX uses whatever devices there are"
 
 
 def no_backend(error: str) -> str:
-    """What to say where JAX starts none."""
-    return "; ".join(
-        filter(None, [f"JAX starts no backend: {error}", backend_advice()])
+    """`backend_problem` and what helps, in one line."""
+    lines = error.splitlines() or [""]
+    return "; ".join(filter(None, [backend_problem(lines[0]), backend_advice()]))
+
+
+def top_k_problem(experts: int, top_k: int) -> str | None:
+    """That a token has more choices than there are experts; None where all is well."""
+    if top_k <= experts:
+        return None
+    return (
+        f"--top-k must be at most --experts, got --top-k {top_k} and --experts "
+        f"{experts}; lower --top-k or raise --experts"
     )
+
+
+def ranks_problem(experts: int, ranks: int) -> str | None:
+    """That the experts do not divide among the ranks; None where they do."""
+    if experts % ranks == 0:
+        return None
+    return (
+        f"--ranks must divide --experts, got --ranks {ranks} and --experts {experts}; "
+        f"choose --ranks {_divisors(experts, ranks)}"
+    )
+
+
+def nodes_problem(ranks: int, ranks_per_node: int) -> str | None:
+    """That nodes would have unlike numbers of ranks; None where they have not."""
+    if ranks % ranks_per_node == 0:
+        return None
+    return (
+        "--ranks-per-node must divide the ranks of the group, got --ranks-per-node "
+        f"{ranks_per_node} and {ranks} ranks; choose --ranks-per-node "
+        f"{_divisors(ranks, ranks_per_node)}, or other --ranks"
+    )
+
+
+def _divisors(number: int, near: int) -> str:
+    """The divisors of `number` next to `near`, below and above."""
+    every = [each for each in range(1, number + 1) if number % each == 0]
+    below = [each for each in every if each < near][-1:]
+    above = [each for each in every if each > near][:1]
+    return " or ".join(map(str, below + above))
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -95,10 +154,9 @@ def write_file(name: str, write: Callable[[pathlib.Path], Any]) -> bool:
     try:
         write(pathlib.Path(name))
     except OSError as error:
-        print(
+        complain(
             f"jax-ep bench: {name!r} must be a file that can be written, got: "
-            f"{error.strerror or error}; make room or name another, and measure again",
-            file=sys.stderr,
+            f"{error.strerror or error}; make room or name another, and measure again"
         )
         return False
     print(f"wrote {name}")

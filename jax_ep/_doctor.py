@@ -24,11 +24,11 @@ from jax_ep import (
     _transports,
     _windows,
 )
-from jax_ep._cli_values import backend_advice
+from jax_ep._cli_values import backend_advice, backend_problem
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
-_CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_NO_DEVICES = 8  # ranks that are counted where there are no devices to count
 
 
 def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
@@ -36,42 +36,58 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
 
     Args:
         config: whose memory is counted, and which p2p must serve. Its ranks_per_node
-            are those of shmem's nodes; None is every device here.
-        ranks: of the EP group counted; None is every device here, or the most of them
-            that divide the experts.
+            are those of shmem's nodes; None is as many devices as are here, or the
+            most of them that divide the ranks.
+        ranks: of the EP group counted; None is `group_size`.
     """
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
-    try:
-        devices = jax.local_devices()
-    except Exception as error:  # JAX asserts, raises or whatever: it is the finding
-        problem = f"JAX starts no backend: {type(error).__name__}: {error}"
-        problem = problem.removesuffix(": ")
-        advice = list(filter(None, [backend_advice()]))
-        return found | {"devices": [], "problems": [problem], "advice": advice}
+    devices, problem = local_devices()
     found["devices"] = [_device(device) for device in devices]
-    found["peer_access"] = peer_access(devices)
-    found["links"] = _doctor_links.links(devices)
-    found["transports"] = transports(devices, config)
-    group = ranks or _fitting(len(devices), config.num_experts)
+    if devices:
+        found["peer_access"] = peer_access(devices)
+        found["links"] = _doctor_links.links(devices)
+        found["transports"] = transports(devices, config)
+    entries = found.get("transports", {})
+    group = ranks or group_size(config.num_experts)
     found["memory"] = memory(config, group)
-    if found["transports"]["p2p"]["works"] and group == len(devices):
-        found["memory"]["p2p_windows"] = _opened_bytes(devices, config)
+    if entries and entries["p2p"]["works"] and group == len(devices):
+        windows: int | str | None = _opened_bytes(devices, config)
     else:
-        found["memory"]["p2p_windows"] = _window_bytes(config, group)
-    node = config.ranks_per_node or len(devices)
-    found["memory"]["ranks_per_node"] = node
-    found["memory"]["shmem_windows"] = _window_bytes(config, group, node)
-    tests = [entry["test"] for entry in found["transports"].values() if "test" in entry]
+        windows = window_bytes(config, group)
+    node = config.ranks_per_node or _fitting(len(devices) or _NO_DEVICES, group)
+    found["memory"] |= {
+        "p2p_windows": windows,
+        "ranks_per_node": node,
+        "shmem_windows": window_bytes(config, group, node),
+    }
+    tests = [entry["test"] for entry in entries.values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
     found["advice"] = _doctor_advice.advice(found, devices, config)
+    if problem is not None:
+        found["problems"].insert(0, problem)
+        found["advice"][:0] = filter(None, [backend_advice()])
     return found
+
+
+def local_devices() -> tuple[list[Any], str | None]:
+    """This process's devices, or none and why JAX has none."""
+    try:
+        return jax.local_devices(), None
+    except Exception as error:  # JAX asserts, raises or whatever: it is the finding
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return [], backend_problem(text)
+
+
+def group_size(experts: int) -> int:
+    """Ranks of the group that is counted: all devices, or the most that fit."""
+    return _fitting(len(local_devices()[0]) or _NO_DEVICES, experts)
 
 
 def versions() -> dict[str, str | None]:
     """Of jax_ep, Python, and what is beside it; None where there is none."""
     found: dict[str, str | None] = {"jax_ep": jax_ep.__version__}
     found["python"] = platform.python_version()
-    for name in (*_PACKAGES, *_CUDA_PACKAGES, _shmem.PACKAGE):
+    for name in (*_PACKAGES, *_doctor_advice.CUDA_PACKAGES, _shmem.PACKAGE):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -193,7 +209,7 @@ def self_test(mesh: Mesh, transport: str) -> str:
 
 
 def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
-    """Bytes on a device for one layer's calls, in a group of `ranks`.
+    """Bytes per rank for one layer's calls, in a group of `ranks`.
 
     `exchange` is of transport collective: what is sent and what arrives, of dispatch
     or combine, the larger.
@@ -227,7 +243,7 @@ def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
     }
 
 
-def _window_bytes(
+def window_bytes(
     config: jax_ep.EPConfig, ranks: int, node: int | None = None
 ) -> int | None:
     """The window of a rank in a group of `ranks`; None where it has none.
@@ -235,10 +251,9 @@ def _window_bytes(
     Of p2p, or with `node` of shmem over nodes of so many ranks. Also of a group that is
     not here: what it takes is a matter of sizes alone.
     """
-    native = _ffi.native_cuda
-    if native is None or ranks > native.MAX_WINDOW_RANKS:
+    if ranks > _ffi.native.MAX_WINDOW_RANKS:
         return None
-    return _nodes.window_bytes(native, config, [[*_nodes.forced(ranks, node or ranks)]])
+    return _nodes.window_bytes(config, [[*_nodes.forced(ranks, node or ranks)]])
 
 
 def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
@@ -251,8 +266,8 @@ def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
         return str(error).splitlines()[0]
 
 
-def _fitting(devices: int, experts: int) -> int:
-    return max(r for r in range(1, devices + 1) if experts % r == 0)
+def _fitting(most: int, number: int) -> int:
+    return max(each for each in range(1, most + 1) if number % each == 0)
 
 
 def silent_examine(*args: Any) -> dict[str, Any]:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jax_ep import _capacity, _ffi, formats
+from jax_ep import _capacity, _doctor_links, _ffi, formats
 from jax_ep import experts as _experts
 from jax_ep._config import EPConfig
 
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
 _MOSAIC_SIZE = 128  # an intermediate size that is no obstacle
+# Without the setting a build that finds no nvcc goes on, for CPUs alone.
+_REBUILD = (
+    "pip install . -C cmake.define.JAX_EP_CUDA=ON in the repository of jax_ep (with "
+    "nvcc 12.5 or newer on PATH or in CUDA_HOME)"
+)
 
 
 def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[str]:
     """In sentences, of what `_doctor.examine` has found so far."""
     advice = []
-    on_gpu = devices[0].platform != "cpu"
+    on_gpu = bool(devices) and devices[0].platform != "cpu"
     if on_gpu and _ffi.native_cuda is None:
-        advice.append(
-            "built without CUDA: put nvcc (12.5 or newer) on PATH or in CUDA_HOME and "
-            "reinstall jax_ep"
-        )
+        advice.append(f"this jax_ep is built without CUDA: run {_REBUILD}")
     if not on_gpu:
-        advice.append(
-            "only CPU devices: right for tests and small runs; install jax[cuda13] "
-            "for GPUs"
-        )
+        only = "only CPU devices, which are right for tests and small runs; "
+        advice.append((only if devices else "") + _for_gpus(found["versions"]))
     if on_gpu and _dense_experts(config):
         obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
         runs = obstacle is None and config.element_bytes == 2
@@ -44,13 +45,13 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     limits = [d["memory_bytes"] for d in found["devices"] if d["memory_bytes"]]
     if limits and needed > min(limits) / 2:
         advice.append(
-            f"the config takes {needed / 1e9:.1f} GB of {min(limits) / 1e9:.1f} GB a "
-            "device: lower max_tokens_per_rank or bound recv_capacity"
+            f"the config takes {needed / 1e9:.1f} GB of the {min(limits) / 1e9:.1f} GB "
+            "per device: lower max_tokens_per_rank or bound recv_capacity"
         )
     if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
         advice.append(
-            f"recv_capacity is the worst case, {sizes['recv_capacity']} rows where a "
-            f"balanced router sends {_balanced(config)}: capacity_factor=1.25 saves "
+            f"recv_capacity is the worst case, {sizes['recv_capacity']:,} rows where a "
+            f"balanced router sends {_balanced(config):,}: capacity_factor=1.25 saves "
             "memory, at the risk of dropped rows (jax_ep.stats counts them)"
         )
     remark = _capacity.shortfall(config, sizes["ranks"])
@@ -65,6 +66,24 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
             "which pays where calls wait for the link (docs/formats.md)"
         )
     return advice
+
+
+def _for_gpus(versions: dict[str, Any]) -> str:
+    """What this installation lacks for GPUs, in the order in which to get it."""
+    lacks = []
+    # First JAX's packages, for an nvcc that comes with them is found by the build.
+    if not any(map(versions.get, CUDA_PACKAGES)):
+        lacks.append('pip install "jax[cuda13]"')
+    if _ffi.native_cuda is None:
+        lacks.append(_REBUILD)
+    if lacks:
+        return "for NVIDIA GPUs run " + ", then ".join(lacks)
+    if _doctor_links.driver() is None:
+        return "for NVIDIA GPUs, run where there are some: no driver answers here"
+    return (
+        "this installation serves NVIDIA GPUs, and JAX uses none here: see "
+        "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and what nvidia-smi says"
+    )
 
 
 def _dense_experts(config: EPConfig) -> bool:

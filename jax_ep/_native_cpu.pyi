@@ -1,5 +1,7 @@
 from typing import Any
 
+from jax_ep._windows import WindowConfig
+
 FFI_VERSION: tuple[int, int]
 WIRE_VERSION: int
 MAX_TOP_K: int
@@ -7,6 +9,7 @@ MAX_EXPERTS: int
 MAX_INDEX: int
 MAX_HIDDEN: int
 ROW_ALIGN_BYTES: int
+MAX_WINDOW_RANKS: int
 
 def targets() -> dict[str, Any]: ...
 def open_group(key: int, ordinals: list[int], ranks: list[int]) -> None: ...
@@ -27,6 +30,9 @@ def cached_region_bytes(
 ) -> int: ...
 def combine_region_bytes(
     format: str, hidden: int, element_bytes: int, tokens: int, num_weights: int
+) -> int: ...
+def window_bytes(
+    config: WindowConfig, far: bool = False, bundled: tuple[int, int] = (0, 0)
 ) -> int: ...
 def encoded_bytes(format: str, hidden: int, element_bytes: int) -> tuple[int, int]: ...
 def scale_tiles(rows: int, groups: int, columns: int) -> tuple[int, int]: ...

@@ -1,26 +1,11 @@
 from typing import Any
 
+from jax_ep._windows import WindowConfig
+
 CUDA_VERSION: int
 MAX_WINDOW_RANKS: int
 FIRST_EPOCH: int
 ELSEWHERE: int
-
-class WindowConfig:
-    def __init__(
-        self,
-        *,
-        format: str,
-        hidden: int,
-        element_bytes: int,
-        wire_element_bytes: int,
-        tokens: int,
-        dispatch_tokens: int,
-        combine_tokens: int,
-        top_k: int,
-        ranks: int,
-        local_experts: int,
-        pending_calls: int,
-    ) -> None: ...
 
 def targets() -> dict[str, Any]: ...
 def open_group(key: int, ordinals: list[int], ranks: list[int]) -> None: ...
@@ -35,9 +20,6 @@ def open_windows(
     given: list[list[int]] | None = None,
     far: tuple[list[list[int]], list[list[int]], list[int]] | None = None,
     by_fabric: bool = False,
-) -> int: ...
-def window_bytes(
-    config: WindowConfig, far: bool = False, bundled: tuple[int, int] = (0, 0)
 ) -> int: ...
 def given_windows_in_use() -> list[int]: ...
 def close_group(key: int) -> None: ...

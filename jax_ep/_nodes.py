@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ep import _windows
+from jax_ep import _ffi, _windows
 from jax_ep._config import EPConfig
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
@@ -89,7 +89,7 @@ def bundled(nodes: Nodes, config: EPConfig) -> tuple[int, int]:
     return first
 
 
-def window_bytes(native: ModuleType, config: EPConfig, nodes: Nodes) -> int:
+def window_bytes(config: EPConfig, nodes: Nodes) -> int:
     """What a rank has of the heap, with what reaches ranks on other nodes."""
-    sizes = _windows.window_config(native, config, len(nodes[0]))
-    return native.window_bytes(sizes, several(nodes), bundled(nodes, config))
+    sizes = _windows.window_config(config, len(nodes[0]))
+    return _ffi.native.window_bytes(sizes, several(nodes), bundled(nodes, config))

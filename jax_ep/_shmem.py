@@ -141,7 +141,7 @@ class Heap:
         own = _windows.local_groups(groups, meeting.own)
         nodes = _nodes.of_groups(groups, config, self.hosts)
         far, bundled = _nodes.several(nodes), _nodes.bundled(nodes, config)
-        size = _nodes.window_bytes(native, config, nodes)
+        size = _nodes.window_bytes(config, nodes)
         # NVSHMEM waits for all processes. All are here when it begins to, since each
         # step follows one of the meeting; one that dies just then ends at the limit.
         self._start(groups, meeting, config.timeout_s)
@@ -178,7 +178,7 @@ class Heap:
         native.open_windows(
             key,
             [_windows.ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
-            _windows.window_config(native, config, groups.shape[1]),
+            _windows.window_config(config, groups.shape[1]),
             timeout_s=config.timeout_s,
             num_sms=config.num_sms or 0,
             first_epoch=first_epoch,

@@ -11,7 +11,7 @@ import pathlib
 import socket
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -154,12 +154,28 @@ def _reach(
     return None
 
 
-def window_config(native: ModuleType, config: EPConfig, ranks: int) -> Any:
+class WindowConfig(TypedDict):
+    """What decides the size of a window: the fields of C++'s WindowConfig."""
+
+    format: str
+    hidden: int
+    element_bytes: int
+    wire_element_bytes: int
+    tokens: int
+    dispatch_tokens: int
+    combine_tokens: int
+    top_k: int
+    ranks: int
+    local_experts: int
+    pending_calls: int
+
+
+def window_config(config: EPConfig, ranks: int) -> WindowConfig:
     """What sizes the windows of a group of `ranks`."""
     tokens, top_k = config.max_tokens_per_rank, config.top_k
     shared = config.fused_shared_expert
     # Rows that cross one by one are tokens of their own; of "none" their gradients too.
-    return native.WindowConfig(
+    return WindowConfig(
         format=config.dispatch_format,
         hidden=config.hidden_size,
         element_bytes=config.element_bytes,
@@ -194,7 +210,7 @@ def open_windows(
     size = native.open_windows(
         key,
         [ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
-        window_config(native, config, groups.shape[1]),
+        window_config(config, groups.shape[1]),
         timeout_s=config.timeout_s,
         num_sms=config.num_sms or 0,
         first_epoch=first_epoch,

@@ -66,7 +66,6 @@ class Native(types.SimpleNamespace):
     MAX_WINDOW_RANKS = 32
     FIRST_EPOCH = 1
     ELSEWHERE = -1
-    WindowConfig = dict
 
     def __init__(self, process: int, **fields: Any) -> None:
         super().__init__(

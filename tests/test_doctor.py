@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _cli_doctor, _doctor, _doctor_links, _windows
+from jax_ep import _cli, _cli_doctor, _cli_values, _doctor, _doctor_links, _windows
 
 
 def command(*arguments):
@@ -53,6 +53,7 @@ def test_json_says_what_there_is():
     assert found["problems"] == []
     assert found["memory"]["ranks"] == 4
     assert found["memory"]["recv_capacity"] == 99
+    assert found["memory"]["p2p_windows"] > 0
     on_cpu = found["devices"][0]["platform"] == "cpu"
     if on_cpu:
         assert len(found["devices"]) == 8
@@ -209,7 +210,7 @@ def _found(**changes):
 
 
 def test_no_backend_is_the_finding(monkeypatch, capsys):
-    """JAX_PLATFORMS=cuda without its plugin fails an assertion of JAX's, wordless."""
+    """JAX_PLATFORMS=cuda without a GPU fails an assertion of JAX's, wordless."""
 
     def fail():
         raise AssertionError
@@ -217,12 +218,40 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
     monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert _cli.main(["doctor", "--json"]) == 1
+    assert _cli.main(["doctor", "--json", "--ranks", "16"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == ["JAX starts no backend: AssertionError"]
-    assert "JAX_PLATFORMS is 'cuda'" in found["advice"][0]
+    told = "JAX was told by JAX_PLATFORMS to use cuda and found no GPU"
+    assert found["problems"] == [told]
+    assert found["advice"][0].startswith("unset JAX_PLATFORMS")
+    # All that needs no devices is there.
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["memory"]["ranks"] == 16
+    assert found["memory"]["shmem_windows"] > found["memory"]["p2p_windows"] > 0
     assert _cli.main(["doctor"]) == 1
-    assert "PROBLEM     JAX starts no backend" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"PROBLEM {told} advice" in said
+    assert "window of p2p" in said
+    assert "only CPU devices" not in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "told"),
+    [
+        (
+            "cuda",
+            "AssertionError",
+            "told by JAX_PLATFORMS to use cuda and found no GPU",
+        ),
+        ("gpu", "RuntimeError: backend 'rocm' is unknown", "use gpu and found no GPU"),
+        ("cuda", "RuntimeError: old driver", "use cuda and could not: old driver"),
+        ("tpu", "AssertionError", "to use tpu and could not: AssertionError"),
+        ("", "RuntimeError: broken", "JAX starts no backend: RuntimeError: broken"),
+    ],
+)
+def test_why_jax_starts_no_backend(asked, error, told, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    assert told in _cli_values.backend_problem(error)
+    assert ("unset JAX_PLATFORMS" in _cli_values.no_backend(error)) == bool(asked)
 
 
 def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
@@ -238,49 +267,68 @@ def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
     # int32 [R, T, K + 1]
     assert fused["tables"] - 4 * 5 * fused["recv_capacity"] == 4 * 8 * 8 * 5
 
-    class Native:
-        MAX_WINDOW_RANKS = 32
-        WindowConfig = dict
 
-        @staticmethod
-        def window_bytes(config, far, bundled):
-            return 1000 * config["ranks"] + 100 * far + 10 * bundled[0] + bundled[1]
+def test_windows_of_a_group_that_is_not_here():
+    """From sizes alone, so that a machine without GPUs tells them too."""
+    sizes = {"hidden_size": 1024, "num_experts": 64, "top_k": 4}
+    sizes["max_tokens_per_rank"] = 1024
+    plain, more = (helpers.make_config(**sizes, pending_calls=n) for n in (0, 2))
+    native = _doctor._ffi.native
+    there = native.dispatch_region_bytes("bf16", 1024, 2, 1024, 4, 4)
+    back = native.combine_region_bytes("bf16", 1024, 2, 1024, 4)
+    # A region from every source for each of both calls; flags and cells come on top.
+    regions = 16 * (there + back)
+    assert regions < _doctor.window_bytes(plain, 16) < 1.1 * regions
+    assert 3 * regions < _doctor.window_bytes(more, 16) < 3.3 * regions
+    # Over nodes there is more: what is sent from, inboxes, bundles of two nodes.
+    one, two, single = (_doctor.window_bytes(plain, 16, n) for n in (16, 8, 1))
+    assert one == _doctor.window_bytes(plain, 16) < single < two
+    # Without a second choice nothing is bundled.
+    alone = helpers.make_config(**sizes | {"top_k": 1}, pending_calls=0)
+    assert _doctor.window_bytes(alone, 16, 8) == _doctor.window_bytes(alone, 16, 1)
+    assert _doctor.window_bytes(plain, 32) is not None
+    assert _doctor.window_bytes(plain, 64) is None
+    assert _doctor.window_bytes(plain, 64, 8) is None
 
-    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
-    config = helpers.make_config(num_experts=64)
-    assert _doctor._window_bytes(config, 16) == 16000
-    assert _doctor._window_bytes(config, 64) is None
-    # Over nodes there is more: what far ranks are sent from, and bundles.
-    assert _doctor._window_bytes(config, 16, 8) == 16128
-    assert _doctor._window_bytes(config, 16, 16) == 16000
-    assert _doctor._window_bytes(config, 16, 1) == 16100
-    assert _doctor._window_bytes(config, 16, 5) == 16100
-    assert _doctor._window_bytes(helpers.make_config(top_k=1), 16, 4) == 16100
-    assert _doctor._window_bytes(config, 64, 8) is None
 
-
-def test_each_transport_has_a_figure_of_its_own(monkeypatch, capsys):
-    class Native:
-        MAX_WINDOW_RANKS = 32
-        WindowConfig = dict
-        window_bytes = staticmethod(lambda config, far, _: 10**9 + far * 10**8)
-
+@pytest.fixture
+def only_memory(monkeypatch):
+    """A doctor that looks at no devices."""
     found = {"works": False, "why": "of a test"}
-    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
     monkeypatch.setattr(_doctor, "transports", lambda *_: {"p2p": found})
     monkeypatch.setattr(_doctor, "peer_access", lambda _: None)
     monkeypatch.setattr(_doctor, "_build", dict)
     monkeypatch.setattr(_doctor_links, "links", lambda _: None)
+
+
+def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
     asked = ["doctor", "--ranks", "16", "--ranks-per-node"]
-    assert _cli.main([*asked, "4"]) == 0
-    said = capsys.readouterr().out
-    assert "window of p2p, as long as a handle is open: 1,000 MB\n" in said
-    assert "window of shmem over nodes of 4 ranks, likewise: 1,100 MB\n" in said
-    assert _cli.main([*asked, "16"]) == 0
-    assert "window of shmem" not in capsys.readouterr().out
-    assert _cli.main([*asked, "16", "--json"]) == 0
-    sizes = json.loads(capsys.readouterr().out)["memory"]
-    assert sizes["p2p_windows"] == sizes["shmem_windows"] == 10**9
+
+    def told(*options):
+        assert _cli.main([*options, "--json"]) == 0
+        sizes = json.loads(capsys.readouterr().out)["memory"]
+        assert _cli.main([*options]) == 0
+        return sizes, " ".join(capsys.readouterr().out.split())
+
+    sizes, said = told(*asked, "4")
+    p2p, shmem = (sizes[name] / 1e6 for name in ("p2p_windows", "shmem_windows"))
+    assert shmem > 1.5 * p2p > 0
+    assert f" {p2p:,.0f} MB window of p2p, as long as a handle is open" in said
+    assert f" {shmem:,.0f} MB window of shmem over nodes of 4 ranks" in said
+    sizes, said = told(*asked, "16")
+    assert "window of shmem" not in said
+    assert sizes["p2p_windows"] == sizes["shmem_windows"]
+    sizes, said = told("doctor", "--ranks", "64")
+    assert sizes["p2p_windows"] is sizes["shmem_windows"] is None
+    assert "no windows: p2p and shmem serve at most 32 ranks, got 64" in said
+
+
+def test_nodes_divide_the_group_by_themselves_too(only_memory, capsys):
+    """Where nobody says how large they are: as many devices as here, or fewer."""
+    here = jax.local_device_count()
+    assert _cli.main(["doctor", "--experts", "60", "--ranks", "30", "--json"]) == 0
+    node = json.loads(capsys.readouterr().out)["memory"]["ranks_per_node"]
+    assert node == max(n for n in range(1, here + 1) if 30 % n == 0)
 
 
 def test_dense_products_are_told_from_grouped_ones(monkeypatch):
@@ -295,18 +343,39 @@ def test_dense_products_are_told_from_grouped_ones(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
-        ["--experts", "0"],
-        ["--ranks", "3"],
-        ["--format", "fp3"],
-        ["--what"],
-        ["--reduce", "sum"],
-        ["--recv-capacity", "5", "--capacity-factor", "1"],
+        ("--experts 0", "--experts: must be an integer of at least 1, got '0'"),
+        ("--experts 4096", "num_experts must be in [1, 2048], got 4096"),
+        ("--tokens -1", "--tokens: must be an integer of at least 1, got '-1'"),
+        ("--ranks 0", "--ranks: must be an integer of at least 1, got '0'"),
+        ("--ranks -8", "--ranks: must be an integer of at least 1, got '-8'"),
+        ("--ranks 3", "got --ranks 3 and --experts 256; choose --ranks 2 or 4"),
+        ("--ranks 512", "got --ranks 512 and --experts 256; choose --ranks 256"),
+        (
+            "--ranks 32 --ranks-per-node 5",
+            "got --ranks-per-node 5 and 32 ranks; choose --ranks-per-node 4 or 8",
+        ),
+        ("--ranks 8 --ranks-per-node 9", "--ranks-per-node 9 and 8 ranks; choose"),
+        (
+            "--experts 7 --top-k 2 --ranks-per-node 2",
+            "--ranks-per-node 2 and 7 ranks; choose --ranks-per-node 1 or 7",
+        ),
+        ("--ranks-per-node 0", "--ranks-per-node: must be an integer of at least 1"),
+        ("--experts 4 --top-k 5", "got --top-k 5 and --experts 4; lower --top-k or"),
+        ("--capacity-factor nan", "--capacity-factor: must be a number above 0"),
+        ("--format fp3", "dispatch_format must be one of"),
+        ("--what", "unrecognized arguments: --what"),
+        ("--reduce sum", "reduce must be one of"),
+        ("--recv-capacity 5 --capacity-factor 1", "not allowed with argument"),
     ],
 )
-def test_usage_errors(arguments, capsys):
+def test_usage_errors(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "silent_examine", lambda *_: pytest.fail("looks"))
+    monkeypatch.setattr(_doctor, "local_devices", lambda: ([None] * 8, None))
     with pytest.raises(SystemExit) as left:
-        _cli.main(["doctor", *arguments])
+        _cli.main(["doctor", *arguments.split()])
     assert left.value.code == 2
-    assert "error: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("usage: jax-ep doctor ")
+    assert words in said.splitlines()[-1]

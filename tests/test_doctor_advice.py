@@ -8,7 +8,7 @@ import helpers
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _doctor, _doctor_advice
+from jax_ep import _cli, _doctor, _doctor_advice, _doctor_links, _ffi
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,35 @@ def test_advice_on_the_worst_case(monkeypatch):
     assert any("worst case" in line for line in found["advice"])
     bounded = _doctor.silent_examine(helpers.make_config(capacity_factor=1.25), 4)
     assert not any("worst case" in line for line in bounded["advice"])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "built", "driver", "told"),
+    [
+        (False, False, None, ['pip install "jax[cuda13]"', "JAX_EP_CUDA=ON"]),
+        (True, False, "580", ["JAX_EP_CUDA=ON"]),
+        (False, True, "580", ['pip install "jax[cuda13]"']),
+        (True, True, None, ["no driver answers here"]),
+        (True, True, "580", ["JAX_PLATFORMS, CUDA_VISIBLE_DEVICES"]),
+    ],
+)
+def test_advice_on_gpus_is_of_what_is_not_there(
+    plugin, built, driver, told, monkeypatch
+):
+    """In the order of doing it: the build finds an nvcc that comes with JAX."""
+    monkeypatch.setattr(_ffi, "native_cuda", types.SimpleNamespace() if built else None)
+    monkeypatch.setattr(_doctor_links, "driver", lambda: driver)
+    versions = dict.fromkeys(_doctor_advice.CUDA_PACKAGES)
+    versions["jax-cuda12-plugin"] = "0.10.2" if plugin else None
+    config = helpers.make_config()
+    found = {"versions": versions, "memory": _doctor.memory(config, 2), "devices": []}
+    cpu = types.SimpleNamespace(platform="cpu")
+    line = _doctor_advice.advice(found, [cpu], config)[0]
+    assert line.startswith("only CPU devices")
+    places = [line.index(words) for words in told]
+    assert places == sorted(places)
+    others = {'pip install "jax[cuda13]"', "JAX_EP_CUDA=ON"} - {*told}
+    assert not any(words in line for words in others)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +94,7 @@ def test_advice_on_formats_is_of_links(platform, ranks, name, told, monkeypatch)
     device = types.SimpleNamespace(platform=platform, compute_capability="9.0")
     monkeypatch.setattr(jax_ep.experts, "ragged_dot_is_dense", lambda dtype: False)
     config = helpers.make_config(hidden_size=128, dispatch_format=name)
-    found = {"memory": _doctor.memory(config, ranks), "devices": []}
+    found = {"memory": _doctor.memory(config, ranks), "devices": [], "versions": {}}
     lines = _doctor_advice.advice(found, [device], config)
     assert any("fp8_block128" in line for line in lines) == told
 

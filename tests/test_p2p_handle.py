@@ -44,7 +44,6 @@ def opened(monkeypatch):
     module = types.SimpleNamespace(
         FIRST_EPOCH=1,
         ELSEWHERE=-1,
-        WindowConfig=dict,
         open_windows=open_windows,
         close_group=close_group,
         wait_failures=lambda key: record.failures,

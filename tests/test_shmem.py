@@ -17,10 +17,9 @@ import pytest
 from test_meeting import act_all
 from test_windows import make_groups
 
-from jax_ep import _native, _nvshmem, _shmem, _windows
+from jax_ep import _ffi, _native, _nvshmem, _shmem, _windows
 from jax_ep._meeting import Meeting
 
-BYTES, FAR_BYTES = 1000, 2500
 KERNELS = [11, 12]
 here = threading.local()  # the process that a thread stands for
 ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
@@ -50,6 +49,7 @@ class Module:
     def __init__(self, shared: Nvshmem) -> None:
         self.shared, self.pe, self.offset = shared, -1, 1
         self.HAS_KERNELS: bool = True
+        self.allocated = 0
         self.missing: str | None = None
 
     def load(self, path: str) -> str:
@@ -74,7 +74,7 @@ class Module:
         return KERNELS
 
     def allocate(self, size: int) -> int:
-        assert size in (BYTES, FAR_BYTES)
+        self.allocated = size
         self.shared.meet(self.pe, "allocate")
         if self.pe in self.shared.short:
             return 0
@@ -96,16 +96,12 @@ class Native(imagined.Native):
     def __init__(self, process: int) -> None:
         super().__init__(process, given={}, far={}, in_use=set())
 
-    def window_bytes(self, config, far, bundled):
-        self.bundled = bundled
-        return FAR_BYTES if far else BYTES
-
     def open_windows(self, key, groups, config, *, given, far, **options):
         self.groups, self.given[key], self.far[key] = groups, given, far
         for group, blocks in zip(groups, given, strict=True):
             (rank,) = (r for r, o in enumerate(group) if o != self.ELSEWHERE)
             self.in_use.add(blocks[rank])
-        return BYTES
+        return imagined.BYTES
 
     def given_windows_in_use(self):
         return sorted(self.in_use)
@@ -141,7 +137,14 @@ class Job:
 
         return act_all(dict.fromkeys(self.processes, act))
 
-    def opens(self, key: int, size: int = BYTES, **changes: Any) -> None:
+    def size(self, *far: Any, **changes: Any) -> int:
+        """Bytes of a window; `far` as window_bytes takes it."""
+        config = helpers.make_config(**changes)
+        sizes = _windows.window_config(config, self.groups.shape[1])
+        return _ffi.native.window_bytes(sizes, *far)
+
+    def opens(self, key: int, *far: Any, **changes: Any) -> None:
+        size = self.size(*far, **changes)
         for actor in self.run(key, **changes).values():
             assert actor.error is None
             assert actor.result == size
@@ -259,7 +262,7 @@ def test_heap_without_room(short) -> None:
     job.shared.short = short
     for actor in job.run(1).values():
         assert "must have room" in str(actor.error)
-        assert f"{BYTES} bytes" in str(actor.error)
+        assert f"{job.size()} bytes" in str(actor.error)
     job.shared.short = set()
     if len(short) == len(job.processes):
         job.opens(2)

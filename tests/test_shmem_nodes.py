@@ -12,7 +12,7 @@ import imagined
 import jax
 import pytest
 from test_meeting import act_all
-from test_shmem import BYTES, CROSSED, FAR_BYTES, KERNELS, ONE_EACH, Job, Native, here
+from test_shmem import CROSSED, KERNELS, ONE_EACH, Job, here
 from test_windows import make_groups
 
 from jax_ep import _doctor, _ffi, _native, _nvshmem, _shmem, _transports, _windows
@@ -27,13 +27,12 @@ def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
     job = Job(ONE_EACH)
     # Out of reach, as those of another node may be.
     job.shared.unreached = {(0, 2), (1, 2), (2, 0), (2, 1)}
-    job.opens(7, FAR_BYTES, ranks_per_node=2)
+    job.opens(7, True, ranks_per_node=2)
     for process, native in job.natives.items():
         near = [0, 0, 2002] if process == 2 else [2, 1002, 0]
         assert native.given[7] == [near]
         # The last node is short of a rank.
         assert native.far[7] == ([[0, 1, 2]], [], KERNELS)
-        assert native.bundled == (0, 0)
     # Nodes as large as the groups need no puts.
     job.shared.unreached = set()
     job.opens(8, ranks_per_node=3)
@@ -46,7 +45,7 @@ def test_hosts_are_nodes(monkeypatch) -> None:
     monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
     job.opens(7)
     hosts[0] = "b"
-    job.opens(8, FAR_BYTES)
+    job.opens(8, True)
     far = {p: native.far[8] for p, native in job.natives.items()}
     # PEs by rank, in each group.
     for process, pes in {0: [3, 0], 1: [2, 1], 2: [2, 1], 3: [3, 0]}.items():
@@ -67,23 +66,18 @@ def test_bundles_want_nodes_of_several_ranks() -> None:
         ({"ranks_per_node": 3}, (0, 0)),
     ):
         job = Job(groups)
-        job.opens(7, FAR_BYTES, **changes)
+        job.opens(7, True, shape, **changes)
         for native in job.natives.values():
             numbers = [[0, 0, 2, 2]] if shape[0] else []
             assert native.far[7] == ([[0, 1, 2, 3]], numbers, KERNELS)
-            assert native.bundled == shape
 
 
-@pytest.mark.parametrize("node", [1, 2, 3, 4])
-def test_the_doctor_asks_for_what_is_allocated(node, monkeypatch) -> None:
+@pytest.mark.parametrize("node", [1, 2, 4])
+def test_the_doctor_tells_what_is_allocated(node) -> None:
     job = Job(make_groups([[(0, 0), (1, 0), (2, 0), (3, 0)]]))
-    job.opens(7, BYTES if node == 4 else FAR_BYTES, ranks_per_node=node)
-    native = Native(0)
-    monkeypatch.setattr(_ffi, "native_cuda", native)
-    config = helpers.make_config()
-    asked = _doctor._window_bytes(config, 4, node)
-    assert asked == (BYTES if node == 4 else FAR_BYTES)
-    assert native.bundled == job.natives[0].bundled
+    assert not any(actor.error for actor in job.run(7, ranks_per_node=node).values())
+    told = _doctor.window_bytes(helpers.make_config(), 4, node)
+    assert {module.allocated for module in job.modules.values()} == {told}
 
 
 def test_forced_node_across_hosts() -> None:
@@ -177,7 +171,7 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
         return
     delattr(job.modules[process], step)
     job.shared.barrier.reset()
-    job.opens(1, FAR_BYTES, ranks_per_node=2)
+    job.opens(1, True, ranks_per_node=2)
 
 
 def test_doctor_says_what_is_missing(monkeypatch) -> None:

@@ -47,7 +47,7 @@ def choose(wanted: int | None) -> tuple[list[Any], str | None]:
     try:
         devices = jax.devices()
     except Exception as error:  # JAX asserts, raises or whatever
-        raise NoBackendError(no_backend(type(error).__name__)) from error
+        raise NoBackendError(no_backend(f"{type(error).__name__}: {error}")) from error
     try:
         _ffi.native_for(devices[0].platform)
     except ValueError as error:

@@ -7,6 +7,7 @@
 
 #include "ffi/cpu_handlers.h"
 #include "ffi/module_common.h"
+#include "ffi/window_arguments.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
 #include "protocol/scale_tiles.h"
@@ -90,6 +91,7 @@ NB_MODULE(_native_cpu, m) {
   m.attr("MAX_INDEX") = kMaxIndex;
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
+  m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.def("formats", &Formats, "The registry of token formats.");
   m.def(
       "dispatch_region_bytes",
@@ -121,6 +123,15 @@ NB_MODULE(_native_cpu, m) {
       },
       nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
       nb::arg("num_weights"), "Bytes of one region of a combine.");
+  m.def(
+      "window_bytes",
+      [](const nb::dict& config, bool far, std::pair<int64_t, int64_t> bundled) {
+        return GivenWindowBytes(WindowSizesFrom(config), far, bundled.first, bundled.second);
+      },
+      nb::arg("config"), nb::arg("far") = false, nb::arg("bundled") = std::pair(0, 0),
+      "Bytes of a rank's window of transports p2p and shmem, of a group that need not be here. "
+      "`far`: with what reaches ranks on other nodes, `bundled`: the number of nodes and of ranks "
+      "in each, where dispatches are bundled.");
   m.def("encoded_bytes", &Encoded, nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
         "Bytes of an encoded token: (payload, scales).");
   m.def(

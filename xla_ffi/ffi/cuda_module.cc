@@ -19,8 +19,8 @@
 #include "cuda/window_support.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/module_common.h"
+#include "ffi/window_arguments.h"
 #include "ffi/window_group.h"
-#include "ffi/window_sizes.h"
 
 namespace nb = nanobind;
 
@@ -30,12 +30,6 @@ namespace {
 // By rank the device ordinals of each EP group that has ranks in this process; of others' devices
 // kElsewhere.
 using EpGroups = std::vector<std::vector<int32_t>>;
-
-WindowSizes CheckedSizes(const WindowConfig& config) {
-  WindowSizes sizes{};
-  if (!SizesOf(config, sizes)) throw std::invalid_argument("unknown format " + config.format);
-  return sizes;
-}
 
 using MustAndGot = std::optional<std::pair<std::string, std::string>>;
 
@@ -109,12 +103,12 @@ std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
   return access;
 }
 
-int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const WindowConfig& config,
+int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const nb::dict& config,
                     double timeout_s, int64_t num_sms, uint64_t first_epoch,
                     const std::optional<GivenWindows>& given, const std::optional<Far>& far,
                     bool by_fabric) {
+  const WindowSizes sizes = WindowSizesFrom(config);
   nb::gil_scoped_release release;
-  const WindowSizes sizes = CheckedSizes(config);
   for (const std::vector<int32_t>& ordinals : ep_groups) {
     const int64_t processors = cuda::Multiprocessors(LocalOrdinals(ordinals));
     if (num_sms <= processors) continue;
@@ -142,21 +136,6 @@ NB_MODULE(_native_cuda, m) {
   m.attr("ELSEWHERE") = kElsewhere;
   m.def("launch_counts", &LaunchCounts,
         "(captured, not captured) calls of this process so far; replays do not count.");
-  nb::class_<WindowConfig>(m, "WindowConfig", "What decides the size of a window.")
-      .def(
-          "__init__",
-          [](WindowConfig* self, const std::string& format, int64_t hidden, int64_t element_bytes,
-             int64_t wire_element_bytes, int64_t tokens, int64_t dispatch_tokens,
-             int64_t combine_tokens, int64_t top_k, int64_t ranks, int64_t local_experts,
-             int64_t pending_calls) {
-            new (self) WindowConfig{format, hidden,          element_bytes,  wire_element_bytes,
-                                    tokens, dispatch_tokens, combine_tokens, top_k,
-                                    ranks,  local_experts,   pending_calls};
-          },
-          nb::kw_only(), nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
-          nb::arg("wire_element_bytes"), nb::arg("tokens"), nb::arg("dispatch_tokens"),
-          nb::arg("combine_tokens"), nb::arg("top_k"), nb::arg("ranks"), nb::arg("local_experts"),
-          nb::arg("pending_calls"));
   m.def("p2p_obstacle", &P2pObstacle, nb::arg("ep_groups"),
         "(what the groups must have, what was found) where transport p2p is not served.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
@@ -168,19 +147,6 @@ NB_MODULE(_native_cuda, m) {
         "contents. `far`: how those are reached, (pes, node numbers or nothing where "
         "dispatches are not bundled, each by EP group and rank; kernels). "
         "`by_fabric`: windows that other processes share have fabric handles too.");
-  m.def(
-      "window_bytes",
-      [](const WindowConfig& config, bool far, std::pair<int64_t, int64_t> bundled) {
-        const WindowSizes sizes = CheckedSizes(config);
-        const WindowLayout layout = WindowLayout::Of(sizes);
-        if (!far) return layout.bytes;
-        return BundleLayout::Of(FarLayout::Of(layout, sizes), layout, sizes, bundled.first,
-                                bundled.second)
-            .bytes;
-      },
-      nb::arg("config"), nb::arg("far") = false, nb::arg("bundled") = std::pair(0, 0),
-      "Of a window that is given; `far`: with what reaches ranks on other nodes, `bundled`: the "
-      "number of nodes and of ranks in each, where dispatches are bundled.");
   m.def("given_windows_in_use", &GivenWindowsInUse,
         "Given windows of local ranks that must stay: of open groups and of those that failed to "
         "close.");

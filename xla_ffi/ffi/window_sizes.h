@@ -1,4 +1,4 @@
-// From the fields of a config to the sizes of its windows. Used by cuda_module.cc.
+// From the fields of a config to the sizes of its windows.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,8 @@
 #include <string>
 
 #include "formats/registry.h"
+#include "protocol/bundle.h"
+#include "protocol/far.h"
 #include "protocol/layout.h"
 #include "protocol/window.h"
 
@@ -59,6 +61,15 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
       .depth = std::max(turns, config.pending_calls + 1),
   };
   return dispatch_bytes >= 0;
+}
+
+// Bytes of a window that is given; `far`: with what reaches ranks on other nodes, and with bundles
+// between `nodes` nodes of `node_size` ranks, or none where both are 0.
+inline int64_t GivenWindowBytes(const WindowSizes& sizes, bool far, int64_t nodes,
+                                int64_t node_size) {
+  const WindowLayout window = WindowLayout::Of(sizes);
+  if (!far) return window.bytes;
+  return BundleLayout::Of(FarLayout::Of(window, sizes), window, sizes, nodes, node_size).bytes;
 }
 
 }  // namespace jax_ep::ffi_layer

@@ -1,0 +1,186 @@
+"""Text of the commands, laid out for the width of the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+LABEL = 12  # columns of what a finding is of
+NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, at which no line ends
+_WIDEST = 100  # longer lines are hard to read
+_NARROWEST = 24
+
+
+def width() -> int:
+    """Columns for text: the terminal's up to 100; 80 where there is no terminal."""
+    columns = shutil.get_terminal_size((80, 24)).columns
+    return min(max(columns, _NARROWEST), _WIDEST)
+
+
+def fill(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    """Lines of `text`, of which the first begins with `first`, others with `rest`."""
+    rest = " " * len(first) if rest is None else rest
+    return _wrapped(text, width(), initial_indent=first, subsequent_indent=rest)
+
+
+def _wrapped(text: str, width: int, **indents: str) -> list[str]:
+    lines = textwrap.wrap(
+        text.replace("pip install ", f"pip{NBSP}install{NBSP}"),
+        width,
+        # Names, paths and commands are copied whole.
+        break_long_words=False,
+        break_on_hyphens=False,
+        **indents,
+    )
+    return [line.replace(NBSP, " ") for line in lines]
+
+
+def fit(line: str, indent: int) -> list[str]:
+    """`line` as it is where it fits, else filled, with other lines indented."""
+    if len(line) <= width():
+        return [line]
+    lead = line[: len(line) - len(line.lstrip())]
+    return fill(" ".join(line.split()), lead, " " * indent)
+
+
+def entry(label: str, text: str) -> list[str]:
+    """Lines of a finding: its label, and `text` beside it."""
+    return fill(text, f"{label:<{LABEL - 1}} ", " " * LABEL)
+
+
+def matrix(
+    label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
+) -> list[str]:
+    """Lines of a square table of devices; one that is too wide comes in parts."""
+    cell = 1 + max(len(text) for row in (heads, *rows) for text in row)
+    fitting = max(1, (width() - LABEL + 1) // cell)
+    lines = []
+    for start in range(0, len(heads), fitting):
+        for name, row in zip((label, *heads), (heads, *rows), strict=True):
+            place = f"{name:<{LABEL - 1}}" if row is heads else f"{name:>{LABEL - 1}}"
+            cells = row[start : start + fitting]
+            lines.append(place + "".join(f"{text:>{cell}}" for text in cells))
+    return lines
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> list[str]:
+    """Lines of a table, without columns that are empty in every row.
+
+    Args:
+        heads: of the columns.
+        rows: cells.
+        names: the first so many columns say what a row is of, and are never left out.
+
+    Returns:
+        Aligned columns where they fit, else for each row its names, and below them
+        each cell behind its head.
+    """
+    kept = [i for i in range(len(heads)) if i < names or any(row[i] for row in rows)]
+    shown = [[row[i] for i in kept] for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width():
+        numeric = [all(row[i].isdigit() for row in shown[1:]) for i in range(names)]
+        sides = [">" if each else "<" for each in numeric] + [">"] * len(kept)
+        return [
+            "  ".join(
+                f"{cell:{side}{wide}}"
+                for cell, side, wide in zip(row, sides, widths, strict=False)
+            ).rstrip()
+            for row in shown
+        ]
+    lines = []
+    for row in shown[1:]:
+        lines += fill(" ".join(row[:names]), rest="  ")
+        cells = zip(shown[0][names:], row[names:], strict=True)
+        told = [
+            f"{head} {cell.strip()}".strip() for head, cell in cells if cell.strip()
+        ]
+        lines += fill(", ".join(text.replace(" ", NBSP) for text in told), "  ")
+    return lines
+
+
+def complain(text: str) -> None:
+    """Prints an error: laid out on a terminal, else in one line, for logs."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = "\n".join(fill(text, rest="  "))
+    print(text, file=sys.stderr)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs of descriptions and epilogs, and lays out examples.
+
+    An example is a line that begins with two spaces: a command, and after two spaces
+    or more what it does.
+    """
+
+    def __init__(self, prog: str) -> None:
+        """For the program or subcommand `prog`."""
+        super().__init__(prog, width=width())
+
+    def _format_usage(
+        self, usage: Any, actions: Any, groups: Any, prefix: str | None
+    ) -> str:
+        """As argparse's, or without the options where they do not fit."""
+        text = super()._format_usage(usage, actions, groups, prefix)
+        if max(map(len, text.splitlines())) > width():
+            short = "%(prog)s [options]"
+            return super()._format_usage(short, actions, groups, prefix)
+        return text
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(" ".join(text.split()), width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = []
+        for paragraph in text.strip("\n").split("\n\n"):
+            head = [line for line in paragraph.splitlines() if line[:2] != "  "]
+            examples = [line for line in paragraph.splitlines() if line[:2] == "  "]
+            lines = fill(" ".join(head)) + _examples(examples)
+            blocks.append("\n".join(lines))
+        return "\n\n".join(blocks)
+
+
+def _examples(lines: Sequence[str]) -> list[str]:
+    parts = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines]
+    column = max((len(words[0]) for words in parts if words[1:]), default=0) + 4
+    beside = all(column + len(text) <= width() for _, *texts in parts for text in texts)
+    laid = []
+    for command, *texts in parts:
+        if beside and texts:
+            laid.append(f"  {command:<{column - 2}}{texts[0]}")
+            continue
+        whole = re.sub(r"(--[\w-]+) (?=[^\s-])", rf"\1{NBSP}", command)
+        broken = fill(whole, "  ", "      ")
+        # So that a command of several lines can be copied.
+        laid += [f"{line} \\" for line in broken[:-1]] + broken[-1:]
+        laid += [line for text in texts for line in fill(text, "      ")]
+    return laid
+
+
+class Parser(argparse.ArgumentParser):
+    """One that lays out its help, and is the one to complain of its arguments."""
+
+    def __init__(self, **options: Any) -> None:
+        """As argparse's."""
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**options)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuses unknown ones: else the main parser does, with its own usage."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints usage and the message; exits with 2."""
+        self.print_usage(sys.stderr)
+        complain(f"{self.prog}: error: {message}")
+        raise SystemExit(2)
