@@ -49,15 +49,19 @@ def _points(rows, key):
 def _draw_column(axes, rows, peak):
     """Times above, speeds below, of one operation."""
     times, speeds = axes
+    # Skewed routing is shown of one transport, the fastest of jax_ep's.
+    skewed = "p2p_us" if any(row["p2p"] for row in rows) else "collective_us"
     for routing, style in _ROUTINGS.items():
         drawn = [row for row in rows if row["routing"] == routing]
         plain = routing == "uniform"
         for key, label, colour, marker in _SERIES:
             points = _points(drawn, key)
-            if not points or not (plain or key == "p2p_us"):
+            if not points or not (plain or key == skewed):
                 continue
             tokens, us, gb_s = zip(*points, strict=True)
             look = {"color": colour, "marker": marker, "ms": 5, "ls": style, "lw": 1.8}
+            # The limits leave out no point; a marker may reach over the axis.
+            look["clip_on"] = False
             name = label if plain else f"{label}, skewed (Zipf) routing"
             times.plot(tokens, us, label=name, **look)
             speeds.plot(tokens, gb_s, **look)
@@ -83,17 +87,52 @@ def _short(tokens):
     return f"{tokens // 1024}k" if whole else str(tokens)
 
 
-def _dress(axis, rows, unit):
+def _dress(axis, rows):
     tokens = sorted({row["tokens"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(tokens, [_short(each) for each in tokens])
     axis.minorticks_off()
-    axis.set_xlabel("tokens a rank")
-    axis.set_ylabel(unit)
+    if tokens:
+        # Room for whole markers, and for a single one.
+        room = max(1.15, (tokens[-1] / tokens[0]) ** 0.05)
+        axis.set_xlim(tokens[0] / room, tokens[-1] * room)
+    axis.set_xlabel("tokens per rank")
     axis.grid(color=_GRID, lw=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def _measured(row_of_axes):
+    lines = [line for axis in row_of_axes for line in axis.lines]
+    return [
+        y for line in lines if line.get_marker() != "None" for y in line.get_ydata()
+    ]
+
+
+def _scale_times(row_of_axes):
+    """Logarithmic, with room around the measured times; the floor may leave it."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    values = _measured(row_of_axes)
+    first = row_of_axes[0]
+    first.set_yscale("log")
+    if not values:
+        return
+    # Of few decades, which would be labelled alone, some more are.
+    ratio = max(values) / min(values)
+    few = ratio < 100
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    first.yaxis.set_minor_locator(NullLocator())
+    first.yaxis.set_major_formatter("{x:,g}")
+    # Times that hardly differ are shown so.
+    room = max(1.1 * ratio**0.06, (4 / ratio) ** 0.5)
+    first.set_ylim(min(values) / room, max(values) * room)
+
+
+def _scale_speeds(row_of_axes, peak):
+    largest = max([*_measured(row_of_axes), peak or 0], default=0)
+    row_of_axes[0].set_ylim(0, 1.08 * largest or 1)
 
 
 def figure(record):
@@ -104,24 +143,24 @@ def figure(record):
     rows = p2p_report.summary(record["results"])
     result = Figure(figsize=(11, 8), layout="constrained", facecolor="white")
     result.suptitle(
-        f"Expert-parallel dispatch and combine, {record['count']} x "
-        f"{record['device']}: hidden {record['hidden']}, {record['dtype']}, "
-        f"top-{record['top_k']} of {record['experts']}",
+        f"Expert-parallel dispatch and combine on {p2p_report.machine(record)}: "
+        f"hidden {record['hidden']}, {record['dtype']}, top-{record['top_k']} of "
+        f"{record['experts']} experts",
         fontsize=13,
         color=_INK,
     )
     grid = result.subplots(2, 2, sharey="row", height_ratios=(1.3, 1))
     for column, op in enumerate(("dispatch", "combine")):
         drawn = [row for row in rows if row["op"] == op]
-        times, speeds = grid[:, column]
-        _draw_column((times, speeds), drawn, record["peak_gb_s"])
-        times.set_yscale("log")
-        times.yaxis.set_major_formatter("{x:,.0f}")
-        times.set_title(op, color=_INK)
-        _dress(times, drawn, "microseconds a call")
-        _dress(speeds, drawn, "GB/s a GPU, sent or received")
-        times.set_ylim(bottom=1)
-        speeds.set_ylim(bottom=0)
+        _draw_column(grid[:, column], drawn, record["peak_gb_s"])
+        grid[0, column].set_title(op, color=_INK)
+        for axis in grid[:, column]:
+            _dress(axis, drawn)
+    _scale_times(grid[0])
+    _scale_speeds(grid[1], record["peak_gb_s"])
+    unit = "device" if record["device"] == "cpu" else "GPU"
+    grid[0, 0].set_ylabel("microseconds per call")
+    grid[1, 0].set_ylabel(f"GB/s per {unit}, sent or received")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     result.legend(
         handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10

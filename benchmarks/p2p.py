@@ -240,8 +240,9 @@ def main(arguments=None):
     start = time.time()
     print(f"seed {args.seed}")
     peak, peak_report = find_peak()
-    shown = p2p_report.number(peak, 1) or "not measured"
-    print(f"peer write peak, GB/s: {shown}; {time.time() - start:.0f} s")
+    if peak_report:  # else there are no GPUs
+        shown = f"{peak:.1f} GB/s per GPU" if peak else "not measured"
+        print(f"peer write peak: {shown}; {time.time() - start:.0f} s")
     record = {
         "kind": "formats" if several(args) else "p2p",
         "device": peak_report.get("device", "unknown"),
@@ -264,7 +265,7 @@ def main(arguments=None):
         "problems": [],
     }
     for name, flags, share, spec in workers(args):
-        print(f"{name}, {time.time() - start:.0f} s", flush=True)
+        print(f"timing {name}, after {time.time() - start:.0f} s", flush=True)
         spec |= {"peak_gb_s": peak, "deadline": start + share * args.budget}
         record["flags"][name] = flags
         rows, problem = run_worker(flags, spec)

@@ -1,5 +1,7 @@
 """What p2p.py prints: a line for each row and the table at the end."""
 
+from jax_ep._cli_text import fill, fit, table
+
 OURS = "transports"  # the worker that measures jax_ep
 PLAIN = "bf16"  # of rows that name no format, too
 RECOVERED_AIM = 0.85  # of the ratio of bytes, at 4096 tokens
@@ -31,14 +33,18 @@ def variant(row):
     return name
 
 
+def error_text(row):
+    """A row's error as one sentence."""
+    text = (row["error"].splitlines() or [""])[0]
+    # What jax_ep raises says what it is about.
+    return text.removeprefix("ValueError: ").removeprefix("RuntimeError: ")
+
+
 def line(row):
     """A row in one line, as progress."""
-    head = (
-        f"T {row['tokens']:<5}{row['routing']:<8} {row.get('op', ''):<9}"
-        f"{variant(row):<28}"
-    )
+    head = f"T {row['tokens']:<5}{row['routing']:<8} {row.get('op', ''):<9}"
     if "error" in row:
-        return f"{head} {row['error'].splitlines()[0][:150]}"
+        return f"{head.rstrip()} {variant(row)}: {error_text(row)}"
     tail = "" if row["zero_tail"] is False else "  worst-case N, zeroed tail"
     if row.get("transport") == "p2p" and row["tie"] != "barrier":
         tail += "  a kernel between calls"
@@ -48,9 +54,36 @@ def line(row):
     floor = row["floor_us"]
     floor = "" if floor is None else f"floor {floor:.1f}; "
     return (
-        f"{head}{row['us']:10.1f} us {row['gb_s']:7.1f} GB/s {share} "
-        f"({floor}{row['us_least']:.1f} to {row['us_most']:.1f}){tail}"
+        f"{head}{variant(row):<28}{row['us']:10.1f} us {rate(row['gb_s']):>7} GB/s "
+        f"{share} ({floor}{row['us_least']:.1f} to {row['us_most']:.1f}){tail}"
     )
+
+
+def rate(gb_s):
+    """GB/s; CPU devices have little of it."""
+    return f"{gb_s:.2g}" if gb_s and gb_s < 1 else f"{gb_s:.1f}"
+
+
+def machine(record):
+    """The devices of a record in words."""
+    if record["device"] == "cpu":
+        return f"{record['count']} CPU devices"
+    return f"{record['count']} x {record['device']}"
+
+
+def error_lines(rows):
+    """Each error once, with the cases that it kept from being measured."""
+    found = {}
+    for row in rows:
+        if "error" in row:
+            case = f"T {row['tokens']} {row['routing']}"
+            cases = found.setdefault((variant(row), error_text(row)), [])
+            if case not in cases:
+                cases.append(case)
+    lines = []
+    for (name, text), cases in found.items():
+        lines += fill(f"{name}: {text} (not measured: {', '.join(cases)})", rest="  ")
+    return lines
 
 
 def failures(record):
@@ -151,17 +184,23 @@ def print_formats(rows):
     found = formats(rows)
     if all(row["format"] == PLAIN for row in found):
         return
-    print(
-        f"\n{'':>8}{'':>10}{'T':>6} {'format':<13}{'floor':>9}{'p2p':>9}"
-        f"{'bytes':>7}{'time':>7}{'recovered':>11}"
-    )
-    for row in found:
-        print(
-            f"{row['routing']:>8}{row['op']:>10}{row['tokens']:>6} {row['format']:<13}"
-            f"{number(row['floor_us'], 1):>9}{number(row['us'], 1):>9}"
-            f"{number(row['bytes_ratio'], 3):>7}{number(row['us_ratio'], 3):>7}"
-            f"{number(row['recovered'], 2):>11}"
+    heads = ("routing", "op", "T", "format", "floor", "p2p", "bytes", "time")
+    cells = [
+        (
+            row["routing"],
+            row["op"],
+            str(row["tokens"]),
+            row["format"],
+            number(row["floor_us"], 1),
+            number(row["us"], 1),
+            number(row["bytes_ratio"], 3),
+            number(row["us_ratio"], 3),
+            number(row["recovered"], 2),
         )
+        for row in found
+    ]
+    print()
+    print("\n".join(table((*heads, "recovered"), cells, names=4)))
 
 
 def print_sweep(rows):
@@ -171,52 +210,69 @@ def print_sweep(rows):
     sms = sorted({r["num_sms"] or 0 for r in swept})
     if len(sms) < 2:
         return
-    print("\np2p us by num_sms (0: chosen from the shape)")
-    print(f"{'':>8}{'':>10}{'T':>6}" + "".join(f"{each:>9}" for each in sms))
+    print("\np2p us by num_sms")
     found = {}
     for r in swept:
         if r["zero_tail"] is False:
             key = (r["routing"], r["op"], r["tokens"], r.get("format", PLAIN))
             found.setdefault(key, {})[r["num_sms"] or 0] = r["us"]
-    for (routing, op, tokens, name), by_sms in sorted(found.items()):
-        times = "".join(f"{number(by_sms.get(each), 1):>9}" for each in sms)
-        print(f"{routing:>8}{op:>10}{tokens:>6}{times}  {'' if one else name}")
+    cells = [
+        (
+            routing,
+            op,
+            str(tokens),
+            *(number(by_sms.get(each), 1) for each in sms),
+            "" if one else name,
+        )
+        for (routing, op, tokens, name), by_sms in sorted(found.items())
+    ]
+    used = [f"{each} SMs" if each else "default" for each in sms]
+    heads = ("routing", "op", "T", *used, "")
+    print("\n".join(table(heads, cells, names=3)))
 
 
 def print_table(record):
     rows = record["results"]
     print_sweep(rows)
     peak = record["peak_gb_s"]
-    peak = f"peak {peak:.1f} GB/s a GPU" if peak else "peak not measured"
-    print(
-        f"\n{record['count']} x {record['device']}, {peak}, "
+    of_peak = f"peak {peak:.1f} GB/s per GPU, " if peak else "peak not measured, "
+    about = (
+        f"{machine(record)}, {'' if record['device'] == 'cpu' else of_peak}"
         f"hidden {record['hidden']}, {record['dtype']}, top-{record['top_k']} of "
-        f"{record['experts']}; times in us"
+        f"{record['experts']} experts; times in us"
     )
-    print(
-        f"{'':>8}{'':>10}{'T':>6}{'floor':>9}{'p2p':>9}{'GB/s':>7}{'%':>5}"
-        f"{'collective':>12}{'ragged':>10}{'flags':>10}{'best':>10}{'speed-up':>9}"
-    )
+    print()
+    print("\n".join(fill(about)))
+    heads = ("routing", "op", "T", "floor", "p2p", "GB/s", "%", "collective", "ragged")
+    cells = []
     for s in summary(rows):
         p2p, best = s["p2p"], s["ragged_best_us"]
         share = (p2p or {}).get("of_peak")
-        print(
-            f"{s['routing']:>8}{s['op']:>10}{s['tokens']:>6}"
-            f"{number(s['floor_us'], 1):>9}{number(p2p and p2p['us'], 1):>9}"
-            f"{number(p2p and p2p['gb_s'], 0):>7}"
-            f"{number(share and 100 * share, 0):>5}"
-            f"{number(s['collective_us'], 1):>12}"
-            f"{number(s['ragged_default_us'], 0):>10}"
-            f"{number(s['ragged_flags_us'], 0):>10}{number(best, 0):>10}"
-            f"{number(best / p2p['us'] if best and p2p else None, 1):>9}"
-            f"  {'' if s['format'] == PLAIN else s['format']}".rstrip()
+        cells.append(
+            (
+                s["routing"],
+                s["op"],
+                str(s["tokens"]),
+                number(s["floor_us"], 1),
+                number(p2p and p2p["us"], 1),
+                number(p2p and p2p["gb_s"], 0),
+                number(share and 100 * share, 0),
+                number(s["collective_us"], 1),
+                number(s["ragged_default_us"], 0),
+                number(s["ragged_flags_us"], 0),
+                number(best, 0),
+                number(best / p2p["us"] if best and p2p else None, 1),
+                "" if s["format"] == PLAIN else s["format"],
+            )
         )
+    if cells:
+        heads = (*heads, "flags", "best", "speed-up", "")
+        print("\n".join(table(heads, cells, names=3)))
     print_formats(rows)
     for row in rows:
-        if "us" in row and row["zero_tail"]:
-            print(line(row))
-    for row in rows:
-        if "error" in row or row.get("wrong"):
-            print(line(row))
+        if "us" in row and (row["zero_tail"] or row.get("wrong")):
+            print("\n".join(fit(line(row), 2)))
+    for text in error_lines(rows):
+        print(text)
     for each in record["problems"]:
-        print(f"{each['worker']}: {each['problem']}")
+        print("\n".join(fill(f"{each['worker']}: {each['problem']}", rest="  ")))

@@ -31,6 +31,20 @@ def _cases(spec):
         yield spec["defaults_at"], "uniform", True, variants[0]
 
 
+def line_of_new():
+    """p2p_report.line, but nothing for an error that was told before."""
+    told = set()
+
+    def line(row):
+        error = p2p_report.variant(row), row.get("error")
+        if row.get("error") and error in told:
+            return ""
+        told.add(error)
+        return p2p_report.line(row)
+
+    return line
+
+
 def main():
     spec = json.loads(sys.argv[1])
     mesh = worker.ep_mesh()
@@ -38,7 +52,7 @@ def main():
     title = "ragged_all_to_all, case" if spec["ragged"] else "jax_ep, case"
     with (
         Progress(title, len(cases)) as progress,
-        worker.reporting(sys.argv[2], p2p_report.line, progress.say) as emit,
+        worker.reporting(sys.argv[2], line_of_new(), progress.say) as emit,
     ):
         for tokens, routing, defaults, variant in cases:
             if time.time() > spec["deadline"]:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jax_ep import _cli_text
+
 
 def _say(text):
     print(text, flush=True)
@@ -21,7 +23,8 @@ def ep_mesh():
 def reporting(path, line, say=_say):
     """A function that writes a row to `path` at once, and says what `line` makes of it.
 
-    The first row names the devices. Rows outlive a process that hangs.
+    Nothing is said of a row of which `line` makes nothing. The first row names the
+    devices. Rows outlive a process that hangs.
     """
     start = time.perf_counter()
     devices = jax.devices()
@@ -34,7 +37,9 @@ def reporting(path, line, say=_say):
 
         def emit(row):
             write(row)
-            say(f"  {time.perf_counter() - start:5.1f} s  {line(row)}")
+            if text := line(row):
+                passed = f"  {time.perf_counter() - start:5.1f} s  "
+                say("\n".join(_cli_text.fit(passed + text, len(passed))))
 
         write({"device": kind, "count": count, "jax": jax.__version__})
         yield emit

@@ -12,24 +12,26 @@ import tempfile
 from typing import Any
 
 from jax_ep._cli_records import compare, read_record
+from jax_ep._cli_text import complain
 from jax_ep._cli_values import (
     at_least,
     file_problem,
     no_backend,
     number,
+    top_k_problem,
     write_file,
 )
 
 _TEXT = """\
-Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, as
-benchmarks/p2p.py does (its text says how and what is counted): every result is compared
-bit for bit with the collective transport's. Or compares two recorded runs.
+Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, and
+compares every result bit for bit with the collective transport's. benchmarks/p2p.py,
+which it runs, says how and what is counted. Or compares two recorded runs.
 """
 
 _EXAMPLES = """\
 examples:
-  jax-ep bench --quick                          p2p, few sizes, about a minute
-  jax-ep bench --json run.json --plot run.svg   everything, for the record
+  jax-ep bench --quick  few sizes, about a minute
+  jax-ep bench --json run.json --plot run.svg  everything
   jax-ep bench --tokens 128 4096 --transports p2p collective
   jax-ep bench --compare before.json after.json --tolerance 0.05
 
@@ -39,12 +41,15 @@ tolerance, that AFTER lacks or has wrong, or runs of unlike devices or sizes, 2 
 or with --compare a file that is no record, 130 interrupted
 """
 
+_TRANSPORTS = ("p2p", "collective", "ragged")
+
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _SMALL = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
 
 
 def _default(size: str) -> str:
-    return f"default {_SIZES[size]}, without GPUs {_SMALL[size]}"
+    field = {"hidden": "hidden_size", "experts": "num_experts"}.get(size, size)
+    return f"{field} (default {_SIZES[size]}, without GPUs {_SMALL[size]})"
 
 
 def add(commands: Any) -> None:
@@ -54,23 +59,36 @@ def add(commands: Any) -> None:
         help="time dispatch and combine here, or compare two runs",
         description=_TEXT,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few sizes, uniform ids")
+    parser.add_argument(
+        "--quick", action="store_true", help="few sizes, uniform routing"
+    )
     count = at_least(1)
-    parser.add_argument("--tokens", type=count, nargs="+", metavar="T", help="a rank")
+    parser.add_argument(
+        "--tokens", type=count, nargs="+", metavar="T", help="tokens per rank"
+    )
     parser.add_argument("--hidden", type=count, metavar="N", help=_default("hidden"))
     parser.add_argument("--experts", type=count, metavar="N", help=_default("experts"))
     parser.add_argument("--top-k", type=count, metavar="N", help=_default("top_k"))
     parser.add_argument(
-        "--transports", nargs="+", choices=("p2p", "collective", "ragged")
+        "--transports",
+        nargs="+",
+        choices=_TRANSPORTS,
+        metavar="NAME",
+        help=f"what to time: {', '.join(_TRANSPORTS)} (JAX's ragged_all_to_all); "
+        "default all, with --quick p2p, without GPUs collective",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="default random, printed")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of routing and tokens (default random, printed)",
+    )
     parser.add_argument(
         "--budget",
         type=number(0, strict=True),
         metavar="S",
-        help="seconds, default 300",
+        help="seconds for all of it (default 300)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
     parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
@@ -96,10 +114,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     _check_paths(args, parser)
     folder = find_benchmarks()
     if folder is None:
-        print(
+        complain(
             "jax-ep bench: its programs must be installed with jax_ep or lie beside "
-            "it, got neither; reinstall jax_ep",
-            file=sys.stderr,
+            "it, got neither; reinstall jax_ep"
         )
         return 1
     return _measure(args, folder)
@@ -109,9 +126,7 @@ def _compare_files(paths: list[str], tolerance: float) -> int:
     try:
         before, after = map(read_record, paths)
     except ValueError as error:
-        print(
-            f"jax-ep bench: --compare must name two records: {error}", file=sys.stderr
-        )
+        complain(f"jax-ep bench: --compare must name two records: {error}")
         return 2
     lines, failed = compare(before, after, tolerance)
     # A name in a record may have letters that the terminal's encoding lacks.
@@ -158,12 +173,19 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
         lines = asked.stderr.strip().splitlines() or [f"status {asked.returncode}"]
-        print(f"jax-ep bench: {no_backend(lines[-1])}", file=sys.stderr)
+        complain(f"jax-ep bench: {no_backend(lines[-1])}")
         return 1
     backend, devices = asked.stdout.split()[-2:]
     on_cpu = backend == "cpu"
-    if problem := _sizes_problem(args, on_cpu, int(devices)):
-        print(f"jax-ep bench: {problem}", file=sys.stderr)
+    problem = _sizes_problem(args, on_cpu, int(devices))
+    if on_cpu and "p2p" in (args.transports or ()):
+        # Known now: no case of it could be measured.
+        problem = (
+            "--transports p2p needs GPUs, and JAX found only CPU devices here; use "
+            "--transports collective"
+        )
+    if problem:
+        complain(f"jax-ep bench: {problem}")
         return 2
     # Its programs import each other by bare names.
     sys.path.insert(0, str(folder))
@@ -197,6 +219,8 @@ def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str 
 
     usual = _SMALL if on_cpu else _SIZES
     hidden, experts, top_k = (getattr(args, name) or usual[name] for name in _SIZES)
+    if problem := top_k_problem(experts, top_k):
+        return problem
     try:
         EPConfig(
             num_experts=experts,
@@ -206,10 +230,13 @@ def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str 
         )
     except ValueError as error:
         return str(error).removeprefix("jax_ep.EPConfig: ")
-    if top_k > experts:
-        return f"--top-k must be at most --experts {experts}, got {top_k}"
     if experts % devices:
-        return f"--experts must be a multiple of the {devices} devices, got {experts}"
+        below = experts // devices * devices
+        choices = [str(each) for each in (below, below + devices) if each]
+        return (
+            f"--experts must be a multiple of the {devices} devices, got {experts}; "
+            f"choose --experts {' or '.join(choices)}"
+        )
     return None
 
 
@@ -243,7 +270,7 @@ def _guarded(find_peak: Any) -> Any:
         try:
             return find_peak()
         except (Exception, SystemExit) as error:
-            print(f"peer write peak not measured: {error}", file=sys.stderr)
+            complain(f"peer write peak not measured: {error}")
             return None, {}
 
     return find

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jax_ep._cli_text import fill, table
+
 _TEXT, _TRUTH = "a line of text", "true or false"
 _WHOLE, _TIME = "a whole number of at least 0", "a finite number above 0"
 _FITS: dict[str, Callable[[Any], bool]] = {
@@ -63,7 +65,7 @@ def _check_record(record: Any) -> None:
             _check(row, f"{where}.", _ROW, _ROW_MAY)
             first = seen.setdefault(_case(row), index)
             if first != index:
-                name = " ".join(_case_name(_case(row)).split())
+                name = " ".join(_case_cells(_case(row)))
                 raise ValueError(
                     f"{where} must be a case of its own, got that of results[{first}], "
                     f"{name!r}"
@@ -99,13 +101,14 @@ def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
     return found
 
 
-def _case_name(case: tuple[Any, ...]) -> str:
+def _case_cells(case: tuple[Any, ...]) -> tuple[str, str, str, str]:
+    """Op, tokens, routing, and the transport with what tells it from others."""
     op, tokens, routing, transport, num_sms, flags, zero_tail, form = case
     name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
     name += f", {flags}" if flags else ""
     name += ", zeroed" if zero_tail else ""
     name += f", {form}" if form != _PLAIN else ""
-    return f"{op:<9} {tokens:>5} {routing:<8} {name:<24}"
+    return op, str(tokens), routing, name
 
 
 def compare(
@@ -116,42 +119,43 @@ def compare(
     That is: calls slower than tolerated, what `after` lacks or has wrong, and what is
     not alike about the runs.
     """
-    lines = [
-        f"{name:<7} {record['count']} x {record['device']}, jax {record.get('jax')}, "
-        f"{record['date']}, commit {record['commit'][:12]}"
-        for name, record in (("before", before), ("after", after))
-    ]
+    lines = []
+    for name, record in (("before", before), ("after", after)):
+        run = (
+            f"{record['count']} x {record['device']}, jax {record.get('jax')}, "
+            f"{record['date']}, commit {record['commit'][:12]}"
+        )
+        lines += fill(run, f"{name:<7} ")
     unlike = 0
     for name in ("device", "count", "hidden", "dtype", "experts", "top_k"):
         if before.get(name) != after.get(name):
             unlike += 1
-            lines.append(
-                f"NOT ALIKE: {name} {before.get(name)!r} and {after.get(name)!r}"
-            )
+            told = f"NOT ALIKE: {name} {before.get(name)!r} and {after.get(name)!r}"
+            lines += fill(told, rest="  ")
     old, new = _times(before), _times(after)
-    lines.append(
-        f"{'op':<9} {'T':>5} {'routing':<8} {'transport':<24} {'before':>10} "
-        f"{'after':>10}   change"
-    )
+    rows = []
     slower = unfit = common = 0
     for case in {**old, **new}:
         was, now = old.get(case), new.get(case)
+        then = f"{was:.1f} us" if was is not None else ""
         if now is None:
             # What was wrong before is no loss where it is gone.
             bad = case in new or was is not None
             unfit += bad
             verdict = "WRONG" if case in new else "MISSING" if bad else "missing"
-            shown = f"{was:>7.1f} us" if was is not None else f"{'':>10}"
-            lines.append(f"{_case_name(case)} {shown} {verdict:>10}")
+            rows.append((*_case_cells(case), then, verdict, "", ""))
         elif was is not None:
             common += 1
             change = now / was - 1
             slower += change > tolerance
-            mark = "  SLOWER" if change > tolerance else ""
-            times = f"{was:>7.1f} us {now:>7.1f} us {change:>+8.1%}{mark}"
-            lines.append(f"{_case_name(case)} {times}")
-    lines.append(
+            mark = "SLOWER" if change > tolerance else ""
+            rows.append(
+                (*_case_cells(case), then, f"{now:.1f} us", f"{change:+.1%}", mark)
+            )
+    heads = ("op", "T", "routing", "transport", "before", "after", "change", "")
+    lines += table(heads, rows, names=4)
+    summary = (
         f"{common} cases in both, {slower} slower by more than {tolerance:.0%}, "
         f"{unfit} wrong or missing"
     )
-    return lines, slower + unfit + unlike + (not common)
+    return lines + fill(summary), slower + unfit + unlike + (not common)

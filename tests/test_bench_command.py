@@ -186,8 +186,13 @@ def test_a_disk_that_fills_meanwhile_is_one_line(option, tmp_path, monkeypatch, 
     [
         (["--hidden", "7"], "hidden_size must make a token of bfloat16 a multiple"),
         (["--experts", "3000"], "num_experts must be in [1, 2048], got 3000"),
-        (["--experts", "4", "--top-k", "5"], "--top-k must be at most --experts 4"),
-        (["--experts", "7", "--top-k", "2"], "multiple of the 8 devices, got 7"),
+        (["--experts", "4", "--top-k", "5"], "got --top-k 5 and --experts 4; lower"),
+        (["--experts", "7", "--top-k", "2"], "8 devices, got 7; choose --experts 8"),
+        (
+            ["--transports", "p2p"],
+            "p2p needs GPUs, and JAX found only CPU devices",
+        ),
+        (["--transports", "collective", "p2p"], "use --transports collective"),
     ],
 )
 def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, capsys):
@@ -195,7 +200,8 @@ def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, ca
     monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert _cli.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
@@ -225,4 +231,4 @@ def test_no_backend_is_one_line(monkeypatch, capsys):
     assert _cli.main(["bench", "--quick"]) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
-    assert "JAX_PLATFORMS is 'nothing'" in said
+    assert "told by JAX_PLATFORMS to use nothing and could not" in said

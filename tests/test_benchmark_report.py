@@ -14,7 +14,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 import draw
 import generate
 import p2p
+import p2p_cases
 import p2p_report
+import p2p_worker
 import performance_tables
 import window_kernels
 
@@ -80,7 +82,39 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
     assert found["ragged_default_us"] == 900.0
     assert found["ragged_flags_us"] is None
     p2p_report.print_table(record(*rows))
-    assert "WRONG: {'y': 3}" in capsys.readouterr().out
+    assert "WRONG: {'y': 3}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_tables_fit_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [row(20.0), row(12.0, num_sms=8), row(70.0, transport="collective")]
+    rows += [*rows_of_formats(), row(15.0, zero_tail=True)]
+    p2p_report.print_table(record(*rows))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns
+    words = " ".join(said.split())
+    for told in ("20.0", "70.0", "0.540", "p2p us by num_sms", "zeroed tail"):
+        assert told in words
+    # Nothing was measured of ragged_all_to_all.
+    assert "speed-up" not in words
+
+
+def test_an_error_of_all_cases_is_told_once(capsys):
+    facts = {"transport": "p2p", "zero_tail": False, "format": "bf16"}
+    facts["error"] = "ValueError: jax_ep.init: no GPUs"
+    cases = [(t, r) for t in (128, 16) for r in p2p_cases.ROUTINGS]
+    failed = [{**facts, "tokens": t, "routing": r} for t, r in cases]
+    line = p2p_worker.line_of_new()
+    first, *others = map(line, failed)
+    assert first == "T 128  uniform p2p: jax_ep.init: no GPUs"
+    assert others == ["", "", ""]
+    assert "20.0 us" in line(row(20.0))
+    assert "20.0 us" in line(row(20.0))
+    p2p_report.print_table(record(*failed))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("no GPUs") == 1
+    assert "not measured: T 128 uniform, T 128 zipf, T 16 uniform, T 16 zipf" in said
 
 
 def test_wrong_or_missing_results_make_a_record_unfit():
@@ -207,6 +241,32 @@ def test_picture_holds_the_mark_of_its_record(tmp_path):
         draw.save(first, path)
     assert draw.mark(first) in paths[0].read_text()
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_picture_shows_whole_markers(device, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(us, op=op, tokens=tokens, transport="collective", floor_us=None)
+        for op in ("dispatch", "combine")
+        for tokens, us in ((16, 160.0), (128, 790.0))
+    ]
+    changes = {"device": device, "peak_gb_s": None}
+    figure = draw.figure(record(*rows) | changes)
+    figure.savefig(tmp_path / "a.png")
+    shown = 0
+    for axes in figure.axes:
+        box = axes.get_window_extent()
+        for line in axes.lines:
+            radius = line.get_markersize() / 2 * figure.dpi / 72
+            for x, y in axes.transData.transform(line.get_xydata()):
+                assert box.x0 + radius < x < box.x1 - radius
+                assert box.y0 + radius < y < box.y1 - radius
+                shown += 1
+    assert shown == 8
+    labels = {axes.get_ylabel() for axes in figure.axes} - {""}
+    unit = "device" if device == "cpu" else "GPU"
+    assert labels == {"microseconds per call", f"GB/s per {unit}, sent or received"}
 
 
 def test_record_of_window_kernels():
