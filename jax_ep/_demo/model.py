@@ -80,8 +80,8 @@ def loss(
     """Next-byte loss of uint8 text `[sequences, length + 1]`.
 
     Returns:
-        Mean cross-entropy in nats a byte; mean balance loss of the layers; statistics,
-        stacked over the layers.
+        Mean cross-entropy in nats per byte; mean balance loss of the layers;
+        statistics, stacked over the layers.
     """
     inputs, targets = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
     x = params["token"][inputs] + params["position"]

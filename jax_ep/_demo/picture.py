@@ -87,7 +87,7 @@ def _draw_loss(
         label=f"dense on one device, first {len(dense_losses)} steps",
         **dots,
     )
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", xlim=(0, len(losses)))
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, len(losses)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-_WIDTH = 30
+_WIDTH, _LEAST_WIDTH = 30, 5  # of the bar
 _PLAIN_LINES = 5  # over the whole course, not on a terminal
 
 
@@ -65,11 +65,14 @@ class Progress:
         return ", ".join(part for part in parts if part)
 
     def _draw(self) -> None:
-        full = _WIDTH * self._done // self._total
-        bar = "#" * full + "." * (_WIDTH - full)
-        line = f"[{bar}] {self._text()}"
         # A line that wraps could not be cleared.
         columns = shutil.get_terminal_size().columns - 1
+        line = self._text()
+        # Its text comes first where there is not room for both.
+        wide = min(_WIDTH, columns - len(line) - len("[] "))
+        if wide >= _LEAST_WIDTH:
+            full = wide * self._done // self._total
+            line = f"[{'#' * full}{'.' * (wide - full)}] {line}"
         self._stream.write(f"\r\x1b[2K{line[:columns]}")
         self._stream.flush()
 

@@ -10,13 +10,15 @@ import jax
 import numpy as np
 
 import jax_ep
+from jax_ep._cli_text import entry, fill, width
 from jax_ep._demo import check, devices, model
 from jax_ep._demo.check import Check
 from jax_ep._demo.corpus import Corpus
 from jax_ep._demo.model import Sizes
 from jax_ep._demo.train import Metrics
 
-TABLE_HEAD = " step    loss  held out  dropped rows  busiest expert"
+_TABLE_HEAD = " step    loss  held out  dropped rows  busiest expert"
+_NARROW_HEAD = " step   loss held out dropped busiest"
 _LAST_PART = 10  # the statistics at the end are of the last tenth
 
 
@@ -62,18 +64,32 @@ def set_up(
         "text": f"{text.files} files of {text.root}: {text.train.size / 1e6:.1f} MB to "
         f"learn, {text.held_out.size / 1e6:.1f} MB held out",
         "model": f"{count / 1e6:.2f} M parameters, {sizes.blocks} blocks, top "
-        f"{sizes.top_k} of {sizes.experts} experts, {ep.local_experts} a device",
-        "batch": f"{tokens} bytes; {tokens // len(used)} a device, whose experts take "
-        f"{ep.recv_capacity} rows (capacity factor {sizes.capacity_factor:g})",
+        f"{sizes.top_k} of {sizes.experts} experts, {ep.local_experts} per device",
+        "batch": f"{tokens} bytes; {tokens // len(used)} per device, whose experts "
+        f"take {ep.recv_capacity} rows (capacity factor {sizes.capacity_factor:g})",
     }
     for name, line in lines.items():
-        print(f"{name:<12}{line}", flush=True)
+        print("\n".join(entry(name, line)), flush=True)
+
+
+def _narrow() -> bool:
+    return width() < len(_TABLE_HEAD)
+
+
+def table_head() -> str:
+    """What stands above the lines of `table_line`."""
+    return _NARROW_HEAD if _narrow() else _TABLE_HEAD
 
 
 def table_line(step: int, metrics: Metrics, held_out: float) -> str:
-    """A line under TABLE_HEAD."""
+    """What has become of a step."""
     counts = np.asarray(metrics.stats.expert_counts)
     dropped = metrics.stats.num_dropped.sum() / counts.sum()
+    if _narrow():
+        return (
+            f"{step:5d} {metrics.loss:6.3f}    {held_out:5.3f} {dropped:7.2%} "
+            f"{_imbalance(counts):5.2f} x"
+        )
     return (
         f"{step:5d}   {metrics.loss:5.3f}     {held_out:5.3f}        {dropped:6.2%}"
         f"   {_imbalance(counts):4.2f} x mean"
@@ -83,15 +99,20 @@ def table_line(step: int, metrics: Metrics, held_out: float) -> str:
 def check_lines(result: Check) -> str:
     """The outcome of the check."""
     outcome = "passed" if result.passed else "FAILED"
-    return (
+    head = (
         f"check: {outcome}: first {result.steps} losses against the dense model on one "
-        "device, without jax_ep:\n"
-        f"       largest difference {result.loss_difference:.1e} (tolerance "
-        f"{check.LOSS_TOLERANCE:.0e}); of any array's gradient norm "
-        f"{result.norm_difference:.1e} relative ({check.NORM_TOLERANCE:.0e});\n"
-        f"       rows dropped for capacity {result.dropped:,}, in the dense model "
-        f"{result.dense_dropped:,}"
+        "device, without jax_ep:"
     )
+    found = (
+        f"largest difference {result.loss_difference:.1e} (tolerance "
+        f"{check.LOSS_TOLERANCE:.0e});",
+        "largest relative difference of a gradient's norm "
+        f"{result.norm_difference:.1e} (tolerance {check.NORM_TOLERANCE:.0e});",
+        f"rows dropped for capacity {result.dropped:,}, in the dense model "
+        f"{result.dense_dropped:,}",
+    )
+    lines = fill(head, rest=" " * 7)
+    return "\n".join(lines + [line for text in found for line in fill(text, " " * 7)])
 
 
 def result(history: History, sizes: Sizes) -> None:
@@ -101,22 +122,32 @@ def result(history: History, sizes: Sizes) -> None:
     last = -(-len(losses) // _LAST_PART)
     tokens = len(losses) * sizes.sequences * sizes.length
     rows = counts.sum(axis=(1, 2))
-    print(
-        f"\nloss        {losses[0]:.3f} -> {np.mean(losses[-last:]):.3f} nats a byte "
-        f"(mean of the last {last} steps); held out {history.held_out[0][1]:.3f} -> "
-        f"{history.held_out[-1][1]:.3f}\n"
-        f"speed       {tokens / history.seconds:,.0f} tokens a second "
-        f"({tokens:,} bytes in {history.seconds:.1f} s)\n"
-        f"dropped     {dropped.sum():,} of {rows.sum():,} rows "
-        f"({dropped.sum() / rows.sum():.2%}); in the last {last} steps "
-        f"{dropped[-last:].sum():,} ({dropped[-last:].sum() / rows[-last:].sum():.2%})"
+    steps = f"the last {last} steps" if last > 1 else "the last step"
+    lines = entry(
+        "loss",
+        f"{losses[0]:.3f} -> {np.mean(losses[-last:]):.3f} nats per byte (mean of "
+        f"{steps}); held out {history.held_out[0][1]:.3f} -> "
+        f"{history.held_out[-1][1]:.3f}",
     )
-    print(f"tokens per expert a step, mean of the last {last} steps:")
+    lines += entry(
+        "speed",
+        f"{tokens / history.seconds:,.0f} tokens per second ({tokens:,} bytes in "
+        f"{history.seconds:.1f} s)",
+    )
+    lines += entry(
+        "dropped",
+        f"{dropped.sum():,} of {rows.sum():,} rows ({dropped.sum() / rows.sum():.2%}); "
+        f"in {steps} {dropped[-last:].sum():,} "
+        f"({dropped[-last:].sum() / rows[-last:].sum():.2%})",
+    )
+    lines += fill(f"tokens per expert and step, mean of {steps}:", rest="  ")
     for layer, mean in enumerate(counts[-last:].mean(axis=0)):
-        print(
-            f"  layer {layer}   least {mean.min():.0f}, mean {mean.mean():.0f}, most "
-            f"{mean.max():.0f} ({_imbalance(mean):.2f} x mean): {_row(mean)}"
+        lines += fill(
+            f"least {mean.min():.0f}, mean {mean.mean():.0f}, most {mean.max():.0f} "
+            f"({_imbalance(mean):.2f} x mean): {_row(mean)}",
+            f"  layer {layer}   ",
         )
+    print("", *lines, sep="\n")
 
 
 def _row(values: Sequence[float] | np.ndarray) -> str:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import jax_ep
+from jax_ep._cli_text import entry
 from jax_ep._demo import corpus, devices, model, picture, report, train
 from jax_ep._demo.check import CHECKED_STEPS, Check, compare
 from jax_ep._demo.model import Sizes
@@ -121,7 +122,7 @@ def _train(
     history = History(held_out=[(0, trainer.evaluate(held_out))])
     check = None
     with Progress("training, step", steps) as progress:
-        progress.say(report.TABLE_HEAD)
+        progress.say(report.table_head())
         for step, text in enumerate(batches, start=1):
             start = time.monotonic()
             metrics = trainer.step(text)
@@ -143,10 +144,8 @@ def _train(
 def _draw(path: str, title: str, history: History, dense: list[Metrics]) -> bool:
     """Saves the picture; returns whether nothing went wrong."""
     if not picture.available():
-        print(
-            "picture     none: matplotlib is not installed; get it with "
-            "pip install 'jax_ep[demo]'"
-        )
+        why = "none: matplotlib is not installed; get it with"
+        print("\n".join(entry("picture", f"{why} pip install 'jax_ep[demo]'")))
         return True
     losses, dense_losses = (
         [float(step.loss) for step in run] for run in (history.metrics, dense)
@@ -155,7 +154,7 @@ def _draw(path: str, title: str, history: History, dense: list[Metrics]) -> bool
     try:
         picture.save(path, title, losses, dense_losses, history.held_out, counts)
     except OSError as error:
-        print(f"picture     none: {error}")
+        print("\n".join(entry("picture", f"none: {error}")))
         return False
-    print(f"picture     {os.path.abspath(path)}")
+    print("\n".join(entry("picture", os.path.abspath(path))))
     return True

@@ -35,7 +35,7 @@ class Metrics(NamedTuple):
     """Of one batch.
 
     Attributes:
-        loss: in nats a byte, without the balance loss.
+        loss: in nats per byte, without the balance loss.
         grad_norms: `[arrays]`, of each parameter array's gradient.
         stats: `[layers, ...]`.
     """
