@@ -74,7 +74,7 @@ def add(commands: Any) -> None:
         "--ranks-per-node",
         type=count,
         metavar="N",
-        help="ranks that share a node, for shmem (default: every device here)",
+        help="ranks that share a node, for shmem (default: as many as devices here)",
     )
     layer.add_argument(
         "--dtype", default="bfloat16", metavar="NAME", help=_one_of(_config.DTYPES)
@@ -235,11 +235,18 @@ def _memory_lines(sizes: dict[str, Any]) -> list[str]:
     if over_nodes is not None and ranks > node:
         items.append((over_nodes, f"window of shmem over nodes of {node} ranks"))
     indent = LABEL if _cli_text.width() >= _WIDE else 2
-    for count, text in items:
-        lines += _cli_text.fill(text, f"{'':{indent}}{count / 1e6:>8,.0f} MB  ")
+    shown = [_megabytes(count) for count, _ in items]
+    column = max(map(len, shown))
+    for size, (_, text) in zip(shown, items, strict=True):
+        lines += _cli_text.fill(text, f"{'':{indent}}{size:>{column}}  ")
     if windows is None:
         why = f"no windows: p2p and shmem serve at most 32 ranks, got {ranks}"
         lines += entry("", why)
     elif isinstance(windows, str):
         lines += entry("", f"no window of p2p: {windows}")
     return lines
+
+
+def _megabytes(count: int) -> str:
+    size = count / 1e6
+    return f"{size:,.0f} MB" if size >= 10 else f"{size:.2g} MB"

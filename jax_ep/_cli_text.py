@@ -25,17 +25,18 @@ def width() -> int:
 def fill(text: str, first: str = "", rest: str | None = None) -> list[str]:
     """Lines of `text`, of which the first begins with `first`, others with `rest`."""
     rest = " " * len(first) if rest is None else rest
-    return _wrapped(text, width(), initial_indent=first, subsequent_indent=rest)
+    return _wrapped(text, width(), first, rest)
 
 
-def _wrapped(text: str, width: int, **indents: str) -> list[str]:
+def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     lines = textwrap.wrap(
         text.replace("pip install ", f"pip{NBSP}install{NBSP}"),
         width,
+        initial_indent=first,
+        subsequent_indent=rest,
         # Names, paths and commands are copied whole.
         break_long_words=False,
         break_on_hyphens=False,
-        **indents,
     )
     return [line.replace(NBSP, " ") for line in lines]
 

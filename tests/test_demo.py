@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import pathlib
 import re
@@ -15,7 +16,18 @@ import numpy as np
 import pytest
 
 from jax_ep import _cli, _cli_bench, _cli_doctor, _ffi
-from jax_ep._demo import check, corpus, dense, devices, moe, picture, run, train
+from jax_ep._demo import (
+    check,
+    corpus,
+    dense,
+    devices,
+    moe,
+    picture,
+    progress,
+    report,
+    run,
+    train,
+)
 from jax_ep._demo.train import Metrics
 
 QUICK = ("-m", "jax_ep._cli", "demo", "--quick")
@@ -166,6 +178,42 @@ def test_compare(losses, norms, passed):
     result = check.compare(steps(losses, norms), expected)
     assert result.passed is passed
     assert (result.steps, result.dropped, result.dense_dropped) == (2, 4, 4)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_report_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    metrics = steps((5.5, 5.0), (1.0, 0.5))
+    for step in metrics:
+        step.stats.expert_counts[:] = 1000
+    history = report.History(metrics, held_out=[(0, 5.6), (2, 5.1)], seconds=1.0)
+    print(report.table_head())
+    print(report.table_line(2, metrics[1], 5.1))
+    print(report.check_lines(check.compare(metrics, metrics)))
+    report.result(history, run.choose_sizes(8, quick=True))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns
+    words = " ".join(said.split())
+    assert "check: passed: first 2 losses" in words
+    assert "layer 1 least 1000, mean 1000, most 1000" in words
+
+
+def test_progress_on_a_narrow_terminal_shows_its_text(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def drawn(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = Terminal()
+        with progress.Progress("dense reference, step", 20, stream) as shown:
+            shown.update("loss 5.5")
+        return stream.getvalue().split("\x1b[2K")[-2].strip("\r")
+
+    for columns in (40, 80):
+        assert len(drawn(columns)) < columns
+        assert "dense reference, step 1/20, loss 5.5" in drawn(columns)
+    assert drawn(80).startswith("[#...")
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 20, 64])

@@ -318,6 +318,8 @@ def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
     sizes, said = told(*asked, "16")
     assert "window of shmem" not in said
     assert sizes["p2p_windows"] == sizes["shmem_windows"]
+    _, said = told("doctor", "--tokens", "8", "--hidden", "128", "--ranks", "4")
+    assert " 0 MB" not in said  # small layers have sizes too
     sizes, said = told("doctor", "--ranks", "64")
     assert sizes["p2p_windows"] is sizes["shmem_windows"] is None
     assert "no windows: p2p and shmem serve at most 32 ranks, got 64" in said
