@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep import formats
+from jax_ep._literals import (
+    DTYPES,
+    OVERLAPS,
+    REDUCES,
+    SCALE_LAYOUTS,
+    WIRE_FORMATS,
+    Dtype,
+    Format,
+    Overlap,
+    Reduce,
+    ScaleLayout,
+    WireFormat,
+)
 from jax_ep._native import cpu as native
 
-DTYPES = ("bfloat16", "float16", "float32")
-REDUCES = ("rank", "source", "none")
-SCALE_LAYOUTS = ("rows", "tiled_128x4")
-OVERLAPS = ("sm", "copy", "stream")
-WIRE_FORMATS = ("fp8_block128",)
 MAX_PENDING_CALLS = 2
 MAX_TIMEOUT_S = 1e6
 CAPACITY_MULTIPLE = 128
@@ -47,6 +56,43 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
     )
 
 
+class _Field:
+    """A field that keeps something else than it is given.
+
+    Type checkers take the type of the argument from `__set__`, and that of the
+    attribute from `__get__`.
+    """
+
+    def __set_name__(self, owner: type[EPConfig], name: str) -> None:
+        """Its name in `vars(config)`."""
+        self._name = name
+
+
+class DtypeName(_Field):
+    """A dtype, of which the name is kept."""
+
+    def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype:
+        """The name; of the class, where `dataclasses` looks for it, the default."""
+        return "bfloat16" if config is None else vars(config)[self._name]
+
+    def __set__(self, config: EPConfig, value: DTypeLike) -> None:
+        """Called once, by `__init__`: the dataclass is frozen."""
+        vars(config)[self._name] = _dtype_name(self._name, value)
+
+
+class DtypeNameOrNone(_Field):
+    """A dtype, of which the name is kept, or None."""
+
+    def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype | None:
+        """As of `DtypeName`."""
+        return None if config is None else vars(config)[self._name]
+
+    def __set__(self, config: EPConfig, value: DTypeLike | None) -> None:
+        """As of `DtypeName`."""
+        name = None if value is None else _dtype_name(self._name, value)
+        vars(config)[self._name] = name
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EPConfig:
     """Sizes and options of one expert-parallel layer; frozen, hashable, validated.
@@ -56,10 +102,11 @@ class EPConfig:
         top_k: K, experts a token may go to; at most 32.
         hidden_size: H, elements of a token; a token is a multiple of 16 bytes.
         max_tokens_per_rank: T, the most tokens a rank passes to one call.
-        dtype: of tokens and expert outputs: bfloat16, float16 or float32.
+        dtype: of tokens and expert outputs: bfloat16, float16 or float32, given as
+            anything that `jax.numpy.dtype` takes and kept as the name.
         dispatch_format: token format on the wire, one of
             `jax_ep.formats.names()`; "bf16" sends tokens as they are.
-        combine_dtype: of the rows that combine sends; None is `dtype`.
+        combine_dtype: of the rows that combine sends, likewise; None is `dtype`.
         combine_format: None, or "fp8_block128" to quantise combine's rows.
         grad_format: None, or "fp8_block128" to quantise the backward's rows.
         reduce: what combine sums where: "rank", "source" or "none".
@@ -93,37 +140,33 @@ class EPConfig:
     top_k: int
     hidden_size: int
     max_tokens_per_rank: int
-    dtype: str = "bfloat16"
-    dispatch_format: str = "bf16"
-    combine_dtype: str | None = None
-    combine_format: str | None = None
-    grad_format: str | None = None
-    reduce: str = "rank"
+    dtype: DtypeName = DtypeName()
+    dispatch_format: Format = "bf16"
+    combine_dtype: DtypeNameOrNone = DtypeNameOrNone()
+    combine_format: WireFormat | None = None
+    grad_format: WireFormat | None = None
+    reduce: Reduce = "rank"
     recv_capacity: int | None = None
     capacity_factor: float | None = None
     expert_alignment: int = 1
-    scale_layout: str = "rows"
+    scale_layout: ScaleLayout = "rows"
     zero_tail: bool = True
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     allreduce_world_size: int | None = None
     pending_calls: int | None = None
-    overlap: str = "sm"
+    overlap: Overlap = "sm"
     num_sms: int | None = None
     ranks_per_node: int | None = None
     timeout_s: float = 100.0
 
     def __post_init__(self) -> None:
-        """Normalises dtypes to their names and validates every field."""
+        """Validates every field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             # Sizes are often NumPy's; as Python's they are attributes of calls.
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
-        object.__setattr__(self, "dtype", _dtype_name("dtype", self.dtype))
-        if self.combine_dtype is not None:
-            name = _dtype_name("combine_dtype", self.combine_dtype)
-            object.__setattr__(self, "combine_dtype", name)
         self._check_sizes()
         self._check_options()
 
@@ -283,7 +326,7 @@ class EPConfig:
         return jnp.dtype(self.dtype).itemsize
 
     @property
-    def wire_dtype(self) -> str:
+    def wire_dtype(self) -> Dtype:
         """The dtype of the rows that combine sends."""
         return self.combine_dtype or self.dtype
 
@@ -305,7 +348,7 @@ class EPConfig:
         return self.grad_format or self.dtype
 
     @property
-    def grad_wire_format(self) -> str:
+    def grad_wire_format(self) -> Format:
         """The format in which the backward sends tokens along a route."""
         return self.grad_format or "bf16"
 
@@ -325,12 +368,11 @@ class EPConfig:
         return rows + (tokens if self.fused_shared_expert else 0)
 
 
-def _dtype_name(field: str, value: Any) -> str:
+def _dtype_name(field: str, value: Any) -> Dtype:
     try:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
     remedy = "cast tokens to one" if field == "dtype" else "leave it out for dtype"
     _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value, remedy)
-    assert name is not None
-    return name
+    return cast(Dtype, name)

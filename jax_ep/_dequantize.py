@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
+from jax_ep._literals import Dtype, Format
 from jax_ep._types import Dispatched
 
 
@@ -45,8 +46,8 @@ def _untiled(
 
 
 class _Static(NamedTuple):
-    format: str
-    dtype: str  # of the values
+    format: Format
+    dtype: Dtype  # of the values
     has_port: bool
 
 

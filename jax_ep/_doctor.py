@@ -25,6 +25,7 @@ from jax_ep import (
     _windows,
 )
 from jax_ep._cli_values import backend_advice, backend_problem
+from jax_ep._literals import TRANSPORTS, HandleTransport
 from jax_ep._meeting import Meeting
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -148,9 +149,9 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
         shmem = _transports.obstacle(mesh, ("ep",), meeting, config)
     found["p2p"] = _windowed(p2p, "every device reaches every other")
     found["shmem"] = _windowed(shmem, "NVSHMEM is there, and one GPU in this process")
-    for name, entry in found.items():
-        if entry["works"]:
-            entry["test"] = self_test(mesh, name)
+    for name in _names():
+        if found[name]["works"]:
+            found[name]["test"] = self_test(mesh, name)
     return found
 
 
@@ -160,11 +161,11 @@ def _windowed(obstacle: _windows.Obstacle | None, why: str) -> dict[str, Any]:
     return {"works": obstacle is None, "why": why}
 
 
-def _names() -> list[str]:
-    return [name for name in _transports.TRANSPORTS if name != "auto"]
+def _names() -> list[HandleTransport]:
+    return [name for name in TRANSPORTS if name != "auto"]
 
 
-def self_test(mesh: Mesh, transport: str) -> str:
+def self_test(mesh: Mesh, transport: HandleTransport) -> str:
     """Sends a few tokens to their experts and back: "passed", or what went wrong."""
     n, hidden, experts = 16, 128, 2 * mesh.size
     config = jax_ep.EPConfig(

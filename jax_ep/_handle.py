@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ep import _modes
 from jax_ep._config import EPConfig
+from jax_ep._literals import HandleTransport
 
 # Open and closed ones by key, while somebody holds them.
 _handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictionary()
@@ -62,7 +63,7 @@ class EPHandle:
     mesh: Mesh
     axis_names: tuple[str, ...]
     config: EPConfig
-    transport: str
+    transport: HandleTransport
     ep_size: int
     buffer_bytes: int
     dev_ptrs: np.ndarray

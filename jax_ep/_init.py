@@ -27,8 +27,8 @@ from jax_ep import (
 )
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
+from jax_ep._literals import TRANSPORTS, HandleTransport, Transport
 from jax_ep._meeting import Meeting
-from jax_ep._transports import TRANSPORTS
 
 # Of the first call over new windows; tests start near the wrap of 64 bits.
 _FIRST_EPOCH: int | None = None
@@ -44,7 +44,7 @@ def init(
     mesh: Mesh | None,
     axis_name: str | Sequence[str],
     config: EPConfig,
-    transport: str = "auto",
+    transport: Transport = "auto",
 ) -> EPHandle:
     """Prepares expert parallelism over one or more axes of a mesh.
 
@@ -122,7 +122,7 @@ def _meet(
     mesh: Mesh,
     names: tuple[str, ...],
     config: EPConfig,
-    transport: str,
+    transport: Transport,
     meeting: Meeting,
 ) -> EPHandle:
     """Settles the transport with the mesh's other processes, and opens the handle."""
@@ -269,7 +269,7 @@ def _open(
     mesh: Mesh,
     names: tuple[str, ...],
     config: EPConfig,
-    transport: str,
+    transport: HandleTransport,
     meeting: Meeting,
 ) -> EPHandle:
     """Registers the group and initialises every device of the mesh."""

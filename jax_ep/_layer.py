@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep import _checks, _context, _init, _moe_checks
 from jax_ep._arrays import as_array, require_values
@@ -29,8 +30,10 @@ from jax_ep._layer_params import (
     require_spec,
     spec_axes,
 )
+from jax_ep._literals import Format, Transport
 from jax_ep._moe import MoEAux, moe_ffn
 from jax_ep._shared import shared_handle
+from jax_ep._types import ExpertsFunction
 from jax_ep.router import Router, check_choice
 
 
@@ -63,8 +66,8 @@ class Layer:
     router_bias: bool
     tp_axis_name: str | None
     spec: PartitionSpec | None
-    transport: str
-    experts: Callable[..., jax.Array] | None
+    transport: Transport
+    experts: ExpertsFunction | None
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
@@ -170,9 +173,9 @@ class Layer:
         self,
         ep: EPHandle,
         values: Mapping[str, Any],
-        x: jax.Array,
-        mask: jax.Array | None = None,
-        input_scale: Any = None,
+        x: ArrayLike,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
     ) -> tuple[jax.Array, MoEAux]:
         """The layer on a global `x` `[..., hidden]`, cast to the config's dtype.
 
@@ -284,17 +287,17 @@ def make(
     num_experts: int,
     top_k: int,
     max_tokens_per_rank: int,
-    dtype: Any,
+    dtype: DTypeLike,
     capacity_factor: float | None,
-    dispatch_format: str,
+    dispatch_format: Format,
     config_options: Mapping[str, Any] | None,
     router: Router | None,
     router_bias: bool,
     shared_intermediate_size: int | None,
     tp_axis_name: str | None,
     spec: PartitionSpec | None,
-    transport: str,
-    experts: Callable[..., jax.Array] | None,
+    transport: Transport,
+    experts: ExpertsFunction | None,
 ) -> Layer:
     """The `Layer` of a constructor's arguments."""
     require_mesh(function, mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax_ep import experts as _experts
 from jax_ep import router as routers
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
-from jax_ep._types import Dispatched
+from jax_ep._types import Dispatched, ExpertsFunction
 from jax_ep._varying import vary_alike, varying
 
 
@@ -69,17 +69,17 @@ class MoEAux:
 
 def moe_ffn(
     ep: EPHandle,
-    tokens: jax.Array,
+    tokens: ArrayLike,
     params: Mapping[str, Any],
     *,
     router: routers.Router | None = None,
     routing: routers.Routing | None = None,
     mask: ArrayLike | None = None,
-    residual: jax.Array | None = None,
+    residual: ArrayLike | None = None,
     input_scale: ArrayLike | None = None,
     batch_axes: Sequence[str] | None = None,
     tp_axis: str | None = None,
-    experts: Callable[..., jax.Array] | None = None,
+    experts: ExpertsFunction | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
 

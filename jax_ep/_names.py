@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ OUT_NAME = "jax_ep_out"
 
 # Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
 # received rows, combined tokens) and exchanges nothing twice.
-save_route = jax.checkpoint_policies.save_only_these_names(
+save_route: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(
     ROUTE_NAME, ROWS_NAME, OUT_NAME
 )
 

@@ -11,6 +11,7 @@ import jax
 
 from jax_ep import _chain
 from jax_ep._handle import EPHandle
+from jax_ep._literals import CallKind
 
 
 class Pending:
@@ -26,7 +27,12 @@ class Pending:
         ports: float zeros that carry the cotangents to the first half.
     """
 
-    def __init__(self, kind: str, key: int, held: Any, ports: Any) -> None:
+    kind: CallKind
+    key: int
+    held: Any
+    ports: Any
+
+    def __init__(self, kind: CallKind, key: int, held: Any, ports: Any) -> None:
         """Of the two halves; users get theirs from the `_async` calls."""
         self.kind, self.key, self.held, self.ports = kind, key, held, ports
         self._waited_in: Any = None
@@ -43,7 +49,7 @@ _open: weakref.WeakKeyDictionary[Pending, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def require_room(function: str, kind: str, ep: EPHandle) -> None:
+def require_room(function: str, kind: CallKind, ep: EPHandle) -> None:
     """Raises ValueError where this trace has as many pendings of `kind` as may be."""
     trace = _chain.current_trace()
     most = ep.config.most_pending
@@ -92,7 +98,7 @@ def _forget(pending: Pending) -> None:
         _open.pop(pending, None)
 
 
-def _flatten(pending: Pending) -> tuple[tuple[Any, Any], tuple[str, int]]:
+def _flatten(pending: Pending) -> tuple[tuple[Any, Any], tuple[CallKind, int]]:
     _forget(pending)
     return (pending.held, pending.ports), (pending.kind, pending.key)
 
@@ -103,7 +109,7 @@ def _flatten_with_keys(pending: Pending) -> Any:
     return tuple(zip(names, children, strict=True)), static
 
 
-def _unflatten(static: tuple[str, int], children: Iterable[Any]) -> Pending:
+def _unflatten(static: tuple[CallKind, int], children: Iterable[Any]) -> Pending:
     return Pending(*static, *children)
 
 

@@ -122,5 +122,5 @@ def dispatched(
         else None,
         input_scale=input_scale if formats.takes_input_scale(name) else None,
         format=name,
-        rows_dtype=tokens.dtype.name,
+        rows_dtype=ep.config.dtype,
     )

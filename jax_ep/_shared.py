@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax_ep import _init
 from jax_ep._config import EPConfig
 from jax_ep._handle import EPHandle
+from jax_ep._literals import Transport
 
 _handles: dict[Any, EPHandle] = {}
 _lock = threading.Lock()
@@ -20,7 +21,7 @@ def shared_handle(
     mesh: Mesh | None,
     axis_name: str | Sequence[str],
     config: EPConfig,
-    transport: str = "auto",
+    transport: Transport = "auto",
 ) -> EPHandle:
     """One open handle for equal arguments, made by `jax_ep.init` at the first call.
 

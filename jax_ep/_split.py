@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from jax_ep import _autodiff_split, _checks, _handle, _operands, _pending
 from jax_ep._autodiff import split_transport_of
 from jax_ep._handle import EPHandle
+from jax_ep._literals import CallKind
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
@@ -121,7 +122,7 @@ def combine_wait(pending: Pending) -> jax.Array:
     return y
 
 
-def handle_of(function: str, kind: str, pending: Pending) -> EPHandle:
+def handle_of(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     """The open handle of a call of that kind."""
     if not isinstance(pending, Pending):
         raise TypeError(
@@ -148,7 +149,7 @@ def handle_of(function: str, kind: str, pending: Pending) -> EPHandle:
     return ep
 
 
-def _waiting(function: str, kind: str, pending: Pending) -> EPHandle:
+def _waiting(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     ep = handle_of(function, kind, pending)
     _checks.require_scope(function, ep)
     wanted = split_transport_of(ep).held_rows(ep)

@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 
 from jax_ep import _ffi, _nodes, _shmem, _windows, formats
 from jax_ep._config import EPConfig
+from jax_ep._literals import HandleTransport, Transport
 from jax_ep._meeting import Meeting
 from jax_ep._windows import Obstacle
 
 # A token and its codes lie in shared memory while they are encoded: with 2048 experts
 # and top-32 nvfp4 has room for 238,592 elements. Others pass in pieces.
 _MOST_HIDDEN_QUANTIZED, _MOST_HIDDEN = 1 << 17, 1 << 22
-
-TRANSPORTS = ("auto", "p2p", "shmem", "collective")
 
 _NO_GPUS: Obstacle = "GPUs", "CPU devices"
 
@@ -27,10 +26,10 @@ _log = logging.getLogger("jax_ep")
 def choose(
     mesh: Mesh,
     names: tuple[str, ...],
-    requested: str,
+    requested: Transport,
     meeting: Meeting,
     config: EPConfig,
-) -> str:
+) -> HandleTransport:
     """The transport that `init` uses where `requested` was asked for.
 
     The same in all processes of the mesh, which call it together.
@@ -63,7 +62,7 @@ def choose(
 def _row_obstacle(config: EPConfig) -> Obstacle | None:
     """Whether a multiprocessor's shared memory has room for what a call keeps there."""
     wires = (config.dispatch_format, config.grad_format, config.combine_format)
-    quantized = any(map(formats.is_quantized, filter(None, wires)))
+    quantized = any(name and formats.is_quantized(name) for name in wires)
     most = _MOST_HIDDEN_QUANTIZED if quantized else _MOST_HIDDEN
     if config.skip_a2a or config.hidden_size <= most:
         return None
@@ -81,7 +80,7 @@ def _puts_reach(
     return _nodes.several(_nodes.of_groups(groups, config, _shmem.heap.hosts))
 
 
-def instead_of_windows(requested: str, found: Obstacle) -> str:
+def instead_of_windows(requested: Transport, found: Obstacle) -> HandleTransport:
     """What `init` uses then.
 
     Raises:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
 
+from jax_ep._literals import Dtype, Format
+
 _pytree = jax.tree_util.register_dataclass
 
 STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
+
+# `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes) -> rows.
+ExpertsFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @partial(
@@ -102,5 +108,5 @@ class Dispatched:
     grad_port: jax.Array | None
     scales_offsets: jax.Array | None = None
     input_scale: jax.Array | None = None
-    format: str = "bf16"
-    rows_dtype: str = "bfloat16"
+    format: Format = "bf16"
+    rows_dtype: Dtype = "bfloat16"

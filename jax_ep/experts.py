@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ep import _checks, _grouped, _threads
 from jax_ep._grouped import grouped_matmul
@@ -92,8 +93,7 @@ def ragged_dot(
     return jax.lax.ragged_dot(inner, down, group_sizes)
 
 
-@functools.cache
-def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
+def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:
     """Whether XLA does `jax.lax.ragged_dot` densely.
 
     Compiles a small one, forward, once; another shape may fare otherwise.
@@ -102,12 +102,18 @@ def ragged_dot_is_dense(dtype: Any = "bfloat16", device: Any = None) -> bool:
         dtype: of rows and matrices.
         device: where, a `jax.Device`; None is this process's first.
     """
+    return _ragged_dot_is_dense(jnp.dtype(dtype), device)
+
+
+# Not of the public function: type checkers lose the arguments of what is cached.
+@functools.cache
+def _ragged_dot_is_dense(dtype: jnp.dtype, device: Any) -> bool:
     text = _threads.untraced(functools.partial(_ragged_dot_text, dtype, device))
     # A kernel that takes groups keeps the operation, inside of a fusion.
     return " ragged-dot(" not in text
 
 
-def _ragged_dot_text(dtype: Any, device: Any) -> str:
+def _ragged_dot_text(dtype: jnp.dtype, device: Any) -> str:
     groups, size = 4, 256
     shapes = [(512, size), (groups, size, size)]
     where = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])

@@ -10,49 +10,51 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep import _ffi
 from jax_ep._arrays import as_array
+from jax_ep._literals import DTYPES, Format
 from jax_ep._native import cpu as native
 from jax_ep._varying import vary_alike, varying
 
-_FORMATS = {entry["name"]: entry for entry in native.formats()}
-_TOKEN_DTYPES = ("bfloat16", "float16", "float32")
+_FORMATS: dict[Format, dict[str, Any]] = {
+    entry["name"]: entry for entry in native.formats()
+}
 
 
-def names() -> tuple[str, ...]:
+def names() -> tuple[Format, ...]:
     """The formats that `EPConfig.dispatch_format` takes."""
     return tuple(_FORMATS)
 
 
-def is_quantized(name: str) -> bool:
+def is_quantized(name: Format) -> bool:
     """Whether tokens in format `name` have scales."""
     return _FORMATS[name]["scale_dtype"] is not None
 
 
-def takes_input_scale(name: str) -> bool:
+def takes_input_scale(name: Format) -> bool:
     """Whether format `name` has a global scale that the caller may give."""
     return _FORMATS[name]["takes_input_scale"]
 
 
-def block(name: str) -> int:
+def block(name: Format) -> int:
     """Elements of a token that share one scale; `hidden_size` is a multiple of it."""
     return _FORMATS[name]["block"]
 
 
-def payload_dtype(name: str, dtype: str) -> jnp.dtype:
+def payload_dtype(name: Format, dtype: str) -> jnp.dtype:
     """The dtype of dispatched tokens in format `name`, for tokens of `dtype`."""
     return jnp.dtype(_FORMATS[name]["payload_dtype"] or dtype)
 
 
-def scale_dtype(name: str) -> jnp.dtype | None:
+def scale_dtype(name: Format) -> jnp.dtype | None:
     """The dtype of the scales of format `name`, or None."""
     found = _FORMATS[name]["scale_dtype"]
     return None if found is None else jnp.dtype(found)
 
 
-def columns(name: str, hidden: int) -> int:
+def columns(name: Format, hidden: int) -> int:
     """Columns of dispatched tokens of `hidden` elements: two 4-bit codes share one."""
     if not is_quantized(name):
         return hidden
@@ -60,7 +62,7 @@ def columns(name: str, hidden: int) -> int:
 
 
 def quantize(
-    tokens: ArrayLike, format: str, input_scale: ArrayLike | None = None
+    tokens: ArrayLike, format: Format, input_scale: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Tokens as `jax_ep.dispatch` would send them.
 
@@ -82,9 +84,9 @@ def quantize(
     """
     _require_format("quantize", format)
     tokens = as_array("formats.quantize", "tokens", tokens)
-    if tokens.dtype.name not in _TOKEN_DTYPES or tokens.ndim == 0:
+    if tokens.dtype.name not in DTYPES or tokens.ndim == 0:
         raise TypeError(
-            f"jax_ep.formats.quantize: tokens must be {', '.join(_TOKEN_DTYPES)} with "
+            f"jax_ep.formats.quantize: tokens must be {', '.join(DTYPES)} with "
             f"a dimension, got {tokens.dtype} {tokens.shape}; cast or reshape them"
         )
     scale = global_scale("formats.quantize", format, tokens, input_scale)
@@ -112,10 +114,10 @@ def quantize(
 def dequantize(
     tokens: ArrayLike,
     scales: ArrayLike | None,
-    format: str,
+    format: Format,
     input_scale: ArrayLike | None = None,
     *,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> jax.Array:
     """The values that codes and scales stand for, rounded once to `dtype`.
 
@@ -148,9 +150,9 @@ def dequantize(
         result = None if dtype is None else jnp.dtype(dtype)
     except TypeError:  # no dtype at all
         result = None
-    if result is None or result.name not in _TOKEN_DTYPES:
+    if result is None or result.name not in DTYPES:
         raise TypeError(
-            f"jax_ep.formats.dequantize: dtype must be one of {_TOKEN_DTYPES}, got "
+            f"jax_ep.formats.dequantize: dtype must be one of {DTYPES}, got "
             f"{dtype!r}; cast the result"
         )
     if scales is None:
@@ -189,7 +191,7 @@ def dequantize(
 
 
 def global_scale(
-    function: str, format: str, like: jax.Array, input_scale: ArrayLike | None
+    function: str, format: Format, like: jax.Array, input_scale: ArrayLike | None
 ) -> jax.Array:
     """`input_scale` as float32 `[1]`: 1 where it was not given.
 
@@ -213,7 +215,7 @@ def global_scale(
     return scale.reshape(1)
 
 
-def _require_format(function: str, format: str) -> None:
+def _require_format(function: str, format: Format) -> None:
     if format not in _FORMATS:
         raise ValueError(
             f"jax_ep.formats.{function}: format must be one of {list(names())}, got "
@@ -221,7 +223,7 @@ def _require_format(function: str, format: str) -> None:
         )
 
 
-def _require_blocks(function: str, format: str, hidden: int) -> None:
+def _require_blocks(function: str, format: Format, hidden: int) -> None:
     unit = native.ROW_ALIGN_BYTES
     payload = native.encoded_bytes(format, hidden, 2)[0]
     if hidden == 0 or hidden % block(format) or payload % unit:

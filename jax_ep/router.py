@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._arrays import as_array
+from jax_ep._literals import SCORES, Score
 
-SCORES = ("softmax", "sigmoid")
 # Keeps a division by the sum of sigmoids finite where all of them underflow, and its
 # derivative, which has the square.
 _LEAST_SUM = 1e-16
@@ -63,7 +64,7 @@ class Router:
         ValueError: a field does not hold what is said above.
     """
 
-    score: str = "softmax"
+    score: Score = "softmax"
     normalize: bool | None = None
     scale: float = 1.0
     num_groups: int = 1
@@ -126,12 +127,12 @@ class Routing:
 
 
 def route(
-    logits: jax.Array,
+    logits: ArrayLike,
     top_k: int,
     router: Router | None = None,
     *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
 ) -> Routing:
     """Chooses `top_k` experts for each token.
 
@@ -309,7 +310,7 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     return Losses(experts * jnp.sum(load * (mass / tokens)), z / tokens, load)
 
 
-def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Array:
     """One step of balancing without a loss: up by `rate` where load is low, else down.
 
     As in DeepSeek-V3; its source is arXiv:2408.15664.
@@ -328,4 +329,4 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     function, why = "router.update_bias", "that of bias"
     load, remedy = as_array(function, "load", load), "pass aux.load of its layer"
     _checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
-    return bias + rate * jnp.sign(jnp.mean(load) - load)
+    return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_ep import _api, _checks, _mapped, _split
 from jax_ep._arrays import as_array
 from jax_ep._handle import EPHandle
+from jax_ep._literals import CallKind
 from jax_ep._pending import Pending
 from jax_ep._types import Dispatched, Route
 
@@ -264,7 +265,7 @@ def _combine_wait(ep: EPHandle, pending: Pending) -> jax.Array:
 
 def _wait(
     called: Callable[..., Any],
-    kind: str,
+    kind: CallKind,
     pending: Pending,
     spec: PartitionSpec | None,
 ) -> Any:

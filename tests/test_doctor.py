@@ -341,7 +341,9 @@ def test_dense_products_are_told_from_grouped_ones(monkeypatch):
     run = types.SimpleNamespace(as_text=lambda: text)
     run.lower = lambda *shapes: types.SimpleNamespace(compile=lambda: run)
     monkeypatch.setattr(jax, "jit", lambda function: run)
-    assert not jax_ep.experts.ragged_dot_is_dense.__wrapped__("float16")
+    assert not jax_ep.experts._ragged_dot_is_dense.__wrapped__(
+        np.dtype("float16"), None
+    )
 
 
 @pytest.mark.parametrize(

@@ -287,12 +287,12 @@ def test_density_is_asked_for_in_a_trace_under_a_mesh():
     answers = []
 
     def body(x):
-        experts.ragged_dot_is_dense.cache_clear()
+        experts._ragged_dot_is_dense.cache_clear()
         answers.append(experts.ragged_dot_is_dense("float32", mesh.local_devices[0]))
         return x
 
     with jax.set_mesh(mesh):
         run = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
         jax.jit(run)(jnp.zeros(mesh.size))
-    experts.ragged_dot_is_dense.cache_clear()
+    experts._ragged_dot_is_dense.cache_clear()
     assert answers == [experts.ragged_dot_is_dense("float32")]

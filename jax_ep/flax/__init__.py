@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 try:
     from flax import nnx
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ImportError(
         "jax_ep.flax: flax must be installed, got none; run pip install 'jax_ep[flax]'"
-    ) from error
+    ) from _error
 
 from jax_ep import _layer, _layer_params
 from jax_ep._handle import EPHandle
+from jax_ep._literals import Format, Transport
 from jax_ep._moe import MoEAux
+from jax_ep._types import ExpertsFunction
 from jax_ep.router import Router
 
 __all__ = ["MoE", "RouterBias"]
@@ -55,18 +57,18 @@ class MoE(nnx.Module):
         top_k: int,
         max_tokens_per_rank: int,
         rngs: nnx.Rngs,
-        dtype: Any = "bfloat16",
-        param_dtype: Any = "float32",
+        dtype: DTypeLike = "bfloat16",
+        param_dtype: DTypeLike = "float32",
         capacity_factor: float | None = None,
-        dispatch_format: str = "bf16",
+        dispatch_format: Format = "bf16",
         config_options: Mapping[str, Any] | None = None,
         router: Router | None = None,
         router_bias: bool = False,
         shared_intermediate_size: int | None = None,
         tp_axis_name: str | None = None,
         spec: PartitionSpec | None = None,
-        transport: str = "auto",
-        experts: Callable[..., jax.Array] | None = None,
+        transport: Transport = "auto",
+        experts: ExpertsFunction | None = None,
         ep: EPHandle | None = None,
     ) -> None:
         """Makes the parameters and, unless given, the handle.
@@ -126,21 +128,22 @@ class MoE(nnx.Module):
                 "with nnx.Rngs(0)"
             )
         made = _layer_params.param_dtype("flax.MoE", param_dtype)
-        self.ep = self._layer.handle(ep)
+        self.ep: EPHandle = self._layer.handle(ep)
         params = self._layer.params()
 
-        def param(name: str) -> nnx.Param | None:
-            if name not in params:
-                return None
+        def param(name: str) -> nnx.Param[jax.Array]:
             value = self._layer.initializer(name)(rngs.params(), made)
             return nnx.Param(value, out_sharding=params[name].spec, mesh=mesh)
 
-        self.router = param("router")
-        self.gate_up = param("gate_up")
-        self.down = param("down")
-        self.shared_gate_up = param("shared_gate_up")
-        self.shared_down = param("shared_down")
-        self.router_bias = (
+        def shared(name: str) -> nnx.Param[jax.Array] | None:
+            return param(name) if name in params else None
+
+        self.router: nnx.Param[jax.Array] = param("router")
+        self.gate_up: nnx.Param[jax.Array] = param("gate_up")
+        self.down: nnx.Param[jax.Array] = param("down")
+        self.shared_gate_up: nnx.Param[jax.Array] | None = shared("shared_gate_up")
+        self.shared_down: nnx.Param[jax.Array] | None = shared("shared_down")
+        self.router_bias: RouterBias | None = (
             RouterBias(
                 jnp.zeros(num_experts, jnp.float32), out_sharding=(None,), mesh=mesh
             )
@@ -148,14 +151,44 @@ class MoE(nnx.Module):
             else None
         )
 
+    @overload
     def __call__(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         *,
-        mask: jax.Array | None = None,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: Literal[True],
+    ) -> tuple[jax.Array, MoEAux]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
+
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         return_aux: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer.
 
         Args:
@@ -179,5 +212,4 @@ class MoE(nnx.Module):
         # Not by [...], which fails in Flax where a value is a ShapeDtypeStruct.
         params = {name: getattr(self, name).get_value() for name in names}
         y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
-        result: tuple[jax.Array, MoEAux] = (y, aux)
-        return result if return_aux else y
+        return (y, aux) if return_aux else y

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn, Self, overload
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep import _layer, _layer_params
 from jax_ep._handle import EPHandle
+from jax_ep._literals import Format, Transport
 from jax_ep._moe import MoEAux
+from jax_ep._types import ExpertsFunction
 from jax_ep.router import Router
 
 __all__ = ["MoE"]
@@ -36,18 +38,18 @@ class MoE(nn.Module):
     num_experts: int
     top_k: int
     max_tokens_per_rank: int
-    dtype: Any = "bfloat16"
-    param_dtype: Any = "float32"
+    dtype: DTypeLike = "bfloat16"
+    param_dtype: DTypeLike = "float32"
     capacity_factor: float | None = None
-    dispatch_format: str = "bf16"
+    dispatch_format: Format = "bf16"
     config_options: Mapping[str, Any] | None = None
     router: Router | None = None
     router_bias: bool = False
     shared_intermediate_size: int | None = None
     tp_axis_name: str | None = None
     spec: PartitionSpec | None = None
-    transport: str = "auto"
-    experts: Callable[..., jax.Array] | None = None
+    transport: Transport = "auto"
+    experts: ExpertsFunction | None = None
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -58,15 +60,45 @@ class MoE(nn.Module):
         """A clone, which shares the mesh and the handle."""
         return self.clone()
 
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: Literal[True],
+    ) -> tuple[jax.Array, MoEAux]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+        return_aux: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
+
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         *,
-        mask: jax.Array | None = None,
+        mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         return_aux: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
         layer = _layer.make(
             "flax.linen.MoE",
@@ -102,13 +134,12 @@ class MoE(nn.Module):
                 "router_state", "bias", jnp.zeros, (self.num_experts,), jnp.float32
             )
             params["router_bias"] = bias.value
-        result: tuple[jax.Array, MoEAux]
         ep = layer.handle(self.ep)
-        result = y, aux = layer.apply(ep, params, x, mask, input_scale)
+        y, aux = layer.apply(ep, params, x, mask, input_scale)
         if not self.is_initializing():
             self.sow("losses", "balance_loss", aux.balance_loss)
             self.sow("losses", "z_loss", aux.z_loss)
-        return result if return_aux else y
+        return (y, aux) if return_aux else y
 
 
 _PARAM_NAMES = {"router": "router_kernel"}
