@@ -26,6 +26,7 @@ __all__ = [
     "combine",
     "combine_async",
     "combine_wait",
+    "custom_call_targets",
     "dequantize",
     "dispatch",
     "dispatch_async",
@@ -40,6 +41,10 @@ __all__ = [
     "shared_handle",
     "stats",
 ]
+
+#: The names of the custom calls that jax_ep puts into programs. `jax.export` refuses
+#: them unless its `disabled_checks` list them (docs/sharp_bits.md).
+custom_call_targets: tuple[str, ...] = _ffi.target_names()
 
 _runtime.make_room()
 _ffi.register()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +14,23 @@ from jax_ep._native import cpu as native
 from jax_ep._native import cuda as native_cuda
 
 
-def register() -> None:
-    """Registers every target on every platform that this build serves."""
+def _targets() -> Iterator[tuple[str, str, Any]]:
+    """(name, platform, handler) of every target on every platform of this build."""
     for platform, module in (("cpu", native), ("CUDA", native_cuda)):
         if module is not None:
             for name, handler in module.targets().items():
-                jax.ffi.register_ffi_target(name, handler, platform=platform)
+                yield name, platform, handler
+
+
+def register() -> None:
+    """Registers every target on every platform that this build serves."""
+    for name, platform, handler in _targets():
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def target_names() -> tuple[str, ...]:
+    """The names of all targets, sorted."""
+    return tuple(sorted({name for name, _, _ in _targets()}))
 
 
 def native_for(platform: str) -> ModuleType:

@@ -36,7 +36,7 @@ RUN = {
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,
     ("docs/reliability.md", "python"): 1,
-    ("docs/sharp_bits.md", "python"): 1,  # test_remat.py
+    ("docs/sharp_bits.md", "python"): 3,  # test_export.py, test_remat.py
     ("docs/start.md", "bash"): 1,  # test_doctor.py
     ("docs/start.md", "python"): 3,
 }
