@@ -11,12 +11,14 @@ import array
 import contextlib
 import errno
 import os
+import pathlib
 import secrets
 import select
 import selectors
 import socket
 import struct
 import threading
+import time
 
 # Both ways: who speaks, the giver's secret, a number. The descriptor of that number
 # comes with the answer.
@@ -26,6 +28,10 @@ _PREFIX = b"\0jax_ep-"
 _NO_NUMBER = -1  # under which nothing is given
 # Open at a giver: more than processes have devices, fewer than files may be opened.
 _MOST_TAKERS = 256
+_BACKLOG = 4096  # the kernel takes its own limit where that is less
+# How long a taker comes again after it was left, which happens in a crowd of others.
+_COME_AGAIN_S = 5.0
+_RETRY_S = 0.02
 # Of Linux's SO_PEERCRED: process, effective user, group.
 _CREDENTIALS = struct.Struct("3i")
 _PAUSE_MS = 50
@@ -38,7 +44,8 @@ class Giver:
 
     The address holds a secret: other users of the host can see the socket. They are
     left before they can ask, and nobody can keep it from serving: takers above
-    `_MOST_TAKERS` replace the oldest, and where no more files can be opened it waits.
+    `_MOST_TAKERS` replace the oldest that has not shown the secret, and where no more
+    files can be opened it waits.
     """
 
     def __init__(self) -> None:
@@ -56,7 +63,7 @@ class Giver:
             self._listener = stack.enter_context(listener)
             listener.setblocking(False)
             listener.bind(_PREFIX + self._name.hex().encode())
-            listener.listen(256)
+            listener.listen(_BACKLOG)
             self._wake, woken = socket.socketpair()
             stack.enter_context(woken)
             for source in (listener, woken):
@@ -92,32 +99,55 @@ class Giver:
         opened: contextlib.ExitStack,
     ) -> None:
         with opened:
-            takers: dict[socket.socket, None] = {}  # oldest first
+            # Oldest first; whether each has shown the secret.
+            takers: dict[socket.socket, bool] = {}
             opened.callback(lambda: [taker.close() for taker in takers])
+
+            def leave(taker: socket.socket) -> None:
+                del takers[taker]
+                selector.unregister(taker)
+                taker.close()
+
             while True:
                 for key, _ in selector.select():
                     source = key.fileobj
                     assert isinstance(source, socket.socket)
                     if source is woken:
                         return
-                    if source is self._listener:
+                    if source is not self._listener:
+                        # It may have been left already, for the sake of a later one.
+                        if source in takers and not self._serve_one(source, takers):
+                            leave(source)
+                        continue
+                    # As many as wait, but not for ever: others are to be served.
+                    for _ in range(_MOST_TAKERS):
                         taker = self._accept(woken)
                         if taker is None:
+                            break
+                        if taker.fileno() < 0:  # of another user
                             continue
                         selector.register(taker, selectors.EVENT_READ)
-                        takers[taker] = None
-                        if len(takers) <= _MOST_TAKERS:
-                            continue
-                        source = next(iter(takers))
-                    elif source not in takers or self._answer(source):
-                        # Left already, for the sake of a later one, or served.
-                        continue
-                    del takers[source]
-                    selector.unregister(source)
-                    source.close()
+                        takers[taker] = False
+                        if len(takers) > _MOST_TAKERS:
+                            leave(self._least(takers))
+
+    def _serve_one(
+        self, taker: socket.socket, takers: dict[socket.socket, bool]
+    ) -> bool:
+        """Answers if there is a question; whether more may follow."""
+        answered = self._answer(taker)
+        takers[taker] = takers[taker] or bool(answered)
+        return answered is not False
+
+    def _least(self, takers: dict[socket.socket, bool]) -> socket.socket:
+        """The oldest that has not shown the secret, though it had the time."""
+        for taker, proven in takers.items():
+            if not proven and not (self._serve_one(taker, takers) and takers[taker]):
+                return taker
+        return next(iter(takers))
 
     def _accept(self, woken: socket.socket) -> socket.socket | None:
-        """The next taker; None for one of another user, or that is gone again."""
+        """The next taker, closed if it is of another user; None where none waits."""
         try:
             taker = self._listener.accept()[0]
         except OSError as error:
@@ -128,14 +158,12 @@ class Giver:
                 pause.poll(_PAUSE_MS)
             return None
         taker.setblocking(False)
-        raw = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(raw)[1] == os.geteuid():
-            return taker
-        taker.close()
-        return None
+        if not _same_user(taker):
+            taker.close()
+        return taker
 
-    def _answer(self, taker: socket.socket) -> bool:
-        """Whether more may follow. Never blocks; whoever asks amiss is left."""
+    def _answer(self, taker: socket.socket) -> bool | None:
+        """Whether more may follow; None where nothing was asked. Never blocks."""
         try:
             message = taker.recv(_MESSAGE.size + 1)
             magic, secret, number = _MESSAGE.unpack(message)
@@ -143,6 +171,8 @@ class Giver:
                 return False
             found = self._descriptors.get(number)
             socket.send_fds(taker, [message], [] if found is None else [found])
+        except BlockingIOError:
+            return None
         except (OSError, struct.error):
             return False
         return True
@@ -158,25 +188,57 @@ class Taker:
         """Connects.
 
         Raises:
+            PermissionError: the giver is of another user, or of one that this process's
+                user namespace does not know.
             OSError: there is no such giver, or not in this network namespace.
         """
         raw = bytes.fromhex(address)
-        name, self._secret = raw[:8], raw[8:]
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.connect(_PREFIX + name.hex().encode())
-        except OSError:
-            self._socket.close()
-            raise
+        self._name = _PREFIX + raw[:8].hex().encode()
+        self._secret = raw[8:]
+        self._timeout_s = timeout_s
+        self._socket = self._connected(time.monotonic() + timeout_s)
+
+    def _connected(self, end: float) -> socket.socket:
+        while True:
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                found.settimeout(self._timeout_s)
+                found.connect(self._name)
+                if _same_user(found):
+                    return found
+                raise PermissionError(
+                    errno.EPERM, "the socket there is of another user than this process"
+                )
+            except BlockingIOError:
+                # Others wait in line, whoever they are: the giver goes through them.
+                found.close()
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"no place in line within {self._timeout_s:g} s"
+                    ) from None
+                time.sleep(_RETRY_S)
+            except BaseException:
+                found.close()
+                raise
 
     def greet(self) -> None:
         """Waits until the giver has answered, which it does to its own user alone.
 
         Raises:
-            OSError: it left.
+            OSError: it left, and did so again.
         """
-        self._ask(_NO_NUMBER)
+        end = time.monotonic() + min(_COME_AGAIN_S, self._timeout_s)
+        while True:
+            try:
+                self._ask(_NO_NUMBER)
+                return
+            except (ConnectionError, BrokenPipeError):
+                # It leaves those who have not asked yet where very many come.
+                if time.monotonic() > end:
+                    raise
+                self._socket.close()
+                time.sleep(_RETRY_S)
+                self._socket = self._connected(end)
 
     def take(self, number: int) -> int:
         """A descriptor of one's own of what was given under that number.
@@ -214,6 +276,32 @@ class Taker:
     def close(self) -> None:
         """Leaves; what was taken stays."""
         self._socket.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the other end is of this process's user, beyond doubt."""
+    raw = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+    )
+    user = _CREDENTIALS.unpack(raw)[1]
+    return user == os.geteuid() and not (user == _unmapped() and _some_unmapped())
+
+
+def _unmapped() -> int:
+    """What users look like that this user namespace does not know."""
+    try:
+        return int(pathlib.Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _some_unmapped() -> bool:
+    """Whether there are such: a namespace of its own mostly knows a part of them."""
+    try:
+        lines = pathlib.Path("/proc/self/uid_map").read_text().splitlines()
+        return sum(int(line.split()[2]) for line in lines) < 2**32 - 1
+    except (OSError, ValueError, IndexError):
+        return True
 
 
 def _receive(source: socket.socket, size: int) -> tuple[bytes, list[int], int]:

@@ -6,6 +6,7 @@ their programs must be the same.
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import socket
@@ -146,12 +147,25 @@ def _reach(
         try:
             meeting.connect(process, cards[process]["address"])
         except OSError as error:
-            return (
-                "processes of one user that reach each other's abstract Unix sockets, "
-                "so one network namespace and one user namespace on a host",
-                f"{error.strerror or error} from process {meeting.own} to {process}",
-            )
+            # It may have ended, of which its socket is only a consequence.
+            meeting.raise_if_failed()
+            got = f"{error.strerror or error} from process {meeting.own} to {process}"
+            return _why_apart(error), got
     return None
+
+
+def _why_apart(error: OSError) -> str:
+    """What two processes of a host must have that did not connect."""
+    if isinstance(error, TimeoutError):
+        return "processes that answer each other within timeout_s"
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+        return "room for one more open file in each process (ulimit -n)"
+    if isinstance(error, PermissionError):
+        return "processes of one user, in one user namespace on a host"
+    return (
+        "processes of one user that reach each other's abstract Unix sockets, "
+        "so one network namespace and one user namespace on a host"
+    )
 
 
 class WindowConfig(TypedDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -177,18 +178,100 @@ def test_whoever_asks_amiss_gets_nothing(giver) -> None:
 def test_other_users_are_left(giver, monkeypatch) -> None:
     """Before they can ask, and whatever they know."""
     giver.give(1, make_file())
-    user = os.geteuid()
-    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
-    for ask in (Taker.greet, lambda taker: taker.take(1)):
-        with (
-            contextlib.closing(Taker(giver.address, 20.0)) as taker,
-            pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
-        ):
-            ask(taker)
-    monkeypatch.undo()
+    main = threading.get_ident()
+    monkeypatch.setattr(_descriptors, "_COME_AGAIN_S", 0.2)
+    with monkeypatch.context() as patch:
+        # As the giver sees it.
+        patch.setattr(
+            _descriptors, "_same_user", lambda _: threading.get_ident() == main
+        )
+        for ask in (Taker.greet, lambda taker: taker.take(1)):
+            with (
+                contextlib.closing(Taker(giver.address, 20.0)) as taker,
+                pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
+            ):
+                ask(taker)
     with contextlib.closing(Taker(giver.address, 20.0)) as taker:
         taker.greet()
         assert take_content(taker, 1) == b"here"
+
+
+def test_giver_of_another_user_is_asked_nothing(giver, monkeypatch) -> None:
+    """Whoever listens under a name learns no secret, and gives no memory."""
+    user = os.geteuid()
+    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
+    with pytest.raises(PermissionError, match="of another user"):
+        Taker(giver.address, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "good"),
+    [("0 0 4294967295", True), ("0 1000 1\n1 100000 65536", False), ("", False)],
+)
+def test_users_that_a_namespace_does_not_know(giver, monkeypatch, known, good) -> None:
+    """They all look like one, which is somebody only where every user is known."""
+    monkeypatch.setattr(_descriptors, "_unmapped", os.geteuid)
+    true_read = pathlib.Path.read_text
+    monkeypatch.setattr(
+        pathlib.Path,
+        "read_text",
+        lambda path: known if path.name == "uid_map" else true_read(path),
+    )
+    with contextlib.ExitStack() as stack:
+        if not good:
+            stack.enter_context(pytest.raises(PermissionError))
+        stack.enter_context(contextlib.closing(Taker(giver.address, 20.0))).greet()
+
+
+CROWD = """
+import os, socket, sys, time
+user, name, count, seconds = int(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
+if user:
+    os.setuid(user)
+end, held = time.monotonic() + seconds, []
+print("here", flush=True)
+while time.monotonic() < end:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.setblocking(False)
+    try:
+        one.connect(chr(0) + name)
+        held.append(one)
+    except OSError:
+        one.close()
+    if len(held) > count:
+        held.pop(0).close()
+"""
+
+
+@pytest.mark.parametrize("user", [0, 54321], ids=["same", "other"])
+def test_crowd_of_silent_takers(user, monkeypatch) -> None:
+    """They take nobody's place in line, nor that of one that has shown the secret."""
+    if user and os.geteuid():
+        pytest.skip("needs root, to be another user")
+    givers = [Giver() for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for giver in givers:
+            stack.callback(giver.close)
+            giver.give(1, make_file())
+        early = stack.enter_context(contextlib.closing(Taker(givers[0].address, 20.0)))
+        early.greet()
+        for giver in givers:
+            name = (_descriptors._PREFIX[1:] + giver._name.hex().encode()).decode()
+            crowd = subprocess.Popen(
+                [sys.executable, "-c", CROWD, str(user), name, "900", "20"],
+                stdout=subprocess.PIPE,
+            )
+            stack.callback(crowd.wait)
+            stack.callback(crowd.kill)
+            assert crowd.stdout is not None
+            stack.callback(crowd.stdout.close)
+            assert crowd.stdout.readline() == b"here\n"
+        for giver in givers:
+            for _ in range(3):
+                with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+                    taker.greet()
+                    assert take_content(taker, 1) == b"here"
+        assert take_content(early, 1) == b"here"
 
 
 def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
