@@ -169,7 +169,8 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     # Asked in a process that ends: one that keeps the GPUs would disturb the timing.
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     what = "import jax; print(jax.default_backend(), jax.device_count())"
-    ask = [sys.executable, "-c", what]
+    # -P: a jax.py in the current folder is none of its business.
+    ask = [sys.executable, "-P", "-c", what]
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
         lines = asked.stderr.strip().splitlines() or [f"status {asked.returncode}"]

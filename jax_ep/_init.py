@@ -132,7 +132,7 @@ def _meet(
         try:
             return _open(mesh, names, config, chosen, meeting)
         except _windows.NotMapped as error:
-            chosen = _transports.instead_of_windows(transport, error.obstacle)
+            chosen = _transports.instead_of_windows(transport, error.obstacle, meeting)
         return _open(mesh, names, config, chosen, meeting)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         # Answers are taken for what this version sends.

@@ -15,7 +15,7 @@ import warnings
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
 _warned = False
-_process: int | None = None  # that has called init first
+_forked_from: int | None = None  # a process that had started JAX
 
 
 def _forced_devices() -> int:
@@ -39,7 +39,8 @@ def make_room() -> None:
         return
     current = os.environ.get("NPROC", "")
     wanted = max(
-        int(current) if current.isdigit() else 0,
+        # As XLA reads it: other scripts have digits that no number is made of.
+        int(current) if re.fullmatch("[0-9]{1,9}", current) else 0,
         os.cpu_count() or 1,
         MIN_THREADS,
         THREADS_PER_DEVICE * _forced_devices(),
@@ -65,17 +66,24 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
         _warned = True  # not where the warning was raised
 
 
+def _note_fork() -> None:
+    """In a forked child: JAX's threads stayed behind, if there were any."""
+    global _forked_from
+    if _backend_started():
+        _forked_from = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 def require_unforked() -> None:
     """Raises ValueError where JAX's threads stayed behind with the process forked from.
 
     Without them everything that JAX is asked for would wait for ever.
     """
-    global _process
-    if _process is None:
-        _process = os.getpid()
-    if _process != os.getpid():
+    if _forked_from is not None:
         raise ValueError(
             "jax_ep.init: must run in a process that has started JAX itself, got a "
-            f"child forked from process {_process}, which had; start processes by "
+            f"child forked from process {_forked_from}, which had; start processes by "
             "spawn, or fork before the first use of JAX"
         )

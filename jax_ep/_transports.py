@@ -47,7 +47,7 @@ def choose(
         )
     row = _row_obstacle(config)
     if row is not None:
-        return instead_of_windows(requested, row)
+        return instead_of_windows(requested, row, meeting)
     shmem = config if requested == "shmem" else None
     found = obstacle(mesh, names, meeting, shmem)
     if found is None:
@@ -56,7 +56,7 @@ def choose(
     far = requested == "auto" and not config.skip_a2a
     if far and _puts_reach(mesh, names, meeting, config):
         return "shmem"
-    return instead_of_windows(requested, found)
+    return instead_of_windows(requested, found, meeting)
 
 
 def _row_obstacle(config: EPConfig) -> Obstacle | None:
@@ -80,7 +80,9 @@ def _puts_reach(
     return _nodes.several(_nodes.of_groups(groups, config, _shmem.heap.hosts))
 
 
-def instead_of_windows(requested: Transport, found: Obstacle) -> HandleTransport:
+def instead_of_windows(
+    requested: Transport, found: Obstacle, meeting: Meeting
+) -> HandleTransport:
     """What `init` uses then.
 
     Raises:
@@ -90,7 +92,9 @@ def instead_of_windows(requested: Transport, found: Obstacle) -> HandleTransport
     if requested == "auto":
         # CPU devices have no faster transport to miss.
         if found != _NO_GPUS:
-            _warn(
+            # What one machine lacks stays so. Between processes it may be another time.
+            say = _warn_once if meeting.alone else _log.warning
+            say(
                 'jax_ep.init: "auto" takes transport "collective", because "p2p" must '
                 f"have {must}, got {got}; jax-ep doctor says more"
             )
@@ -102,7 +106,7 @@ def instead_of_windows(requested: Transport, found: Obstacle) -> HandleTransport
 
 
 @functools.cache
-def _warn(message: str) -> None:
+def _warn_once(message: str) -> None:
     """Once a process for each reason."""
     _log.warning(message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import warnings
@@ -47,6 +48,25 @@ class Layer:
 
     def check(self):
         helpers.assert_dispatched(self.ep.config, self.run(), self.inputs)
+
+
+def fork_early(mesh):
+    """A child of a process that has used JAX, and has not called init."""
+    assert jax.device_count() > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and Python warn of threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # where it waits for threads that are not there
+        try:
+            helpers.init(mesh, top_k=3)
+        except ValueError as error:
+            print("child:", error, flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    helpers.init(mesh, top_k=3).close()
+    print("parent right")
 
 
 def fork(mesh):
@@ -147,6 +167,7 @@ def exit_closing(mesh):
 
 
 if __name__ == "__main__":
-    scenarios = (fork, collect, exit_end, exit_thread, exit_error, exit_closing)
+    scenarios = (fork, fork_early, collect, exit_end, exit_thread, exit_error)
+    scenarios += (exit_closing,)
     chosen = {scenario.__name__: scenario for scenario in scenarios}
     chosen[sys.argv[1]](helpers.make_mesh(helpers.some_ranks(4)))

@@ -16,6 +16,8 @@ from test_windows import all_closed as all_closed
 from jax_ep import _fabric, _transports, _windows
 from jax_ep._meeting import Meeting
 
+ALONE = Meeting([0], 0, 1.0)
+
 RACK = "0123456789abcdef0123456789abcdef.1"
 OTHER_CLIQUE = "0123456789abcdef0123456789abcdef.2"
 # Two processes a host, ranks of a host apart; and a group of one host.
@@ -97,11 +99,11 @@ def test_hosts_apart(fields, got, hosts, connected, all_closed) -> None:
     job = Job(OVER_HOSTS, **fields)
     (found,) = set(job.results())
     with pytest.raises(ValueError, match=r"clique of an NVLink fabric") as error:
-        _transports.instead_of_windows("p2p", found)
+        _transports.instead_of_windows("p2p", found, ALONE)
     assert re.search(got, str(error.value))
     assert "hosts ['a', 'b'] (processes [0, 1, 2, 3])" in str(error.value)
     assert "docs/cluster.md" in str(error.value)
-    assert _transports.instead_of_windows("auto", found) == "collective"
+    assert _transports.instead_of_windows("auto", found, ALONE) == "collective"
     assert not any(native.own for native in job.natives.values())
     assert not connected
 

@@ -11,6 +11,7 @@ import gc
 import os
 import pathlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,14 @@ def test_forked_child() -> None:
         assert "forked" in line, line
     assert "child left" in lines
     assert lines[-1] == "parent right"
+
+
+@pytest.mark.slow
+def test_forked_child_of_a_process_without_handles() -> None:
+    """What the fork itself notes: init has not run there to see it."""
+    child, parent = worker("fork_early")
+    assert re.match("child: jax_ep.init: .*forked from process", child), child
+    assert parent == "parent right"
 
 
 @pytest.mark.slow

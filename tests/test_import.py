@@ -56,6 +56,9 @@ def test_keeps_a_larger_nproc() -> None:
     program = "import os, jax_ep; print(os.environ['NPROC'])"
     assert int(python(program, NPROC="300")) == 300
     assert int(python(program, NPROC="3")) >= 16
+    # Digits to Python, and no number.
+    assert int(python(program, NPROC="\u00b2")) >= 16
+    assert int(python(program, NPROC="1" * 5000)) >= 16
 
 
 LATE = """

@@ -18,6 +18,8 @@ from errors import check_form, raises
 from jax_ep import _ffi, _init, _transports
 from jax_ep._meeting import Meeting
 
+ALONE = Meeting([0], 0, 1.0)
+
 LACKS = ("peer access between all devices of an EP group", "none from device 0 to 1")
 
 
@@ -124,7 +126,7 @@ def test_cpu_devices(native) -> None:
 
 
 def test_auto_says_once_what_it_goes_without(native, caplog) -> None:
-    _transports._warn.cache_clear()
+    _transports._warn_once.cache_clear()
     choose(make_mesh({"ep": 4}, platform="cpu"), "auto")
     assert not caplog.records
     native.obstacle = LACKS
@@ -135,10 +137,18 @@ def test_auto_says_once_what_it_goes_without(native, caplog) -> None:
     assert all(part in record.getMessage() for part in ("collective", *LACKS))
 
 
-def test_several_processes_without_jax_distributed(native) -> None:
-    """Nothing to agree by: every process finds that by itself."""
-    assert_refused(make_mesh({"ep": 4}, processes=2), "jax.distributed.initialize")
+def test_several_processes_without_jax_distributed(native, caplog) -> None:
+    """Nothing to agree by: every process finds that by itself, and says so each time.
+
+    What is between processes may be another time; they must not be taken by surprise.
+    """
+    mesh = make_mesh({"ep": 4}, processes=2)
+    assert_refused(mesh, "jax.distributed.initialize")
     assert not native.asked
+    caplog.clear()
+    for _ in range(2):
+        assert choose(mesh, "auto") == "collective"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
 def test_mesh_of_other_processes(native, monkeypatch) -> None:
@@ -183,5 +193,5 @@ def test_rows_that_no_multiprocessor_holds(fields, served) -> None:
     if found is not None:
         assert found[0].startswith("hidden_size of at most")
         with pytest.raises(ValueError, match=r'"p2p" must have hidden_size .*got \d+'):
-            _transports.instead_of_windows("p2p", found)
-        assert _transports.instead_of_windows("auto", found) == "collective"
+            _transports.instead_of_windows("p2p", found, ALONE)
+        assert _transports.instead_of_windows("auto", found, ALONE) == "collective"
