@@ -115,6 +115,12 @@ class Bench {
               .recv_rows = RoundUp(tokens * kTopK * 5 / 4, 128)};
     tokens_.FillBFloat16(random);
     combine_recv_.FillBFloat16(random);
+    // From every rank a sum for each of its slots.
+    const auto num_sums = static_cast<int32_t>(T_);
+    for (int64_t source = 0; source < kRanks; ++source) {
+      std::memcpy(combine_recv_.data() + source * combine_region_.bytes + combine_region_.num_sums,
+                  &num_sums, sizeof num_sums);
+    }
     expert_out_.FillBFloat16(random);
   }
 
@@ -237,6 +243,8 @@ class Bench {
   const RegionHeader header_ = RegionHeader::Of(kExperts / kRanks);
   const DispatchMessage message_ = DispatchMessage::Of(kRowBytes, 0, kTopK);
   const int64_t region_ = header_.bytes + T_ * message_.bytes;
+  const CombineRegion combine_region_ =
+      CombineRegion::Of(T_, CombineMessageOf(kHidden, ElementType::kBFloat16, false, 0).bytes);
   const int64_t rows_at_most_ = RoundUp(T_ * kTopK * 5 / 4, 128);
   const int64_t copy_bytes_ = (rows_at_most_ + kRanks * T_) * kRowBytes / 2;
   Memory tokens_{T_ * kRowBytes}, ids_{T_ * kTopK * 4}, weights_{T_ * kTopK * 4};
@@ -247,7 +255,8 @@ class Bench {
   Memory row_slot_{rows_at_most_ * 4}, row_of_{kRanks * T_ * kTopK * 4};
   Memory row_offsets_{kExperts * 4}, group_sizes_{kExperts * 4}, expert_counts_{kExperts * 4};
   Memory expert_ids_{kExperts * 4}, slot_counts_{kRanks * 4}, row_base_{kExperts * 4};
-  Memory combine_send_{kRanks * T_ * kRowBytes}, combine_recv_{kRanks * T_ * kRowBytes};
+  Memory combine_send_{kRanks * combine_region_.bytes};
+  Memory combine_recv_{kRanks * combine_region_.bytes};
   Memory output_{T_ * kRowBytes};
   Memory copy_from_{copy_bytes_}, copy_to_{copy_bytes_};
   const float input_scale_ = 448.0f;
