@@ -10,19 +10,27 @@ Writes benchmarks/results/collective-<device>x<n>-<date>.json and prints a table
 
 import argparse
 import math
+import pathlib
 import statistics
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import p2p
 import recording
-from jax.sharding import AxisType, NamedSharding
+import worker
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
+TINY = (
+    *("--tokens", "6", "--hidden", "128", "--experts", "8", "--top-k", "2"),
+    *("--calls", "2", "--devices", "2"),
+)
 
 
 def median_us(run, calls, repeats=7):
@@ -37,26 +45,27 @@ def median_us(run, calls, repeats=7):
     return statistics.median(times)
 
 
-def measure(mesh, tokens, calls, rng):
-    ranks = mesh.size
-    rows = math.ceil(1.25 * tokens * TOP_K / 128) * 128
+def measure(mesh, tokens, args, rng):
+    ranks, calls = mesh.size, args.calls
+    experts, top_k, hidden = args.experts, args.top_k, args.hidden
+    rows = math.ceil(1.25 * tokens * top_k / 128) * 128
     config = jax_ep.EPConfig(
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden_size=HIDDEN,
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
         max_tokens_per_rank=tokens,
         recv_capacity=rows,
         zero_tail=False,
     )
     sharding = NamedSharding(mesh, P("ep"))
     n = ranks * tokens
-    scores = rng.random((n, EXPERTS), dtype=np.float32)
-    ids = np.argpartition(scores, TOP_K, axis=1)[:, :TOP_K].astype(np.int32)
+    scores = rng.random((n, experts), dtype=np.float32)
+    ids = np.argpartition(scores, top_k, axis=1)[:, :top_k].astype(np.int32)
     x = jax.device_put(
-        jax.random.normal(jax.random.key(tokens), (n, HIDDEN), jnp.bfloat16), sharding
+        jax.random.normal(jax.random.key(tokens), (n, hidden), jnp.bfloat16), sharding
     )
     topk_ids = jax.device_put(ids, sharding)
-    weights = jax.device_put(rng.random((n, TOP_K), dtype=np.float32), sharding)
+    weights = jax.device_put(rng.random((n, top_k), dtype=np.float32), sharding)
 
     def mapped(function):
         return jax.jit(
@@ -71,9 +80,9 @@ def measure(mesh, tokens, calls, rng):
             lambda a: jax.lax.all_to_all(a, "ep", 0, 0, tiled=True) if ranks > 1 else a
         )
         words = jax.device_put(
-            np.zeros((ranks * ranks, tokens * HIDDEN // 2), np.uint32), sharding
+            np.zeros((ranks * ranks, tokens * hidden // 2), np.uint32), sharding
         )
-        destinations = ids // (EXPERTS // ranks)
+        destinations = ids // (experts // ranks)
         source = np.repeat(np.arange(ranks), tokens)
         remote = sum(
             len(set(row.tolist()) - {int(rank)})
@@ -86,40 +95,50 @@ def measure(mesh, tokens, calls, rng):
                 lambda: combine(d.tokens, d.route, d.router_weights), calls
             ),
             "all_to_all_us": median_us(lambda: exchange(words), calls),
-            "remote_bytes_per_rank": remote * HIDDEN * 2 // ranks,
+            "remote_bytes_per_rank": remote * hidden * 2 // ranks,
             "num_dropped": int(np.asarray(d.num_dropped).sum()),
         }
 
 
-def main():
+def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
+    parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--calls", type=int, default=20)
-    args = parser.parse_args()
-    devices = jax.devices()[: args.devices or None]
-    mesh = jax.sharding.Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    rng = np.random.default_rng()
+    parser.add_argument("--seed", type=int, help="of routing and tokens")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    p2p.add_place(parser)
+    return p2p.parsed(parser, arguments, TINY)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    mesh = worker.ep_mesh(args.devices)
+    rng = np.random.default_rng(args.seed)
     record = {
         "kind": "collective transport",
-        "device": devices[0].device_kind,
-        "count": len(devices),
+        "device": mesh.devices.flat[0].device_kind,
+        "count": mesh.size,
         "jax": jax.__version__,
         "commit": recording.commit(),
         "date": recording.date(),
-        "hidden": HIDDEN,
-        "top_k": TOP_K,
-        "experts": EXPERTS,
-        "results": [measure(mesh, t, args.calls, rng) for t in args.tokens],
+        "seed": args.seed,
+        "hidden": args.hidden,
+        "top_k": args.top_k,
+        "experts": args.experts,
+        "results": [measure(mesh, t, args, rng) for t in args.tokens],
     }
     name = recording.short_device(record["device"])
-    recording.write(f"collective-{name}x{len(devices)}", record)
+    recording.write(f"collective-{name}x{mesh.size}", record, args.results)
     for row in record["results"]:
         print(
             f"T {row['tokens']:5d}  dispatch {row['dispatch_us']:9.1f} us  combine "
             f"{row['combine_us']:9.1f} us  all_to_all {row['all_to_all_us']:9.1f} us"
         )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

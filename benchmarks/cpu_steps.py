@@ -90,23 +90,28 @@ def print_table(results):
         )
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--draws", type=int, default=5, help="of the routing")
     parser.add_argument("--repeats", type=int, default=7, help="of each draw")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
-    args = parser.parse_args()
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    args = parser.parse_args(arguments)
     program, compiler = build()
     seed = secrets.randbits(32)
     numbers = [seed, args.draws, args.repeats, *args.tokens]
+    cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {args.core})
-    run = subprocess.run(
-        [str(program), *map(str, numbers)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    try:
+        run = subprocess.run(
+            [str(program), *map(str, numbers)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    finally:
+        os.sched_setaffinity(0, cores)
     record = {
         "kind": "cpu steps on one core",
         "machine": processor(),
@@ -121,7 +126,7 @@ def main():
         **json.loads(run.stdout),
     }
     print_table(record["results"])
-    recording.write("cpu", record)
+    recording.write("cpu", record, args.results)
 
 
 if __name__ == "__main__":

@@ -179,11 +179,11 @@ def save(record, path):
         figure(record).savefig(path, dpi=150, metadata=facts)
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("picture", type=pathlib.Path, nargs="?")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     picture = args.picture or args.json.with_suffix(".svg")
     save(json.loads(args.json.read_text()), picture)
     print(f"wrote {picture}")

@@ -125,14 +125,14 @@ def keep_corpus(folder):
         shutil.copytree(folder / f"{target}-corpus", CORPUS / target)
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--build", type=pathlib.Path)
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     parser.add_argument("--corpus", action="store_true", help="renew tests/cc/corpus")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     folder = (args.build or recording.ROOT / "build" / "fuzz").resolve()
     commit = recording.commit()  # of the sources that are built
     build(folder)

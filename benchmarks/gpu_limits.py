@@ -185,10 +185,15 @@ def print_table(report):
         print_litmus(name, row)
 
 
-def main():
+def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20, help="of the litmus test")
-    args = parser.parse_args()
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    args = parse(arguments)
     program, nvcc = build(find_nvcc())
     report = run(program, ["--seconds", str(args.seconds)], 120 + 2 * args.seconds)
     record = {
@@ -200,7 +205,7 @@ def main():
         **report,
     }
     name = recording.short_device(record["device"])
-    recording.write(f"limits-{name}x{record['count']}", record)
+    recording.write(f"limits-{name}x{record['count']}", record, args.results)
     print_table(record)
     if record["litmus"]["bad_reads"] or record.get("wrong_cells"):
         sys.exit("benchmarks/gpu_limits.py: WRONG DATA, see the litmus lines and cells")

@@ -7,14 +7,18 @@ teraflops of the rows that groups hold. `ours` are the kernels, `jax` is
 `jax.experimental.pallas.ops.gpu`'s, `batched` one matmul of as many rows an expert,
 what cuBLAS makes of it. `--room` is how many rows the operand has for each that a group
 holds. Results are compared. Leaves benchmarks/results/grouped-<device>x1-<date>.json.
+With --tiny, on a machine without such a GPU, the kernels are lowered for one.
 """
 
 import argparse
 import functools
 import math
+import pathlib
 import sys
 import time
+import types
 import typing
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +47,10 @@ CASES = {
     "many": Case(7168, 2048, 128, 32768),
     "decode": Case(7168, 2048, 64, 1024),
 }
+SMALL = {"tiny": Case(128, 128, 2, 256)}
+TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
+WAYS = ("ours", "jax", "batched")
+MULTIPROCESSORS = 132  # of the GPU that kernels are lowered for where there is none
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
 # A sum of products in bfloat16, over the largest element.
 BOUND = 0.02
@@ -111,7 +119,7 @@ def operands(op, rows, a, b, groups, held, rng):
     return left, right, jnp.asarray(sizes, jnp.int32)
 
 
-def median_us(run, args, seconds=0.3):
+def median_us(run, args, seconds):
     jax.block_until_ready(run(*args))
     times, end = [], time.monotonic() + seconds
     while time.monotonic() < end or len(times) < 3:
@@ -129,8 +137,17 @@ def difference(found, wanted, held):
     return float(jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted)))
 
 
-def measure(case, room, rng, names):
-    hidden, inner, groups, held = CASES[case]
+def lowered(program, args):
+    """What XLA gets of a program for a GPU that is not there."""
+    gpus = [types.SimpleNamespace(core_count=MULTIPROCESSORS)]
+    with mock.patch.multiple(jax, devices=lambda: gpus, local_devices=lambda: gpus):
+        traced = jax.jit(program).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def measure(case, room, rng, names, seconds):
+    on_gpu = jax.default_backend() == "gpu"
+    hidden, inner, groups, held = (CASES | SMALL)[case]
     shapes = {"gate and up": (hidden, 2 * inner), "down": (inner, hidden)}
     for matrix, (a, b) in shapes.items():
         for op in ("forward", "to rows", "to matrices"):
@@ -140,9 +157,14 @@ def measure(case, room, rng, names):
             for name, program in programs(op, groups).items():
                 if name not in names or (name == "batched" and room > 1):
                     continue
-                run = jax.jit(program)
                 row = {"case": case, "matrix": matrix, "op": op, "way": name}
-                row |= {"room": room, "us": median_us(run, args)}
+                row |= {"room": room}
+                if name != "batched" and not on_gpu:
+                    text = lowered(program, args)
+                    yield row | {"kernels": text.count("custom_call @mosaic_gpu")}
+                    continue
+                run = jax.jit(program)
+                row |= {"us": median_us(run, args, seconds)}
                 row["tflops"] = 2 * held * a * b / row["us"] / 1e6
                 if name != "batched":
                     results[name] = run(*args)
@@ -152,20 +174,33 @@ def measure(case, room, rng, names):
                 yield row
 
 
-def main():
+def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    known = [*CASES, *SMALL]
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--ways", nargs="+", default=["ours", "jax", "batched"])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--set", nargs="*", default=[], help="constants of _hopper.py")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="of a time, at least"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the operands")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    p2p.add_tiny(parser)
+    return p2p.parsed(parser, arguments, TINY)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    if jax.default_backend() != "gpu" and not args.tiny:
+        sys.exit("grouped.py: kernels need a Hopper GPU, got none; run it with --tiny")
     for setting in args.set:
         name, _, value = setting.partition("=")
         setattr(_hopper, name, int(value))
-    rng, rows = np.random.default_rng(0), []
+    rng, rows = np.random.default_rng(args.seed), []
     for case in args.cases:
         for room in args.room:
-            for row in measure(case, room, rng, args.ways):
+            for row in measure(case, room, rng, args.ways, args.seconds):
                 rows.append(row)
                 print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
     if not args.set:
@@ -174,11 +209,12 @@ def main():
         record |= {"jax": jax.__version__, "commit": recording.commit()}
         record |= {
             "date": recording.date(),
-            "command": p2p.command("grouped.py", sys.argv[1:]),
+            "command": p2p.command("grouped.py", arguments or sys.argv[1:]),
         }
-        record["cases"] = {case: CASES[case]._asdict() for case in args.cases}
+        record["cases"] = {case: (CASES | SMALL)[case]._asdict() for case in args.cases}
         record["results"] = rows
-        recording.write(f"grouped-{recording.short_device(device)}x1", record)
+        name = f"grouped-{recording.short_device(device)}x1"
+        recording.write(name, record, args.results)
     return int(any(row.get("wrong") for row in rows))
 
 

@@ -12,6 +12,7 @@ Writes benchmarks/results/waits-<gpu>x<n>-<date>.json and prints a table.
 
 import argparse
 import itertools
+import pathlib
 
 import gpu_limits
 import recording
@@ -40,8 +41,14 @@ def header(record):
     return ("while a kernel runs on GPU 0", *itertools.chain(*columns))
 
 
-def main():
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    args = parse(arguments)
     nvcc = gpu_limits.find_nvcc()
     program, version = gpu_limits.build(nvcc, "launch_waits.cu")
     cubin, _ = gpu_limits.build(nvcc, "launch_waits.cu", "-cubin")
@@ -55,7 +62,7 @@ def main():
         **report,
     }
     name = recording.short_device(record["device"])
-    recording.write(f"waits-{name}x{record['count']}", record)
+    recording.write(f"waits-{name}x{record['count']}", record, args.results)
     print(" | ".join(header(record)))
     for row in cells(record):
         print(" | ".join(row))

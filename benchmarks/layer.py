@@ -35,7 +35,6 @@ import argparse
 import functools
 import json
 import pathlib
-import secrets
 import sys
 import time
 
@@ -50,7 +49,7 @@ CASES = {
     "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
     "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
 }
-TINY = {"tiny": {"hidden": 128, "inner": 128, "experts": 16}}
+SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
 # For layer_experts.make. Surest first; a way that is slow comes last.
@@ -58,16 +57,30 @@ MATMULS = ("padded", "mosaic", "ragged_dot")
 # As XLA may do it, the last takes 341 ms a matmul on H200s in cases that are large.
 _OF_LARGE = MATMULS[:2]
 WORKER = "layer_worker.py"
+TINY = (
+    *("--cases", *SMALL, "--layers", "collective", "dense", "ragged"),
+    *("--transport", "collective", "--take", MATMULS[0], "--tokens", "8"),
+    *("--top-k", "2", "--milliseconds", "0.1", "--repeats", "1", "--devices", "2"),
+)
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = [*CASES, *TINY]
+    known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument(
         "--matmul", nargs="+", choices=MATMULS, help="default: all that are fast enough"
+    )
+    parser.add_argument(
+        "--take", choices=MATMULS, help="this way of multiplying, if not the fastest"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=layer_report.OURS,
+        default=layer_report.OURS[0],
+        help="whose layer is timed with jax_ep.stats and with the default experts too",
     )
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     parser.add_argument("--top-k", type=int, default=8)
@@ -79,10 +92,8 @@ def parse(arguments):
         "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
     )
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    args = parser.parse_args(arguments)
-    if args.seed is None:
-        args.seed = secrets.randbits(31)
-    return args
+    p2p.add_place(parser)
+    return p2p.parsed(parser, arguments, TINY)
 
 
 def workers(args, cases):
@@ -93,16 +104,25 @@ def workers(args, cases):
         "repeats": args.repeats,
         "milliseconds": args.milliseconds,
         "ours": [],
+        "transport": args.transport,
+        "take": args.take,
         "dense": False,
         "ragged": (),
+        **p2p.place(args),
     }
     transports = [name for name in args.layers if name in layer_report.OURS]
     ours = [(name, each) for name in transports for each in args.formats]
-    with_dense = "dense" in args.layers
+    with_dense, with_ragged = ("dense" in args.layers, "ragged" in args.layers)
+    if args.tiny:
+        # In this process flags change nothing.
+        ragged = [each for _, measured in p2p.RAGGED for each in measured]
+        found = {"ours": ours, "dense": with_dense, "ragged": ragged * with_ragged}
+        yield "all layers", "", 1.0, {**common, **found}
+        return
     if ours or with_dense:
-        share = 0.5 if "ragged" in args.layers else 1.0
+        share = 0.5 if with_ragged else 1.0
         yield "jax_ep", "", share, {**common, "ours": ours, "dense": with_dense}
-    if "ragged" in args.layers:
+    if with_ragged:
         for index, (flags, measured) in enumerate(p2p.RAGGED):
             name = f"ragged_all_to_all with {flags or 'the default flags'}"
             yield name, flags, 0.8 + 0.2 * index, {**common, "ragged": measured}
@@ -130,6 +150,8 @@ def merged(before, after):
     """One record of two runs on the same devices: of each case the last one's rows."""
     for name in ("device", "count", "jax", "tokens", "top_k"):
         _require_same(name, before[name], after[name])
+    transports = map(layer_report.main_transport, (before, after))
+    _require_same("transport", *transports)
     for case in before["cases"].keys() & after["cases"].keys():
         _require_same(f"sizes of {case}", before["cases"][case], after["cases"][case])
     measured = set(after["cases"]) - set(layer_report.untimed(after))
@@ -160,7 +182,7 @@ def main(arguments=None):
     earlier = [json.loads(path.read_text()) for path in args.merge]
     print(f"seed {args.seed}")
     cases = {
-        name: {**(CASES | TINY)[name], "tokens": args.tokens, "top_k": args.top_k}
+        name: {**(CASES | SMALL)[name], "tokens": args.tokens, "top_k": args.top_k}
         for name in args.cases
     }
     record = {
@@ -175,6 +197,7 @@ def main(arguments=None):
         "cases": cases,
         "tokens": args.tokens,
         "top_k": args.top_k,
+        "transport": args.transport,
         "flags": {},
         "results": [],
         "problems": [],

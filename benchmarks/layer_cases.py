@@ -92,7 +92,8 @@ def compiling(case, layer, *operands):
     """By pass, functions that compile `layer` on the case's global arrays.
 
     "forward" returns what the layer does; "both" that and every gradient, of float
-    outputs with random cotangents. `operands` are what the layer takes besides.
+    outputs with random cotangents. `operands` are what the layer takes besides, arrays
+    of floats before all else, which may be pytrees.
     """
     mapped = jax.shard_map(
         layer,
@@ -103,7 +104,7 @@ def compiling(case, layer, *operands):
     )
 
     def both(cotangents, tokens, params, *operands):
-        floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
+        floats = [x for x in operands if _is_float(x)]
         others = operands[len(floats) :]
 
         def main(tokens, params, *floats):
@@ -130,9 +131,14 @@ def compiling(case, layer, *operands):
     }
 
 
+def _is_float(x):
+    """Whether it is an array of floats: no other array, and no pytree of several."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def _split(outputs):
     """Floats, and the rest."""
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in outputs]
+    floats = [_is_float(x) for x in outputs]
     return tuple(x for x, f in zip(outputs, floats, strict=True) if f), [
         x for x, f in zip(outputs, floats, strict=True) if not f
     ]

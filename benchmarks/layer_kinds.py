@@ -38,24 +38,13 @@ def ours(ep, experts):
 
 
 def counted(ep, experts):
-    """As `ours`, with `jax_ep.stats.update` of what is accumulated in `words`.
+    """As `ours`, with `jax_ep.stats.update` of `load`, a rank's part of one.
 
-    `words` is int32 [1, L, 2], rows of each expert so far; the rest begins at zero. No
-    token is ever marked as dropped, but it takes all of the new `Load` to know.
+    No token is ever marked as dropped, but it takes all of the new `Load` to know.
     """
 
-    def layer(tokens, params, words):
+    def layer(tokens, params, load):
         y, aux = jax_ep.moe_ffn(ep, tokens, params, experts=experts)
-        none, zero = jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1)
-        load = jax_ep.stats.Load(
-            rows=lax.bitcast_convert_type(words, jnp.uint32),
-            dropped=none,
-            steps=jnp.zeros(1, jnp.int32),
-            imbalance=zero,
-            worst=zero,
-            fullest=jnp.zeros(1, jnp.int32),
-            invalid=none,
-        )
         leaves = jax.tree.leaves(jax_ep.stats.update(load, aux))
         used = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
         return y, jnp.broadcast_to(jnp.isnan(used), tokens.shape[:1])

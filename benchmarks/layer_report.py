@@ -5,6 +5,21 @@ OURS = ("p2p", "collective")
 NO_TIME = "no time left"
 
 
+def default_experts(transport="p2p"):
+    """The row of jax_ep's layer with the experts that a user has who chooses none."""
+    return f"{transport}, default experts"
+
+
+def counted(transport="p2p"):
+    """The row of the layer with jax_ep.stats.update."""
+    return f"{transport}, stats"
+
+
+def main_transport(record):
+    """The transport whose layer is timed in those ways too."""
+    return record.get("transport", OURS[0])
+
+
 def number(value, digits=2):
     return "" if value is None else f"{value:.{digits}f}"
 
@@ -88,7 +103,9 @@ def summary(record):
             layers = {
                 "p2p": ours,
                 "p2p_fp8": best(rows, layer="p2p", format="fp8_block128", **at),
-                "p2p_default": best(rows, layer=DEFAULT_EXPERTS, **at),
+                "p2p_default": best(
+                    rows, layer=default_experts(main_transport(record)), **at
+                ),
                 "collective": best(rows, layer="collective", format="bf16", **at),
                 "dense": best(rows, layer="dense", **at),
                 "ragged_default": best(rows, layer="ragged", flags="default", **at),
@@ -103,9 +120,6 @@ def summary(record):
     return [each for each in found if any(each[key] for key in _LAYERS)]
 
 
-# The row of jax_ep's layer with the experts that a user has who chooses none.
-DEFAULT_EXPERTS = "p2p, default experts"
-COUNTED = "p2p, stats"  # p2p's layer with jax_ep.stats.update
 PER_RANK = "decomposer"  # p2p.RAGGED: one update a rank, with XLA's better flags
 # What p2p's speed-up is said over.
 BASELINES = {
@@ -174,15 +188,16 @@ def matmuls(record):
 
 
 def stats_cost(record):
-    """What jax_ep.stats.update adds to p2p's layer: case, pass, ms without and with."""
+    """What jax_ep.stats.update adds to a layer: case, pass, ms without and with."""
+    main = main_transport(record)
     for case in record["cases"]:
         for each in PASSES:
             at = {"case": case, "pass": each}
-            ours = best(record["results"], layer="p2p", format="bf16", **at)
-            counted = best(record["results"], layer=COUNTED, **at)
-            if ours and counted:
-                change = f"{100 * (counted['ms'] / ours['ms'] - 1):+.1f}%"
-                yield case, each, number(ours["ms"]), number(counted["ms"]), change
+            ours = best(record["results"], layer=main, format="bf16", **at)
+            both = best(record["results"], layer=counted(main), **at)
+            if ours and both:
+                change = f"{100 * (both['ms'] / ours['ms'] - 1):+.1f}%"
+                yield case, each, number(ours["ms"]), number(both["ms"]), change
 
 
 def print_table(record):

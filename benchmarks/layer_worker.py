@@ -9,8 +9,6 @@ devices and for each row once it is measured.
 import concurrent.futures
 import functools
 import gc
-import json
-import sys
 import time
 
 import jax
@@ -22,7 +20,6 @@ import layer_report
 import numpy as np
 import p2p_check
 import worker
-from jax.sharding import NamedSharding
 from p2p_programs import COMPILER_THREADS
 
 import jax_ep
@@ -77,8 +74,10 @@ class Worker:
     def choose_matmul(self):
         """Times every way of multiplying; the name of the fastest right one, or None.
 
-        Forward first; only what is not hopeless then with its gradients.
+        Forward first; only what is not hopeless then with its gradients. The way that
+        the specification takes is neither hopeless nor slow.
         """
+        take = self.spec["take"]
         case = self.case
         shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
         counts = layer_cases.group_sizes(case)
@@ -104,7 +103,7 @@ class Worker:
             except Exception as error:  # out of memory, or refused
                 self.row(layer="experts", matmul=matmul, **_error(error))
         least = min((each["ms"] for each in forward.values()), default=0)
-        good = [m for m in forward if forward[m]["ms"] < _HOPELESS * least]
+        good = [m for m in forward if m == take or forward[m]["ms"] < _HOPELESS * least]
         programs = compile_all({m: finishers[m]["both"] for m in good})
         best, reference = None, None
         # What has gradients comes first: the rest is compared with it.
@@ -132,7 +131,7 @@ class Worker:
                 extra = {"pass": name, "errors": errors, "wrong": wrong}
                 self.row(**facts, **extra, **each)
             self.experts_ms[matmul] = {name: t["ms"] for name, t in times.items()}
-            total = sum(self.experts_ms[matmul].values())
+            total = 0 if matmul == take else sum(self.experts_ms[matmul].values())
             if matmul in good and not wrong and (best is None or total < best[0]):
                 best = (total, matmul)
         return best and best[1]
@@ -150,24 +149,22 @@ class Worker:
             facts = {"layer": "ragged", "format": "bf16", "flags": label}
             layer = layer_kinds.over_ragged(case.sizes, experts, case.capacity, updates)
             yield facts, functools.partial(lambda layer: (layer, None), layer)
-        asked = any(transport == "p2p" for transport, _ in self.spec["ours"])
+        main = self.spec["transport"]
+        asked = any(transport == main for transport, _ in self.spec["ours"])
         if asked:
-            facts = {"layer": layer_report.COUNTED, "format": "bf16", "flags": ""}
-            yield facts, functools.partial(self.counted, experts)
+            facts = {"layer": layer_report.counted(main), "format": "bf16", "flags": ""}
+            yield facts, functools.partial(self.counted, main, experts)
         offered = self.spec["matmul"][self.name]
         default = layer_experts.default(case.sizes)
         if asked and matmul != default and default in offered:
-            facts = {"layer": layer_report.DEFAULT_EXPERTS, "format": "bf16"}
+            facts = {"layer": layer_report.default_experts(main), "format": "bf16"}
             facts |= {"flags": "", "matmul": default}
-            yield facts, functools.partial(self.ours, "p2p", "bf16", None)
+            yield facts, functools.partial(self.ours, main, "bf16", None)
 
-    def counted(self, experts):
-        """p2p's layer with jax_ep.stats, and what it has counted so far."""
-        _, ep = self.ours("p2p", "bf16", experts)
-        shape = (self.case.mesh.size, ep.local_experts, 2)
-        sharding = NamedSharding(self.case.mesh, layer_cases.ROWS)
-        words = jax.device_put(np.zeros(shape, np.int32), sharding)
-        return layer_kinds.counted(ep, experts), ep, words
+    def counted(self, transport, experts):
+        """The layer with jax_ep.stats, and what it has counted so far."""
+        _, ep = self.ours(transport, "bf16", experts)
+        return layer_kinds.counted(ep, experts), ep, jax_ep.stats.init(ep)
 
     def ours(self, transport, name, experts):
         sizes = self.case.sizes
@@ -256,7 +253,8 @@ class Worker:
             facts = layers[index][0]
             if (facts["layer"], facts["format"]) == _REFERENCE:
                 return 0
-            return 2 if facts["layer"] == layer_report.DEFAULT_EXPERTS else 1
+            default = layer_report.default_experts(self.spec["transport"])
+            return 2 if facts["layer"] == default else 1
 
         order = sorted(range(len(layers)), key=place)
         for index in order:
@@ -282,10 +280,10 @@ def _zeros_past_the_end(rows, sizes):
     return jnp.where(real[:, None], rows, 0)
 
 
-def main():
-    spec = json.loads(sys.argv[1])
-    mesh = worker.ep_mesh()
-    with worker.reporting(sys.argv[2], layer_report.line) as emit:
+def main(arguments=None):
+    spec, output = worker.given(arguments)
+    mesh = worker.ep_mesh(spec["devices"])
+    with worker.reporting(output, layer_report.line, mesh) as emit:
         for name, sizes in spec["cases"].items():
             if time.time() > spec["deadline"]:
                 emit({"case": name, "layer": "all", "error": layer_report.NO_TIME})

@@ -174,10 +174,7 @@ def turns(chosen):
 
 def run(args, record):
     """Fills the record's rows."""
-    spec = p2p.plain_spec(args) | {
-        "platform": args.platform,
-        "unrolled": args.unrolled,
-    }
+    spec = p2p.plain_spec(args) | {"platform": args.platform}
     environment = os.environ | {
         # Two contexts on each GPU, and windows beside.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3",
@@ -236,7 +233,6 @@ def parse(arguments):
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
     p2p.add_common(parser, repeats=9, milliseconds=150, budget=540)
-    parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
     args = p2p.parsed(parser, arguments)
     if args.ranks is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

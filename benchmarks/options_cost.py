@@ -23,6 +23,10 @@ import p2p
 import recording
 
 WORKER = "options_worker.py"
+TINY = (
+    *("--transport", "collective", "--tokens", "6", "--num-sms", "8"),
+    *p2p.TINY_CALLS,
+)
 
 
 def parse(arguments):
@@ -40,7 +44,8 @@ def parse(arguments):
     )
     parser.add_argument("--transport", default="p2p")
     p2p.add_common(parser, repeats=7, milliseconds=60, budget=300)
-    return p2p.parsed(parser, arguments)
+    p2p.add_place(parser)
+    return p2p.parsed(parser, arguments, TINY)
 
 
 def specification(args):
@@ -50,6 +55,7 @@ def specification(args):
         "tokens": args.tokens,
         "options": list(args.options),
         "num_sms": args.num_sms,
+        **p2p.place(args),
     }
 
 

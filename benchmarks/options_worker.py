@@ -9,9 +9,7 @@ collective, whose results are the right ones.
 import dataclasses
 import functools
 import gc
-import json
 import math
-import sys
 import time
 
 import jax
@@ -33,6 +31,8 @@ _CONFIGS = {
     "none": {"reduce": "none"},
     "shared": {"fused_shared_expert": True},
     "local": {"skip_a2a": True},
+    "halves": {"pending_calls": 1},
+    options_report.FIRST_HALF: {"pending_calls": 1},
 }
 _IN_HALVES = ("halves", options_report.FIRST_HALF)
 _GUESSED_GB_S = 300
@@ -174,7 +174,7 @@ _CALLS = {"dispatch": _dispatch, "combine": _combine}
 
 def _sizes(spec, case, name):
     """Calls in a loop's body, and iterations."""
-    unrolled = 64 if case.facts["tokens"] < 512 else 16
+    unrolled = spec["unrolled"] or (64 if case.facts["tokens"] < 512 else 16)
     rows = case.config.top_k if name in ("source", "none") else 1
     us = 10 + 1.2 * rows * case.facts["bytes"] / _GUESSED_GB_S / 1e3
     return unrolled, max(1, math.ceil(spec["milliseconds"] * 1e3 / us / unrolled))
@@ -227,10 +227,11 @@ def run(spec, mesh, emit):
                 measure(spec, case, emit, name, num_sms)
 
 
-def main():
-    spec = json.loads(sys.argv[1])
-    with worker.reporting(sys.argv[2], options_report.line) as emit:
-        run(spec, worker.ep_mesh(), emit)
+def main(arguments=None):
+    spec, output = worker.given(arguments)
+    mesh = worker.ep_mesh(spec["devices"])
+    with worker.reporting(output, options_report.line, mesh) as emit:
+        run(spec, mesh, emit)
 
 
 if __name__ == "__main__":

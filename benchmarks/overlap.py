@@ -62,6 +62,11 @@ SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
 # Whether calls are captured, and the flags for it.
 GRAPHS = {True: p2p.GRAPHS, False: "--xla_gpu_enable_command_buffer="}
 WORKER = "overlap_worker.py"
+TINY = (
+    *("--transport", "collective", "--tokens", "8", "--inner", "128"),
+    *("--ragged-inner", "64", "--matmul", "64", "--megabytes", "1"),
+    *("--beside", *BESIDE, "--num-sms", "8", "--graph-tokens", "1", *p2p.TINY_CALLS),
+)
 OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
 OF_A_CASE = (
     *("device", "count", "jax", "transport", "tokens", "hidden", "top_k", "experts"),
@@ -73,6 +78,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     p2p.add_common(parser, repeats=5, milliseconds=60, budget=540)
+    p2p.add_place(parser)
     parser.add_argument("--inner", type=int, default=2048, help="of the experts")
     parser.add_argument("--ragged-inner", type=int, default=128, help="of ragged_dot")
     parser.add_argument("--matmul", type=int, default=8192, help="its size")
@@ -92,7 +98,7 @@ def parse(arguments):
     parser.add_argument(
         "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
     )
-    return p2p.parsed(parser, arguments)
+    return p2p.parsed(parser, arguments, TINY)
 
 
 def overlap_workers(args):
@@ -106,14 +112,16 @@ def overlap_workers(args):
         "ragged_inner": args.ragged_inner,
         "megabytes": args.megabytes,
         "trace": args.trace,
+        **p2p.place(args),
     }
     if not args.beside:
         return
     ways = [("sm", "")]
-    if args.transport == "p2p":
+    if args.tiny or args.transport == "p2p":
         ways += [("copy", f"{COPIES} {SCHEDULER}")]
-    if args.transport in ("p2p", "shmem"):
-        ways += [("stream", flags) for flags in ("", SCHEDULER)]
+    if args.tiny or args.transport in ("p2p", "shmem"):
+        # In this process flags change nothing.
+        ways += [("stream", flags) for flags in ("", SCHEDULER)[args.tiny :]]
     for overlap, flags in ways:
         chosen = [
             name
@@ -161,9 +169,9 @@ def graph_spec(args):
         "tokens": args.graph_tokens,
         "routings": ["uniform"],
         "num_sms": [None],
-        "unrolled": 0,
         "defaults_at": 0,
         "ragged": (),
+        **p2p.place(args),
     }
 
 

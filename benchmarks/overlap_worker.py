@@ -9,9 +9,7 @@ devices and for each row once it is measured.
 import dataclasses
 import functools
 import gc
-import json
 import math
-import sys
 import time
 
 import jax
@@ -41,7 +39,9 @@ class Worker:
         self.case = p2p_transports.make_case(
             mesh, spec, spec["tokens"], "uniform", defaults=False
         )
-        config = dataclasses.replace(self.case.config, overlap=spec["overlap"])
+        config = dataclasses.replace(
+            self.case.config, overlap=spec["overlap"], pending_calls=1
+        )
         self.case.config = config
         self.other = p2p_transports.reference(self.case)
         self.transports = {}
@@ -67,9 +67,10 @@ class Worker:
 
     def sizes(self):
         """Calls in a loop's body, and iterations."""
-        each_us = _UNROLLED * max(_EXPECTED_US, self.once_us)
+        unrolled = self.spec["unrolled"] or _UNROLLED
+        each_us = unrolled * max(_EXPECTED_US, self.once_us)
         iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
-        return _UNROLLED, iterations
+        return unrolled, iterations
 
     def compiling(self, transport, op, arrangement, beside):
         """Functions that compile what is timed and what is compared."""
@@ -306,10 +307,10 @@ def _error(error):
     return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def main():
-    spec = json.loads(sys.argv[1])
-    mesh = worker.ep_mesh()
-    with worker.reporting(sys.argv[2], overlap_report.line) as emit:
+def main(arguments=None):
+    spec, output = worker.given(arguments)
+    mesh = worker.ep_mesh(spec["devices"])
+    with worker.reporting(output, overlap_report.line, mesh) as emit:
         Worker(spec, mesh, emit).run()
 
 

@@ -28,6 +28,8 @@ last.
 """
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -37,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 import draw
 import gpu_limits
@@ -58,6 +61,31 @@ RAGGED = (
     ),
 )
 
+# What --tiny stands for: all kinds of cases that CPUs have.
+TINY = (
+    *("--transports", "collective", "ragged", "--routing", "uniform", "zipf"),
+    *("--tokens", "8", "--num-sms", "8"),
+)
+TINY_CALLS = (
+    *("--hidden", "128", "--experts", "8", "--top-k", "2", "--devices", "2"),
+    *("--repeats", "1", "--milliseconds", "0.001", "--unrolled", "2"),
+)
+
+
+def add_place(parser):
+    """Where a recorder measures."""
+    parser.add_argument("--devices", type=int, help="so many of them, default: all")
+    add_tiny(parser)
+
+
+def add_tiny(parser):
+    """For `parsed`."""
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="try every kind of case on a CPU, in this process: the times mean nothing",
+    )
+
 
 def add_common(parser, repeats, milliseconds, budget):
     """What can be said of every measurement of calls; overlap.py and others have it."""
@@ -68,14 +96,20 @@ def add_common(parser, repeats, milliseconds, budget):
     parser.add_argument(
         "--milliseconds", type=float, default=milliseconds, help="of a program"
     )
+    parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
     parser.add_argument("--seed", type=int, help="of routing and tokens")
     parser.add_argument("--budget", type=float, default=budget, help="seconds in all")
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
 
 
-def parsed(parser, arguments):
-    """With a seed in any case."""
-    args = parser.parse_args(arguments)
+def parsed(parser, arguments, tiny=()):
+    """With a seed in any case; --tiny stands for the arguments `tiny`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--tiny" in given:
+        # Not among the records that pages are made of.
+        folder = pathlib.Path(tempfile.gettempdir(), "jax_ep_tiny")
+        given = [*tiny, "--results", str(folder), *given]
+    args = parser.parse_args(given)
     if args.seed is None:
         args.seed = secrets.randbits(31)
     return args
@@ -93,8 +127,14 @@ def plain_spec(args):
         "seed": args.seed,
         "repeats": args.repeats,
         "milliseconds": args.milliseconds,
+        "unrolled": args.unrolled,
         "peak_gb_s": None,
     }
+
+
+def place(args):
+    """Where a worker runs: on how many devices, and whether in this process."""
+    return {"devices": args.devices, "here": args.tiny}
 
 
 def parse(arguments):
@@ -110,13 +150,13 @@ def parse(arguments):
         "--num-sms", type=int, nargs="+", default=[], help="besides the default"
     )
     add_common(parser, repeats=7, milliseconds=100, budget=300)
+    add_place(parser)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--formats", "--format", nargs="+", default=["bf16"], help="dispatch_format"
     )
     parser.add_argument("--combine-format", help="default None")
-    parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
-    args = parsed(parser, arguments)
+    args = parsed(parser, arguments, [*TINY, *TINY_CALLS])
     args.formats = list(dict.fromkeys(args.formats))
     few = args.quick or several(args)
     tokens = FORMATS_TOKENS if several(args) else TOKENS
@@ -172,6 +212,7 @@ def workers(args):
         "defaults_at": 0,
         "ragged": (),
         "routings": args.routing,
+        **place(args),
     }
     ours = [name for name in args.transports if name != "ragged"]
     if ours:
@@ -214,7 +255,39 @@ def take(record, rows, key="results", **facts):
 
 
 def run_worker(flags, spec, script="p2p_worker.py"):
-    """Runs a worker; returns the lines that it wrote, and what went wrong or ""."""
+    """Runs a worker; returns the lines that it wrote, and what went wrong or "".
+
+    In a process of its own with these flags, or, where the specification says "here",
+    in this one, which has its flags already.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "rows.jsonl"
+        run = _run_here if spec["here"] else _run_apart
+        problem = run(flags, spec, script, output)
+        lines = output.read_text().splitlines() if output.exists() else []
+    return [json.loads(line) for line in lines], problem
+
+
+@functools.cache
+def _worker(script):
+    # By its path: of a name that other modules of this process may have.
+    path = pathlib.Path(__file__).with_name(script)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_here(_, spec, script, output):
+    try:
+        _worker(script).main([json.dumps(spec), str(output)])
+    except Exception as error:  # of one worker of several, as of a process
+        traceback.print_exc()
+        return f"worker raised {type(error).__name__}: {error}"
+    return ""
+
+
+def _run_apart(flags, spec, script, output):
     environment = dict(os.environ)
     # Multicast over NVLink can take the GPUs of a shared host out of service.
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -222,24 +295,19 @@ def run_worker(flags, spec, script="p2p_worker.py"):
     path = pathlib.Path(__file__).with_name(script)
     # A case that began in time may end after the deadline.
     limit = max(0, spec["deadline"] - time.time()) + 60
-    with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder) / "rows.jsonl"
-        command = [sys.executable, str(path), json.dumps(spec), str(output)]
-        try:
-            done = subprocess.run(command, env=environment, timeout=limit, check=False)
-            problem = f"worker ended with {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            problem = f"worker killed after {limit:.0f} s"
-        lines = output.read_text().splitlines() if output.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return rows, problem
+    command = [sys.executable, str(path), json.dumps(spec), str(output)]
+    try:
+        done = subprocess.run(command, env=environment, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"worker killed after {limit:.0f} s"
+    return f"worker ended with {done.returncode}" if done.returncode else ""
 
 
 def main(arguments=None):
     args = parse(arguments)
     start = time.time()
     print(f"seed {args.seed}")
-    peak, peak_report = find_peak()
+    peak, peak_report = (None, {}) if args.tiny else find_peak()
     if peak_report:  # else there are no GPUs
         shown = f"{peak:.1f} GB/s per GPU" if peak else "not measured"
         print(f"peer write peak: {shown}; {time.time() - start:.0f} s")

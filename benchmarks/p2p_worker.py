@@ -8,8 +8,6 @@ measured, so that rows outlive a process that hangs.
 """
 
 import gc
-import json
-import sys
 import time
 
 import p2p_ragged
@@ -45,14 +43,14 @@ def line_of_new():
     return line
 
 
-def main():
-    spec = json.loads(sys.argv[1])
-    mesh = worker.ep_mesh()
+def main(arguments=None):
+    spec, output = worker.given(arguments)
+    mesh = worker.ep_mesh(spec.get("devices"))
     cases = list(_cases(spec))
     title = "ragged_all_to_all, case" if spec["ragged"] else "jax_ep, case"
     with (
         Progress(title, len(cases)) as progress,
-        worker.reporting(sys.argv[2], line_of_new(), progress.say) as emit,
+        worker.reporting(output, line_of_new(), mesh, progress.say) as emit,
     ):
         for tokens, routing, defaults, variant in cases:
             if time.time() > spec["deadline"]:

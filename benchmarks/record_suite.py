@@ -250,8 +250,8 @@ def run_in_processes(args, arguments, folder):
     return 0 if good else 1
 
 
-def main():
-    heed_interrupts()
+def parse(arguments):
+    """Its own arguments, and pytest's."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="other arguments go to pytest"
     )
@@ -266,10 +266,16 @@ def main():
         "--files", nargs="+", default=lockstep_run.SEMANTICS, help="with --processes"
     )
     parser.add_argument("--resume", action="store_true", help="run what was not run")
-    args, arguments = parser.parse_known_args()
+    args, rest = parser.parse_known_args(arguments)
+    if (args.resume or args.one_gpu) and not (args.processes or args.gpus):
+        parser.error("--resume and --one-gpu must come with --gpus or --processes")
+    return args, rest
+
+
+def main(given=None):
+    heed_interrupts()
+    args, arguments = parse(given)
     if not (args.processes or args.gpus):
-        if args.resume or args.one_gpu:
-            parser.error("--resume and --one-gpu must come with --gpus or --processes")
         return run_suite(arguments)
     run = run_in_processes if args.processes else run_all
     with tempfile.TemporaryDirectory() as folder:

@@ -106,7 +106,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
             soak_program.program(layers, mesh, n, STEPS, delays, n == REDUCE_AT),
             len(layers),
         )
-        for n in SIZES
+        for n in args.sizes
     }
     others = {
         f"{name} {n}": (
@@ -114,10 +114,10 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
             1,
         )
         for name, (ep, split) in options.items()
-        for n in OPTION_SIZES
+        for n in args.option_sizes
     }
     programs, others = executables((programs, others), soak_run.random_key(args.seed))
-    # Each thread has handles of its own.
+    # Each thread has handles of its own; sizes of one may be left out.
     parts = [part for part in (programs, others) if part]
     if args.threads == 1:
         parts = [programs | others]
@@ -171,14 +171,23 @@ def arguments():
         "--compiling", action=argparse.BooleanOptionalAction, default=True
     )
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="of calls")
+    parser.add_argument(
+        "--option-sizes", type=int, nargs="*", default=OPTION_SIZES, help="with options"
+    )
     parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     return parser
 
 
-def main():
-    args = arguments().parse_args()
+def parse(given):
+    args = arguments().parse_args(given)
     args.compiling = args.compiling and args.threads > 1
     settle(args)
+    return args
+
+
+def main(given=None):
+    args = parse(given)
     jax.config.update("jax_num_cpu_devices", args.devices or 4)
     return run(args)
 
@@ -201,6 +210,10 @@ def command(args):
     words += (
         [" ".join(["--options", *args.options])] if args.options is not None else []
     )
+    for name, default in (("sizes", SIZES), ("option_sizes", OPTION_SIZES)):
+        given = tuple(getattr(args, name))
+        if given != default:
+            words += [f"--{name.replace('_', '-')}", *map(str, given)]
     tunables = os.environ.get("GLIBC_TUNABLES")
     before = [f"GLIBC_TUNABLES={tunables}"] if tunables else []
     return " ".join([*before, "python benchmarks/soak.py", *words])

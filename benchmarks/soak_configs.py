@@ -86,7 +86,11 @@ def configs(ranks):
 
 def changed(config, name):
     """B with an option."""
-    return dataclasses.replace(config, recv_capacity=200, **OPTIONS[name][0])
+    changes, in_halves = OPTIONS[name]
+    pending = 1 if in_halves else 0
+    return dataclasses.replace(
+        config, recv_capacity=200, pending_calls=pending, **changes
+    )
 
 
 def defaults(transport):

@@ -226,13 +226,18 @@ def wait(started, deadline):
         time.sleep(0.2)
 
 
-def main():
-    given = sys.argv[1:]
+def parse(given):
     parser = arguments()
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.threads = 1
     soak.settle(args)
+    return args
+
+
+def main(given=None):
+    given = sys.argv[1:] if given is None else given
+    args = parse(given)
     if args.process is None:
         return run(args, [*given, "--seed", str(args.seed)])
     port, own = args.process

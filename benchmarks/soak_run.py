@@ -73,7 +73,10 @@ class Launcher:
         self.error = None
 
     def enqueue(self):
-        n = self.choose.choice(list(self.programs))
+        # Each program once, then any.
+        names = list(self.programs)
+        first = names[self.launches : self.launches + 1]
+        n = self.choose.choice(first or names)
         run, layers = self.programs[n]
         result = run(jax.random.fold_in(self.key, self.launches))
         where = {"thread": self.thread, "launch": self.launches, "n": n}

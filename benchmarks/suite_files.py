@@ -52,4 +52,5 @@ LONG = {
     "test_grouped.py": 2,
     "test_benchmark_overlap.py": 1,
     "test_benchmark_layer.py": 1,
+    "test_benchmark_tiny.py": 4,
 }

@@ -90,7 +90,7 @@ def record_of(lines, options):
     }
 
 
-def run(program, options, records):
+def run(program, options, records, folder=recording.RESULTS):
     """Runs it, showing its lines as they come; its exit status."""
     command = [str(program), *options]
     lines = []
@@ -101,11 +101,12 @@ def run(program, options, records):
     if records and process.returncode == 0:
         record = record_of(lines, options)
         name = f"kernels-{recording.short_device(record['device'])}x{record['count']}"
-        recording.write(name, record)
+        recording.write(name, record, folder)
     return process.returncode
 
 
-def main():
+def parse(arguments):
+    """Its own arguments, and those of the program."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -113,15 +114,20 @@ def main():
     )
     parser.add_argument("--keep", type=pathlib.Path, metavar="PROGRAM")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     parser.add_argument("--nvcc", action="append", default=[], metavar="FLAG")
-    arguments, options = parser.parse_known_args()
+    return parser.parse_known_args(arguments)
+
+
+def main(given=None):
+    arguments, options = parse(given)
     with tempfile.TemporaryDirectory() as folder:
         program = arguments.keep or pathlib.Path(folder, "window_kernels")
         build(program, arguments.nvcc, pathlib.Path(folder))
         if arguments.keep:
             print(f"built {program}")
             return 0
-        return run(program, options, arguments.record)
+        return run(program, options, arguments.record, arguments.results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the processes that measure have in common: the mesh, and rows as they come."""
+"""What workers have in common: their arguments, the mesh, and rows as they come."""
 
 import contextlib
 import json
+import sys
 import time
 
 import jax
@@ -15,20 +16,27 @@ def _say(text):
     print(text, flush=True)
 
 
-def ep_mesh():
-    return Mesh(np.array(jax.devices()), ("ep",), axis_types=(AxisType.Auto,))
+def given(arguments):
+    """The specification and the output's path; None stands for the command line's."""
+    specification, output = sys.argv[1:] if arguments is None else arguments
+    return json.loads(specification), output
+
+
+def ep_mesh(count=None):
+    """All devices, or the first `count`, as one axis."""
+    devices = np.array(jax.devices()[: count or None])
+    return Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
 
 
 @contextlib.contextmanager
-def reporting(path, line, say=_say):
+def reporting(path, line, mesh, say=_say):
     """A function that writes a row to `path` at once, and says what `line` makes of it.
 
     Nothing is said of a row of which `line` makes nothing. The first row names the
     devices. Rows outlive a process that hangs.
     """
     start = time.perf_counter()
-    devices = jax.devices()
-    kind, count = devices[0].device_kind, len(devices)
+    kind, count = mesh.devices.flat[0].device_kind, mesh.size
     with open(path, "a") as output:
 
         def write(row):

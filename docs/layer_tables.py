@@ -48,6 +48,7 @@ def layers(data, table):
         rows = [r for r in data["results"] if r["layer"] in names and "ms" in r]
         return ", ".join(sorted({row[key] for row in rows}))
 
+    default = seen("matmul", layer_report.default_experts())
     head = (
         f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
         f"{data['tokens']} tokens a rank, top-{data['top_k']}, "
@@ -59,8 +60,8 @@ def layers(data, table):
         f"XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
         "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
         "dropped, and batched matmuls; `default experts` is p2p's as a layer had it at "
-        f"that commit that named none ({seen('matmul', layer_report.DEFAULT_EXPERTS)})"
-        "; the last columns are p2p's speed-up over each other layer. "
+        f"that commit that named none ({default}); the last columns are p2p's speed-up "
+        "over each other layer. "
         "The others multiply by the fastest of several ways in each size (here "
         f"{seen('matmul', *layer_report.OURS)}; "
         "`jax_ep.experts`); `Padded` has the room that the timed routings need. Why "

@@ -48,8 +48,8 @@ def record():
         row("ragged", 8.0, flags="update an expert"),
         row("ragged", 1.0, flags="decomposer", wrong=True),
         row("dense", 6.0),
-        row(layer_report.DEFAULT_EXPERTS, 9.0, exchange_share=None),
-        row(layer_report.COUNTED, 4.04),
+        row(layer_report.default_experts(), 9.0, exchange_share=None),
+        row(layer_report.counted(), 4.04),
         {"case": "mid", "layer": "experts", "matmul": "mosaic", "error": "no"},
     ]
     return {
@@ -138,10 +138,10 @@ def test_the_default_experts_are_measured_where_they_are_offered(
 ):
     monkeypatch.setattr(layer_worker.layer_experts, "default", lambda sizes: default)
     spec = {"ours": [("p2p", "bf16")], "dense": False, "ragged": ()}
-    spec |= {"matmul": {"mid": offered}}
+    spec |= {"matmul": {"mid": offered}, "transport": "p2p"}
     case = types.SimpleNamespace(sizes={})
     made = layer_worker.Worker(spec, case, "mid", None).layers(None, chosen)
-    found = [f for f, _ in made if f["layer"] == layer_report.DEFAULT_EXPERTS]
+    found = [f for f, _ in made if f["layer"] == layer_report.default_experts()]
     assert [facts["matmul"] for facts in found] == wanted
 
 

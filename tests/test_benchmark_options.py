@@ -1,4 +1,4 @@
-"""benchmarks/options_cost.py: every option is timed, compared, and shown."""
+"""benchmarks/options_cost.py: what is wrong or missing is said, the rest shown."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ TINY = [
     *("--experts", "8", "--top-k", "2", "--num-sms", "8", "--seed", "3"),
     *("--repeats", "1", "--milliseconds", "0.001"),
 ]
-# Other operands, other sums, other calls.
-FEW = ("none", "local", "first_half")
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +41,6 @@ def case():
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     made = p2p_transports.make_case(mesh, spec, 6, "uniform", defaults=False)
     return spec, made
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_option_is_measured_and_right(case, name):
-    rows = []
-    options_worker.measure(*case, rows.append, name, None)
-    ops = ["combine"] if name == "none" else ["dispatch", "combine"]
-    assert [row["op"] for row in rows] == ops
-    assert [row["differences"] for row in rows] == [{}] * len(ops)
-    assert all(row["us"] > 0 for row in rows)
 
 
 def test_wrong_results_are_seen(case, monkeypatch):

@@ -44,22 +44,6 @@ def specification(*arguments, **changes):
     return spec | {"deadline": float("inf")} | changes
 
 
-@pytest.fixture
-def worker():
-    made = []
-
-    def make(*arguments, **changes):
-        rows = []
-        mesh = helpers.make_mesh(helpers.some_ranks(2))
-        spec = specification(*arguments, **changes)
-        made.append(overlap_worker.Worker(spec, mesh, rows.append))
-        return made[-1], rows
-
-    yield make
-    for each in made:
-        close(each)
-
-
 def close(run):
     for transport in (*run.transports.values(), run.other):
         transport.ep.close()
@@ -68,64 +52,6 @@ def close(run):
 def uncopied(run):
     """The step that one rank lacks: its row says that there are no all-to-alls."""
     return ["copies"] * (run.mesh.size == 1)
-
-
-@pytest.mark.parametrize("of", ["sm", "stream"])
-def test_every_arrangement_is_measured_and_right(worker, of):
-    asked = [
-        name for name in overlap.ARRANGEMENTS if overlap_report.OVERLAPS[name] == of
-    ]
-    changes = {"overlap": of, "arrangements": asked}
-    counts = [8] if of == "stream" else []
-    run, rows = worker("--beside", "matmul", "two_batches", num_sms=counts, **changes)
-    run.run()
-    assert [row for row in rows if "error" in row or row["wrong"]] == []
-    names = [name for name in asked if overlap_cases.available(name)]
-    found = [row for row in rows if row["beside"] == "matmul" and row["arrangement"]]
-    wanted = {
-        (op, name, sms)
-        for op in ("dispatch", "combine")
-        for name in names
-        for sms in (None, *counts)
-    }
-    keys = [(r["op"], r["arrangement"], r["num_sms"]) for r in found]
-    assert len(keys) == len(wanted)
-    assert set(keys) == wanted
-    for row in found:
-        assert row["exposed_us"] == row["us"] - row["beside_us"]
-        assert row["hidden"] == 1 - row["exposed_us"] / row["alone_us"]
-        assert "over_parts_us" not in row
-    # Of each two, the halves alone as well.
-    alone = [row for row in rows if row["beside"] is None]
-    assert len(alone) == 4 * (1 + len(counts))
-    batches = [row for row in rows if row["beside"] == "two_batches"]
-    halves = [name for name in names if name.endswith("halves")]
-    assert [row["arrangement"] for row in batches] == [None, *halves]
-    assert all(row["largest_error"] == 0 for row in (r["facts"] for r in batches))
-
-
-def test_steps_of_copies_are_measured_and_right(worker, monkeypatch):
-    """Of a beside that is not for this device a row says so."""
-    monkeypatch.setattr(overlap_worker, "_OPS", ("combine",))
-    run, rows = worker(
-        *("--beside", "attention", "mosaic"),
-        overlap="copy",
-        num_sms=[],
-        arrangements=["copy_halves"],
-    )
-    run.run()
-    failed = [row["beside"] or row["arrangement"] for row in rows if "error" in row]
-    # Pallas has kernels for GPUs alone.
-    mosaic = ["mosaic"] * (jax.default_backend() == "cpu")
-    assert failed == [*uncopied(run), *mosaic]
-    measured = [row for row in rows if "error" not in row]
-    assert not any(row["wrong"] for row in measured)
-    us = {row["arrangement"]: row["us"] for row in measured if row["beside"] is None}
-    assert set(overlap_report.PARTS).difference(uncopied(run)) < us.keys()
-    copies = [row for row in rows if row["arrangement"] == "copy_halves"]
-    found = next(row for row in copies if row["beside"] == "attention")
-    both = us["pack"] + us["place"]
-    assert found["over_parts_us"] == pytest.approx(found["exposed_us"] - both)
 
 
 @pytest.fixture(scope="module")

@@ -63,9 +63,7 @@ def wrong_combine(ep, rows, route, weights, residual):
 
 def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
     """Launches of the program of size n, and of each option's."""
-    monkeypatch.setattr(soak, "SIZES", (n,))
     monkeypatch.setattr(soak, "REDUCE_AT", n)
-    monkeypatch.setattr(soak, "OPTION_SIZES", (20,))
     args = argparse.Namespace(
         calls=calls,
         seed=5,
@@ -74,6 +72,8 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
         transport=helpers.TRANSPORT,
         folder=folder,
         options=list(options),
+        sizes=[n],
+        option_sizes=[20],
         threads=2,
         compiling=COMPILING,
     )
@@ -85,11 +85,11 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
 @pytest.mark.exclusive
 @pytest.mark.slow
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
-    """For seconds two threads, one of them with options, beside one that compiles.
+    """For seconds two threads, one of them with an option, beside one that compiles.
 
-    Some options for CI; benchmarks/soak.py runs all.
+    test_benchmark_tiny.py has the other options.
     """
-    names = ("tiled", "fp8", "nvfp4")
+    names = ("fp8",)
     status, record = run(monkeypatch, tmp_path, 300, 10**6, SECONDS / 60, names)
     assert record["failures"] == {}
     assert record["error"] is None
@@ -109,7 +109,6 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", soak.OPTIONS)
 def test_every_option_has_a_config(name) -> None:
-    """The runs here take some of them."""
     _, b = soak.configs(4)
     assert soak.changed(b, name) != b
 
