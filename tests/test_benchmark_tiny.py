@@ -2,7 +2,8 @@
 
 On CPUs over collective, or over JAX_EP_TEST_TRANSPORT: recorders and their workers as
 they are, but for sizes and for XLA's flags, since all run in this process. The kinds
-are those that the benchmarks have lists of. What is left to GPUs stands with each test.
+are those that the benchmarks have lists of. What is left to GPUs stands with each test;
+what needs a new JAX is in test_tiny_newest.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ import nodes
 import options_cost
 import options_report
 import overlap
-import overlap_cases
 import overlap_report
 import p2p
 import p2p_cases
@@ -55,7 +55,6 @@ import soak
 import soak_processes
 import soak_program
 import window_kernels
-from test_experts import mosaic_gpu, skip_without_mosaic
 
 import jax_ep
 
@@ -178,8 +177,6 @@ def test_p2p_in_every_format(tmp_path, capsys):
 
 
 TRACE = ["--trace"] * ON_CPU  # on GPUs copies need XLA's flags
-AVAILABLE = [name for name in overlap.ARRANGEMENTS if overlap_cases.available(name)]
-PARTS = overlap_report.PARTS
 
 
 def unmeasured(record):
@@ -204,38 +201,6 @@ def test_overlap_beside_everything(tmp_path):
     assert [row["graphs"] for row in record["graphs"]] == [True] * 2 + [False] * 2
     assert len(list(overlap_report.graphs(record))) == 2
     performance_tables.overlap(record, generate.table)
-
-
-def test_overlap_in_every_arrangement(tmp_path):
-    """Left to GPUs: streams and copy engines, which only order things otherwise."""
-    asked = ["--arrangements", *overlap.ARRANGEMENTS, "--graph-tokens"]
-    asked += ["--beside", "elementwise", "two_batches", *TRACE]
-    asked += ["--transport", helpers.TRANSPORT]
-    record = tiny(overlap, tmp_path, *asked)
-    # One rank has none.
-    assert unmeasured(record) == ({"copies"} if RANKS == 1 else set())
-    rows = [row for row in record["results"] if row["beside"] == "elementwise"]
-    rows = [row for row in rows if row["arrangement"] is not None]
-    counts = {
-        name: (None, 8) if overlap_report.OVERLAPS[name] == "stream" else (None,)
-        for name in AVAILABLE
-    }
-    assert rows_by(rows, "op", "arrangement", "num_sms").keys() == {
-        (op, name, sms)
-        for op in ("dispatch", "combine")
-        for name in AVAILABLE
-        for sms in counts[name]
-    }
-    copies = [row["arrangement"] == "copy_halves" for row in rows]
-    assert ["over_parts_us" in row for row in rows] == copies
-    batches = [row for row in record["results"] if row["beside"] == "two_batches"]
-    in_turns = {row["arrangement"] for row in batches} - {None}
-    assert in_turns == {name for name in AVAILABLE if name.endswith("halves")}
-    assert all(row["facts"]["largest_error"] == 0 for row in batches)
-    parts = [row for row in record["results"] if row["arrangement"] in PARTS]
-    assert rows_by(parts, "op", "arrangement").keys() == {
-        (op, part) for op in ("dispatch", "combine") for part in PARTS
-    }
 
 
 def test_options(tmp_path, capsys):
@@ -295,20 +260,6 @@ def test_collective(tmp_path):
     assert min(value for name, value in row.items() if name.endswith("_us")) > 0
     assert (row["remote_bytes_per_rank"] > 0) == (RANKS > 1)
     call_tables.collective(record, generate.table)
-
-
-@pytest.mark.skipif(mosaic_gpu is None, reason="needs absl-py")
-def test_grouped(tmp_path):
-    """Left to GPUs: to run the kernels, which are lowered for them."""
-    if not ON_CPU:
-        skip_without_mosaic()
-    record = tiny(grouped, tmp_path)
-    found = rows_by(record["results"], "case", "matrix", "op", "way")
-    assert {way for *_, way in found} == set(grouped.WAYS)
-    assert len(found) == 2 * 3 * len(grouped.WAYS)
-    for row in record["results"]:
-        assert row["kernels"] == 1 if "kernels" in row else row["tflops"] > 0
-        assert not row.get("wrong")
 
 
 @pytest.mark.exclusive
