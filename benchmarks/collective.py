@@ -101,7 +101,7 @@ def measure(mesh, tokens, args, rng):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--experts", type=int, default=EXPERTS)

@@ -91,7 +91,7 @@ def print_table(results):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--draws", type=int, default=5, help="of the routing")
     parser.add_argument("--repeats", type=int, default=7, help="of each draw")

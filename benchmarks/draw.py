@@ -180,7 +180,7 @@ def save(record, path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("picture", type=pathlib.Path, nargs="?")
     args = parser.parse_args(arguments)

@@ -126,7 +126,7 @@ def keep_corpus(folder):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--build", type=pathlib.Path)

@@ -186,7 +186,7 @@ def print_table(report):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=20, help="of the litmus test")
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     return parser.parse_args(arguments)

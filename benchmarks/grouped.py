@@ -175,7 +175,7 @@ def measure(case, room, rng, names, seconds):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])

@@ -42,7 +42,7 @@ def header(record):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     return parser.parse_args(arguments)
 

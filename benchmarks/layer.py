@@ -65,7 +65,7 @@ TINY = (
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)

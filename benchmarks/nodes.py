@@ -227,7 +227,7 @@ def line(row):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of GPUs")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")

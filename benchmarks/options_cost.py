@@ -30,7 +30,7 @@ TINY = (
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128, 1])
     parser.add_argument(
         "--options",

@@ -75,7 +75,7 @@ _GRAPHS_SHARE = 0.25  # of the time
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, help="a rank")
     p2p.add_common(parser, repeats=5, milliseconds=60, budget=540)
     p2p.add_place(parser)

@@ -138,7 +138,7 @@ def place(args):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="p2p, few T, uniform")
     parser.add_argument("--tokens", type=int, nargs="+", help="T, in this order")
     parser.add_argument("--ragged-tokens", type=int, nargs="+", help="T of ragged")

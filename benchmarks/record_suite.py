@@ -253,7 +253,8 @@ def run_in_processes(args, arguments, folder):
 def parse(arguments):
     """Its own arguments, and pytest's."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="other arguments go to pytest"
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="other arguments go to pytest",
     )
     parser.add_argument("--gpus", type=int, nargs="+", help="how many, for each suite")
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)

@@ -160,7 +160,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
 
 def arguments():
     """Parses those of one process."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, help="default: 20000, or all in --minutes")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minutes", type=float, help="stop after that long")

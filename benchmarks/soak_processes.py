@@ -42,7 +42,7 @@ GROWS = ("checks", *soak_program.STATISTICS)  # with the ranks
 def arguments():
     """Those of soak.py and of the processes."""
     parser = soak.arguments()
-    parser.description = __doc__.splitlines()[0]
+    parser.description = (__doc__ or "").partition("\n")[0]
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--one-gpu", action="store_true", help="for all of them")
     parser.add_argument("--ranks-per-node", type=int, help="forced nodes of shmem")

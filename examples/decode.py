@@ -181,7 +181,7 @@ def ask_for_graphs(wanted):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--format", default="nvfp4", choices=jax_ep.formats.names())
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4, help="a rank and step")

@@ -193,7 +193,7 @@ def commit():
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--layer", nargs="+", choices=("flax", "sharded"), default=["flax"]
     )

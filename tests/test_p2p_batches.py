@@ -48,7 +48,7 @@ def results(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, An
 def test_in_turns(tokens: int, overlap: str) -> None:
     """100 calls in flight, as two layers one after the other over collective."""
     fields = {"max_tokens_per_rank": tokens, "hidden_size": 1024, "top_k": 4}
-    config = helpers.make_config(**fields, overlap=overlap)
+    config = helpers.make_config(**fields, overlap=overlap, pending_calls=1)
     mesh = twins.p2p_mesh()
     with (
         twins.Twins(mesh, config) as pair,
