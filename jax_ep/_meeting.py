@@ -158,9 +158,14 @@ class Meeting:
         return self._exchange(step, value)
 
     def conclude(self) -> None:
-        """The last step: after it init has succeeded in all processes, or in none."""
+        """The last steps: after them init has succeeded in all processes, or in none.
+
+        Two, since a process that stood still for long may find what others have left of
+        one that they have given up. The second follows at once.
+        """
         if self.possible:
             self.gather("done", None)
+            self.gather("agreed", None)
 
     def unreadable(self, error: Exception) -> Exception:
         """What `error` is, where it comes of another process's answers; else itself."""
@@ -522,9 +527,11 @@ class Meeting:
             if self._giver is not None:
                 rest.callback(self._giver.close)
             # First, so that whoever finds this process's socket closed finds out why.
-            if why is not None and self._locked and not isinstance(error, StoreStalled):
+            if why is not None and self._locked:
+                # A store that stands still gets it when it goes on: nobody waits for it.
+                stalled = isinstance(error, StoreStalled)
                 with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
-                    self._give_up(why)
+                    self._give_up(why, 0.0 if stalled else _FAREWELL_S)
 
     def _unlock(self) -> None:
         if self._locked:
@@ -533,11 +540,11 @@ class Meeting:
             self._memory.left |= self._stale
             self._memory.lock.release()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, seconds: float) -> None:
         """Leaves word of a failure where the others look next."""
         if self._over:
             return
-        self._end = time.monotonic() + min(_FAREWELL_S, self._timeout_s)
+        self._end = time.monotonic() + min(seconds, self._timeout_s)
         verdict = {"failed": why, "process": self.own}
         if self._folder:
             inside = self._inside and _failure_of(self._claim(verdict)) is not None

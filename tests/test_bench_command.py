@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
+import subprocess
 import sys
 import types
 
@@ -232,3 +234,34 @@ def test_no_backend_is_one_line(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert "told by JAX_PLATFORMS to use nothing and could not" in said
+
+
+def bench(
+    folder: pathlib.Path, *options: str, **env: str
+) -> subprocess.CompletedProcess:
+    """As the command is started, in `folder`: whose modules are no business of it."""
+    package = str(pathlib.Path(_cli.__file__).parent.parent)
+    return subprocess.run(
+        [
+            sys.executable,
+            *options,
+            "-P",
+            "-c",
+            "import sys; from jax_ep import _cli; sys.exit(_cli.main(sys.argv[1:]))",
+            *("bench", "--tokens", "4", "--transports", "collective"),
+        ],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": package, **env},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_bench_without_docstrings_beside_a_module_of_jax_s_name(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('not JAX')")
+    done = bench(tmp_path, "-OO", PYTHONOPTIMIZE="2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "dispatch" in done.stdout

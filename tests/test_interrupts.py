@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 
+import helpers
 import imagined
+import jax
 import pytest
 
 from jax_ep import _shmem
@@ -79,3 +81,28 @@ def test_interrupted_wait_of_nvshmem() -> None:
     finally:
         signal.signal(signal.SIGINT, handler)
         ended.set()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
+    """Of the code that leaves nothing has run: no lock is kept, and no thread."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    listening = []
+
+    def interrupted(self: Meeting, *_: object) -> None:
+        listening.append(self.listen())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meeting, "__exit__", interrupted)
+        # As of several processes, of whose meetings there is one at a time.
+        patch.setattr(Meeting, "alone", property(lambda self: self._locked))
+        patch.setattr(Meeting, "begin", lambda self: setattr(self, "_locked", True))
+        patch.setattr(Meeting, "_unlock", lambda self: listening.append("unlocked"))
+        with pytest.raises(KeyboardInterrupt):
+            if traced:
+                jax.jit(lambda x: helpers.init(mesh) and x)(1.0)
+            else:
+                helpers.init(mesh)
+    assert listening[-1] == "unlocked"
+    assert imagined.threads_of_meetings() == 0

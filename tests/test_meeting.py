@@ -422,6 +422,28 @@ def test_lies_of_a_process(lie: bytes, place: str) -> None:
         assert str(error).startswith("jax_ep.init: ")
 
 
+def test_texts_that_utf8_cannot_say() -> None:
+    """A mesh axis or a message may have surrogates, as file names do."""
+    store = imagined.Store()
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", "\udc80")
+
+    def fail(meeting: Meeting) -> None:
+        meeting.gather("one", None)
+        if meeting.own == 1:
+            raise ValueError("no file \udc80")
+        meeting.gather("two", None)
+
+    odd = {"subject": lambda _: "\udcff", "store": store}
+    actors = act_all(dict.fromkeys(range(2), act), **odd)
+    assert [actor.result for actor in actors.values()] == [
+        dict.fromkeys((0, 1), "\udc80")
+    ] * 2
+    actors = act_all(dict.fromkeys(range(2), fail), **odd)
+    assert "no file" in str(actors[0].error)
+
+
 class Counted(imagined.Store):
     """Counts calls and bytes."""
 

@@ -6,8 +6,10 @@ processes.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import threading
 from typing import Any
 
 import helpers
@@ -216,6 +218,55 @@ def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
     assert "from process 0 to 1" in found[1]
 
 
+@pytest.mark.parametrize(
+    ("error", "must"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "one more open file"),
+        (TimeoutError("no answer within 3 s"), "answer each other within timeout_s"),
+        (PermissionError(errno.EPERM, "of another user"), "user namespace"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "network namespace"),
+    ],
+)
+def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
+    """What is the matter, and not what it often is."""
+
+    def fail(self: Meeting, process: int, address: str) -> None:
+        raise error
+
+    monkeypatch.setattr(Meeting, "connect", fail)
+    (found,) = set(Job(ONE_EACH).results())
+    assert must in found[0]
+    assert (error.strerror or str(error)) in found[1]
+
+
+def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
+    """The socket of a process that has failed is gone, too: its own words come first."""
+    true_connect, failed = Meeting.connect, threading.Event()
+
+    def connect(self: Meeting, process: int, address: str) -> None:
+        if self.own == 1:
+            raise RuntimeError("out of memory")
+        failed.wait(20)
+        if process == 1:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        true_connect(self, process, address)
+
+    true_close = Meeting.close
+
+    def close(self: Meeting, *args: Any) -> None:
+        true_close(self, *args)
+        if self.own == 1:
+            failed.set()
+
+    monkeypatch.setattr(Meeting, "connect", connect)
+    monkeypatch.setattr(Meeting, "close", close)
+    actors = Job(ONE_EACH).run()
+    for process in (0, 2):
+        assert isinstance(actors[process].error, RuntimeError)
+        words = "init failed on process 1: RuntimeError: out of memory"
+        assert words in str(actors[process].error)
+
+
 @pytest.mark.parametrize("field", ["no_map", "no_export"])
 def test_windows_that_cannot_be_shared(field: str, all_closed) -> None:
     """All hear of it, and all is closed, so that init can go on without p2p."""
@@ -254,7 +305,7 @@ def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
     true_gather, true_take = Meeting.gather, Meeting.take
 
     def die(meeting: Meeting) -> None:
-        monkeypatch.setattr(meeting, "_give_up", lambda why: None)
+        monkeypatch.setattr(meeting, "_give_up", lambda *_: None)
         raise Killed
 
     def gather(self: Meeting, name: str, value: Any) -> Any:
