@@ -528,7 +528,7 @@ class Meeting:
                 rest.callback(self._giver.close)
             # First, so that whoever finds this process's socket closed finds out why.
             if why is not None and self._locked:
-                # A store that stands still gets it when it goes on: nobody waits for it.
+                # A store that stands still gets it when it goes on; nobody waits.
                 stalled = isinstance(error, StoreStalled)
                 with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
                     self._give_up(why, 0.0 if stalled else _FAREWELL_S)

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
 @pytest.mark.parametrize(
-    ("way", "most"), [("error", 15), ("interrupt", 15), ("stop", 3)]
+    ("way", "most"), [("error", 15), ("interrupt", 15), ("stop", 2)]
 )
 def test_init_survives(way: str, most: int) -> None:
     """Deaths are in test_multiprocess_windows.py, a job for each would take long."""

@@ -99,10 +99,8 @@ def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
         patch.setattr(Meeting, "alone", property(lambda self: self._locked))
         patch.setattr(Meeting, "begin", lambda self: setattr(self, "_locked", True))
         patch.setattr(Meeting, "_unlock", lambda self: listening.append("unlocked"))
+        run = jax.jit(lambda x: helpers.init(mesh) and x) if traced else None
         with pytest.raises(KeyboardInterrupt):
-            if traced:
-                jax.jit(lambda x: helpers.init(mesh) and x)(1.0)
-            else:
-                helpers.init(mesh)
+            run(1.0) if run else helpers.init(mesh)
     assert listening[-1] == "unlocked"
     assert imagined.threads_of_meetings() == 0

@@ -240,7 +240,7 @@ def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
 
 
 def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
-    """The socket of a process that has failed is gone, too: its own words come first."""
+    """Of a process that has failed the socket is gone, too: its words come first."""
     true_connect, failed = Meeting.connect, threading.Event()
 
     def connect(self: Meeting, process: int, address: str) -> None:
