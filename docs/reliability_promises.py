@@ -66,6 +66,10 @@ PROMISES = (
      "time, and is named; descriptors go to the job's own processes alone",
      "pytest tests/test_multiprocess_windows.py tests/test_meeting.py "
      "tests/test_descriptors.py", ("ci",)),
+    ("The same at 30 points of `init`, by an exception, Ctrl-C, a stop of some seconds "
+     "(also of the coordinator) and death: it succeeds in all processes or in none, in "
+     "time, leaves nothing open, and the next one succeeds",
+     "python tests/attack_init.py", ("attack",)),
     ("p2p over imagined hosts, without GPUs: one NVLink fabric serves; several, none "
      "or one whose handles fail are refused in the same words in all processes",
      "pytest tests/test_fabric.py", ("ci",)),

@@ -143,6 +143,17 @@ def _of_fuzz(records, command):
     return NOT_YET
 
 
+def _of_attacks(records, command):
+    for data in reversed(records("attack-init")):
+        good = sum(data["survived"].values())
+        return (
+            f"{_source(data)}: {data['points']} points of {data['processes']} "
+            f"processes, {data['attacks']} attacks, {good} survived; each `.ci/run` "
+            "runs some"
+        )
+    return NOT_YET
+
+
 def _of_sanitize(records, command):
     """The newest on each number of GPUs: a single one runs fewer tests."""
     newest = {f"{d['count']} x {d['device']}": d for d in records("sanitize")}
@@ -159,6 +170,7 @@ _LAST = {
     "gpu": _of_gpus,
     "processes": _of_processes,
     "fuzz": _of_fuzz,
+    "attack": _of_attacks,
     "soak-cpu": _of_soak("cpu"),
     "soak-gpu": _of_soak("gpu"),
     "soak-processes": _of_soaks_in_processes,
@@ -209,6 +221,7 @@ def figures(records, table):
             ("calls soaked, CPUs", _of_soak("cpu")(records, "")),
             ("calls soaked, GPUs", _of_soak("gpu")(records, "")),
             ("fuzzing", _of_fuzz(records, "")),
+            ("ends of a process during init", _of_attacks(records, "")),
         ],
     )
 

@@ -1,6 +1,6 @@
 """Attacks jax_ep.init between processes, at every point of it and in several ways.
 
-    python tests/attack_init.py                  every point in every way, some minutes
+    python tests/attack_init.py --record         every point in every way, some minutes
     python tests/attack_init.py --ways error interrupt --most 6
 
 Jobs of three real processes (jax.distributed on CPUs; the windows are imagined) run an
@@ -320,6 +320,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--most", type=int, help="points of each way; default: all")
+    parser.add_argument("--record", action="store_true", help="keep the figures")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -332,6 +333,23 @@ def main() -> int:
             print(f"{attack}: {each}")
     good = sum(not wrong for wrong in found.values())
     print(f"{len(POINTS)} points, {len(found)} attacks, {good} survived")
+    if args.record:
+        import recording
+
+        by_way = {
+            way: sum(not wrong for attack, wrong in found.items() if attack.way == way)
+            for way in args.ways
+        }
+        record = {
+            "kind": "attack-init",
+            "date": recording.date(),
+            "commit": recording.commit(),
+            "processes": PROCESSES,
+            "points": len(POINTS),
+            "attacks": len(found),
+            "survived": by_way,
+        }
+        recording.write("attack-init", record)
     return int(good < len(found))
 
 
