@@ -6,9 +6,9 @@ Layers of two handles (A-B-A) with their derivatives, several steps in one progr
 programs of several sizes in random order and many in flight (soak_program.py). A call
 is one exchange. A second thread runs programs with formats, the kinds of reduce, a
 shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
-programs without calls, unless --no-compiling (on several GPUs of one process new
-programs can hang calls: docs/sharp_bits.md); --threads 1 launches all from one thread
-and compiles nothing. With --minutes alone as many calls as fit.
+a program without calls every second, unless --no-compiling: on GPUs also products for
+which XLA times several kernels, and XLA's own collectives. --threads 1 launches all
+from one thread and compiles nothing. With --minutes alone as many calls as fit.
 Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch,
 and where memory was lost. A failure is run again with the same seed.
 """
@@ -128,9 +128,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
     ]
     devices = mesh.local_devices
     compiler = soak_run.Compiler(devices, args.compiling)
-    # JAX keeps more of a program's first shapes than of later programs.
-    for _ in range(soak_run.COMPILED_SHAPES):
-        compiler.one()
+    compiler.first()
     start_memory, compiled = memory(devices), compiler.count
     start = time.monotonic()
     deadline = start + (args.minutes * 60 if args.minutes else float("inf"))
