@@ -55,27 +55,30 @@ class Tally:
         self.calls += steps * len(results) * soak_program.CALLS_A_LAYER
 
 
-def random_key(seed):
-    """Of draws that XLA compiles in half the time that those of the default take it."""
-    return jax.random.key(seed, impl="rbg")
-
-
 class Launcher:
-    """One thread's launches: which ones follows from the seed and the thread."""
+    """One thread's launches: which ones follows from the seed and the thread.
+
+    What they are given comes from the host. With `carried` it comes from the first
+    device: on several GPUs of a process they then may hang beside new programs
+    (docs/sharp_bits.md).
+    """
+
+    carried = False
 
     def __init__(self, thread, programs, seed, steps, calls, fetch=jax.device_get):
         """`programs`: by name, with how many layers each has."""
         self.thread, self.programs, self.fetch = thread, programs, fetch
         self.steps, self.wanted, self.enqueued = steps, calls, 0
         self.choose = random.Random(seed * 2 + thread)
-        self.key = jax.random.fold_in(random_key(seed), thread)
+        self.seed = seed
         self.tally, self.launches = Tally(), 0
         self.error = None
 
     def enqueue(self):
         n = self.choose.choice(list(self.programs))
         run, layers = self.programs[n]
-        result = run(jax.random.fold_in(self.key, self.launches))
+        numbers = np.array([self.seed, self.thread, self.launches], np.uint32)
+        result = run(jnp.asarray(numbers) if self.carried else numbers)
         where = {"thread": self.thread, "launch": self.launches, "n": n}
         self.launches += 1
         self.enqueued += self.steps * layers * soak_program.CALLS_A_LAYER

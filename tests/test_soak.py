@@ -74,6 +74,7 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
         options=list(options),
         threads=2,
         compiling=True,
+        carried=False,
     )
     status = soak.run(args)
     (written,) = folder.glob("soak-*.json")
@@ -129,7 +130,7 @@ def test_expected_codes_are_the_oracles(name) -> None:
     """Of what is drawn, which the format keeps; and they are read right."""
     config = soak.changed(soak.configs(2)[1], name)
     kind = config.dispatch_format
-    drawn = soak_program.draw(config, 2, 50, soak_run.random_key(3)).tokens
+    drawn = soak_program.draw(config, 2, 50, soak_program.random_key(3)).tokens
     scale = soak_codes.INPUT_SCALE
     payload, scales = quantizer.quantize(drawn, kind, scale)
     values = quantizer.dequantize(payload, scales, kind, scale)
