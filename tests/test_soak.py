@@ -166,6 +166,8 @@ def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
         ({"heap_start": None}, None),
         ({"free_memory_end": 2**40 - 2**27}, "a device has 134217728 bytes less"),
         ({"free_memory_end": 2**40 - 2**27, "device": "cpu"}, None),
+        ({"free_memory_end": 2**40 - 2**27, "compilations": 72}, None),
+        ({"free_memory_end": 2**40 - 2**27, "compilations": 71}, "a device has"),
         ({"heap_end": 2**25}, "heap has 33554432 bytes more after 100 launches"),
         ({"heap_end": 2**25, "launches": 10**5}, None),
     ],
@@ -173,5 +175,6 @@ def test_each_wrong_result_is_counted(monkeypatch, tmp_path) -> None:
 def test_lost_memory_fails(changes, words):
     record = {"device": "H200", "free_memory_start": 2**40, "free_memory_end": 2**40}
     record |= {"heap_start": 0, "heap_end": 0, "launches": 300, "settled": [200, 8]}
+    record["compilations"] = 8
     found = soak_run.grown(record | changes)
     assert words in found if words else found is None
