@@ -257,6 +257,12 @@ def test_soaks_on_cpus_and_gpus_are_apart() -> None:
     assert "not yet run" in row_of(found, "soak.py --minutes 10")
 
 
+def test_a_soak_that_ended_with_an_error_says_so() -> None:
+    ended = SOAK | {"error": "a device has less"}
+    found = reliability_table.promises(records(soaks=[ended]), generate.table)
+    assert "2 failed; an error: a device has less |" in row_of(found, "--minutes 15")
+
+
 def test_soaks_in_processes_have_a_row_of_their_own() -> None:
     soak = SOAK | {
         "device": "NVIDIA Made Up",
