@@ -172,6 +172,91 @@ std::vector<Case> Cases(const Modules& modules, cudaStream_t stream) {
   };
 }
 
+// What a program does with GPU 1, or with both, while GPU 0 is locked.
+std::vector<Case> CasesBetween() {
+  static char* memory[2];
+  static cudaStream_t streams[2];
+  static cudaEvent_t events[2];
+  static void* more;
+  static std::vector<char> pageable(kHostBytes);
+  for (int gpu = 0; gpu < 2; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaMalloc(&memory[gpu], kHostBytes));
+    streams[gpu] = NewStream();
+    CHECK_CUDA(cudaEventCreateWithFlags(&events[gpu], cudaEventDisableTiming));
+    CHECK_CUDA(cudaEventRecord(events[gpu], streams[gpu]));
+  }
+  const auto copy = [](int from, int to, int by) {
+    return [=] {
+      CHECK_CUDA(cudaSetDevice(by));
+      CHECK_CUDA(
+          cudaMemcpyAsync(memory[to], memory[from], 64, cudaMemcpyDeviceToDevice, streams[by]));
+    };
+  };
+  const auto copy_peer = [](int from, int to, int by) {
+    return [=] {
+      CHECK_CUDA(cudaSetDevice(by));
+      CHECK_CUDA(cudaMemcpyPeerAsync(memory[to], to, memory[from], from, 64, streams[by]));
+    };
+  };
+  const auto wait = [](int event, int by) {
+    return [=] {
+      CHECK_CUDA(cudaSetDevice(by));
+      CHECK_CUDA(cudaStreamWaitEvent(streams[by], events[event], 0));
+    };
+  };
+  const auto on_gpu_1 = [](auto&& act) {
+    return [=] {
+      CHECK_CUDA(cudaSetDevice(1));
+      act();
+    };
+  };
+  const auto allocate = on_gpu_1([] { CHECK_CUDA(cudaMalloc(&more, kBytes)); });
+  const auto nothing = [] {};
+  return {
+      {"nothing", nothing, nothing},
+      {"copy from GPU 0 to GPU 1 on a stream of GPU 0", nothing, copy(0, 1, 0)},
+      {"copy from GPU 0 to GPU 1 on a stream of GPU 1", nothing, copy(0, 1, 1)},
+      {"copy from GPU 1 to GPU 0 on a stream of GPU 0", nothing, copy(1, 0, 0)},
+      {"copy from GPU 1 to GPU 0 on a stream of GPU 1", nothing, copy(1, 0, 1)},
+      {"the same as a copy between peers, from GPU 0 to GPU 1 on a stream of GPU 0", nothing,
+       copy_peer(0, 1, 0)},
+      {"from GPU 0 to GPU 1 on a stream of GPU 1", nothing, copy_peer(0, 1, 1)},
+      {"from GPU 1 to GPU 0 on a stream of GPU 0", nothing, copy_peer(1, 0, 0)},
+      {"from GPU 1 to GPU 0 on a stream of GPU 1", nothing, copy_peer(1, 0, 1)},
+      {"let a stream of GPU 0 wait for an event of GPU 1", nothing, wait(1, 0)},
+      {"let a stream of GPU 1 wait for an event of GPU 0", nothing, wait(0, 1)},
+      {"ask for an event of GPU 0", nothing, on_gpu_1([] { cudaEventQuery(events[0]); })},
+      {"wait for an event of GPU 0", nothing, on_gpu_1([] { cudaEventSynchronize(events[0]); })},
+      {"ask where memory of GPU 0 is", nothing, on_gpu_1([] {
+         cudaPointerAttributes found;
+         CHECK_CUDA(cudaPointerGetAttributes(&found, memory[0]));
+       })},
+      {"allocate memory on GPU 1", nothing, allocate},
+      {"free memory of GPU 1", allocate, on_gpu_1([] { CHECK_CUDA(cudaFree(more)); })},
+      {"allocate pinned memory", nothing,
+       on_gpu_1([] { CHECK_CUDA(cudaHostAlloc(&more, kHostBytes, cudaHostAllocPortable)); })},
+      {"copy from GPU 1 to memory that is not pinned", nothing, on_gpu_1([] {
+         CHECK_CUDA(cudaMemcpyAsync(pageable.data(), memory[1], kHostBytes, cudaMemcpyDeviceToHost,
+                                    streams[1]));
+       })},
+      {"capture and launch a graph on GPU 1", nothing, on_gpu_1([] {
+         cudaGraph_t graph;
+         cudaGraphExec_t executable;
+         CHECK_CUDA(cudaStreamBeginCapture(streams[1], cudaStreamCaptureModeRelaxed));
+         Small<<<1, 32, 0, streams[1]>>>(nullptr);
+         CHECK_CUDA(cudaStreamEndCapture(streams[1], &graph));
+         CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+         CHECK_CUDA(cudaGraphLaunch(executable, streams[1]));
+       })},
+      {"make a stream on GPU 1", nothing, on_gpu_1([] { NewStream(); })},
+      {"make an event on GPU 1", nothing, on_gpu_1([] {
+         cudaEvent_t event;
+         CHECK_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+       })},
+  };
+}
+
 // Launches on one GPU, from a thread of its own, until End.
 class Launches {
  public:
@@ -245,6 +330,95 @@ JsonObject Measure(const Case& work, int device, int gpus, cudaStream_t waiting,
   return row.Add("launches", others);
 }
 
+// A case beside a thread that loads a module on GPU 0, where a kernel runs.
+JsonObject MeasureBetween(const Case& work, const Modules& modules, cudaStream_t waiting, int* go) {
+  work.prepare();
+  for (int gpu = 0; gpu < 2; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+  Launches beside(1);
+  std::this_thread::sleep_for(kSettle);
+
+  volatile int& let_go = *go;
+  let_go = 0;
+  CHECK_CUDA(cudaSetDevice(0));
+  WaitForHost<<<1, 1, 0, waiting>>>(go, kLimitNs);
+  CHECK_CUDA(cudaGetLastError());
+  std::this_thread::sleep_for(kSettle);
+  std::thread loads([&] {
+    CHECK_CUDA(cudaSetDevice(0));
+    modules.Load();
+  });
+  std::this_thread::sleep_for(kSettle);
+  beside.Restart();
+
+  double ms = 0;
+  std::thread thread([&] {
+    const double began = Seconds();
+    work.act();
+    ms = (Seconds() - began) * 1e3;
+  });
+  std::this_thread::sleep_for(kHold);
+  let_go = 1;
+  thread.join();
+  loads.join();
+  JsonObject row;
+  row.Add("what", work.what).Add("ms", ms).Add("launches_ms", beside.End());
+  for (int gpu = 0; gpu < 2; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+  return row;
+}
+
+// A case on GPU 0, of which a stream waits for what comes behind a kernel on GPU 1.
+JsonObject MeasureBehind(const Case& work, int* go) {
+  CHECK_CUDA(cudaSetDevice(1));
+  static const cudaStream_t waiting = NewStream();
+  cudaEvent_t behind;
+  CHECK_CUDA(cudaEventCreateWithFlags(&behind, cudaEventDisableTiming));
+  CHECK_CUDA(cudaSetDevice(0));
+  static const cudaStream_t after = NewStream();
+  work.prepare();
+  CHECK_CUDA(cudaDeviceSynchronize());
+  Launches on_0(0), on_1(1);
+  std::this_thread::sleep_for(kSettle);
+
+  volatile int& let_go = *go;
+  let_go = 0;
+  CHECK_CUDA(cudaSetDevice(1));
+  WaitForHost<<<1, 1, 0, waiting>>>(go, kLimitNs);
+  CHECK_CUDA(cudaGetLastError());
+  CHECK_CUDA(cudaEventRecord(behind, waiting));
+  CHECK_CUDA(cudaSetDevice(0));
+  CHECK_CUDA(cudaStreamWaitEvent(after, behind, 0));
+  Small<<<1, 32, 0, after>>>(nullptr);
+  CHECK_CUDA(cudaGetLastError());
+  std::this_thread::sleep_for(kSettle);
+  on_0.Restart();
+  on_1.Restart();
+
+  double ms = 0;
+  std::thread thread([&] {
+    CHECK_CUDA(cudaSetDevice(0));
+    const double began = Seconds();
+    work.act();
+    ms = (Seconds() - began) * 1e3;
+  });
+  std::this_thread::sleep_for(kHold);
+  let_go = 1;
+  thread.join();
+  JsonObject row;
+  row.Add("what", work.what).Add("ms", ms);
+  row.Add("launches_0_ms", on_0.End()).Add("launches_1_ms", on_1.End());
+  for (int gpu = 0; gpu < 2; ++gpu) {
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+  return row;
+}
+
 // As JAX does it.
 void EnablePeers(int gpus) {
   for (int gpu = 0; gpu < gpus; ++gpu) {
@@ -286,6 +460,17 @@ void Run(const char* image) {
     }
   }
   Report().Add("rows", rows);
+  if (gpus > 1) {
+    std::vector<JsonObject> between;
+    for (const Case& work : CasesBetween()) {
+      between.push_back(MeasureBetween(work, modules, waiting, go));
+    }
+    Report().Add("between", between);
+    CHECK_CUDA(cudaSetDevice(0));
+    std::vector<JsonObject> behind;
+    for (const Case& work : Cases(modules, NewStream())) behind.push_back(MeasureBehind(work, go));
+    Report().Add("behind", behind);
+  }
   std::puts(Report().Text().c_str());
 }
 

@@ -6,7 +6,9 @@ Builds benchmarks/launch_waits.cu for this GPU and runs it. A kernel waits on GP
 one of p2p waits for a peer. Meanwhile a thread loads a module, frees memory and so on,
 and others launch small kernels, on GPU 0 and, where there are two, on GPU 1, with peer
 access as JAX enables it. The kernel is let go after `hold_ms` of the record: what took
-that long waited for it. Takes about 15 s.
+that long waited for it. Of two GPUs also: what waits for a thread that loads a module
+on GPU 0, and what waits on GPU 0 for a kernel of GPU 1, for which one of its streams
+waits. Takes about 15 s, on two GPUs 40 s.
 Writes benchmarks/results/waits-<gpu>x<n>-<date>.json and prints a table.
 """
 
@@ -23,15 +25,40 @@ def cells(record):
 
     A time in milliseconds, or "waits" where it is that of the kernel.
     """
-
-    def cell(ms):
-        return "waits" if ms > 0.8 * record["hold_ms"] else f"{ms:.1f}"
-
     found = {}
     for row in record["rows"]:
-        beside = [cell(launch["ms"]) for launch in row["launches"]]
-        found.setdefault(row["what"], []).extend([cell(row["ms"]), *beside])
+        beside = [cell(record, launch["ms"]) for launch in row["launches"]]
+        found.setdefault(row["what"], []).extend([cell(record, row["ms"]), *beside])
     return [(what, *times) for what, times in found.items()]
+
+
+def cell(record, ms):
+    return "waits" if ms > 0.8 * record["hold_ms"] else f"{ms:.1f}"
+
+
+def other_tables(record):
+    """Of two GPUs: a header and rows each, as `header` and `cells`."""
+    if "between" not in record:
+        return []
+    between = "while a thread loads a module on GPU 0, where a kernel runs"
+    behind = "while a stream of GPU 0 waits for a kernel of GPU 1"
+    return [
+        (
+            (between, "ms", "launches on GPU 1"),
+            times(record, "between", "ms", "launches_ms"),
+        ),
+        (
+            (behind, "ms, done on GPU 0", "launches on GPU 0", "launches on GPU 1"),
+            times(record, "behind", "ms", "launches_0_ms", "launches_1_ms"),
+        ),
+    ]
+
+
+def times(record, part, *names):
+    return [
+        (row["what"], *(cell(record, row[name]) for name in names))
+        for row in record[part]
+    ]
 
 
 def header(record):
@@ -63,9 +90,9 @@ def main(arguments=None):
     }
     name = recording.short_device(record["device"])
     recording.write(f"waits-{name}x{record['count']}", record, args.results)
-    print(" | ".join(header(record)))
-    for row in cells(record):
-        print(" | ".join(row))
+    for head, rows in [(header(record), cells(record)), *other_tables(record)]:
+        for row in [head, *rows]:
+            print(" | ".join(row))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ for step in "${steps[@]}"; do
         --transport shmem --minutes 4
       ;;
     nodes) run "$python" benchmarks/nodes.py ;;
-    soak) run "$python" benchmarks/soak.py --calls 20000 --no-compiling ;;
+    soak) run "$python" benchmarks/soak.py --calls 20000 ;;
     sanitize) LIMIT_S=$limit run benchmarks/sanitize.sh "$python" ;;
     options) run "$python" benchmarks/options_cost.py --budget "$limit" ;;
     overlap) run "$python" benchmarks/overlap.py --trace --budget "$limit" ;;

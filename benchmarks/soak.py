@@ -1,14 +1,16 @@
 """Many calls with random routing, sizes and skew between ranks, every result checked.
 
-    python benchmarks/soak.py [--calls 20000] [--minutes M] [--seed S]
+    python benchmarks/soak.py [--calls 20000] [--minutes M] [--seed S] [--carried]
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
 programs of several sizes in random order and many in flight (soak_program.py). A call
 is one exchange. A second thread runs programs with formats, the kinds of reduce, a
 shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
-programs without calls, unless --no-compiling (on several GPUs of one process new
-programs can hang calls: docs/sharp_bits.md); --threads 1 launches all from one thread
-and compiles nothing. With --minutes alone as many calls as fit.
+a program without calls every second, unless --no-compiling: on GPUs also products for
+which XLA times several kernels, and XLA's own collectives. --threads 1 launches all
+from one thread and compiles nothing. With --minutes alone as many calls as fit. With
+--carried what a launch is given comes from the first device, and on several GPUs calls
+may hang beside the new programs: docs/sharp_bits.md says why.
 Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch,
 and where memory was lost. A failure is run again with the same seed.
 """
@@ -72,13 +74,14 @@ def memory(devices):
     return free_memory(devices), host_memory.in_use()
 
 
-def executables(parts, key):
+def executables(parts, seed):
     """`parts` with executables, which have run once, in place of programs."""
+    numbers = np.array([seed, 0, 0], np.uint32)
     # All at once, because each takes XLA many seconds; traced one after the other.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = [
             {
-                n: (pool.submit(run.lower(key).compile), layers)
+                n: (pool.submit(run.lower(numbers).compile), layers)
                 for n, (run, layers) in part.items()
             }
             for part in parts
@@ -89,7 +92,7 @@ def executables(parts, key):
     ]
     for part in found:
         for n, (run, _) in part.items():
-            jax.block_until_ready(run(key))
+            jax.block_until_ready(run(numbers))
             print(f"compiled n {n}", flush=True)
     return found
 
@@ -116,7 +119,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
         for name, (ep, split) in options.items()
         for n in args.option_sizes
     }
-    programs, others = executables((programs, others), soak_run.random_key(args.seed))
+    programs, others = executables((programs, others), args.seed)
     # Each thread has handles of its own; sizes of one may be left out.
     parts = [part for part in (programs, others) if part]
     if args.threads == 1:
@@ -126,11 +129,11 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
         soak_run.Launcher(i, part, args.seed, STEPS, calls, fetch)
         for i, part in enumerate(parts)
     ]
+    for launcher in launchers:
+        launcher.carried = args.carried
     devices = mesh.local_devices
     compiler = soak_run.Compiler(devices, args.compiling)
-    # JAX keeps more of a program's first shapes than of later programs.
-    for _ in range(soak_run.COMPILED_SHAPES):
-        compiler.one()
+    compiler.first()
     start_memory, compiled = memory(devices), compiler.count
     start = time.monotonic()
     deadline = start + (args.minutes * 60 if args.minutes else float("inf"))
@@ -170,6 +173,9 @@ def arguments():
     parser.add_argument(
         "--compiling", action=argparse.BooleanOptionalAction, default=True
     )
+    parser.add_argument(
+        "--carried", action="store_true", help="operands come from the first device"
+    )
     parser.add_argument("--options", nargs="*", choices=OPTIONS, help="default: all")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="of calls")
     parser.add_argument(
@@ -207,6 +213,7 @@ def command(args):
     words += [f"--transport {args.transport}"] if args.transport != "auto" else []
     words += ["--threads 1"] if args.threads == 1 else []
     words += [] if args.compiling else ["--no-compiling"]
+    words += ["--carried"] if args.carried else []
     words += (
         [" ".join(["--options", *args.options])] if args.options is not None else []
     )

@@ -16,8 +16,11 @@ IN_FLIGHT = 4  # launches of a thread
 SHOW_S = 10
 # What may be gone at the end: an array lost in every launch would be more.
 MOST_OF_DEVICE = 64 << 20
+# Of each new program: on H100s 0.7 MiB with XLA's tuned products and collectives. With
+# no new programs 25,000 launches left 2 MiB in use.
+MOST_OF_DEVICE_A_PROGRAM = 1 << 20
 MOST_OF_HEAP, MOST_OF_HEAP_A_LAUNCH = 16 << 20, 1 << 10
-COMPILE_EVERY_S = 5
+COMPILE_EVERY_S = 1
 COMPILED_SHAPES = 8
 
 
@@ -55,20 +58,22 @@ class Tally:
         self.calls += steps * len(results) * soak_program.CALLS_A_LAYER
 
 
-def random_key(seed):
-    """Of draws that XLA compiles in half the time that those of the default take it."""
-    return jax.random.key(seed, impl="rbg")
-
-
 class Launcher:
-    """One thread's launches: which ones follows from the seed and the thread."""
+    """One thread's launches: which ones follows from the seed and the thread.
+
+    What they are given comes from the host. With `carried` it comes from the first
+    device: on several GPUs of a process they then may hang beside new programs
+    (docs/sharp_bits.md).
+    """
+
+    carried = False
 
     def __init__(self, thread, programs, seed, steps, calls, fetch=jax.device_get):
         """`programs`: by name, with how many layers each has."""
         self.thread, self.programs, self.fetch = thread, programs, fetch
         self.steps, self.wanted, self.enqueued = steps, calls, 0
         self.choose = random.Random(seed * 2 + thread)
-        self.key = jax.random.fold_in(random_key(seed), thread)
+        self.seed = seed
         self.tally, self.launches = Tally(), 0
         self.error = None
 
@@ -78,7 +83,8 @@ class Launcher:
         first = names[self.launches : self.launches + 1]
         n = self.choose.choice(first or names)
         run, layers = self.programs[n]
-        result = run(jax.random.fold_in(self.key, self.launches))
+        numbers = np.array([self.seed, self.thread, self.launches], np.uint32)
+        result = run(jnp.asarray(numbers) if self.carried else numbers)
         where = {"thread": self.thread, "launch": self.launches, "n": n}
         self.launches += 1
         self.enqueued += self.steps * layers * soak_program.CALLS_A_LAYER
@@ -113,19 +119,68 @@ class Launcher:
         return self.error is not None or self.enqueued >= self.wanted
 
 
+def sorted_product(n, count, devices):
+    """On each device by itself."""
+    made = jax.jit(lambda a: jnp.sort(a @ a.T, axis=0) + count)
+    for device in devices:
+        found = made(jax.device_put(np.ones((n, n), np.float32), device))
+        np.testing.assert_array_equal(found, n + count)
+
+
+def tuned_product(n, count, devices):
+    """On each device by itself: of a new size, for which XLA times several kernels."""
+    made = jax.jit(lambda a: (a @ a.T).astype(jnp.float32) + count)
+    for device in devices:
+        a = np.ones((64 + n + count, 512), jnp.bfloat16)
+        found = made(jax.device_put(a, device))
+        np.testing.assert_array_equal(found, 512 + count)
+
+
+def gathered(n, count, devices):
+    """One program of all devices, with XLA's own collectives."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("all",))
+    spec = jax.P("all")
+
+    def add(a):
+        return jax.lax.all_gather(jax.lax.psum(a @ a.T, "all") + count, "all")
+
+    made = jax.jit(
+        jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    a = np.ones((len(devices) * n, n), np.float32)
+    found = made(jax.device_put(a, jax.NamedSharding(mesh, spec)))
+    np.testing.assert_array_equal(found, len(devices) * n + count)
+
+
+def new_programs(devices):
+    """Those that a thread can run beside calls on these devices.
+
+    Programs of several processes' devices would have to come in one order everywhere;
+    on CPUs XLA's collectives need a thread for each device, which calls hold.
+    """
+    if devices[0].platform == "cpu":
+        return (sorted_product,)
+    alone = len(devices) == 1 or jax.process_count() > 1
+    return (sorted_product, tuned_product) + (() if alone else (gathered,))
+
+
 class Compiler:
     """Compiles and runs other programs on all devices meanwhile, if `active`."""
 
     def __init__(self, devices, active):
         self.devices, self.active = devices, active
+        self.programs = new_programs(devices)
         self.count, self.error = 0, None
 
+    def first(self):
+        """One of each kind and shape: JAX keeps more of those than of later ones."""
+        for _ in range(COMPILED_SHAPES * len(self.programs)):
+            self.one()
+
     def one(self):
-        n = 8 * (1 + self.count % COMPILED_SHAPES)
-        made = jax.jit(lambda a: jnp.sort(a @ a.T, axis=0) + self.count)
-        for device in self.devices:
-            found = made(jax.device_put(np.ones((n, n), np.float32), device))
-            np.testing.assert_array_equal(found, n + self.count)
+        shape, kind = divmod(self.count, len(self.programs))
+        n = 8 * (1 + shape % COMPILED_SHAPES)
+        self.programs[kind](n, self.count, self.devices)
         self.count += 1
 
     def run(self, stop):
@@ -173,7 +228,8 @@ def grown(record):
     """
     if record["device"] != "cpu":
         lost = record["free_memory_start"] - record["free_memory_end"]
-        if lost > MOST_OF_DEVICE:
+        programs = record["compilations"] - record["settled"][1]
+        if lost > MOST_OF_DEVICE + programs * MOST_OF_DEVICE_A_PROGRAM:
             return f"a device has {lost} bytes less than at the start"
     if record["heap_start"] is not None:
         more = record["heap_end"] - record["heap_start"]

@@ -218,7 +218,9 @@ def halves(data, table):
 def waits(data, table):
     """What waits for a running kernel."""
     head = f"{source(data, 'benchmarks/launch_waits.py')}, driver {data['driver']}."
-    return f"{head}\n\n" + table(launch_waits.header(data), launch_waits.cells(data))
+    tables = [(launch_waits.header(data), launch_waits.cells(data))]
+    tables += launch_waits.other_tables(data)
+    return "\n\n".join([head, *(table(*each) for each in tables)])
 
 
 def _speed_up(row):

@@ -35,7 +35,7 @@ PROMISES = (
      "pytest tests/test_determinism.py", ("ci", "gpu")),
     ("Right results for long, with random shapes, routing, skew, formats and options",
      "python benchmarks/soak.py --minutes 15", ("soak-cpu",)),
-    ("The same on GPUs", "python benchmarks/soak.py --minutes 10 --no-compiling",
+    ("The same on GPUs", "python benchmarks/soak.py --minutes 10",
      ("soak-gpu",)),
     ("The same with a process a GPU, over forced nodes too, while others compile",
      "python benchmarks/soak_processes.py --processes 4 --minutes 10 --transport p2p; "

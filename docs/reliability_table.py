@@ -112,6 +112,7 @@ def _soaked(data):
     return (
         f"{_source(data)}, seed {data['seed']}: {data['calls']} calls in "
         f"{data['seconds'] / 60:.0f} min, {data['checks']} checks, {failed} failed"
+        + (f"; an error: {data['error']}" if data.get("error") else "")
     )
 
 

@@ -327,6 +327,13 @@ def test_waits_of_two_gpus_have_a_column_each():
     }
     lines = performance_tables.waits(record, generate.table).splitlines()
     assert lines[-1] == "| load a module | waits | waits | 0.0 | 0.3 | 0.1 | 0.2 |"
+    between = {"what": "copy", "ms": 300.1, "launches_ms": 0.04}
+    behind = {"what": "copy", "ms": 0.1, "launches_0_ms": 299, "launches_1_ms": 0.2}
+    more = record | {"between": [between], "behind": [behind]}
+    tables = performance_tables.waits(more, generate.table).split("\n\n")
+    assert tables[:2] == "\n".join(lines).split("\n\n")
+    assert tables[2].endswith("| copy | waits | 0.0 |")
+    assert tables[3].endswith("| copy | 0.1 | waits | 0.2 |")
     assert lines[-3].count("|") == lines[-1].count("|")
     assert lines[-3].endswith(
         "| ms, done on GPU 1 | launches on GPU 0 | launches on GPU 1 |"

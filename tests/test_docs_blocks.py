@@ -36,7 +36,7 @@ RUN = {
     ("docs/options.md", "python"): 1,
     ("docs/overlap.md", "python"): 1,
     ("docs/reliability.md", "python"): 1,
-    ("docs/sharp_bits.md", "python"): 3,  # test_export.py, test_remat.py
+    ("docs/sharp_bits.md", "python"): 4,  # here, test_export.py, test_remat.py
     ("docs/start.md", "bash"): 1,  # test_doctor.py
     ("docs/start.md", "python"): 3,
 }
@@ -100,6 +100,31 @@ def run_block(name, transport, extra):
             body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
         )
         return tokens, jax.jit(run)(tokens, ids, weights)
+
+
+def test_sharp_bits_page():
+    """No input is copied from device to device, and the guard finds those that are."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+
+    def add(state, batch, key, step):
+        return state + batch + jax.random.uniform(key) + step
+
+    train_step = jax.jit(
+        jax.shard_map(
+            add, mesh=mesh, in_specs=(P("ep"), P("ep"), P(), P()), out_specs=P("ep")
+        )
+    )
+    zeros = helpers.put(mesh, [np.zeros(2, np.float32)] * mesh.size)
+    names = {"jax": jax, "np": np, "P": P, "NamedSharding": jax.NamedSharding}
+    names |= {"mesh": mesh, "train_step": train_step, "state": zeros, "batch": zeros}
+    (code,) = python_blocks("docs/sharp_bits.md", "transfer_guard")
+    exec(code, names | {"steps": 2}, names)
+    assert (np.asarray(names["state"]) > 1).all()
+    if mesh.size > 1:
+        names["split"] = jax.random.split
+        elsewhere = code.replace("split = ", "_ = ").replace(", replicated)", ", None)")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="device-to-device"):
+            exec(elsewhere, names | {"steps": 1}, names)
 
 
 def test_formats_page():

@@ -81,7 +81,7 @@ def test_an_exported_step_runs_in_another_process(tmp_path, quick_compiles):
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2)))
         with pytest.raises(ValueError, match="ep_"):
             export.export(step)(*placed)
-        exporting, loading, _ = python_blocks("docs/sharp_bits.md")
+        exporting, loading = python_blocks("docs/sharp_bits.md", "export")
         names = {"jax_ep": jax_ep, "step": step, "arguments": placed}
         exec(exporting, names)
         wanted = jax.tree.leaves(step(*placed))

@@ -12,8 +12,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def python_blocks(name):
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+def python_blocks(name, word=""):
+    """Those of a page that have `word`, in its order."""
+    text = (ROOT / name).read_text()
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return [block for block in found if word in block]
 
 
 def test_readme_program_runs_and_differentiates():

@@ -218,7 +218,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     write_sanitized(monkeypatch)
     found = reliability_table.promises(generate.records, generate.table)
     assert "1200 calls in 15 min, 900 checks, 0 failed" in row_of(
-        found, "minutes 10 --no-compiling"
+        found, "soak.py --minutes 10"
     )
     assert "2 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 of 2 runs clean" in row_of(
         found, "sanitize.sh"
@@ -254,7 +254,13 @@ def test_soaks_on_cpus_and_gpus_are_apart() -> None:
     assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(
         found, "soak.py --minutes 15"
     )
-    assert "not yet run" in row_of(found, "no-compiling")
+    assert "not yet run" in row_of(found, "soak.py --minutes 10")
+
+
+def test_a_soak_that_ended_with_an_error_says_so() -> None:
+    ended = SOAK | {"error": "a device has less"}
+    found = reliability_table.promises(records(soaks=[ended]), generate.table)
+    assert "2 failed; an error: a device has less |" in row_of(found, "--minutes 15")
 
 
 def test_soaks_in_processes_have_a_row_of_their_own() -> None:
@@ -277,7 +283,7 @@ def test_soaks_in_processes_have_a_row_of_their_own() -> None:
     assert f"{name}, " in row
     assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row
     assert row.count("1200 calls in 15 min, 900 checks, 0 failed") == 2
-    assert "not yet run" in row_of(found, "no-compiling")
+    assert "not yet run" in row_of(found, "soak.py --minutes 10")
 
 
 def test_a_soak_tells_a_leak_from_gaps() -> None:

@@ -142,7 +142,7 @@ def test_own_policy(two: moe.Setup) -> None:
 def test_policies_of_sharp_bits(two: moe.Setup) -> None:
     """Five exchanges with a user's policy alone, four with what the page adds to it."""
     names: dict = {"jax": jax, "jax_ep": jax_ep}
-    exec(python_blocks("docs/sharp_bits.md")[2], names)
+    exec(*python_blocks("docs/sharp_bits.md", "policies"), names)
 
     def count(policy) -> int:
         def wrap(layer):
