@@ -115,11 +115,12 @@ class Bench {
               .recv_rows = RoundUp(tokens * kTopK * 5 / 4, 128)};
     tokens_.FillBFloat16(random);
     combine_recv_.FillBFloat16(random);
-    // From every rank a sum for each of its slots.
+    // Of one call, and from every rank a sum for each of its slots.
     const auto num_sums = static_cast<int32_t>(T_);
     for (int64_t source = 0; source < kRanks; ++source) {
-      std::memcpy(combine_recv_.data() + source * combine_region_.bytes + combine_region_.num_sums,
-                  &num_sums, sizeof num_sums);
+      uint8_t* region = combine_recv_.data() + source * combine_region_.bytes;
+      std::memset(region, 0, static_cast<size_t>(combine_region_.messages));
+      std::memcpy(region + combine_region_.num_sums, &num_sums, sizeof num_sums);
     }
     expert_out_.FillBFloat16(random);
   }

@@ -4,6 +4,10 @@
 they take and return is what `_autodiff` needs of any transport. The `_send` of an op
 ends with its exchange and the rest follows it, for `_split`. Nothing here is
 differentiated.
+
+XLA pairs up whatever exchanges its processes run. So a pack begins each region with a
+tag of the handle and the call, and an unpack whose regions have unequal ones returns
+NaN, -1 and 0 and has `EPHandle.check` raise. Python takes no part in that.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
+from jax_ep._call_site import site
 from jax_ep._handle import EPHandle
 from jax_ep._results import Received, dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route
@@ -36,8 +41,8 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    (sent,) = dispatch_send(ep, tokens, topk_ids, router_weights, input_scale)
-    return dispatch_place(ep, tokens, input_scale, sent)
+    send, *tables = dispatch_pack(ep, tokens, topk_ids, router_weights, input_scale)
+    return dispatch_place(ep, tokens, input_scale, (exchange(ep, send), *tables))
 
 
 def held_rows(ep: EPHandle) -> int:
@@ -57,10 +62,10 @@ def dispatch_send(
     input_scale: jax.Array,
 ) -> tuple[Sent]:
     """The part of `dispatch` up to its exchange: what is there then."""
-    send, slot_of, num_invalid = dispatch_pack(
-        ep, tokens, topk_ids, router_weights, input_scale
+    send, *tables = dispatch_pack(
+        ep, tokens, topk_ids, router_weights, input_scale, in_halves=True
     )
-    return ((exchange(ep, send), slot_of, num_invalid),)
+    return ((exchange(ep, send), *tables),)
 
 
 def dispatch_pack(
@@ -69,6 +74,7 @@ def dispatch_pack(
     topk_ids: jax.Array,
     router_weights: jax.Array,
     input_scale: jax.Array,
+    in_halves: bool = False,
 ) -> Sent:
     """As `dispatch_send`, before its exchange: the first is what is to be sent."""
     config, ranks = ep.config, ep.route_ranks
@@ -95,6 +101,8 @@ def dispatch_pack(
         router_weights,
         input_scale,
         key=ep.key,
+        site=site(),
+        in_halves=in_halves,
         num_experts=ranks * ep.groups,
         format=config.dispatch_format,
     )
@@ -107,13 +115,21 @@ def dispatch_place(
     """The rest of `dispatch`; `like` has the shape and dtype of the tokens."""
     config = ep.config
     recv, slot_of, num_invalid = sent
-    *arrived, _ = _ffi.call(
+    types = received(ep, like)
+    *arrived, _, slot_of, num_invalid = _ffi.call(
         "ep_unpack",
         (
-            *received(ep, like),
+            *types,
             struct(like, (ep.route_ranks, ep.groups), jnp.int32),
+            struct(like, slot_of.shape, jnp.int32),
+            struct(like, num_invalid.shape, jnp.int32),
         ),
         recv,
+        slot_of,
+        num_invalid,
+        # In place: where calls were mixed up these are those of no call as well.
+        input_output_aliases={1: len(types) + 1, 2: len(types) + 2},
+        key=ep.key,
         expert_alignment=config.expert_alignment,
         zero_tail=config.zero_tail,
         format=config.dispatch_format,
@@ -145,6 +161,8 @@ def dispatch_cached(
         tokens,
         weights,
         route.slot_of,
+        key=ep.key,
+        site=site(),
         format=wire,
     )
     out, row_weights = _ffi.call(
@@ -156,6 +174,7 @@ def dispatch_cached(
         exchange(ep, send),
         route.row_of,
         route.row_slot,
+        key=ep.key,
         format=wire,
     )
     return _modes.with_shared(ep, out, tokens), row_weights if num_weights else None
@@ -178,12 +197,12 @@ def combine(
     travel by itself, and `router_weights` are then `[n, K]` of the source.
     """
     row_weights = None if by_entry else router_weights
-    (recv,) = combine_send(
+    send = combine_pack(
         ep, route, expert_out, row_weights, weight_grads, wire, by_entry
     )
     return combine_sum(
         ep,
-        recv,
+        exchange(ep, send),
         route.slot_of,
         expert_out,
         router_weights if by_entry else None,
@@ -205,7 +224,14 @@ def combine_send(
 ) -> tuple[jax.Array]:
     """The part of `combine` up to its exchange: what arrived."""
     send = combine_pack(
-        ep, route, expert_out, row_weights, weight_grads, wire, by_entry
+        ep,
+        route,
+        expert_out,
+        row_weights,
+        weight_grads,
+        wire,
+        by_entry,
+        in_halves=True,
     )
     return (exchange(ep, send),)
 
@@ -218,6 +244,7 @@ def combine_pack(
     weight_grads: jax.Array | None,
     wire: str,
     by_entry: bool,
+    in_halves: bool = False,
 ) -> jax.Array:
     """As `combine_send`, before its exchange: what is to be sent."""
     if by_entry:
@@ -244,6 +271,9 @@ def combine_pack(
         none if weight_grads is None else weight_grads,
         route.row_of,
         route.slot_counts,
+        key=ep.key,
+        site=site(),
+        in_halves=in_halves,
         weighted=row_weights is not None,
         with_weight_grads=weight_grads is not None,
         combine_dtype=wire,
@@ -287,6 +317,7 @@ def combine_sum(
         _modes.shared_part(ep, expert_out, n)
         if shared
         else zeros(expert_out, (0,), jnp.int32),
+        key=ep.key,
         with_residual=residual is not None,
         by_entry=by_entry,
         with_entry_weights=entry_weights is not None,

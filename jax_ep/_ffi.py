@@ -61,6 +61,7 @@ def call(
     *operands: jax.Array,
     has_side_effect: bool = False,
     vmap_method: str | None = None,
+    input_output_aliases: dict[int, int] | None = None,
     **attributes: int | bool | str,
 ) -> list[jax.Array]:
     """Calls a target; Python ints become the int64 attributes that handlers read."""
@@ -69,7 +70,11 @@ def call(
         for name, value in attributes.items()
     }
     function = jax.ffi.ffi_call(
-        target, tuple(results), has_side_effect=has_side_effect, vmap_method=vmap_method
+        target,
+        tuple(results),
+        has_side_effect=has_side_effect,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
     )
     arrays = list(function(*operands, **attrs))
     # XLA:GPU fuses what goes into a slice of a larger array (a scan's residuals) with

@@ -32,6 +32,10 @@ def _close_group(native: ModuleType, key: int, process: int) -> None:
         native.close_group(key)
 
 
+# By the numbers of CallOp in xla_ffi/protocol/call_tag.h.
+_OPS = {1: "dispatch", 2: "cached dispatch (combine's backward)", 3: "combine"}
+
+
 class InvalidIdError(ValueError):
     """An id outside [-1, num_experts) reached a dispatch; see `EPHandle.check`."""
 
@@ -159,8 +163,8 @@ class EPHandle:
         """Raises what finished calls of this process's ranks have reported.
 
         First wait for the results of the calls in question: a call still in flight
-        reports later. Each device keeps its first report until the next check, which
-        forgets them all.
+        reports later. Each device keeps its first report of a kind until a check raises
+        it, which forgets all of that kind.
 
         Raises:
             ValueError: the handle is closed, or its process was forked.
@@ -168,7 +172,11 @@ class EPHandle:
                 rank, token, k and value of the first on the lowest rank.
             jax.errors.JaxRuntimeError: a wait of p2p or shmem failed; names the rank
                 that waited, the one it waited for, the phase and the call. It stays so
-                until the handle is closed.
+                until the handle is closed. Or processes were in different calls, of
+                handles or lines of the program, and exchanged with each other through
+                XLA (transport "collective", and halves with `overlap="copy"`): names the
+                rank, the other rank and both calls, whose results are NaN, -1 and 0.
+                The handle stays usable.
         """
         if self._closed:
             raise ValueError(
@@ -182,6 +190,7 @@ class EPHandle:
         if self.transport in ("p2p", "shmem"):
             for _, failure in self._native.wait_failures(self.key):
                 raise jax.errors.JaxRuntimeError(f"jax_ep.check: {failure}")
+        self._raise_mixed_calls()
         found = sorted(self._native.take_invalid_ids(self.key))
         if found:
             rank, ordinal, token, k, value = found[0]
@@ -193,6 +202,25 @@ class EPHandle:
                 f"{token}, k {k} (device {ordinal}; {others} more devices of this "
                 "process report some); they counted as -1: check the router"
             )
+
+    def _raise_mixed_calls(self) -> None:
+        """Raises what collective calls have reported that met other calls."""
+        found = sorted(self._native.take_mixed_calls(self.key))
+        if not found:
+            return
+        rank, ordinal, source, here, there, same = found[0]
+        if there not in _OPS:
+            other = "an exchange that is not of jax_ep"
+        elif same:
+            other = f"another call of this handle, a {_OPS[there]}"
+        else:
+            other = f"a {_OPS[there]} of another handle"
+        raise jax.errors.JaxRuntimeError(
+            f"jax_ep.check: rank {rank} (device {ordinal}; {len(found) - 1} more devices "
+            f"of this process report some) was in a {_OPS.get(here, 'call')} of this "
+            f"handle (key {self.key:#x}) while rank {source} was in {other}; the results "
+            "are NaN, -1 and 0. Make the same calls in the same order on every process"
+        )
 
     def __enter__(self) -> EPHandle:
         """Returns itself.

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes, formats
+from jax_ep._call_site import site
 from jax_ep._handle import EPHandle
-from jax_ep._p2p_calls import First, first_half, pending_call, results_of, site
+from jax_ep._p2p_calls import First, first_half, pending_call, results_of
 from jax_ep._p2p_combine import combine, combine_send, combine_sum
 from jax_ep._results import Received, dispatched, received, struct, zeros
 from jax_ep._types import Dispatched, Route

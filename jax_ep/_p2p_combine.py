@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _modes
+from jax_ep._call_site import site
 from jax_ep._handle import EPHandle
-from jax_ep._p2p_calls import First, first_half, pending_call, site
+from jax_ep._p2p_calls import First, first_half, pending_call
 from jax_ep._results import struct, zeros
 from jax_ep._types import Route
 

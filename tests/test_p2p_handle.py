@@ -40,7 +40,7 @@ def opened(monkeypatch):
         record.closed.append(key)
         _ffi.native.close_group(key)
 
-    names = ("open_group", "take_invalid_ids", "pool_threads")
+    names = ("open_group", "take_invalid_ids", "take_mixed_calls", "pool_threads")
     module = types.SimpleNamespace(
         FIRST_EPOCH=1,
         ELSEWHERE=-1,

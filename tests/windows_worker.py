@@ -40,6 +40,7 @@ def start(port: str, processes: int, process: int) -> imagined.Native:
     native = imagined.Native(
         process,
         take_invalid_ids=_ffi.native.take_invalid_ids,
+        take_mixed_calls=_ffi.native.take_mixed_calls,
         pool_threads=_ffi.native.pool_threads,
         open_group=_ffi.native.open_group,
         wait_failures=lambda key: [],

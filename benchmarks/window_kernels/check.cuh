@@ -73,7 +73,7 @@ inline void ExpectAtSource(const EpShape& shape, const std::vector<int32_t>& ids
   expected.position.resize(expected.slot_of.size());
   expected.rows_to.assign(shape.experts(), 0);
   expected.slots_to.assign(shape.ranks, 0);
-  InvalidIds invalid;
+  KeptInvalidIds invalid;
   RouteTokens(shape, ids.data(), 0, shape.tokens,
               {expected.slots_to.data(), expected.rows_to.data()},
               {expected.slot_of.data(), expected.position.data()}, invalid);

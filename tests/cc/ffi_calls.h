@@ -22,12 +22,16 @@ inline constexpr int64_t kMostBytes = int64_t{1} << 20;  // of an operand that h
 struct Operand {
   std::vector<int64_t> dims;
   ffi::DataType dtype = ffi::S32;
+
+  bool SameType(const Operand& other) const { return dims == other.dims && dtype == other.dtype; }
 };
 using Attribute = std::variant<int64_t, bool, std::string>;
 
 struct Call {
   std::vector<Operand> operands;
   std::vector<Attribute> attributes;
+  // Operands and the results that XLA gives their memory, by place; both of one type.
+  std::vector<std::pair<size_t, size_t>> aliases;
 
   void Add(ffi::DataType dtype, std::vector<int64_t> dims) {
     operands.push_back({std::move(dims), dtype});
@@ -59,6 +63,10 @@ class Arguments {
       buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr,
                           static_cast<XLA_FFI_DataType>(operand.dtype), memory_.back().data(),
                           static_cast<int64_t>(operand.dims.size()), operand.dims.data()});
+    }
+    for (const auto& [from, to] : call_.aliases) {
+      if (!call_.operands[from].SameType(call_.operands[to])) continue;
+      buffers_[to].data = buffers_[from].data;
     }
   }
   // Whether every operand has its memory.

@@ -54,8 +54,9 @@ void TestFieldsForManySizes() {
                     ", K " + std::to_string(top_k) + ", L " + std::to_string(experts);
 
     const auto header = RegionHeader::Of(experts);
-    CheckFields({{header.num_slots, 4, 4}, {header.expert_counts, experts * 4, 4}}, header.bytes,
-                kMessageAlignBytes);
+    CheckFields(
+        {{header.tag, 8, 4}, {header.num_slots, 4, 4}, {header.expert_counts, experts * 4, 4}},
+        header.bytes, kMessageAlignBytes);
 
     const auto first = DispatchMessage::Of(payload, scales, top_k);
     CheckFields({{first.payload, payload, 16},
@@ -80,18 +81,24 @@ void TestFieldsForManySizes() {
 
     const int64_t slots = random.In(0, 300);
     const auto known = CachedRegion::Of(slots, cached.bytes);
-    CheckFields({{known.sent, slots, 1}, {known.messages, slots * cached.bytes, 128}}, known.bytes,
-                1);
+    CheckFields(
+        {{known.tag, 8, 4}, {known.sent, slots, 1}, {known.messages, slots * cached.bytes, 128}},
+        known.bytes, 1);
     const auto home = CombineRegion::Of(slots, combine.bytes);
-    CheckFields({{home.num_sums, 4, 4}, {home.messages, slots * combine.bytes, 128}}, home.bytes,
-                1);
+    CheckFields(
+        {{home.tag, 8, 4}, {home.num_sums, 4, 4}, {home.messages, slots * combine.bytes, 128}},
+        home.bytes, 1);
+    // Wherever a region begins, its tag is where that of another op would be.
+    CHECK(header.tag == kTagOffset && known.tag == kTagOffset && home.tag == kTagOffset);
+    CHECK((header.bytes + slots * first.bytes) % kMessageAlignBytes == 0);
+    CHECK(known.bytes % kMessageStrideBytes == 0 && home.bytes % kMessageStrideBytes == 0);
   }
 }
 
 // 32 experts a rank, 7168 bfloat16 elements, top-8: every number spelt out.
 void TestKnownOffsets() {
   const auto header = RegionHeader::Of(32);
-  CHECK(header.num_slots == 0 && header.expert_counts == 4 && header.bytes == 144);
+  CHECK(header.num_slots == 8 && header.expert_counts == 12 && header.bytes == 144);
   const auto message = DispatchMessage::Of(14336, 0, 8);
   CHECK(message.payload == 0 && message.scales == 14336 && message.source_token == 14336);
   CHECK(message.expert == 14340 && message.position == 14372 && message.weight == 14404);

@@ -46,7 +46,7 @@ Routed Route(const EpShape& shape, std::vector<int32_t> ids, const std::vector<i
              .position = std::vector<int32_t>(entries, poison),
              .slots = std::vector<int32_t>(static_cast<size_t>(shape.ranks)),
              .rows = std::vector<int32_t>(static_cast<size_t>(shape.experts()))};
-  InvalidIds invalid;
+  KeptInvalidIds invalid;
   int64_t begin = 0;
   for (const int64_t end : cuts) {
     RouteTokens(shape, ids.data(), begin, end, {out.slots.data(), out.rows.data()},
@@ -55,6 +55,7 @@ Routed Route(const EpShape& shape, std::vector<int32_t> ids, const std::vector<i
   }
   out.invalid_count = invalid.count;
   out.first_invalid = invalid.first_entry;
+  if (invalid.count > 0) CHECK(invalid.first_id == ids[static_cast<size_t>(invalid.first_entry)]);
   return out;
 }
 

@@ -99,6 +99,8 @@ struct Rank {
   Buffer tokens, ids, weights;
   Buffer slot_of, position, num_invalid;
   InvalidIdReport report{};
+  CallTag tag{};  // of its calls
+  MixedCallReport mixed{};
   Buffer rows, scales, row_offsets, group_sizes, expert_counts, expert_ids, scales_offsets,
       src_info, row_weights, num_dropped, row_of, row_slot, slot_counts, row_base;
   Buffer cached_rows, cached_row_weights;
@@ -140,7 +142,8 @@ class World {
                         rank.slot_of.as<int32_t>(),
                         rank.position.as<int32_t>(),
                         rank.num_invalid.as<int32_t>(),
-                        &rank.report};
+                        &rank.report,
+                        rank.tag};
     OfFormat([&]<typename Format>(Format) { Run(cpu::Pack<Format>(step)); });
   }
 
@@ -162,7 +165,10 @@ class World {
                           rank.row_of.as<int32_t>(),
                           rank.row_slot.as<int32_t>(),
                           rank.slot_counts.as<int32_t>(),
-                          rank.row_base.as<int32_t>()};
+                          rank.row_base.as<int32_t>(),
+                          rank.slot_of.as<int32_t>(),
+                          rank.num_invalid.as<int32_t>(),
+                          CheckOf(rank)};
     OfFormat([&]<typename Format>(Format) { Run(cpu::Unpack<Format>(step)); });
   }
 
@@ -180,7 +186,8 @@ class World {
                               rank.tokens.data(),
                               options.weights ? rank.weights.as<float>() : nullptr,
                               rank.slot_of.as<int32_t>(),
-                              rank.send.data()};
+                              rank.send.data(),
+                              rank.tag};
     OfFormat([&]<typename Format>(Format) { Run(cpu::CachedPack<Format>(step)); });
   }
 
@@ -192,7 +199,8 @@ class World {
                                 rank.row_of.as<int32_t>(),
                                 rank.row_slot.as<int32_t>(),
                                 rank.cached_rows.data(),
-                                options.weights ? rank.cached_row_weights.as<float>() : nullptr};
+                                options.weights ? rank.cached_row_weights.as<float>() : nullptr,
+                                CheckOf(rank)};
     OfFormat([&]<typename Format>(Format) { Run(cpu::CachedUnpack<Format>(step)); });
   }
 
@@ -214,21 +222,23 @@ class World {
                                options.weights ? rank.row_grads.as<float>() : nullptr,
                                rank.row_of.as<int32_t>(),
                                rank.slot_counts.as<int32_t>(),
-                               rank.send.data()};
+                               rank.send.data(),
+                               rank.tag};
     Run(cpu::CombinePack(step));
   }
 
   void CombineUnpack(Rank& rank) {
-    const CombineUnpackStep step{shape(),
-                                 options.element,
-                                 options.wire,
-                                 options.quantized_sums,
-                                 num_weights(),
-                                 rank.recv.data(),
-                                 rank.slot_of.as<int32_t>(),
-                                 options.residual ? rank.residual.data() : nullptr,
-                                 rank.output.data(),
-                                 options.weights ? rank.weight_grads.as<float>() : nullptr};
+    CombineUnpackStep step{shape(),
+                           options.element,
+                           options.wire,
+                           options.quantized_sums,
+                           num_weights(),
+                           rank.recv.data(),
+                           rank.slot_of.as<int32_t>(),
+                           options.residual ? rank.residual.data() : nullptr,
+                           rank.output.data(),
+                           options.weights ? rank.weight_grads.as<float>() : nullptr};
+    step.check = CheckOf(rank);
     Run(cpu::CombineUnpack(step));
   }
 
@@ -288,6 +298,10 @@ class World {
   std::vector<Rank> ranks;
   int64_t payload_bytes = 0, scale_bytes = 0;  // of a token
   ScaleTiles tiles{};
+
+  MixedCallCheck CheckOf(Rank& rank) {
+    return {static_cast<int32_t>(&rank - ranks.data()), &rank.mixed};
+  }
 
  private:
   void Run(const cpu::RowTask& task) { RunTask(task, options.threads, random_); }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/mixed_calls.h"
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
@@ -71,9 +72,10 @@ const uint8_t* MessageOf(const CombineUnpackStep& step, const CombineRegion& reg
   return at < num_sums ? from + region.messages + at * message.bytes : nullptr;
 }
 
-// The terms of a token's sum, in their order.
+// The terms of a token's sum, in their order. Each slot is looked at once: what was checked is what
+// is read.
 struct Terms {
-  int32_t messages[kMaxTopK];
+  const uint8_t* messages[kMaxTopK];
   float weights[kMaxTopK];
   int64_t count = 0;
 };
@@ -82,13 +84,12 @@ template <typename Element, typename Wire>
 void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& message, int64_t token,
                      const Terms& terms) {
   const EpShape& shape = step.shape;
-  const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
   alignas(64) float sum[kSumElements];
   for (int64_t begin = 0; begin < shape.hidden; begin += kSumElements) {
     const int64_t count = Min(kSumElements, shape.hidden - begin);
     std::fill_n(sum, count, 0.0f);
     for (int64_t i = 0; i < terms.count; ++i) {
-      const uint8_t* from = MessageOf(step, region, message, terms.messages[i]);
+      const uint8_t* from = terms.messages[i];
       AddTo<Wire>(sum, terms.weights[i], begin, count, from + message.row, from + message.scales);
     }
     const int64_t offset = token * shape.hidden + begin;
@@ -110,12 +111,13 @@ Terms TermsOf(const CombineUnpackStep& step, const CombineMessage& message, int6
   Terms terms;
   for (int64_t k = 0; k < shape.top_k; ++k) {
     const int64_t entry = token * shape.top_k + k;
-    const int32_t slot = step.slot_of[entry];
-    if (MessageOf(step, region, message, slot) == nullptr) continue;
-    terms.messages[terms.count] = slot;
+    const uint8_t* from = MessageOf(step, region, message, step.slot_of[entry]);
+    if (from == nullptr) continue;
+    terms.messages[terms.count] = from;
     terms.weights[terms.count++] = step.entry_weights != nullptr ? step.entry_weights[entry] : 1.0f;
   }
   if (step.by_entry) return terms;
+  // The regions lie by rank.
   std::sort(terms.messages, terms.messages + terms.count);
   terms.count = std::unique(terms.messages, terms.messages + terms.count) - terms.messages;
   return terms;
@@ -128,9 +130,11 @@ RowTask CombinePack(const CombinePackStep& step) {
   const CombineMessage message = CombineMessageOf(step);
   const auto region = CombineRegion::Of(shape.tokens, message.bytes);
   for (int64_t source = 0; source < shape.ranks; ++source) {
+    uint8_t* to = step.send + source * region.bytes;
     const int32_t num_sums =
         std::clamp<int32_t>(step.slot_counts[source], 0, static_cast<int32_t>(shape.tokens));
-    std::memcpy(step.send + source * region.bytes + region.num_sums, &num_sums, sizeof num_sums);
+    WriteTag(to, step.tag);
+    std::memcpy(to + region.num_sums, &num_sums, sizeof num_sums);
   }
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
@@ -157,6 +161,11 @@ RowTask CombineUnpack(const CombineUnpackStep& step) {
   const EpShape& shape = step.shape;
   const CombineMessage message = CombineMessageOf(step);
   const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
+  if (!OfOneCall(step.check, step.recv, shape.ranks, region.bytes)) {
+    FillNoValue(step.output, shape.tokens * shape.row_bytes());
+    FillNoValue(step.weight_grads, shape.tokens * step.num_weights * kWeightBytes);
+    return {};
+  }
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     for (int64_t token = begin; token < end; ++token) {

@@ -1,10 +1,10 @@
 // Dispatch on the CPU: route, encode and place, for a first call and along a known route.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "cpu/encoding.h"
+#include "cpu/mixed_calls.h"
 #include "cpu/rows.h"
 #include "cpu/steps.h"
 #include "formats/registry.h"
@@ -54,22 +54,41 @@ void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, Sc
   }
 }
 
-// Independent calls of a handle may run at the same time on one device: the first to claim the
-// report writes it.
-void Report(const PackStep& step, int32_t entry) {
-  const std::atomic_ref<int32_t> state(step.report->state);
-  int32_t expected = InvalidIdReport::kFree;
-  // Acquire pairs with the release that frees the report in Group::TakeInvalidIds.
-  if (!state.compare_exchange_strong(expected, InvalidIdReport::kClaimed,
-                                     std::memory_order_acquire)) {
-    return;
-  }
-  const auto top_k = static_cast<int32_t>(step.shape.top_k);
-  step.report->token = entry / top_k;
-  step.report->k = entry % top_k;
-  step.report->value = step.ids[entry];
-  // Release pairs with the acquire of Group::TakeInvalidIds.
-  state.store(InvalidIdReport::kSet, std::memory_order_release);
+void Report(const PackStep& step, const KeptInvalidIds& invalid) {
+  WriteReport(*step.report, [&] {
+    const auto top_k = static_cast<int32_t>(step.shape.top_k);
+    step.report->token = invalid.first_entry / top_k;
+    step.report->k = invalid.first_entry % top_k;
+    step.report->value = invalid.first_id;
+  });
+}
+
+// What an unpack returns whose sources were in different calls.
+template <typename Format>
+void ReturnNothing(const UnpackStep& step) {
+  const EpShape& shape = step.shape;
+  const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
+  const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
+  const auto tiles =
+      ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock);
+  FillNoValue(step.rows, shape.recv_rows * PayloadBytes<Format>(shape));
+  FillNoValue(step.scales, tiled ? tiles.tiles * tiles.column_words * kTileRows * kTileColumns
+                                 : shape.recv_rows * Format::ScaleBytes(shape.hidden));
+  FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+  std::fill_n(step.row_slot, shape.recv_rows, -1);
+  std::fill_n(step.src_info, shape.recv_rows * 3, -1);
+  std::fill_n(step.expert_ids, experts, -1);
+  std::fill_n(step.row_of, shape.ranks * entries, -1);
+  std::fill_n(step.row_offsets, experts + 1, 0);
+  std::fill_n(step.group_sizes, experts, 0);
+  std::fill_n(step.expert_counts, experts, 0);
+  if (tiled) std::fill_n(step.scales_offsets, experts, 0);
+  std::fill_n(step.slot_counts, shape.ranks, 0);
+  std::fill_n(step.row_base, shape.ranks * experts, 0);
+  *step.num_dropped = 0;
+  if (step.slot_of == nullptr) return;
+  std::fill_n(step.slot_of, entries, -1);
+  *step.num_invalid = 0;
 }
 
 }  // namespace
@@ -84,14 +103,15 @@ RowTask Pack(const PackStep& step) {
 
   std::vector<int32_t> slots(static_cast<size_t>(shape.ranks), 0);
   std::vector<int32_t> rows(static_cast<size_t>(shape.experts()), 0);
-  InvalidIds invalid;
+  KeptInvalidIds invalid;
   RouteTokens(shape, step.ids, 0, shape.tokens, {slots.data(), rows.data()},
               {step.slot_of, step.position}, invalid);
   *step.num_invalid = invalid.count;
-  if (invalid.count > 0 && step.report != nullptr) Report(step, invalid.first_entry);
+  if (invalid.count > 0 && step.report != nullptr) Report(step, invalid);
   int64_t sent = 0;
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
     uint8_t* region = step.send + rank * region_bytes;
+    WriteTag(region, step.tag);
     *Int32At(region, header.num_slots) = slots[static_cast<size_t>(rank)];
     std::memcpy(region + header.expert_counts, rows.data() + rank * shape.local_experts,
                 static_cast<size_t>(shape.local_experts * kIndexBytes));
@@ -137,6 +157,10 @@ RowTask Unpack(const UnpackStep& step) {
   const auto message =
       DispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), shape.top_k);
   const int64_t region_bytes = header.bytes + shape.tokens * message.bytes;
+  if (!OfOneCall(step.check, step.recv, shape.ranks, region_bytes)) {
+    ReturnNothing<Format>(step);
+    return {};
+  }
 
   // Counts first: with those of all sources every row's place is known.
   int64_t start = 0;
@@ -253,8 +277,9 @@ RowTask CachedPack(const CachedPackStep& step) {
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
   const auto region = CachedRegion::Of(shape.tokens, message.bytes);
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
-    std::memset(step.send + rank * region.bytes + region.sent, 0,
-                static_cast<size_t>(shape.tokens));
+    uint8_t* to = step.send + rank * region.bytes;
+    WriteTag(to, step.tag);
+    std::memset(to + region.sent, 0, static_cast<size_t>(shape.tokens));
   }
   const int64_t sent = Min(shape.tokens * shape.top_k, shape.slots());  // at most
   const bool streaming = Streaming<Format>(shape, sent);
@@ -287,6 +312,11 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
   const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  if (!OfOneCall(step.check, step.recv, shape.ranks, region.bytes)) {
+    FillNoValue(step.rows, shape.recv_rows * shape.row_bytes());
+    if (step.num_weights != 0) FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+    return {};
+  }
   const bool streaming = shape.recv_rows * shape.row_bytes() > kStreamingBytes;
   // Tables come back from the caller's program, each changed by itself perhaps.
   const auto message_of = [=](int64_t slot) -> const uint8_t* {

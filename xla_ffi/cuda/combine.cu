@@ -2,6 +2,7 @@
 // holds the float32 sums of one 16-byte vector of elements; terms come in the order of the CPU.
 #include "cuda/elements.cuh"
 #include "cuda/launch.h"
+#include "cuda/mixed_calls.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/steps.h"
@@ -96,8 +97,9 @@ __global__ void __launch_bounds__(kBlockThreads)
   if (blockIdx.x == 0) {
     for (int64_t source = threadIdx.x; source < shape.ranks; source += kBlockThreads) {
       const int64_t sums = Min<int64_t>(step.slot_counts[source], shape.tokens);
-      *Int32At(step.send + source * region.bytes, region.num_sums) =
-          static_cast<int32_t>(sums < 0 ? 0 : sums);
+      uint8_t* to = step.send + source * region.bytes;
+      WriteTag(to, step.tag);
+      *Int32At(to, region.num_sums) = static_cast<int32_t>(sums < 0 ? 0 : sums);
     }
   }
   ForEachPart(shape.slots(), row_bytes, [&](int64_t item, int64_t part) {
@@ -151,6 +153,11 @@ __global__ void __launch_bounds__(kBlockThreads)
   const EpShape& shape = step.shape;
   const int64_t row_bytes = shape.hidden * static_cast<int64_t>(sizeof(Element));
   const int lane = Lane();
+  if (!OfOneCall(step.check, step.recv, shape.ranks, region.bytes)) {
+    FillNoValue(step.output, shape.tokens * row_bytes);
+    FillNoValue(step.weight_grads, shape.tokens * step.num_weights * kWeightBytes);
+    return;
+  }
   ForEachPart(shape.tokens, row_bytes, [&](int64_t token, int64_t part) {
     const int64_t entry = token * shape.top_k + lane;
     const int32_t slot = lane < shape.top_k ? step.slot_of[entry] : -1;
@@ -204,10 +211,10 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  if (shape.slots() == 0) return cudaSuccess;
   const CombineMessage message = CombineMessageOf(step);
   return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
-    return Launch(CombinePackKernel<Element, Wire>, RowGrid(shape.slots(), shape.row_bytes()),
+    // Without slots as well: the regions have tags.
+    return Launch(CombinePackKernel<Element, Wire>, SomeRowGrid(shape.slots(), shape.row_bytes()),
                   kBlockThreads, 0, stream, step, CombineRegion::Of(shape.tokens, message.bytes),
                   message);
   });
@@ -215,10 +222,9 @@ cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream) {
 
 cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  if (shape.tokens == 0) return cudaSuccess;
   const CombineMessage message = CombineMessageOf(step);
   return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
-    return Launch(CombineUnpackKernel<Element, Wire>, RowGrid(shape.tokens, shape.row_bytes()),
+    return Launch(CombineUnpackKernel<Element, Wire>, SomeRowGrid(shape.tokens, shape.row_bytes()),
                   kBlockThreads, 0, stream, step,
                   CombineRegion::Of(step.slots_of_rank(), message.bytes), message);
   });

@@ -37,6 +37,11 @@ inline dim3 RowGrid(int64_t rows, int64_t row_bytes) {
       static_cast<unsigned>(Min(DivideUp(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
 }
 
+// Of at least one block, for kernels that do more than work on rows.
+inline dim3 SomeRowGrid(int64_t rows, int64_t row_bytes) {
+  return RowGrid(rows == 0 ? 1 : rows, row_bytes);
+}
+
 template <typename... Params>
 cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
                    cudaStream_t stream, std::type_identity_t<Params>... params) {

@@ -1,5 +1,6 @@
 // Route and encode on the GPU, for a first dispatch and along a known route.
 #include "cuda/launch.h"
+#include "cuda/mixed_calls.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/route.cuh"
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kMaxRouteWarps* kWarpSize)
         ExclusiveSum(shared.rows + expert, local_experts, warps);
   }
   if (threadIdx.x == 0) {
+    WriteTag(region, step.tag);
     *Int32At(region, header.num_slots) = ExclusiveSum(shared.slots, 1, warps);
     if (first_block) ReportInvalidIds(step, shared.invalid, warps);
   }
@@ -125,6 +127,10 @@ __global__ void __launch_bounds__(kBlockThreads)
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int lane = Lane();
+  if (blockIdx.x == 0 && blockIdx.y == 0) {
+    ForEachItem(threadIdx.x, kBlockThreads, shape.ranks,
+                [&](int64_t rank) { WriteTag(step.send + rank * region.bytes, step.tag); });
+  }
   ForEachPart(shape.tokens, shape.row_bytes(), [&](int64_t token, int64_t part) {
     const auto region_of = [&](int32_t slot) {
       return step.send + (static_cast<uint32_t>(slot) / tokens) * region.bytes;
@@ -167,17 +173,20 @@ cudaError_t Pack(const PackStep& step, cudaStream_t stream) {
 template <typename Format>
 cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  if (shape.tokens == 0) return cudaSuccess;
   const auto message = CachedDispatchMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
   const auto region = CachedRegion::Of(shape.tokens, message.bytes);
-  const cudaError_t error = cudaMemset2DAsync(
-      step.send + region.sent, static_cast<size_t>(region.bytes), 0,
-      static_cast<size_t>(shape.tokens), static_cast<size_t>(shape.ranks), stream);
+  const cudaError_t error =
+      shape.tokens == 0
+          ? cudaSuccess
+          : cudaMemset2DAsync(step.send + region.sent, static_cast<size_t>(region.bytes), 0,
+                              static_cast<size_t>(shape.tokens), static_cast<size_t>(shape.ranks),
+                              stream);
   if (error != cudaSuccess) return error;
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
-    return Launch(CachedPackKernel<Part>, RowGrid(shape.tokens, shape.row_bytes()), kBlockThreads,
-                  0, stream, step, region, message);
+    // Without tokens as well: the regions have tags.
+    return Launch(CachedPackKernel<Part>, SomeRowGrid(shape.tokens, shape.row_bytes()),
+                  kBlockThreads, 0, stream, step, region, message);
   });
 }
 

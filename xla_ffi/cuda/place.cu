@@ -2,6 +2,7 @@
 // a known route.
 #include "cuda/groups.cuh"
 #include "cuda/launch.h"
+#include "cuda/mixed_calls.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/steps.h"
@@ -12,12 +13,32 @@
 namespace jax_ep::cuda {
 namespace {
 
+// Whole block: the groups, and what the pack has counted, of an unpack whose sources were in
+// different calls. An id of -1 for an expert tells the kernels behind it.
+__device__ void PlaceNoGroups(const UnpackStep& step) {
+  const EpShape& shape = step.shape;
+  const int64_t experts = shape.local_experts;
+  FillWords(step.expert_ids, experts, kNoValue);
+  FillWords(step.row_offsets, experts + 1, 0);
+  FillWords(step.group_sizes, experts, 0);
+  FillWords(step.expert_counts, experts, 0);
+  if (step.scale_layout == ScaleLayout::kTiled128x4) FillWords(step.scales_offsets, experts, 0);
+  FillWords(step.slot_counts, shape.ranks, 0);
+  FillWords(step.row_base, shape.ranks * experts, 0);
+  FillWords(step.num_dropped, 1, 0);
+  if (step.slot_of == nullptr) return;
+  FillWords(step.slot_of, shape.tokens * shape.top_k, kNoValue);
+  FillWords(step.num_invalid, 1, 0);
+}
+__device__ bool HasNoGroups(const int32_t* expert_ids) { return expert_ids[0] < 0; }
+
 // Block 0 places the groups while the others clear the tables by row.
 __global__ void __launch_bounds__(kBlockThreads)
     PrepareKernel(const __grid_constant__ UnpackStep step, RegionHeader header,
                   int64_t region_bytes) {
+  const bool one_call = OfOneCall(step.check, step.recv, step.shape.ranks, region_bytes);
   if (blockIdx.x == 0) {
-    PlaceGroups(step, header, region_bytes);
+    one_call ? PlaceGroups(step, header, region_bytes) : PlaceNoGroups(step);
     return;
   }
   const int64_t thread = static_cast<int64_t>(blockIdx.x - 1) * kBlockThreads + threadIdx.x;
@@ -26,7 +47,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   ForEachItem(thread, threads, rows * 3, [&](int64_t i) { step.src_info[i] = -1; });
   ForEachItem(thread, threads, rows, [&](int64_t row) {
     step.row_slot[row] = -1;
-    step.row_weights[row] = 0.0f;
+    step.row_weights[row] = one_call ? 0.0f : __uint_as_float(kNoValue);
   });
 }
 
@@ -69,6 +90,10 @@ __global__ void __launch_bounds__(kBlockThreads)
 // gives num_weights = 0; along a route rows are of elements, and no scales are kept.
 struct PlaceStep {
   EpShape shape;
+  const int32_t*
+      expert_ids;  // of a first call, as HasNoGroups; nullptr: the tags are to be checked
+  MixedCallCheck check;
+  const uint8_t* recv;      // [R, region]
   const uint8_t* sent;      // of source 0, [n]: whether a slot has a message; nullptr: all have
   const uint8_t* messages;  // of source 0
   int64_t region_bytes;     // from one source's messages to the next one's
@@ -135,6 +160,14 @@ __global__ void __launch_bounds__(kBlockThreads)
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int lane = Lane();
   const int64_t slots = shape.slots();
+  if (step.expert_ids != nullptr
+          ? HasNoGroups(step.expert_ids)
+          : !OfOneCall(step.check, step.recv, shape.ranks, step.region_bytes)) {
+    FillNoValue(step.rows, shape.recv_rows * step.row_bytes);
+    FillNoValue(step.scale_rows, shape.recv_rows * step.scale_bytes);
+    if (step.num_weights != 0) FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+    return;
+  }
   const int64_t zeros = step.end_of_zeros == nullptr ? shape.recv_rows : *step.end_of_zeros;
   ForEachPart(slots + zeros, step.row_bytes, [&](int64_t item, int64_t part) {
     if (item >= slots) {
@@ -171,8 +204,10 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <typename Part>
 cudaError_t LaunchPlace(const PlaceStep& step, cudaStream_t stream) {
   const int64_t items = step.shape.slots() + step.shape.recv_rows;
-  if (step.shape.recv_rows == 0) return cudaSuccess;
-  return Launch(PlaceKernel<Part>, RowGrid(items, step.row_bytes), kBlockThreads, 0, stream, step);
+  // A kernel that checks the tags has something to do without rows too.
+  if (step.shape.recv_rows == 0 && step.expert_ids != nullptr) return cudaSuccess;
+  return Launch(PlaceKernel<Part>, SomeRowGrid(items, step.row_bytes), kBlockThreads, 0, stream,
+                step);
 }
 
 // Column words of a tile that a warp takes.
@@ -186,6 +221,9 @@ __global__ void __launch_bounds__(kBlockThreads)
   constexpr int kRows = static_cast<int>(kTileRows) / kWarpSize;
   static_assert(kRows == 4 && kTileColumns == 4);
   const EpShape& shape = step.shape;
+  if (HasNoGroups(step.expert_ids)) {
+    return FillNoValue(step.scales, tiles.tiles * tiles.column_words * kTileRows * kTileColumns);
+  }
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int64_t runs = DivideUp(tiles.column_words, kTileWords);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + Warp();
@@ -244,6 +282,9 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return LaunchPlace<PlacedPart>(
       {.shape = shape,
+       .expert_ids = step.expert_ids,
+       .check = {},
+       .recv = step.recv,
        .sent = nullptr,
        .messages = step.recv + header.bytes,
        .region_bytes = region_bytes,
@@ -270,6 +311,9 @@ cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
   const auto region = CachedRegion::Of(shape.tokens, message.bytes);
   const PlaceStep place{.shape = shape,
+                        .expert_ids = nullptr,
+                        .check = step.check,
+                        .recv = step.recv,
                         .sent = step.recv + region.sent,
                         .messages = step.recv + region.messages,
                         .region_bytes = region.bytes,

@@ -88,13 +88,18 @@ struct DecodedCombinePack {
         .template Arg<I32>()        // row_of [R, n, K]
         .template Arg<I32>()        // slot_counts [R]
         .template Ret<Wire>()       // send [R, region]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
+        .template Attr<bool>("in_halves")
         .template Attr<bool>("weighted")
         .template Attr<bool>("with_weight_grads")
         .template Attr<std::string_view>("combine_dtype");
   }
   ffi::Error Decode(const AnyBuffer& expert_out, const F32& row_weights, const F32& weight_grads,
-                    const I32& row_of, const I32& slot_counts, Out<Wire> send, bool weighted,
-                    bool with_weight_grads, std::string_view combine_dtype) {
+                    const I32& row_of, const I32& slot_counts, Out<Wire> send, int64_t key,
+                    int64_t site, bool in_halves, bool weighted, bool with_weight_grads,
+                    std::string_view combine_dtype) {
+    step.tag = CallTag::Of(key, CallOp::kCombine, in_halves, site);
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "expert_out", expert_out, shape, step.element);
@@ -121,6 +126,7 @@ struct DecodedCombinePack {
 
 struct DecodedCombineUnpack {
   CombineUnpackStep step{};
+  int64_t key = 0;
   static constexpr const char* kTarget = "ep_combine_unpack";
   template <typename Binding>
   static auto Bind(Binding binding) {
@@ -133,6 +139,7 @@ struct DecodedCombineUnpack {
         .template Arg<I32>()        // shared_part [2] or [0]
         .template Ret<AnyBuffer>()  // output [n, H]
         .template Ret<F32>()        // weight_grads [n, K] or [n, 0]
+        .template Attr<int64_t>("key")
         .template Attr<bool>("with_residual")
         .template Attr<bool>("by_entry")
         .template Attr<bool>("with_entry_weights")
@@ -141,8 +148,10 @@ struct DecodedCombineUnpack {
   }
   ffi::Error Decode(const Wire& recv, const I32& slot_of, const AnyBuffer& residual,
                     const F32& entry_weights, const AnyBuffer& shared_rows, const I32& shared_part,
-                    Out<AnyBuffer> output, Out<F32> weight_grads, bool with_residual, bool by_entry,
-                    bool with_entry_weights, bool with_shared, std::string_view combine_dtype) {
+                    Out<AnyBuffer> output, Out<F32> weight_grads, int64_t group_key,
+                    bool with_residual, bool by_entry, bool with_entry_weights, bool with_shared,
+                    std::string_view combine_dtype) {
+    key = group_key;
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "output", *output, shape, step.element);

@@ -12,10 +12,10 @@
 
 namespace jax_ep::ffi_layer {
 
-InvalidIdReport* AllocateReports(int64_t count) {
-  return new InvalidIdReport[static_cast<size_t>(count)]();
+DeviceReports* AllocateReports(int64_t count) {
+  return new DeviceReports[static_cast<size_t>(count)]();
 }
-void FreeReports(InvalidIdReport* reports) { delete[] reports; }
+void FreeReports(DeviceReports* reports) { delete[] reports; }
 
 namespace {
 
@@ -29,20 +29,25 @@ cpu::RowTask OfFormat(std::string_view format, MakeTask&& make_task) {
 
 cpu::RowTask Start(DecodedPack& call, int32_t ordinal) {
   const auto group = GroupRegistry::Get().Find(call.key);
-  if (group) call.step.report = group->ReportOf(ordinal);
+  if (group) call.step.report = group->InvalidIdReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::Pack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedUnpack& call, int32_t) {
+cpu::RowTask Start(DecodedUnpack& call, int32_t ordinal) {
+  SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::Unpack<F>(call.step); });
 }
 cpu::RowTask Start(DecodedCachedPack& call, int32_t) {
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedPack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedCachedUnpack& call, int32_t) {
+cpu::RowTask Start(DecodedCachedUnpack& call, int32_t ordinal) {
+  SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedUnpack<F>(call.step); });
 }
 cpu::RowTask Start(DecodedCombinePack& call, int32_t) { return cpu::CombinePack(call.step); }
-cpu::RowTask Start(DecodedCombineUnpack& call, int32_t) { return cpu::CombineUnpack(call.step); }
+cpu::RowTask Start(DecodedCombineUnpack& call, int32_t ordinal) {
+  SetCheck(call, ordinal);
+  return cpu::CombineUnpack(call.step);
+}
 cpu::RowTask Start(DecodedQuantize& call, int32_t) {
   return OfFormat(call.format, [&]<typename F>(F) -> cpu::RowTask {
     if constexpr (QuantizedFormat<F>) return cpu::Quantize<F>(call.step);

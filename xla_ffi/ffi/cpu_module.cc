@@ -57,6 +57,7 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
     table.append(nb::make_tuple(structure, field, type, offset));
   };
   const auto header = RegionHeader::Of(local_experts);
+  add("RegionHeader", "tag", "uint32 [2]", header.tag);
   add("RegionHeader", "num_slots", "int32", header.num_slots);
   add("RegionHeader", "expert_counts", "int32 [L]", header.expert_counts);
   add("RegionHeader", "bytes", "", header.bytes);

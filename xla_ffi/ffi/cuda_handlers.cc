@@ -39,24 +39,27 @@ cudaError_t OfFormat(std::string_view format, Launch&& launch) {
 
 cudaError_t Enqueue(DecodedPack& call, int32_t ordinal, cudaStream_t stream) {
   const auto group = GroupRegistry::Get().Find(call.key);
-  if (group) call.step.report = group->ReportOf(ordinal);
+  if (group) call.step.report = group->InvalidIdReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cuda::Pack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedUnpack& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(DecodedUnpack& call, int32_t ordinal, cudaStream_t stream) {
+  SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cuda::Unpack<F>(call.step, stream); });
 }
 cudaError_t Enqueue(DecodedCachedPack& call, int32_t, cudaStream_t stream) {
   return OfFormat(call.format,
                   [&]<typename F>(F) { return cuda::CachedPack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedCachedUnpack& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(DecodedCachedUnpack& call, int32_t ordinal, cudaStream_t stream) {
+  SetCheck(call, ordinal);
   return OfFormat(call.format,
                   [&]<typename F>(F) { return cuda::CachedUnpack<F>(call.step, stream); });
 }
 cudaError_t Enqueue(DecodedCombinePack& call, int32_t, cudaStream_t stream) {
   return cuda::CombinePack(call.step, stream);
 }
-cudaError_t Enqueue(DecodedCombineUnpack& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(DecodedCombineUnpack& call, int32_t ordinal, cudaStream_t stream) {
+  SetCheck(call, ordinal);
   return cuda::CombineUnpack(call.step, stream);
 }
 
@@ -99,7 +102,7 @@ cuda::FarCall FarCallOf(const Call& call) {
 
 cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  call.step.report = group.ReportOf(ordinal);
+  call.step.report = group.InvalidIdReportOf(ordinal);
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
     const cuda::FarRank* far = group.FarOf(ordinal);
@@ -140,7 +143,7 @@ cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32
 
 cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
-  call.step.report = group.ReportOf(ordinal);
+  call.step.report = group.InvalidIdReportOf(ordinal);
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
       return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);

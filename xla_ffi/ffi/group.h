@@ -1,6 +1,6 @@
 // What one jax_ep.init leaves in this process: which local device is which rank, and where its
-// calls report bad ids. Handlers find it by the key in their attributes; collective handlers also
-// run without it, after close().
+// calls report bad ids and mixed-up calls. Handlers find it by the key in their attributes;
+// collective handlers also run without it, after close().
 #pragma once
 
 #include <atomic>
@@ -16,13 +16,18 @@
 namespace jax_ep::ffi_layer {
 
 // Memory that both the host and the back end's kernels can write; a back end implements both.
-InvalidIdReport* AllocateReports(int64_t count);
-void FreeReports(InvalidIdReport* reports);
+struct DeviceReports {
+  InvalidIdReport invalid_id;
+  MixedCallReport mixed_call;
+};
+DeviceReports* AllocateReports(int64_t count);
+void FreeReports(DeviceReports* reports);
 
-struct InvalidId {
+template <typename Report>
+struct Reported {
   int32_t rank;
   int32_t ordinal;
-  InvalidIdReport report;
+  Report report;
 };
 
 class Group {
@@ -47,23 +52,23 @@ class Group {
     return ranks_[it->second];
   }
 
-  InvalidIdReport* ReportOf(int32_t ordinal) const {
+  InvalidIdReport* InvalidIdReportOf(int32_t ordinal) const {
     const auto it = member_of_.find(ordinal);
-    return it == member_of_.end() ? nullptr : reports_ + it->second;
+    return it == member_of_.end() ? nullptr : &reports_[it->second].invalid_id;
+  }
+  MixedCallCheck MixedCallCheckOf(int32_t ordinal) const {
+    const auto it = member_of_.find(ordinal);
+    if (it == member_of_.end()) return {};
+    return {ranks_[it->second], &reports_[it->second].mixed_call};
   }
 
-  // The first bad id of each local device since the last call, by rank; forgets them.
-  std::vector<InvalidId> TakeInvalidIds() {
-    std::vector<InvalidId> found;
-    for (size_t i = 0; i < ranks_.size(); ++i) {
-      // Acquire pairs with the release of cpu::Report; a GPU stores the report as one 16-byte unit.
-      const std::atomic_ref<int32_t> state(reports_[i].state);
-      if (state.load(std::memory_order_acquire) != InvalidIdReport::kSet) continue;
-      found.push_back({ranks_[i], ordinals_[i], reports_[i]});
-      // Release pairs with the acquire of the next writer's claim, after these reads.
-      state.store(InvalidIdReport::kFree, std::memory_order_release);
-    }
-    return found;
+  // The first bad id, and the first mixed-up call, of each local device since the last call, by
+  // rank; forgets them.
+  std::vector<Reported<InvalidIdReport>> TakeInvalidIds() {
+    return TakeReports(&DeviceReports::invalid_id);
+  }
+  std::vector<Reported<MixedCallReport>> TakeMixedCalls() {
+    return TakeReports(&DeviceReports::mixed_call);
   }
 
   // Every device of the process sets it, to the same value.
@@ -73,10 +78,26 @@ class Group {
   int64_t pool_threads() const { return pool_threads_.load(std::memory_order_relaxed); }
 
  private:
+  template <typename Report>
+  std::vector<Reported<Report>> TakeReports(Report DeviceReports::* kind) {
+    std::vector<Reported<Report>> found;
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Report& report = reports_[i].*kind;
+      // Acquire pairs with the release of cpu::WriteReport; a GPU stores the report as one 16-byte
+      // unit.
+      const std::atomic_ref<int32_t> state(report.state);
+      if (state.load(std::memory_order_acquire) != Report::kSet) continue;
+      found.push_back({ranks_[i], ordinals_[i], report});
+      // Release pairs with the acquire of the next writer's claim, after these reads.
+      state.store(Report::kFree, std::memory_order_release);
+    }
+    return found;
+  }
+
   std::map<int32_t, size_t> member_of_;
   std::vector<int32_t> ordinals_;
   std::vector<int32_t> ranks_;
-  InvalidIdReport* reports_;
+  DeviceReports* reports_;
   // Of XLA's CPU pool, as ep_init saw it; 0 where there is none.
   std::atomic<int64_t> pool_threads_{0};
 };
@@ -115,5 +136,13 @@ class GroupRegistry {
   mutable std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<Group>> groups_;
 };
+
+// Where an unpack tells of mixed-up calls; nowhere once its group has been closed.
+template <typename Unpack>
+void SetCheck(Unpack& call, int32_t ordinal) {
+  if (const auto group = GroupRegistry::Get().Find(call.key)) {
+    call.step.check = group->MixedCallCheckOf(ordinal);
+  }
+}
 
 }  // namespace jax_ep::ffi_layer

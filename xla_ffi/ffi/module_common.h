@@ -47,7 +47,7 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
       [](int64_t key) {
         std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>> found;
         if (const auto group = GroupRegistry::Get().Find(key)) {
-          for (const InvalidId& id : group->TakeInvalidIds()) {
+          for (const auto& id : group->TakeInvalidIds()) {
             found.emplace_back(id.rank, id.ordinal, id.report.token, id.report.k, id.report.value);
           }
         }
@@ -55,6 +55,23 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
       },
       nb::arg("key"),
       "(rank, device ordinal, token, k, value) of the first bad id of each local device.");
+  m.def(
+      "take_mixed_calls",
+      [](int64_t key) {
+        std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, bool>> found;
+        if (const auto group = GroupRegistry::Get().Find(key)) {
+          for (const auto& [rank, ordinal, report] : group->TakeMixedCalls()) {
+            const int32_t there = report.there & static_cast<int32_t>(kCallOpMask);
+            found.emplace_back(rank, ordinal, report.source, report.here, there,
+                               (report.there & MixedCallReport::kSameHandle) != 0);
+          }
+        }
+        return found;
+      },
+      nb::arg("key"),
+      "(rank, device ordinal, source rank, CallOp here, CallOp there, whether of one handle) of "
+      "the "
+      "first collective call of each local device that met another call.");
   m.def(
       "pool_threads",
       [](int64_t key) -> int64_t {

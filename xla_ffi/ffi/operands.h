@@ -26,14 +26,17 @@ struct DecodedPack {
         .template Ret<I32>()        // position [n, K]
         .template Ret<I32>()        // num_invalid [1]
         .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
+        .template Attr<bool>("in_halves")
         .template Attr<int64_t>("num_experts")
         .template Attr<std::string_view>("format");
   }
   ffi::Error Decode(const AnyBuffer& tokens, const I32& ids, const F32& weights,
                     const F32& input_scale, Out<Wire> send, Out<I32> slot_of, Out<I32> position,
-                    Out<I32> num_invalid, int64_t group_key, int64_t num_experts,
-                    std::string_view format_name) {
+                    Out<I32> num_invalid, int64_t group_key, int64_t site, bool in_halves,
+                    int64_t num_experts, std::string_view format_name) {
     key = group_key;
+    step.tag = CallTag::Of(key, CallOp::kDispatch, in_halves, site);
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
@@ -74,25 +77,45 @@ struct DecodedPack {
   }
 };
 
+// What came with a dispatch's pack goes through its unpack, in its place: with the results of no
+// call it changes too.
+inline void PassOn(Checker& check, const char* name, const I32& from, const I32& to,
+                   std::initializer_list<int64_t> dims) {
+  check.Dims(name, from, dims);
+  check.Dims(name, to, dims);
+  check.Require(from.element_count() == 0 || from.untyped_data() == to.untyped_data(),
+                std::string(name) + " must be given as its own result");
+}
+
 struct DecodedUnpack {
   UnpackStep step{};
+  int64_t key = 0;
   std::string_view format;
   static constexpr const char* kTarget = "ep_unpack";
   template <typename Binding>
   static auto Bind(Binding binding) {
-    return Arrived::Bind(std::move(binding).template Arg<Wire>())  // recv [R, region]
-        .template Ret<I32>()                                       // row_base [R, L]
+    return Arrived::Bind(std::move(binding)
+                             .template Arg<Wire>()  // recv [R, region]
+                             .template Arg<I32>()   // slot_of [n, K]
+                             .template Arg<I32>())  // num_invalid [1]
+        .template Ret<I32>()                        // row_base [R, L]
+        .template Ret<I32>()                        // slot_of, in place
+        .template Ret<I32>()                        // num_invalid, in place
+        .template Attr<int64_t>("key")
         .template Attr<int64_t>("expert_alignment")
         .template Attr<bool>("zero_tail")
         .template Attr<std::string_view>("format")
         .template Attr<std::string_view>("scale_layout");
   }
-  ffi::Error Decode(const Wire& recv, Out<AnyBuffer> rows, Out<AnyBuffer> scales,
-                    Out<I32> row_offsets, Out<I32> group_sizes, Out<I32> expert_counts,
-                    Out<I32> expert_ids, Out<I32> scales_offsets, Out<I32> src_info,
-                    Out<F32> row_weights, Out<I32> num_dropped, Out<I32> row_of, Out<I32> row_slot,
-                    Out<I32> slot_counts, Out<I32> row_base, int64_t expert_alignment,
-                    bool zero_tail, std::string_view format_name, std::string_view scale_layout) {
+  ffi::Error Decode(const Wire& recv, const I32& slot_of, const I32& num_invalid,
+                    Out<AnyBuffer> rows, Out<AnyBuffer> scales, Out<I32> row_offsets,
+                    Out<I32> group_sizes, Out<I32> expert_counts, Out<I32> expert_ids,
+                    Out<I32> scales_offsets, Out<I32> src_info, Out<F32> row_weights,
+                    Out<I32> num_dropped, Out<I32> row_of, Out<I32> row_slot, Out<I32> slot_counts,
+                    Out<I32> row_base, Out<I32> slot_of_on, Out<I32> num_invalid_on,
+                    int64_t group_key, int64_t expert_alignment, bool zero_tail,
+                    std::string_view format_name, std::string_view scale_layout) {
+    key = group_key;
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
@@ -108,6 +131,8 @@ struct DecodedUnpack {
     const Encoding encoding = CheckFormat(check, format, shape.hidden, shape.element_bytes);
     arrived.Check(check, shape, encoding, tiled);
     check.Dims("row_base", *row_base, {shape.ranks, shape.local_experts});
+    PassOn(check, "slot_of", slot_of, *slot_of_on, {shape.tokens, shape.top_k});
+    PassOn(check, "num_invalid", num_invalid, *num_invalid_on, {1});
     if (!check.ok()) return check.error();
     const auto message =
         DispatchMessage::Of(encoding.payload_bytes, encoding.scale_bytes, shape.top_k);
@@ -118,6 +143,8 @@ struct DecodedUnpack {
     step.zero_tail = zero_tail;
     step.recv = Bytes(recv);
     step.row_base = row_base->typed_data();
+    step.slot_of = slot_of_on->typed_data();
+    step.num_invalid = num_invalid_on->typed_data();
     return ffi::Error::Success();
   }
 };
@@ -142,11 +169,14 @@ struct DecodedCachedPack {
         .template Arg<F32>()        // weights [n, K] or [n, 0]
         .template Arg<I32>()        // slot_of [n, K]
         .template Ret<Wire>()       // send [R, region]
+        .template Attr<int64_t>("key")
+        .template Attr<int64_t>("site")
         .template Attr<std::string_view>("format");
   }
   ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of, Out<Wire> send,
-                    std::string_view format_name) {
+                    int64_t key, int64_t site, std::string_view format_name) {
     format = format_name;
+    step.tag = CallTag::Of(key, CallOp::kCachedDispatch, false, site);
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "tokens", tokens, shape, step.element);
@@ -177,6 +207,7 @@ struct DecodedCachedPack {
 
 struct DecodedCachedUnpack {
   CachedUnpackStep step{};
+  int64_t key = 0;
   std::string_view format;
   static constexpr const char* kTarget = "ep_unpack_cached";
   template <typename Binding>
@@ -187,10 +218,12 @@ struct DecodedCachedUnpack {
         .template Arg<I32>()        // row_slot [N]
         .template Ret<AnyBuffer>()  // rows [N, H]
         .template Ret<F32>()        // row_weights [N] or [0]
+        .template Attr<int64_t>("key")
         .template Attr<std::string_view>("format");
   }
   ffi::Error Decode(const Wire& recv, const I32& row_of, const I32& row_slot, Out<AnyBuffer> rows,
-                    Out<F32> row_weights, std::string_view format_name) {
+                    Out<F32> row_weights, int64_t group_key, std::string_view format_name) {
+    key = group_key;
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;

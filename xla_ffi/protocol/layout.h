@@ -6,13 +6,14 @@
 
 #include <cstdint>
 
+#include "protocol/call_tag.h"
 #include "protocol/platform.h"
 
 namespace jax_ep {
 
 // Of the wire, the tables and the targets. Raise it with a change of any of them: it is part of the
 // keys of handles, so that a program in a persistent cache is never met by another version.
-inline constexpr int64_t kWireVersion = 2;
+inline constexpr int64_t kWireVersion = 3;
 
 // Yields the offset of each field and the running end together, so that sizes and offsets agree.
 struct LayoutCursor {
@@ -31,9 +32,12 @@ inline constexpr int64_t kMessageAlignBytes = 16;
 inline constexpr int64_t kMessageStrideBytes = 128;
 inline constexpr int64_t kIndexBytes = 4;   // int32
 inline constexpr int64_t kWeightBytes = 4;  // float32
+inline constexpr int64_t kTagBytes = sizeof(CallTag);
+inline constexpr int64_t kTagOffset = 0;  // in every region of the collective transport
 
 // Precedes the messages of a first dispatch: what the receiver needs to place every row.
 struct RegionHeader {
+  int64_t tag;            // CallTag
   int64_t num_slots;      // int32: messages that follow
   int64_t expert_counts;  // int32 [L]: rows for each local expert of the receiver
   int64_t bytes;
@@ -41,6 +45,7 @@ struct RegionHeader {
   JAX_EP_HOST_DEVICE static constexpr RegionHeader Of(int64_t local_experts) {
     LayoutCursor cursor;
     RegionHeader header{};
+    header.tag = cursor.Take(kTagBytes, kIndexBytes);
     header.num_slots = cursor.Take(kIndexBytes, kIndexBytes);
     header.expert_counts = cursor.Take(local_experts * kIndexBytes, kIndexBytes);
     header.bytes = RoundUp(cursor.end, kMessageAlignBytes);
@@ -117,6 +122,7 @@ struct CombineMessage {
 // say which slots have a message: routes come back from the caller's program, and where nothing was
 // packed a wire buffer holds whatever lay in that memory before.
 struct CachedRegion {
+  int64_t tag;       // CallTag
   int64_t sent;      // uint8 [n]: whether the slot has a message
   int64_t messages;  // the first one
   int64_t bytes;
@@ -124,6 +130,7 @@ struct CachedRegion {
   JAX_EP_HOST_DEVICE static constexpr CachedRegion Of(int64_t tokens, int64_t message_bytes) {
     LayoutCursor cursor;
     CachedRegion region{};
+    region.tag = cursor.Take(kTagBytes, kIndexBytes);
     region.sent = cursor.Take(tokens, 1);
     region.messages = cursor.Take(tokens * message_bytes, kMessageStrideBytes);
     region.bytes = cursor.end;
@@ -131,6 +138,7 @@ struct CachedRegion {
   }
 };
 struct CombineRegion {
+  int64_t tag;       // CallTag
   int64_t num_sums;  // int32: slots before it have a message
   int64_t messages;  // the first one
   int64_t bytes;
@@ -138,6 +146,7 @@ struct CombineRegion {
   JAX_EP_HOST_DEVICE static constexpr CombineRegion Of(int64_t slots, int64_t message_bytes) {
     LayoutCursor cursor;
     CombineRegion region{};
+    region.tag = cursor.Take(kTagBytes, kIndexBytes);
     region.num_sums = cursor.Take(kIndexBytes, kIndexBytes);
     region.messages = cursor.Take(slots * message_bytes, kMessageStrideBytes);
     region.bytes = cursor.end;
@@ -145,13 +154,16 @@ struct CombineRegion {
   }
 };
 
-static_assert(RegionHeader::Of(64).expert_counts == 4);
+static_assert(RegionHeader::Of(64).tag == kTagOffset &&
+              CachedRegion::Of(1, 256).tag == kTagOffset &&
+              CombineRegion::Of(1, 256).tag == kTagOffset);
+static_assert(RegionHeader::Of(64).expert_counts == 12);
 static_assert(RegionHeader::Of(64).bytes == 272);
 static_assert(DispatchMessage::Of(14336, 0, 8).source_token == 14336);
 static_assert(DispatchMessage::Of(14336, 0, 8).bytes == 14336 + 128);
 static_assert(CachedDispatchMessage::Of(14336, 0, 0).bytes == 14336);
 static_assert(CombineMessage::Of(14336, 0, 8).bytes == 14336 + 128);
-static_assert(CachedRegion::Of(129, 256).messages == 256);
+static_assert(CachedRegion::Of(121, 256).messages == 256);
 static_assert(CombineRegion::Of(3, 256).bytes == 128 + 3 * 256);
 
 }  // namespace jax_ep

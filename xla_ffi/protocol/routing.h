@@ -68,15 +68,23 @@ struct InvalidIds {
   int32_t first_entry = -1;  // token * K + k
 };
 
-// Routes tokens [begin, end) in token order.
+// With the first one's value: whoever reports it must not read it again, since a table may have
+// been written where it lay.
+struct KeptInvalidIds : InvalidIds {
+  int32_t first_id = 0;
+};
+
+// Routes tokens [begin, end) in token order. XLA may have given `ids` the memory of a table, so a
+// token's are read once, before its entries are written.
 JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, int64_t begin,
                                     int64_t end, RouteCounters counters, SourceTables tables,
-                                    InvalidIds& invalid) {
+                                    KeptInvalidIds& invalid) {
   const int32_t ranks = static_cast<int32_t>(shape.ranks);
   const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
   const int32_t top_k = static_cast<int32_t>(shape.top_k);
   for (int64_t token = begin; token < end; ++token) {
-    const int32_t* token_ids = ids + token * top_k;
+    int32_t token_ids[kMaxTopK];
+    for (int32_t k = 0; k < top_k; ++k) token_ids[k] = ids[token * top_k + k];
     for (int32_t k = 0; k < top_k; ++k) {
       const int64_t entry = token * top_k + k;
       const ExpertPlace place = PlaceOf(token_ids[k], ranks, local_experts);
@@ -84,7 +92,10 @@ JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, in
         tables.slot_of[entry] = -1;
         tables.position[entry] = -1;
         if (token_ids[k] != -1) {
-          if (invalid.count++ == 0) invalid.first_entry = static_cast<int32_t>(entry);
+          if (invalid.count++ == 0) {
+            invalid.first_entry = static_cast<int32_t>(entry);
+            invalid.first_id = token_ids[k];
+          }
         }
         continue;
       }

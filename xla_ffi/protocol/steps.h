@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "protocol/call_tag.h"
 #include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
@@ -27,6 +28,31 @@ struct alignas(16) InvalidIdReport {
   int32_t state;
 };
 
+// Where a call reports that the ranks of its exchange were in different calls; written as above.
+struct alignas(16) MixedCallReport {
+  static constexpr int32_t kFree = InvalidIdReport::kFree;
+  static constexpr int32_t kSet = InvalidIdReport::kSet;
+  static constexpr int32_t kClaimed = InvalidIdReport::kClaimed;
+  static constexpr int32_t kSameHandle = kCallOpMask + 1;
+
+  int32_t source;  // the lowest rank that was in another call than this one
+  int32_t here;    // CallOp of this rank
+  int32_t there;   // CallOp of the source, with kSameHandle where only the call is another
+  int32_t state;
+};
+JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, CallTag own, CallTag other) {
+  const int32_t same = own.handle == other.handle ? MixedCallReport::kSameHandle : 0;
+  return {source, static_cast<int32_t>(own.op()), static_cast<int32_t>(other.op()) | same,
+          MixedCallReport::kSet};
+}
+
+// What an unpack needs to tell of mixed-up calls. It looks for them in any case, and where it finds
+// them its results are those of no call: NaN, -1 and 0.
+struct MixedCallCheck {
+  int32_t own_rank = 0;               // matters to the report alone
+  MixedCallReport* report = nullptr;  // nullptr: not reported
+};
+
 // route + encode: tokens -> one region a destination rank.
 struct PackStep {
   EpShape shape;
@@ -40,6 +66,7 @@ struct PackStep {
   int32_t* position;         // [n, K]
   int32_t* num_invalid;      // [1]
   InvalidIdReport* report;   // nullptr: not reported
+  CallTag tag{};
 };
 
 // place: one region a source rank -> rows and the expert rank's tables.
@@ -62,6 +89,10 @@ struct UnpackStep {
   int32_t* row_slot;        // [N]
   int32_t* slot_counts;     // [R]
   int32_t* row_base;        // [R, L] first row of each (source, local expert), before the cut by N
+  // The pack's results, which only change where calls were mixed up.
+  int32_t* slot_of = nullptr;      // [n, K]
+  int32_t* num_invalid = nullptr;  // [1]
+  MixedCallCheck check{};
 };
 
 // encode along a known route.
@@ -73,6 +104,7 @@ struct CachedPackStep {
   const float* weights;    // [n, num_weights]
   const int32_t* slot_of;  // [n, K]
   uint8_t* send;           // [R, CachedRegion]
+  CallTag tag{};
 };
 
 // decode and place along a known route; padding and tail become zero.
@@ -85,6 +117,7 @@ struct CachedUnpackStep {
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
   float* row_weights;       // [N] or unused without weights
+  MixedCallCheck check{};
 };
 
 // reduce at the expert rank: rows -> one sum a slot.
@@ -100,6 +133,7 @@ struct CombinePackStep {
   const int32_t* row_of;       // [R, n, K]
   const int32_t* slot_counts;  // [R]
   uint8_t* send;               // [R, CombineRegion]
+  CallTag tag{};
 };
 
 // reduce at the source: sums of the ranks, ascending -> tokens. With `by_entry` each row has come
@@ -121,6 +155,7 @@ struct CombineUnpackStep {
   const void* shared_rows = nullptr;     // [N, H] or nullptr
   // [2]: first token and number of those whose shared rows are the first of shared_rows.
   const int32_t* shared_part = nullptr;
+  MixedCallCheck check{};
 
   // Of one rank, and of all.
   JAX_EP_HOST_DEVICE int64_t slots_of_rank() const {

@@ -2,12 +2,14 @@
 // shapes of a call, or nearly so, and any contents: ids, messages, counts, routes. What a decoder
 // lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
 // first byte that is read or written outside.
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "cpu/mixed_calls.h"
 #include "ffi/cpu_handlers.cc"  // its Start, which no header shows
 #include "ffi_calls.h"
 #include "input.h"
@@ -62,7 +64,7 @@ Call MakeCall(DecodedPack*, const Sizes& s, FuzzInput&) {
   call.Add(ffi::S32, {s.n, s.K});
   call.Add(ffi::S32, {s.n, s.K});
   call.Add(ffi::S32, {1});
-  call.attributes = {int64_t{7}, s.R * s.L, s.format};
+  call.attributes = {int64_t{7}, int64_t{5}, false, s.R * s.L, s.format};
   return call;
 }
 
@@ -71,6 +73,8 @@ Call MakeCall(DecodedUnpack*, const Sizes& s, FuzzInput& input) {
   const bool tiled = s.quantized && s.scales % kTileColumns == 0 && input.Flag();
   call.Add(ffi::U32, s.Wire(RegionHeader::Of(s.L).bytes +
                             s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::S32, {1});
   call.Add(s.payload_dtype, {s.N, s.columns});
   const auto tiles = ScaleTiles::Of(s.N, s.L, s.scales);
   call.Add(s.scale_dtype, !s.quantized ? std::vector<int64_t>{0}
@@ -86,8 +90,11 @@ Call MakeCall(DecodedUnpack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::S32, {s.N});
   call.Add(ffi::S32, {s.R});
   call.Add(ffi::S32, {s.R, s.L});
+  call.aliases = {{1, call.operands.size()}, {2, call.operands.size() + 1}};
+  call.Add(ffi::S32, {s.n, s.K});
+  call.Add(ffi::S32, {1});
   const int64_t alignment = input.Flag() ? 1 : input.In(1, 130);
-  call.attributes = {alignment, input.Flag(), s.format,
+  call.attributes = {int64_t{7}, alignment, input.Flag(), s.format,
                      std::string(tiled ? "tiled_128x4" : "rows")};
   return call;
 }
@@ -104,7 +111,7 @@ Call MakeCall(DecodedCachedPack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::F32, {s.n, weights});
   call.Add(ffi::S32, {s.n, s.K});
   call.Add(ffi::U32, s.Wire(CachedBytes(s, weights)));
-  call.attributes = {s.format};
+  call.attributes = {int64_t{7}, int64_t{5}, s.format};
   return call;
 }
 
@@ -117,7 +124,7 @@ Call MakeCall(DecodedCachedUnpack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::S32, {s.N});
   call.Add(s.dtype, {s.N, s.H});
   call.Add(ffi::F32, {weighted ? s.N : 0});
-  call.attributes = {s.format};
+  call.attributes = {int64_t{7}, s.format};
   return call;
 }
 
@@ -141,7 +148,7 @@ Call MakeCall(DecodedCombinePack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::S32, {s.R, s.n, s.K});
   call.Add(ffi::S32, {s.R});
   call.Add(ffi::U32, s.Wire(CombineRegion::Of(s.n, message).bytes));
-  call.attributes = {weighted, grads, wire};
+  call.attributes = {int64_t{7}, int64_t{5}, false, weighted, grads, wire};
   return call;
 }
 
@@ -159,7 +166,7 @@ Call MakeCall(DecodedCombineUnpack*, const Sizes& s, FuzzInput& input) {
   call.Add(ffi::S32, {shared ? 2 : 0});
   call.Add(s.dtype, {s.n, s.H});
   call.Add(ffi::F32, {s.n, weights});
-  call.attributes = {residual, by_entry, weighted, shared, wire};
+  call.attributes = {int64_t{7}, residual, by_entry, weighted, shared, wire};
   return call;
 }
 
@@ -236,25 +243,71 @@ void CheckTables(const UnpackStep& step) {
   CheckIndices(step.group_sizes, shape.local_experts, 0, shape.recv_rows + 1);
 }
 
+template <typename T>
+inline constexpr bool kIsResult = false;
+template <typename B>
+inline constexpr bool kIsResult<Out<B>> = true;
+
+// Gives a result the memory of an operand of its type, as a program may ask of XLA: the `choice`th
+// of such pairs, 0 for none. Returns how many it has seen.
+template <typename... Parameters>
+int64_t Alias(Call& call, int64_t choice) {
+  constexpr bool kResults[] = {kIsResult<std::remove_cvref_t<Parameters>>...};
+  const auto shared = [&](size_t from, size_t to) {
+    return std::ranges::any_of(
+        call.aliases, [&](const auto& pair) { return pair.first == from || pair.second == to; });
+  };
+  int64_t pairs = 0;
+  for (size_t to = 0; to < call.operands.size(); ++to) {
+    for (size_t from = 0; from < to; ++from) {
+      if (!kResults[to] || kResults[from]) continue;
+      if (!call.operands[from].SameType(call.operands[to]) || shared(from, to)) continue;
+      if (++pairs != choice) continue;
+      call.aliases.emplace_back(from, to);
+      return pairs;
+    }
+  }
+  return pairs;
+}
+
+// The regions come from one call, or nothing of them would be looked at.
+template <typename Step>
+void EqualiseTags(const Step& step, const Call& call) {
+  if constexpr (requires { step.check; }) {
+    const int64_t bytes = call.operands[0].dims[1] * kWireWordBytes;
+    auto* recv = const_cast<uint8_t*>(step.recv);
+    for (int64_t rank = 0; rank < step.shape.ranks; ++rank) {
+      cpu::WriteTag(recv + rank * bytes, CallTag{});
+    }
+  }
+}
+
+// What of an input's first byte does not choose the call.
+struct How {
+  int64_t alias;  // the pair of operand and result that share memory, 0 for none
+  bool mixed;     // the regions keep the tags that they came with
+};
+
 template <typename Decoded, typename... Parameters>
-void RunCall(FuzzInput& input, ffi::Error (Decoded::*decode)(Parameters...)) {
+int64_t RunCall(FuzzInput& input, const How& how, ffi::Error (Decoded::*decode)(Parameters...)) {
   const Sizes sizes(input);
   Call call = MakeCall(static_cast<Decoded*>(nullptr), sizes, input);
   Change(input, call);
-  Arguments arguments(std::move(call),
-                      [&](const Buffer& buffer) { input.Fill(buffer, sizes.Bound()); });
+  const int64_t pairs = Alias<Parameters...>(call, how.alias);
+  Arguments arguments(call, [&](const Buffer& buffer) { input.Fill(buffer, sizes.Bound()); });
   // Braces: in order.
   std::tuple<std::remove_cvref_t<Parameters>...> values{
       arguments.Next<std::remove_cvref_t<Parameters>>()...};
-  if (arguments.refused()) return;
+  if (arguments.refused()) return pairs;
   Decoded decoded;
   const ffi::Error error =
       std::apply([&](auto&... value) { return (decoded.*decode)(value...); }, values);
   if (error.failure()) {
     FUZZ_CHECK(!error.message().empty());
-    return;
+    return pairs;
   }
-  if (!arguments.small()) return;
+  if (!arguments.small()) return pairs;
+  if (!how.mixed) EqualiseTags(decoded.step, call);
   const cpu::RowTask task = Start(decoded, 0);
   FUZZ_CHECK(task.items >= 0 && task.bytes >= 0);
   // In any order: from a place in the middle, then the rest.
@@ -262,6 +315,29 @@ void RunCall(FuzzInput& input, ffi::Error (Decoded::*decode)(Parameters...)) {
   if (cut < task.items) task.run(cut, task.items);
   if (cut > 0) task.run(0, cut);
   CheckTables(decoded.step);
+  return pairs;
+}
+
+// Of the call of that number.
+int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
+  switch (number) {
+    case 0:
+      return RunCall(input, how, &DecodedPack::Decode);
+    case 1:
+      return RunCall(input, how, &DecodedUnpack::Decode);
+    case 2:
+      return RunCall(input, how, &DecodedCachedPack::Decode);
+    case 3:
+      return RunCall(input, how, &DecodedCachedUnpack::Decode);
+    case 4:
+      return RunCall(input, how, &DecodedCombinePack::Decode);
+    case 5:
+      return RunCall(input, how, &DecodedCombineUnpack::Decode);
+    case 6:
+      return RunCall(input, how, &DecodedQuantize::Decode);
+    default:
+      return RunCall(input, how, &DecodedDequantize::Decode);
+  }
 }
 
 }  // namespace
@@ -270,30 +346,9 @@ void RunCall(FuzzInput& input, ffi::Error (Decoded::*decode)(Parameters...)) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace jax_ep::ffi_layer;
   jax_ep::FuzzInput input(data, size);
-  switch (input.Byte() % 8) {
-    case 0:
-      RunCall(input, &DecodedPack::Decode);
-      break;
-    case 1:
-      RunCall(input, &DecodedUnpack::Decode);
-      break;
-    case 2:
-      RunCall(input, &DecodedCachedPack::Decode);
-      break;
-    case 3:
-      RunCall(input, &DecodedCachedUnpack::Decode);
-      break;
-    case 4:
-      RunCall(input, &DecodedCombinePack::Decode);
-      break;
-    case 5:
-      RunCall(input, &DecodedCombineUnpack::Decode);
-      break;
-    case 6:
-      RunCall(input, &DecodedQuantize::Decode);
-      break;
-    default:
-      RunCall(input, &DecodedDequantize::Decode);
-  }
+  const uint8_t first = input.Byte();
+  // Of 32 ways one in two has no memory shared, one in eight mixed-up calls.
+  const int64_t way = first / 8;
+  RunNumbered(input, first % 8, {way < 16 ? 0 : way % 4 + 1, way % 8 == 7});
   return 0;
 }

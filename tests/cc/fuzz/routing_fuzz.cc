@@ -37,7 +37,7 @@ void Route(FuzzInput& input) {
   std::memset(slots.data(), 0, static_cast<size_t>(slots.bytes()));
   std::memset(rows.data(), 0, static_cast<size_t>(rows.bytes()));
   for (int64_t i = 0; i < entries; ++i) ids.as<int32_t>()[i] = AnyId(input, shape.experts());
-  InvalidIds invalid;
+  KeptInvalidIds invalid;
   // In one run or in two: the counters carry on.
   const int64_t cut = n == 0 ? 0 : input.In(0, n);
   for (const auto& [begin, end] : {std::pair(int64_t{0}, cut), std::pair(cut, n)}) {
@@ -67,6 +67,7 @@ void Route(FuzzInput& input) {
     }
   }
   FUZZ_CHECK(invalid.count == bad && invalid.first_entry == first_bad);
+  FUZZ_CHECK(bad == 0 || invalid.first_id == ids.as<int32_t>()[first_bad]);
   FUZZ_CHECK(std::equal(slots_so_far.begin(), slots_so_far.end(), slots.as<int32_t>()));
   FUZZ_CHECK(std::equal(rows_so_far.begin(), rows_so_far.end(), rows.as<int32_t>()));
 }

@@ -1,0 +1,43 @@
+// Which call of which handle has packed a region of the collective transport. XLA's exchange pairs
+// up whatever exchanges its processes run, so ranks whose programs differ may get each other's
+// data: their regions then have unequal tags, which every rank of the exchange sees.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/platform.h"
+
+namespace jax_ep {
+
+enum class CallOp : uint32_t { kNone, kDispatch, kCachedDispatch, kCombine };
+inline constexpr uint32_t kCallOpMask = 3;
+
+// Begins every region, whatever the op, so that regions of unlike ops can be compared.
+struct CallTag {
+  uint32_t handle = 0;  // digest of the key
+  uint32_t call = 0;  // digest of the op, the halves and the call site; its lowest bits are the op
+
+  // `site`: digest of the user's line. The second half of a call is not told it and needs no tag to
+  // compare with: the rank's own region is among those that arrive.
+  static constexpr CallTag Of(int64_t key, CallOp op, bool in_halves, int64_t site) {
+    // Of a site's 64 bits the highest is never set.
+    const uint64_t digest = Mix(static_cast<uint64_t>(site) << 1 | (in_halves ? 1 : 0));
+    return {static_cast<uint32_t>(Mix(static_cast<uint64_t>(key))),
+            (static_cast<uint32_t>(digest) & ~kCallOpMask) | static_cast<uint32_t>(op)};
+  }
+  JAX_EP_HOST_DEVICE constexpr CallOp op() const { return static_cast<CallOp>(call & kCallOpMask); }
+  JAX_EP_HOST_DEVICE constexpr bool operator==(const CallTag& other) const {
+    return handle == other.handle && call == other.call;
+  }
+
+ private:
+  // The finaliser of MurmurHash3, in the upper half of which every bit of the input counts.
+  static constexpr uint64_t Mix(uint64_t bits) {
+    bits = (bits ^ (bits >> 33)) * 0xFF51AFD7ED558CCDu;
+    bits = (bits ^ (bits >> 33)) * 0xC4CEB9FE1A85EC53u;
+    return bits ^ (bits >> 33);
+  }
+};
+static_assert(sizeof(CallTag) == 8 && alignof(CallTag) == 4);
+
+}  // namespace jax_ep
