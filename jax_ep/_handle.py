@@ -32,7 +32,7 @@ def _close_group(native: ModuleType, key: int, process: int) -> None:
         native.close_group(key)
 
 
-# By the numbers of CallOp in xla_ffi/protocol/call_tag.h.
+# By the numbers of CallOp in xla_ffi/protocol/region_tag.h.
 _OPS = {1: "dispatch", 2: "cached dispatch (combine's backward)", 3: "combine"}
 
 

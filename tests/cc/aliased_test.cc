@@ -16,7 +16,7 @@ namespace {
 void TestAnyCall() {
   Random random(41);
   int64_t aliased[8] = {};
-  for (int round = 0; round < 30'000; ++round) {
+  for (int round = 0; round < 12'000; ++round) {
     std::vector<uint8_t> bytes(static_cast<size_t>(random.In(24, 90)));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.Bits());
     const int64_t number = round % 8;
@@ -28,7 +28,7 @@ void TestAnyCall() {
   // Of ep_pack ids as slot_of or position, of ep_combine_unpack the residual or the shared rows as
   // the output; in other calls only operands of shapes that are not theirs have the type of a
   // result.
-  CHECK(aliased[0] > 1000 && aliased[5] > 300);
+  CHECK(aliased[0] > 400 && aliased[5] > 100);
 }
 
 // The ids' memory is that of a table: valid ones, -1 and some out of range.

@@ -14,12 +14,13 @@ namespace jax_ep {
 namespace {
 
 constexpr int64_t kKey = 0x1234'5678'9ABC'DEF0;
-const CallTag kRight = CallTag::Of(kKey, CallOp::kDispatch, false, 77);
+const RegionTag kRight = RegionTag::Of(kKey, CallOp::kDispatch, false, 77, 4096);
 
 // What each difference alone makes of the tag.
 void TestTags() {
-  CHECK(kRight == CallTag::Of(kKey, CallOp::kDispatch, false, 77));
+  CHECK(kRight == RegionTag::Of(kKey, CallOp::kDispatch, false, 77, 4096));
   CHECK(kRight.op() == CallOp::kDispatch);
+  CHECK(!(kRight == RegionTag::Of(kKey, CallOp::kDispatch, false, 77, 4096 + 128)));
   std::set<std::pair<uint32_t, uint32_t>> seen;
   int64_t made = 0;
   for (int64_t key = 0; key < 8; ++key) {
@@ -28,7 +29,7 @@ void TestTags() {
         // Keys and sites are 63 bits of a digest; theirs differ in one bit here.
         const int64_t key_bits = kKey ^ (int64_t{1} << key * 7), site = int64_t{1} << bit;
         for (const bool in_halves : {false, true}) {
-          const CallTag tag = CallTag::Of(key_bits, op, in_halves, site);
+          const RegionTag tag = RegionTag::Of(key_bits, op, in_halves, site, 4096);
           CHECK(tag.op() == op);
           seen.insert({tag.handle, tag.call});
           ++made;
@@ -69,7 +70,7 @@ void TakeReport(World& world, size_t index) {
   Rank& rank = world.ranks[index];
   size_t source = 0;
   while (world.ranks[source].tag == rank.tag) ++source;
-  const CallTag other = world.ranks[source].tag;
+  const RegionTag other = world.ranks[source].tag;
   CHECK(rank.mixed.state == MixedCallReport::kSet);
   CHECK(rank.mixed.source == static_cast<int32_t>(source));
   CHECK(rank.mixed.here == static_cast<int32_t>(rank.tag.op()));
@@ -86,10 +87,10 @@ bool Same(const Buffer& a, const Buffer& b) {
 
 void TestEveryRankIsTold() {
   Random random(51);
-  const CallTag wrong[] = {CallTag::Of(kKey + 1, CallOp::kDispatch, false, 77),
-                           CallTag::Of(kKey, CallOp::kCombine, false, 77),
-                           CallTag::Of(kKey, CallOp::kDispatch, true, 77),
-                           CallTag::Of(kKey, CallOp::kDispatch, false, 78), CallTag{}};
+  const RegionTag wrong[] = {RegionTag::Of(kKey + 1, CallOp::kDispatch, false, 77, 4096),
+                             RegionTag::Of(kKey, CallOp::kCombine, false, 77, 4096),
+                             RegionTag::Of(kKey, CallOp::kDispatch, true, 77, 4096),
+                             RegionTag::Of(kKey, CallOp::kDispatch, false, 78, 4096), RegionTag{}};
   for (int round = 0; round < 200; ++round) {
     CurrentCase() = "round " + std::to_string(round);
     Options options = DrawOptions(random, 5, 7, [&] { return random.In(1, 14); });
@@ -113,7 +114,7 @@ void TestEveryRankIsTold() {
     const auto mix = [&] {
       // At least one, and not all.
       const int64_t first = random.In(0, options.shape.ranks - 1);
-      const CallTag tag = wrong[random.In(0, 4)];
+      const RegionTag tag = wrong[random.In(0, 4)];
       for (int64_t i = 0; i < options.shape.ranks; ++i) {
         const bool is_wrong =
             i == first || (i != (first + 1) % options.shape.ranks && random.OneIn(3));
@@ -181,7 +182,7 @@ void TestOtherOp() {
     rank.tag = kRight;
   }
   world.Dispatch();
-  b.tag = CallTag::Of(kKey, CallOp::kCombine, false, 99);
+  b.tag = RegionTag::Of(kKey, CallOp::kCombine, false, 99, 4096);
   world.Pack(a);
   world.CombinePack(b);
   // Only the tags need to cross: a region's length is the exchange's matter.
@@ -214,10 +215,10 @@ void TestReports() {
     std::memset(rank.ids.data(), 0, static_cast<size_t>(rank.ids.bytes()));
     rank.tag = kRight;
   }
-  world.ranks[2].tag = CallTag{};
+  world.ranks[2].tag = RegionTag{};
   world.Dispatch();
   CHECK(world.ranks[0].mixed.source == 2 && world.ranks[2].mixed.source == 0);
-  world.ranks[1].tag = CallTag{};
+  world.ranks[1].tag = RegionTag{};
   world.Dispatch();
   CHECK(world.ranks[0].mixed.source == 2);
   world.ranks[0].mixed = {};

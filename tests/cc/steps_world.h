@@ -99,7 +99,7 @@ struct Rank {
   Buffer tokens, ids, weights;
   Buffer slot_of, position, num_invalid;
   InvalidIdReport report{};
-  CallTag tag{};  // of its calls
+  RegionTag tag{};  // of its calls
   MixedCallReport mixed{};
   Buffer rows, scales, row_offsets, group_sizes, expert_counts, expert_ids, scales_offsets,
       src_info, row_weights, num_dropped, row_of, row_slot, slot_counts, row_base;

@@ -23,11 +23,11 @@ void WriteReport(Report& report, Write&& write) {
   state.store(Report::kSet, std::memory_order_release);
 }
 
-inline void WriteTag(uint8_t* region, CallTag tag) {
+inline void WriteTag(uint8_t* region, RegionTag tag) {
   std::memcpy(region + kTagOffset, &tag, sizeof tag);
 }
-inline CallTag TagOf(const uint8_t* region) {
-  CallTag tag;
+inline RegionTag TagOf(const uint8_t* region) {
+  RegionTag tag;
   std::memcpy(&tag, region + kTagOffset, sizeof tag);
   return tag;
 }
@@ -36,9 +36,9 @@ inline CallTag TagOf(const uint8_t* region) {
 inline bool OfOneCall(const MixedCallCheck& check, const uint8_t* recv, int64_t ranks,
                       int64_t region_bytes) {
   const int64_t own_rank = check.own_rank < ranks ? check.own_rank : 0;
-  const CallTag own = TagOf(recv + own_rank * region_bytes);
+  const RegionTag own = TagOf(recv + own_rank * region_bytes);
   for (int64_t source = 0; source < ranks; ++source) {
-    const CallTag other = TagOf(recv + source * region_bytes);
+    const RegionTag other = TagOf(recv + source * region_bytes);
     if (other == own) continue;
     if (check.report != nullptr) {
       WriteReport(*check.report, [&] {

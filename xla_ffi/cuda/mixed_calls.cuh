@@ -10,10 +10,10 @@
 namespace jax_ep::cuda {
 
 // Regions are whole units of 16 bytes, so that one access takes a tag.
-__device__ inline void WriteTag(uint8_t* region, CallTag tag) {
+__device__ inline void WriteTag(uint8_t* region, RegionTag tag) {
   *reinterpret_cast<uint2*>(region + kTagOffset) = make_uint2(tag.handle, tag.call);
 }
-__device__ inline CallTag TagOf(const uint8_t* region) {
+__device__ inline RegionTag TagOf(const uint8_t* region) {
   const uint2 tag = *reinterpret_cast<const uint2*>(region + kTagOffset);
   return {tag.x, tag.y};
 }
@@ -28,9 +28,9 @@ __device__ __noinline__ inline void ReportMixedCall(const MixedCallCheck& check,
     return;
   }
   const int64_t own_rank = check.own_rank < ranks ? check.own_rank : 0;
-  const CallTag own = TagOf(recv + own_rank * region_bytes);
+  const RegionTag own = TagOf(recv + own_rank * region_bytes);
   for (int64_t source = 0; source < ranks; ++source) {
-    const CallTag other = TagOf(recv + source * region_bytes);
+    const RegionTag other = TagOf(recv + source * region_bytes);
     if (other == own) continue;
     const MixedCallReport found = MixedCallOf(static_cast<int32_t>(source), own, other);
     *reinterpret_cast<int4*>(check.report) =
@@ -44,7 +44,7 @@ __device__ __noinline__ inline void ReportMixedCall(const MixedCallCheck& check,
 __device__ inline bool OfOneCall(const MixedCallCheck& check, const uint8_t* recv, int64_t ranks,
                                  int64_t region_bytes) {
   if (ranks == 1) return true;
-  const CallTag first = TagOf(recv);
+  const RegionTag first = TagOf(recv);
   bool other = false;
   for (int64_t source = threadIdx.x; source < ranks; source += blockDim.x) {
     other |= !(TagOf(recv + source * region_bytes) == first);

@@ -99,7 +99,6 @@ struct DecodedCombinePack {
                     const I32& row_of, const I32& slot_counts, Out<Wire> send, int64_t key,
                     int64_t site, bool in_halves, bool weighted, bool with_weight_grads,
                     std::string_view combine_dtype) {
-    step.tag = CallTag::Of(key, CallOp::kCombine, in_halves, site);
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "expert_out", expert_out, shape, step.element);
@@ -120,6 +119,7 @@ struct DecodedCombinePack {
               CombineRegion::Of(shape.tokens, CombineMessageOf(step).bytes).bytes);
     if (!check.ok()) return check.error();
     step.send = Bytes(*send);
+    step.tag = RegionTag::Of(key, CallOp::kCombine, in_halves, site, RegionBytes(*send));
     return ffi::Error::Success();
   }
 };

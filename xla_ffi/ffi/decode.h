@@ -98,6 +98,9 @@ inline void CheckWire(Checker& check, const Wire& wire, int64_t ranks, int64_t r
   check.Dims("the wire buffer", wire, {ranks, region_bytes / kWireWordBytes});
 }
 
+// Of a wire buffer that has been checked.
+inline int64_t RegionBytes(const Wire& wire) { return Dim(wire, 1) * kWireWordBytes; }
+
 inline uint8_t* Bytes(const Wire& wire) { return reinterpret_cast<uint8_t*>(wire.typed_data()); }
 
 // Reads n, H and the element type off a [n, H] float buffer.

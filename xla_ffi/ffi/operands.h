@@ -36,7 +36,6 @@ struct DecodedPack {
                     Out<I32> num_invalid, int64_t group_key, int64_t site, bool in_halves,
                     int64_t num_experts, std::string_view format_name) {
     key = group_key;
-    step.tag = CallTag::Of(key, CallOp::kDispatch, in_halves, site);
     format = format_name;
     Checker check(kTarget);
     EpShape& shape = step.shape;
@@ -73,6 +72,7 @@ struct DecodedPack {
     step.slot_of = slot_of->typed_data();
     step.position = position->typed_data();
     step.num_invalid = num_invalid->typed_data();
+    step.tag = RegionTag::Of(key, CallOp::kDispatch, in_halves, site, RegionBytes(*send));
     return ffi::Error::Success();
   }
 };
@@ -176,7 +176,6 @@ struct DecodedCachedPack {
   ffi::Error Decode(const AnyBuffer& tokens, const F32& weights, const I32& slot_of, Out<Wire> send,
                     int64_t key, int64_t site, std::string_view format_name) {
     format = format_name;
-    step.tag = CallTag::Of(key, CallOp::kCachedDispatch, false, site);
     Checker check(kTarget);
     EpShape& shape = step.shape;
     CheckTokens(check, "tokens", tokens, shape, step.element);
@@ -201,6 +200,7 @@ struct DecodedCachedPack {
     step.weights = weights.typed_data();
     step.slot_of = slot_of.typed_data();
     step.send = Bytes(*send);
+    step.tag = RegionTag::Of(key, CallOp::kCachedDispatch, false, site, RegionBytes(*send));
     return ffi::Error::Success();
   }
 };

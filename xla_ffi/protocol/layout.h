@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "protocol/call_tag.h"
 #include "protocol/platform.h"
+#include "protocol/region_tag.h"
 
 namespace jax_ep {
 
@@ -32,12 +32,12 @@ inline constexpr int64_t kMessageAlignBytes = 16;
 inline constexpr int64_t kMessageStrideBytes = 128;
 inline constexpr int64_t kIndexBytes = 4;   // int32
 inline constexpr int64_t kWeightBytes = 4;  // float32
-inline constexpr int64_t kTagBytes = sizeof(CallTag);
+inline constexpr int64_t kTagBytes = sizeof(RegionTag);
 inline constexpr int64_t kTagOffset = 0;  // in every region of the collective transport
 
 // Precedes the messages of a first dispatch: what the receiver needs to place every row.
 struct RegionHeader {
-  int64_t tag;            // CallTag
+  int64_t tag;            // RegionTag
   int64_t num_slots;      // int32: messages that follow
   int64_t expert_counts;  // int32 [L]: rows for each local expert of the receiver
   int64_t bytes;
@@ -122,7 +122,7 @@ struct CombineMessage {
 // say which slots have a message: routes come back from the caller's program, and where nothing was
 // packed a wire buffer holds whatever lay in that memory before.
 struct CachedRegion {
-  int64_t tag;       // CallTag
+  int64_t tag;       // RegionTag
   int64_t sent;      // uint8 [n]: whether the slot has a message
   int64_t messages;  // the first one
   int64_t bytes;
@@ -138,7 +138,7 @@ struct CachedRegion {
   }
 };
 struct CombineRegion {
-  int64_t tag;       // CallTag
+  int64_t tag;       // RegionTag
   int64_t num_sums;  // int32: slots before it have a message
   int64_t messages;  // the first one
   int64_t bytes;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "protocol/call_tag.h"
+#include "protocol/region_tag.h"
 #include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
@@ -40,7 +40,7 @@ struct alignas(16) MixedCallReport {
   int32_t there;   // CallOp of the source, with kSameHandle where only the call is another
   int32_t state;
 };
-JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, CallTag own, CallTag other) {
+JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, RegionTag own, RegionTag other) {
   const int32_t same = own.handle == other.handle ? MixedCallReport::kSameHandle : 0;
   return {source, static_cast<int32_t>(own.op()), static_cast<int32_t>(other.op()) | same,
           MixedCallReport::kSet};
@@ -66,7 +66,7 @@ struct PackStep {
   int32_t* position;         // [n, K]
   int32_t* num_invalid;      // [1]
   InvalidIdReport* report;   // nullptr: not reported
-  CallTag tag{};
+  RegionTag tag{};
 };
 
 // place: one region a source rank -> rows and the expert rank's tables.
@@ -104,7 +104,7 @@ struct CachedPackStep {
   const float* weights;    // [n, num_weights]
   const int32_t* slot_of;  // [n, K]
   uint8_t* send;           // [R, CachedRegion]
-  CallTag tag{};
+  RegionTag tag{};
 };
 
 // decode and place along a known route; padding and tail become zero.
@@ -133,7 +133,7 @@ struct CombinePackStep {
   const int32_t* row_of;       // [R, n, K]
   const int32_t* slot_counts;  // [R]
   uint8_t* send;               // [R, CombineRegion]
-  CallTag tag{};
+  RegionTag tag{};
 };
 
 // reduce at the source: sums of the ranks, ascending -> tokens. With `by_entry` each row has come

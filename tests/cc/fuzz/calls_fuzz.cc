@@ -277,7 +277,7 @@ void EqualiseTags(const Step& step, const Call& call) {
     const int64_t bytes = call.operands[0].dims[1] * kWireWordBytes;
     auto* recv = const_cast<uint8_t*>(step.recv);
     for (int64_t rank = 0; rank < step.shape.ranks; ++rank) {
-      cpu::WriteTag(recv + rank * bytes, CallTag{});
+      cpu::WriteTag(recv + rank * bytes, RegionTag{});
     }
   }
 }

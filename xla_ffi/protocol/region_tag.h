@@ -13,20 +13,23 @@ enum class CallOp : uint32_t { kNone, kDispatch, kCachedDispatch, kCombine };
 inline constexpr uint32_t kCallOpMask = 3;
 
 // Begins every region, whatever the op, so that regions of unlike ops can be compared.
-struct CallTag {
+struct RegionTag {
   uint32_t handle = 0;  // digest of the key
-  uint32_t call = 0;  // digest of the op, the halves and the call site; its lowest bits are the op
+  uint32_t call =
+      0;  // digest of the arguments of Of but the key; the lowest bits are the op itself
 
   // `site`: digest of the user's line. The second half of a call is not told it and needs no tag to
   // compare with: the rank's own region is among those that arrive.
-  static constexpr CallTag Of(int64_t key, CallOp op, bool in_halves, int64_t site) {
+  static constexpr RegionTag Of(int64_t key, CallOp op, bool in_halves, int64_t site,
+                                int64_t region_bytes) {
     // Of a site's 64 bits the highest is never set.
-    const uint64_t digest = Mix(static_cast<uint64_t>(site) << 1 | (in_halves ? 1 : 0));
+    uint64_t digest = Mix(static_cast<uint64_t>(site) << 1 | (in_halves ? 1 : 0));
+    digest = Mix(digest ^ static_cast<uint64_t>(region_bytes));
     return {static_cast<uint32_t>(Mix(static_cast<uint64_t>(key))),
             (static_cast<uint32_t>(digest) & ~kCallOpMask) | static_cast<uint32_t>(op)};
   }
   JAX_EP_HOST_DEVICE constexpr CallOp op() const { return static_cast<CallOp>(call & kCallOpMask); }
-  JAX_EP_HOST_DEVICE constexpr bool operator==(const CallTag& other) const {
+  JAX_EP_HOST_DEVICE constexpr bool operator==(const RegionTag& other) const {
     return handle == other.handle && call == other.call;
   }
 
@@ -38,6 +41,6 @@ struct CallTag {
     return bits ^ (bits >> 33);
   }
 };
-static_assert(sizeof(CallTag) == 8 && alignof(CallTag) == 4);
+static_assert(sizeof(RegionTag) == 8 && alignof(RegionTag) == 4);
 
 }  // namespace jax_ep
