@@ -41,8 +41,11 @@ def dispatch(
     input_scale: jax.Array,
 ) -> Dispatched:
     """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    send, *tables = dispatch_pack(ep, tokens, topk_ids, router_weights, input_scale)
-    return dispatch_place(ep, tokens, input_scale, (exchange(ep, send), *tables))
+    send, slot_of, num_invalid = dispatch_pack(
+        ep, tokens, topk_ids, router_weights, input_scale
+    )
+    sent = exchange(ep, send), slot_of, num_invalid
+    return dispatch_place(ep, tokens, input_scale, sent)
 
 
 def held_rows(ep: EPHandle) -> int:
@@ -62,10 +65,10 @@ def dispatch_send(
     input_scale: jax.Array,
 ) -> tuple[Sent]:
     """The part of `dispatch` up to its exchange: what is there then."""
-    send, *tables = dispatch_pack(
+    send, slot_of, num_invalid = dispatch_pack(
         ep, tokens, topk_ids, router_weights, input_scale, in_halves=True
     )
-    return ((exchange(ep, send), *tables),)
+    return ((exchange(ep, send), slot_of, num_invalid),)
 
 
 def dispatch_pack(

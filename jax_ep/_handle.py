@@ -172,11 +172,10 @@ class EPHandle:
                 rank, token, k and value of the first on the lowest rank.
             jax.errors.JaxRuntimeError: a wait of p2p or shmem failed; names the rank
                 that waited, the one it waited for, the phase and the call. It stays so
-                until the handle is closed. Or processes were in different calls, of
-                handles or lines of the program, and exchanged with each other through
-                XLA (transport "collective", and halves with `overlap="copy"`): names the
-                rank, the other rank and both calls, whose results are NaN, -1 and 0.
-                The handle stays usable.
+                until the handle is closed. Or, on "collective" and in halves with
+                `overlap="copy"`, processes met in different calls, of other handles or
+                on other lines of the program; names the rank, the other rank and both
+                calls. Their results are NaN, -1 and 0; the handle stays usable.
         """
         if self._closed:
             raise ValueError(
@@ -216,10 +215,11 @@ class EPHandle:
         else:
             other = f"a {_OPS[there]} of another handle"
         raise jax.errors.JaxRuntimeError(
-            f"jax_ep.check: rank {rank} (device {ordinal}; {len(found) - 1} more devices "
-            f"of this process report some) was in a {_OPS.get(here, 'call')} of this "
-            f"handle (key {self.key:#x}) while rank {source} was in {other}; the results "
-            "are NaN, -1 and 0. Make the same calls in the same order on every process"
+            f"jax_ep.check: rank {rank} (device {ordinal}; {len(found) - 1} more "
+            "devices of this process report some) was in a "
+            f"{_OPS.get(here, 'call')} of this handle (key {self.key:#x}) while rank "
+            f"{source} was in {other}; the results are NaN, -1 and 0. Make the same "
+            "calls in the same order on every process"
         )
 
     def __enter__(self) -> EPHandle:

@@ -18,6 +18,7 @@ from jax_ep._results import struct
 PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
 STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives
 
+
 def pending_call(like: jax.Array) -> Any:
     """The type of what the first half of a call leaves of it."""
     return struct(like, (1, PENDING_INTS), jnp.int32)

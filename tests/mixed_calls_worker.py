@@ -16,6 +16,7 @@ import jax_ep
 import helpers
 import jax
 import numpy as np
+import pytest
 import twins
 from multiprocess_worker import start
 
@@ -81,22 +82,20 @@ def check_nothing(results) -> None:
 
 def check_told(ep, ranks, others, here: str, there: str) -> None:
     """Names one of this process's ranks, one of the others, and both calls."""
-    try:
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         ep.check()
-    except jax.errors.JaxRuntimeError as error:
-        found = re.search(
-            r"rank (\d+) \(.* in a (.*) of this handle \(key 0x[0-9a-f]+\) while rank "
-            r"(\d+) was in (.*); .* same calls in the same order on every process",
-            str(error),
-        )
-        assert found, error
-        rank, own, source, other = found.groups()
-        assert int(rank) in ranks, error
-        assert int(source) == min(others), error
-        assert own.startswith(here), error
-        assert other.startswith(there), error
-    else:
-        raise AssertionError("check() did not raise")
+    message = str(raised.value)
+    found = re.search(
+        r"rank (\d+) \(.* in a (.*) of this handle \(key 0x[0-9a-f]+\) while rank "
+        r"(\d+) was in (.*); .* same calls in the same order on every process",
+        message,
+    )
+    assert found, message
+    rank, own, source, other = found.groups()
+    assert int(rank) in ranks, message
+    assert int(source) == min(others), message
+    assert own.startswith(here), message
+    assert other.startswith(there), message
     assert ep.check() is None  # it has forgotten
 
 

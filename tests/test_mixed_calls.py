@@ -11,8 +11,12 @@ import pathlib
 
 import gpus
 import helpers
+import jax
+import numpy as np
 import pytest
 from launch import launch, tails
+
+import jax_ep
 
 TIMEOUT_S = 90
 
@@ -36,6 +40,28 @@ def test_all_are_told(processes: int, devices: int, tmp_path: pathlib.Path) -> N
     run_processes(
         processes, [str(devices), "collective"], tmp_path, JAX_PLATFORMS="cpu"
     )
+
+
+def test_reports_are_raised_one_kind_at_a_time(monkeypatch) -> None:
+    """What was no call of jax_ep has no name; bad ids wait for the next check."""
+    mesh = helpers.make_mesh(1)
+    config = helpers.make_config()
+    with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
+        inputs = helpers.make_inputs(np.random.default_rng(1), config, 1)
+        inputs.ids[0][2, 1] = 99
+        helpers.run_dispatch(ep, mesh, inputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ep._native, "take_mixed_calls", lambda key: [(3, 0, 1, 3, 0, False)]
+            )
+            words = (
+                r"rank 3 .* in a combine .* rank 1 was in an exchange that is not of"
+            )
+            with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+                ep.check()
+        with pytest.raises(jax_ep.InvalidIdError, match="99"):
+            ep.check()
+        assert ep.check() is None
 
 
 @pytest.mark.gpu
