@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import helpers
 import imagined
@@ -104,3 +105,26 @@ def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
             run(1.0) if run else helpers.init(mesh)
     assert listening[-1] == "unlocked"
     assert imagined.threads_of_meetings() == 0
+
+
+def test_interrupt_of_a_store_that_stands_still() -> None:
+    """A call into C++ that does not come back does not keep Ctrl-C."""
+    ended = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    class Stalled(imagined.Store):
+        def key_value_try_get_bytes(self, key):
+            signal.pthread_kill(main, signal.SIGINT)
+            ended.wait(60)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    start = time.monotonic()
+    try:
+        meeting = Meeting([0, 1], 1, 30.0, "same", Stalled())
+        with pytest.raises(KeyboardInterrupt), meeting:
+            meeting.gather("one", None)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        ended.set()
+    assert time.monotonic() - start < 20
