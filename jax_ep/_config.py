@@ -181,7 +181,7 @@ class EPConfig:
             self.top_k <= self.num_experts,
             f"top_k must be at most num_experts, {self.num_experts}",
             self.top_k,
-            "a token's experts are distinct",
+            "lower top_k or add experts",
         )
         _require_int("hidden_size", self.hidden_size, 1, native.MAX_HIDDEN)
         limit = native.MAX_INDEX

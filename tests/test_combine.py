@@ -53,7 +53,7 @@ CASES = [
     Case("free_tail", 4, {"zero_tail": False}, residual=True),
     Case("invalid_ids", 4, routing="invalid"),
     Case("duplicates", 4, {"num_experts": 8, "top_k": 6}, routing="duplicates"),
-    Case("same_expert_twice", 2, {"num_experts": 2}, routing="one:1"),
+    Case("same_expert_twice", 2, {"num_experts": 4}, routing="one:1"),
     Case("no_rows", 4, routing="none", residual=True),
     Case("no_rows_no_residual", 4, routing="none"),
     Case("one_rank_sends", 4, routing=("none", "full", "none", "none")),
@@ -125,7 +125,7 @@ def test_no_fused_multiply_add() -> None:
     """Products that cancel: an fma would leave the rounding error of the product."""
     mesh = helpers.make_mesh(1)
     config = helpers.make_config(
-        num_experts=1,
+        num_experts=2,
         top_k=2,
         max_tokens_per_rank=2,
         recv_capacity=4,
@@ -230,7 +230,7 @@ POOL = [
     Case("a", 8, {"top_k": 4}, n=5),
     Case("b", 4, {"num_experts": 8, "recv_capacity": 20, "expert_alignment": 4}),
     Case("c", 3, {"num_experts": 9, "dtype": "float32"}, n=6, residual=True),
-    Case("d", 2, {"num_experts": 2, "top_k": 5, "dtype": "float16"}, weighted=False),
+    Case("d", 2, {"num_experts": 6, "top_k": 5, "dtype": "float16"}, weighted=False),
 ]
 
 

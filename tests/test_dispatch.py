@@ -145,7 +145,7 @@ POOL = [
     (8, {"top_k": 4}, 5),
     (4, {"num_experts": 8, "top_k": 3, "recv_capacity": 20, "expert_alignment": 4}, 8),
     (3, {"num_experts": 9, "top_k": 2, "dtype": "float32", "zero_tail": False}, 6),
-    (2, {"num_experts": 2, "top_k": 5, "dtype": "float16"}, 4),
+    (2, {"num_experts": 6, "top_k": 5, "dtype": "float16"}, 4),
 ]
 SPECIAL_IDS = [-1, -1, -2, helpers.INT_MIN, helpers.INT_MAX]
 

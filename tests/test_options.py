@@ -141,7 +141,7 @@ def test_meshes(mode: str, axes: Any, check_vma: bool) -> None:
 CHANGES = [
     {"top_k": 4, "recv_capacity": 30},
     {"num_experts": 8, "expert_alignment": 4},
-    {"num_experts": 4, "top_k": 5, "dtype": "float32"},
+    {"num_experts": 8, "top_k": 5, "dtype": "float32"},
 ]
 
 

@@ -286,7 +286,8 @@ def test_quantised_gradients(mode: str) -> None:
 def test_no_token(mode: str) -> None:
     """n = 0, whole and in halves: no gradient of a row, though all rows have values."""
     mesh = helpers.make_mesh(2)
-    config = helpers.make_config(**options.MODES[mode], expert_alignment=4)
+    fields = helpers.HALVES | options.MODES[mode]
+    config = helpers.make_config(**fields, expert_alignment=4)
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(8)
     inputs = helpers.make_inputs(rng, config, 2)

@@ -58,7 +58,11 @@ CASES = [
         Case(f"top{k}", {"top_k": k, "num_experts": 64}, routings=("full", "random"))
         for k in (1, 3, 8, 32)
     ],
-    Case("one_expert_a_rank", {"num_experts": 4}, routings=("duplicates", "one:3")),
+    Case(
+        "one_expert_a_rank",
+        {"num_experts": 4, "top_k": 4},
+        routings=("duplicates", "one:3"),
+    ),
     Case(
         "experts2048",
         {"num_experts": 2048, "top_k": 8, "max_tokens_per_rank": 130},
