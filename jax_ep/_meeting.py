@@ -110,6 +110,7 @@ class Meeting:
         self._locked = False
         who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
         self._memory = _memories[who, own]
+        self._stale: set[str] = set()  # keys of meetings before
         if self.alone:
             return
         self._store = _store() if store is None else store
@@ -121,7 +122,6 @@ class Meeting:
         self._inside = False  # whether it is there still
         self._over = False  # whether a verdict has ended the meeting
         self._end = 0.0  # of the wait that it is in
-        self._stale: set[str] = set()  # keys of meetings before
 
     @staticmethod
     def of(mesh: Mesh, timeout_s: float) -> Meeting:
@@ -173,7 +173,7 @@ class Meeting:
 
     def begin(self) -> None:
         """Has other meetings of these processes, in this one, wait for the end."""
-        if self._locked or self.alone or self._store is None:
+        if self._locked or not self.possible:
             return
         if not self._memory.lock.acquire(timeout=self._timeout_s):
             raise RuntimeError(
@@ -509,7 +509,8 @@ class Meeting:
 
     def __enter__(self) -> Self:
         """Begins: a failure from here on is told to the others."""
-        self.begin()
+        if not self.alone:
+            self.begin()
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
@@ -527,7 +528,7 @@ class Meeting:
             if self._giver is not None:
                 rest.callback(self._giver.close)
             # First, so that whoever finds this process's socket closed finds out why.
-            if why is not None and self._locked:
+            if why is not None and self._locked and not self.alone:
                 # A store that stands still gets it when it goes on; nobody waits.
                 stalled = isinstance(error, StoreStalled)
                 with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):

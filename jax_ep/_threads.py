@@ -28,6 +28,9 @@ def untraced(function: Callable[[], Result]) -> Result:
     """
     future, thread = _begin(function, "jax_ep untraced")
     try:
+        # In slices: a signal that comes just before a wait does not end it.
+        while not future.done():
+            concurrent.futures.wait([future], _SLICE_S)
         return future.result()
     except KeyboardInterrupt:
         if not future.done():

@@ -78,7 +78,7 @@ DISPATCH = {
     "ids_float": ({"topk_ids": "float32"}, "topk_ids", "int32", "float32"),
     "ids_unsigned": ({"topk_ids": "uint32"}, "topk_ids", "int32", "uint32"),
     "ids_short": ({"topk_ids": "int16"}, "topk_ids", "int32", "int16"),
-    "weights_dtype": ({"router_weights": "bfloat16"}, "router_weights", "float32"),
+    "weights_dtype": ({"router_weights": "int32"}, "router_weights", "float32"),
 }  # fmt: skip
 COMBINE = {
     "N": ({"expert_out": (7, 16)}, "expert_out", "7"),
@@ -90,7 +90,7 @@ COMBINE = {
     "rows_of_packed_codes": ({"expert_out": "uint8"}, "expert_out", "bfloat16",
                              "uint8", "quantised", "pass jax_ep.dequantize(d)"),
     "weights_shape": ({"row_weights": (8, 3)}, "router_weights", "(8, 3)"),
-    "weights_dtype": ({"row_weights": "bfloat16"}, "router_weights", "float32"),
+    "weights_dtype": ({"row_weights": "int32"}, "router_weights", "float32"),
     "residual_shape": ({"residual": (7, 16)}, "residual", "(7, 16)"),
     "residual_dtype": ({"residual": "float32"}, "residual", "bfloat16", "float32"),
 }  # fmt: skip

@@ -68,7 +68,7 @@ WRONG = {
     "no_router": ({"router": ""}, "router must be a jax_ep.router.Router"),
     "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
     "bias": ({"router_bias": np.zeros(16)}, "router_bias must be a bool"),
-    "top_k": ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
+    "top_k": ({"top_k": 17}, "top_k must be at most num_experts, 16"),
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
     "class": ({"experts": Padded}, "experts must be a function, got the class"),
@@ -156,8 +156,8 @@ def test_errors_of_a_ranks_call_name_the_layer():
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     with raises() as caught:
-        layer(jnp.ones((8 * 1024, 4, 16)))
-    check_form(caught, "flax.MoE", "max_tokens_per_rank", "(jax_ep.dispatch, of one")
+        layer(jnp.ones((8, 4, 16)), input_scale=jnp.ones(()))
+    check_form(caught, "flax.MoE", "input_scale", "(jax_ep.dispatch, of one")
 
 
 @pytest.mark.parametrize("manual", [("dp", "ep"), ("dp",)], ids="-".join)

@@ -182,9 +182,9 @@ def test_interrupt_gets_through(interrupts):
     begun, told = threading.Event(), []
 
     def waits() -> None:
-        begun.set()
         end = time.monotonic() + 60
         try:
+            begun.set()
             while time.monotonic() < end:
                 time.sleep(0.05)
         except KeyboardInterrupt:
