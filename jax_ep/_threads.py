@@ -26,15 +26,16 @@ def untraced(function: Callable[[], Result]) -> Result:
 
     Ctrl-C comes to the main thread alone, and is passed on.
     """
-    future, thread = _begin(function, "jax_ep untraced")
+    future, thread = _thread_of(function, "jax_ep untraced")
     try:
+        thread.start()
         # In slices: a signal that comes just before a wait does not end it.
         while not future.done():
             concurrent.futures.wait([future], _SLICE_S)
         return future.result()
     except KeyboardInterrupt:
-        if not future.done():
-            _interrupt(thread)
+        if thread.ident is not None and not future.done():
+            _interrupt(thread.ident)
             concurrent.futures.wait([future], _GRACE_S)
         raise
     finally:
@@ -49,9 +50,10 @@ def bounded(function: Callable[[], Result], seconds: float) -> Result:
     Raises:
         TimeoutError: it did not end.
     """
-    future, _ = _begin(function, "jax_ep bounded")
+    future, thread = _thread_of(function, "jax_ep bounded")
     end = time.monotonic() + seconds
     try:
+        thread.start()
         while not future.done():
             left = end - time.monotonic()
             if left <= 0:
@@ -63,7 +65,7 @@ def bounded(function: Callable[[], Result], seconds: float) -> Result:
         del future
 
 
-def _begin(
+def _thread_of(
     function: Callable[[], Result], name: str
 ) -> tuple[Future[Result], threading.Thread]:
     future: Future[Result] = Future()
@@ -71,7 +73,6 @@ def _begin(
     thread = threading.Thread(
         target=_resolve, args=(future, function), name=name, daemon=True
     )
-    thread.start()
     return future, thread
 
 
@@ -84,10 +85,10 @@ def _resolve(future: Future[Result], function: Callable[[], Result]) -> None:
         future.set_result(result)
 
 
-def _interrupt(thread: threading.Thread) -> None:
+def _interrupt(ident: int) -> None:
     """Raises KeyboardInterrupt in that thread once it runs Python code."""
     import ctypes  # hardly ever needed
 
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt)
     )
