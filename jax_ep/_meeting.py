@@ -304,6 +304,11 @@ class Meeting:
                     return verdict
                 if not self._step:
                     self._raise_if_one_failed_before()
+                    # One that was left behind in a store that stood still may have come
+                    # after it.
+                    told = self._get(f"{self._root}/invitation") or {}
+                    if told.get("token") != self._token:
+                        self._invite()
                 if self._left_s() <= 0:
                     return None
         return self._claim({"values": {str(p): v for p, v in values.items()}})

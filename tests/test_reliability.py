@@ -195,7 +195,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         row = row_of(found, f"| `{'`; `'.join(command.split('; '))}` |")
         assert re.search(r"4 x NVIDIA Made Up, .*: [1-9]\d* passed, 0 failed", row), row
     # Three soaks, fuzzing, sanitizers, several processes.
-    assert found.count("not yet run") == 6
+    assert found.count("not yet run") == 7
     names = {"a/test_x.py::test_y[3]": "passed", "a/test_x.py::test_z": "failed"}
     run = lockstep_run.Run([lockstep_run.Test(*pair) for pair in names.items()])
     for processes, node in ((4, None), (4, 2)):
