@@ -26,9 +26,9 @@ import numpy as np
 import p2p
 import recording
 
-from jax_ep import _hopper
-from jax_ep._grouped_outer import grouped_outer
-from jax_ep._grouped_rows import grouped_rows
+from jax_ep._experts import hopper
+from jax_ep._experts.grouped_outer import grouped_outer
+from jax_ep._experts.grouped_rows import grouped_rows
 
 
 class Case(typing.NamedTuple):
@@ -180,7 +180,7 @@ def parse(arguments):
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--set", nargs="*", default=[], help="constants of _hopper.py")
+    parser.add_argument("--set", nargs="*", default=[], help="constants of hopper.py")
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, at least"
     )
@@ -196,7 +196,7 @@ def main(arguments=None):
         sys.exit("grouped.py: kernels need a Hopper GPU, got none; run it with --tiny")
     for setting in args.set:
         name, _, value = setting.partition("=")
-        setattr(_hopper, name, int(value))
+        setattr(hopper, name, int(value))
     rng, rows = np.random.default_rng(args.seed), []
     for case in args.cases:
         for room in args.room:

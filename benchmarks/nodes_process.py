@@ -23,7 +23,7 @@ import p2p_programs
 import p2p_transports
 import worker
 
-from jax_ep import _nodes
+from jax_ep._peers import topology
 
 TIMEOUT_S = 60.0
 # A guess of a call's microseconds a token, to size programs; and of a call without any.
@@ -61,7 +61,7 @@ class Process:
 
     def __init__(self, spec):
         self.spec, self.mesh = spec, worker.ep_mesh()
-        self.bundled = _nodes.bundled
+        self.bundled = topology.bundled
         self.reference = self.transport = None
         self.programs = {}
 
@@ -75,7 +75,7 @@ class Process:
 
     def open(self, transport, node, bundles):
         """A way: compared with the collective transport, its programs compiled."""
-        _nodes.bundled = self.bundled if bundles else lambda *args: (0, 0)
+        topology.bundled = self.bundled if bundles else lambda *args: (0, 0)
         case = self.reference.case
         # NVSHMEM has half of the time to start in.
         config = dataclasses.replace(

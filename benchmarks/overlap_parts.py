@@ -13,7 +13,8 @@ import p2p_check
 import p2p_programs
 from jax import lax
 
-from jax_ep import _collective, _operands
+from jax_ep._ops import operands
+from jax_ep._transport import collective
 
 _TARGETS = {
     ("dispatch", "pack"): "ep_pack",
@@ -26,22 +27,22 @@ _TARGETS = {
 def _pack(ep, op, *inputs):
     """What is sent, and what placing takes besides what arrives."""
     if op == "dispatch":
-        _, args = _operands.of_dispatch("dispatch", ep, *inputs, None)
-        send, *rest = _collective.dispatch_pack(ep, *args)
+        _, args = operands.of_dispatch("dispatch", ep, *inputs, None)
+        send, *rest = collective.dispatch_pack(ep, *args)
         return send, tuple(rest)
     rows, route, weights = inputs
     wire = ep.config.combine_wire
-    send = _collective.combine_pack(ep, route, rows, weights, None, wire, False)
+    send = collective.combine_pack(ep, route, rows, weights, None, wire, False)
     return send, (route.slot_of,)
 
 
 def _place(ep, op, arrived, rest, like):
     if op == "dispatch":
         scale = jnp.ones((1,), jnp.float32)
-        return _collective.dispatch_place(ep, like, scale, (arrived, *rest))
+        return collective.dispatch_place(ep, like, scale, (arrived, *rest))
     wire = ep.config.combine_wire
     (slot_of,) = rest
-    return _collective.combine_sum(
+    return collective.combine_sum(
         ep, arrived, slot_of, like, None, None, wire, by_entry=False
     )[0]
 
@@ -64,7 +65,7 @@ class Parts:
         packed = [pack(*transport.inputs(op, draw)) for draw in draws]
         self.sent = [send for send, _ in packed]
         self.rest = [rest for _, rest in packed]
-        copies = mapped(functools.partial(_collective.exchange, ep))
+        copies = mapped(functools.partial(collective.exchange, ep))
         self.arrived = [copies(send) for send in self.sent]
         place = mapped(functools.partial(_place, ep, op))
         self.results = [
@@ -90,7 +91,7 @@ class Parts:
         make = functools.partial(p2p_programs.Operation, target=target)
         if part == "copies":
             return make(
-                step=lambda send, rest, shared: [_word(_collective.exchange(ep, send))],
+                step=lambda send, rest, shared: [_word(collective.exchange(ep, send))],
                 draws=[(send, ()) for send in self.sent],
                 shared=(),
             )

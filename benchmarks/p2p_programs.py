@@ -29,7 +29,7 @@ import p2p_check
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import _native
+from jax_ep._native import loader
 
 COMPILER_THREADS = 8
 _NEVER = 0xFFFFFFFF  # no checksum of one call: their elements have at most 16 bits
@@ -206,7 +206,7 @@ def launches():
 
     Zeros where there is no module for GPUs, or an older one.
     """
-    count = getattr(_native.cuda, "launch_counts", None)
+    count = getattr(loader.cuda, "launch_counts", None)
     return count() if count else (0, 0)
 
 

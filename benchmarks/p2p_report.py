@@ -1,6 +1,6 @@
 """What p2p.py prints: a line for each row and the table at the end."""
 
-from jax_ep._cli_text import fill, fit, table
+from jax_ep._cli.text import fill, fit, table
 
 OURS = "transports"  # the worker that measures jax_ep
 PLAIN = "bf16"  # of rows that name no format, too

@@ -15,7 +15,7 @@ import p2p_report
 import p2p_transports
 import worker
 
-from jax_ep._demo.progress import Progress
+from jax_ep._cli.demo.progress import Progress
 
 
 def _cases(spec):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_ep import _cli_text
+from jax_ep._cli import text as _cli_text
 
 
 def _say(text):

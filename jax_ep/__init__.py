@@ -2,17 +2,20 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import _ffi, _hopper, _runtime, experts, formats, router, sharded, stats
-from jax_ep._api import combine, dequantize, dispatch
-from jax_ep._config import EPConfig
-from jax_ep._handle import EPHandle, InvalidIdError
-from jax_ep._init import init
-from jax_ep._moe import MoEAux, moe_ffn
-from jax_ep._names import save_route
-from jax_ep._pending import Pending
-from jax_ep._shared import close_shared_handles, shared_handle
-from jax_ep._split import combine_async, combine_wait, dispatch_async, dispatch_wait
-from jax_ep._types import Dispatched, Route
+from jax_ep import experts, formats, router, sharded, stats
+from jax_ep._core.config import EPConfig
+from jax_ep._core.handle import EPHandle, InvalidIdError
+from jax_ep._core.types import Dispatched, Route
+from jax_ep._experts import hopper
+from jax_ep._layers.moe import MoEAux, moe_ffn
+from jax_ep._native import ffi
+from jax_ep._ops.api import combine, dequantize, dispatch
+from jax_ep._ops.pending import Pending
+from jax_ep._ops.remat import save_route
+from jax_ep._ops.split import combine_async, combine_wait, dispatch_async, dispatch_wait
+from jax_ep._setup import runtime
+from jax_ep._setup.init import init
+from jax_ep._setup.shared import close_shared_handles, shared_handle
 
 __all__ = [
     "Dispatched",
@@ -44,8 +47,8 @@ __all__ = [
 
 #: The names of the custom calls that jax_ep puts into programs. `jax.export` refuses
 #: them unless its `disabled_checks` list them (docs/sharp_bits.md).
-custom_call_targets: tuple[str, ...] = _ffi.target_names()
+custom_call_targets: tuple[str, ...] = ffi.target_names()
 
-_runtime.make_room()
-_ffi.register()
-_hopper.load_pallas()
+runtime.make_room()
+ffi.register()
+hopper.load_pallas()

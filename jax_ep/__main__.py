@@ -2,6 +2,6 @@
 
 import sys
 
-from jax_ep._cli import main
+from jax_ep._cli.main import main
 
 sys.exit(main())

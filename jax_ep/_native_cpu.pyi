@@ -1,6 +1,6 @@
 from typing import Any
 
-from jax_ep._windows import WindowConfig
+from jax_ep._peers.windows import WindowConfig
 
 FFI_VERSION: tuple[int, int]
 WIRE_VERSION: int

@@ -1,6 +1,6 @@
 from typing import Any
 
-from jax_ep._windows import WindowConfig
+from jax_ep._peers.windows import WindowConfig
 
 CUDA_VERSION: int
 MAX_WINDOW_RANKS: int

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep import _checks, _grouped, _threads
-from jax_ep._grouped import grouped_matmul
+from jax_ep._core import checks, threads
+from jax_ep._experts import grouped
+from jax_ep._experts.grouped import grouped_matmul
 
 _MOSAIC_MULTIPLE = 128
 _MOSAIC_CAPABILITY = "9.0"
@@ -108,7 +109,7 @@ def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bo
 # Not of the public function: type checkers lose the arguments of what is cached.
 @functools.cache
 def _ragged_dot_is_dense(dtype: jnp.dtype, device: Any) -> bool:
-    text = _threads.untraced(functools.partial(_ragged_dot_text, dtype, device))
+    text = threads.untraced(functools.partial(_ragged_dot_text, dtype, device))
     # A kernel that takes groups keeps the operation, inside of a fusion.
     return " ragged-dot(" not in text
 
@@ -193,7 +194,7 @@ def mosaic_obstacle(
             f"got {hidden_size} and {intermediate_size}"
         )
     try:
-        _grouped.kernels()
+        grouped.kernels()
     except (ImportError, AttributeError) as error:
         # Older JAX imports absl-py there, which it does not require.
         return f"what its kernels import, absl-py among it, got {error}"
@@ -265,10 +266,10 @@ def _require_values(
     dtype = rows.dtype
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
         return
-    codes = _checks.is_codes(dtype)
+    codes = checks.is_codes(dtype)
     raise TypeError(
         f"jax_ep.experts.{function}: rows must be {kinds}, got {dtype}; "
-        + (_checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens")
+        + (checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens")
     )
 
 

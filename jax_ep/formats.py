@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep import _ffi
-from jax_ep._arrays import as_array
-from jax_ep._literals import DTYPES, Format
-from jax_ep._native import cpu as native
-from jax_ep._varying import vary_alike, varying
+from jax_ep._core.arrays import as_array
+from jax_ep._core.literals import DTYPES, Format
+from jax_ep._core.varying import vary_alike, varying
+from jax_ep._native import ffi
+from jax_ep._native.loader import cpu as native
 
 _FORMATS: dict[Format, dict[str, Any]] = {
     entry["name"]: entry for entry in native.formats()
@@ -95,7 +95,7 @@ def quantize(
     *leading, hidden = tokens.shape
     _require_blocks("quantize", format, hidden)
     tokens, scale = _alike(tokens, scale)
-    made = _ffi.call(
+    made = ffi.call(
         "ep_quantize",
         (
             _struct(
@@ -179,7 +179,7 @@ def dequantize(
         )
     scale = global_scale("formats.dequantize", format, tokens, input_scale)
     tokens, scales, scale = _alike(tokens, scales, scale)
-    return _ffi.call(
+    return ffi.call(
         "ep_dequantize",
         (_struct(tokens, (*leading, hidden), result),),
         tokens,

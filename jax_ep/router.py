@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_ep import _checks
-from jax_ep._arrays import as_array
-from jax_ep._literals import SCORES, Score
+from jax_ep._core import checks
+from jax_ep._core.arrays import as_array
+from jax_ep._core.literals import SCORES, Score
 
 # Keeps a division by the sum of sigmoids finite where all of them underflow, and its
 # derivative, which has the square.
@@ -166,11 +166,11 @@ def route(
     check_choice("router.route", router, experts, top_k)
     if bias is not None:
         bias, remedy = jnp.asarray(bias), "give one number an expert"
-        _checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
+        checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
     if mask is not None:
         mask, remedy = jnp.asarray(mask), "give one bool a token"
-        _checks.require_dtype("router.route", "mask", mask, "bool", remedy)
-        _checks.require_shape("router.route", "mask", mask, (n,), "[n]", remedy)
+        checks.require_dtype("router.route", "mask", mask, "bool", remedy)
+        checks.require_shape("router.route", "mask", mask, (n,), "[n]", remedy)
     logits = logits.astype(jnp.float32)
     # Padding may be NaN, and with it what nobody uses but derivatives.
     real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
@@ -328,5 +328,5 @@ def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Arr
     """
     function, why = "router.update_bias", "that of bias"
     load, remedy = as_array(function, "load", load), "pass aux.load of its layer"
-    _checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
+    checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
     return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)

@@ -13,12 +13,13 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_ep import _api, _checks, _mapped, _split
-from jax_ep._arrays import as_array
-from jax_ep._handle import EPHandle
-from jax_ep._literals import CallKind
-from jax_ep._pending import Pending
-from jax_ep._types import Dispatched, Route
+from jax_ep._core import checks
+from jax_ep._core.arrays import as_array
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.literals import CallKind
+from jax_ep._core.types import Dispatched, Route
+from jax_ep._ops import api, mapped, split
+from jax_ep._ops.pending import Pending
 
 
 def dispatch(
@@ -49,7 +50,7 @@ def dispatch(
             0 alone over axes that include those of `ep`.
     """
     given = (tokens, topk_ids, router_weights, input_scale)
-    return _dispatch(_api.dispatch, "sharded.dispatch", ep, spec, *given)
+    return _dispatch(api.dispatch, "sharded.dispatch", ep, spec, *given)
 
 
 def dispatch_async(
@@ -79,7 +80,7 @@ def dispatch_async(
     """
     function = "sharded.dispatch_async"
     given = (tokens, topk_ids, router_weights, input_scale)
-    return _dispatch(_split.dispatch_async, function, ep, spec, *given)
+    return _dispatch(split.dispatch_async, function, ep, spec, *given)
 
 
 def dispatch_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> Dispatched:
@@ -109,9 +110,9 @@ def _dispatch(
     router_weights: ArrayLike | None,
     input_scale: ArrayLike | None,
 ) -> Any:
-    axes = _mapped.axes_of(function, ep, spec)
+    axes = mapped.axes_of(function, ep, spec)
     operands: dict[str, Any] = {
-        name: _mapped.checked(function, ep, axes, name, value)
+        name: mapped.checked(function, ep, axes, name, value)
         for name, value in (
             ("tokens", tokens),
             ("topk_ids", topk_ids),
@@ -123,7 +124,7 @@ def _dispatch(
     if input_scale is not None:
         operands["input_scale"] = as_array(function, "input_scale", input_scale)
         sharded_over["input_scale"] = ()
-    return _mapped.run(called, ep, axes, sharded_over, operands)
+    return mapped.run(called, ep, axes, sharded_over, operands)
 
 
 def combine(
@@ -156,7 +157,7 @@ def combine(
         ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
     """
     given = (expert_out, route, router_weights, residual)
-    return _combine(_api.combine, "sharded.combine", ep, spec, *given)
+    return _combine(api.combine, "sharded.combine", ep, spec, *given)
 
 
 def combine_async(
@@ -186,7 +187,7 @@ def combine_async(
     """
     function = "sharded.combine_async"
     given = (expert_out, route, router_weights, residual)
-    return _combine(_split.combine_async, function, ep, spec, *given)
+    return _combine(split.combine_async, function, ep, spec, *given)
 
 
 def combine_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> jax.Array:
@@ -216,9 +217,9 @@ def _combine(
     router_weights: ArrayLike | None,
     residual: ArrayLike | None,
 ) -> Any:
-    axes = _mapped.axes_of(function, ep, spec)
+    axes = mapped.axes_of(function, ep, spec)
     operands: dict[str, Any] = {
-        name: _mapped.checked(function, ep, axes, name, value)
+        name: mapped.checked(function, ep, axes, name, value)
         for name, value in (
             ("expert_out", expert_out),
             ("router_weights", router_weights),
@@ -226,8 +227,8 @@ def _combine(
         )
         if value is not None or name == "expert_out"
     }
-    operands["route"] = _checks.require_route(function, ep, route)
-    return _mapped.run(called, ep, axes, dict.fromkeys(operands, axes), operands)
+    operands["route"] = checks.require_route(function, ep, route)
+    return mapped.run(called, ep, axes, dict.fromkeys(operands, axes), operands)
 
 
 def dequantize(
@@ -247,20 +248,20 @@ def dequantize(
     Raises:
         ValueError, TypeError: as `jax_ep.dequantize` and `jax_ep.sharded.dispatch`.
     """
-    axes = _mapped.axes_of("sharded.dequantize", ep, spec)
-    return _mapped.run(_dequantize, ep, axes, {"d": axes}, {"d": d})
+    axes = mapped.axes_of("sharded.dequantize", ep, spec)
+    return mapped.run(_dequantize, ep, axes, {"d": axes}, {"d": d})
 
 
 def _dequantize(ep: EPHandle, d: Dispatched) -> jax.Array:
-    return _api.dequantize(d)
+    return api.dequantize(d)
 
 
 def _dispatch_wait(ep: EPHandle, pending: Pending) -> Dispatched:
-    return _split.dispatch_wait(pending)
+    return split.dispatch_wait(pending)
 
 
 def _combine_wait(ep: EPHandle, pending: Pending) -> jax.Array:
-    return _split.combine_wait(pending)
+    return split.combine_wait(pending)
 
 
 def _wait(
@@ -270,6 +271,6 @@ def _wait(
     spec: PartitionSpec | None,
 ) -> Any:
     function = f"sharded.{kind}_wait"
-    ep = _split.handle_of(function, kind, pending)
-    axes = _mapped.axes_of(function, ep, spec)
-    return _mapped.run(called, ep, axes, {"pending": axes}, {"pending": pending})
+    ep = split.handle_of(function, kind, pending)
+    axes = mapped.axes_of(function, ep, spec)
+    return mapped.run(called, ep, axes, {"pending": axes}, {"pending": pending})

@@ -34,11 +34,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import _checks, _handle, _load_checks, _load_picture, _load_view
-from jax_ep._handle import EPHandle
-from jax_ep._load_checks import Layout
-from jax_ep._moe import MoEAux
-from jax_ep._types import Dispatched
+from jax_ep._core import checks, handle
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.types import Dispatched
+from jax_ep._layers.moe import MoEAux
+from jax_ep._stats import checks as _load_checks
+from jax_ep._stats import picture
+from jax_ep._stats import view as _load_view
+from jax_ep._stats.checks import Layout
 
 
 @partial(
@@ -198,7 +201,7 @@ def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
     ranks, local = load.rows.shape[-3:-1]
     groups = local
     if isinstance(aux, Dispatched):
-        ep = _handle.find(aux.route.key)
+        ep = handle.find(aux.route.key)
         if ep:
             groups += ep.config.fused_shared_expert
         else:  # Collected; only the size is left to tell a shared expert by.
@@ -219,7 +222,7 @@ def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
 def _own_place(load: Load) -> jax.Array | None:
     """`[..., 1]` inside shard_map, where this rank is; None outside."""
     names = load.layout.names if load.layout else ()
-    names = tuple(name for name in names if _checks.in_scope((name,)))
+    names = tuple(name for name in names if checks.in_scope((name,)))
     if not names:
         return None
     return jnp.broadcast_to(jax.lax.axis_index(names), load.steps.shape)
@@ -401,7 +404,7 @@ def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
                 "jax_ep.stats.heat_map: path must be None without matplotlib, got "
                 f"{path!r}; run pip install 'jax_ep[demo]'"
             ) from error
-        _load_picture.save(view, path)
+        picture.save(view, path)
     return _load_view.text(view)
 
 

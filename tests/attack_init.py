@@ -96,13 +96,13 @@ def act(way: str) -> None:
 @contextlib.contextmanager
 def attacked(native: Any, attack: Attack) -> Iterator[None]:
     """The victim's init, which comes upon `attack` once."""
-    from jax_ep import _init
-    from jax_ep._meeting import Meeting
+    from jax_ep._peers.rendezvous import Meeting
+    from jax_ep._setup import init
 
     kind, _, name = attack.call.partition(" ")
     places: dict[str, tuple[Any, str]] = {
-        "check": (_init, "_check_served"),
-        "run_init": (_init, "_run_init"),
+        "check": (init, "_check_served"),
+        "run_init": (init, "_run_init"),
         "native": (native, name),
     }
     place, attribute = places.get(kind, (Meeting, kind))

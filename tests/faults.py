@@ -21,7 +21,9 @@ import numpy as np
 import twins
 
 import jax_ep
-from jax_ep import _autodiff, _autodiff_combine, formats
+from jax_ep import formats
+from jax_ep._ops import combine as _autodiff_combine
+from jax_ep._ops import dispatch as _autodiff
 
 TIMEOUT_S = 2.0
 FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}

@@ -18,7 +18,8 @@ import jax
 import pytest
 import turns
 
-from jax_ep import _ffi, _native, _p2p_calls
+from jax_ep._native import ffi, loader
+from jax_ep._transport import p2p_calls
 
 TESTS = pathlib.Path(__file__).parent
 ONE_GPU = "JAX_EP_TEST_ONE_GPU"
@@ -28,7 +29,7 @@ _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 # Older JAX has no compute_on that takes a function; that jax_ep then refuses is tested
 # by test_aside.py, with any JAX.
 needs_stream = pytest.mark.skipif(
-    jax.__version_info__ < _p2p_calls.STREAM_SINCE,
+    jax.__version_info__ < p2p_calls.STREAM_SINCE,
     reason="this JAX puts no custom call on the stream of collectives",
 )
 
@@ -47,7 +48,7 @@ def share_one(process: int) -> None:
     ranks of a host.
     """
     if ONE_GPU in os.environ:
-        _ffi.native_cuda.device_uuid = lambda ordinal: ""
+        ffi.native_cuda.device_uuid = lambda ordinal: ""
         os.environ["NCCL_HOSTID"] = f"process {process}"
 
 
@@ -111,7 +112,7 @@ def launches() -> list[int] | None:
     """Calls that were captured, and not, in this process; None: only CPUs have them."""
     if jax.default_backend() != "gpu":
         return None
-    return list(_native.cuda.launch_counts())
+    return list(loader.cuda.launch_counts())
 
 
 def assert_captured(counts: list[int], calls: int) -> None:

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import _grouped, _hopper, experts
+from jax_ep import experts
+from jax_ep._experts import grouped, hopper
 
 _TILE = 64  # rows that the kernel for matrices loads at once
 
@@ -39,7 +40,7 @@ def _of_matrices(rows: Any, others: Any, sizes: Any) -> Any:
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `mosaic` take this for a Hopper GPU, to lower for one or to interpret."""
-    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 3)
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
 
 
@@ -53,7 +54,7 @@ def imagine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
     taken: list[str] = []
-    monkeypatch.setattr(_grouped, "kernels", lambda: _Seen(_kernels(), taken))
+    monkeypatch.setattr(grouped, "kernels", lambda: _Seen(_kernels(), taken))
     return taken
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jax_ep import _ffi
+from jax_ep._native import ffi
 
 BYTES = 4096
 HANDLE = struct.Struct("<qq48s")  # process id, descriptor, fabric
@@ -122,7 +122,7 @@ class Native(types.SimpleNamespace):
                     self.own[ordinal] = descriptor, mmap.mmap(descriptor, BYTES)
                     self.mark(self.own[ordinal][1], rank)
         local = [(o, r) for g in groups for r, o in enumerate(g) if o != self.ELSEWHERE]
-        _ffi.native.open_group(key, [o for o, _ in local], [r for _, r in local])
+        ffi.native.open_group(key, [o for o, _ in local], [r for _, r in local])
         return BYTES
 
     def mark(self, memory, rank):
@@ -164,7 +164,7 @@ class Native(types.SimpleNamespace):
         for memory in self.mapped.values():
             memory.close()
         self.own, self.mapped = {}, {}
-        _ffi.native.close_group(key)
+        ffi.native.close_group(key)
 
     def marks(self, ordinal):
         """Who has mapped a window of this process, by rank: process + 1, or 0."""

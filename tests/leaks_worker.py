@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import _handle, _init
+from jax_ep._core import handle as _handle
+from jax_ep._setup import init
 
 jax.config.update("jax_num_cpu_devices", 2)
 CYCLES = {
@@ -51,7 +52,7 @@ def main(what: str, cycles: int | None = None) -> dict:
     if what == "groups":
         # All of a handle but the program that ep_init is, of which JAX keeps something.
         made = ep.dev_ptrs, ep.my_rank
-        _init._run_init = lambda *args: made
+        init._run_init = lambda *args: made
     cycle = call if what == "calls" else handle
     for _ in range(cycles // 5):
         cycle()

@@ -30,7 +30,8 @@ import twins
 from jax.sharding import Mesh
 from windows_worker import barrier, leave
 
-from jax_ep import _init, _nodes
+from jax_ep._peers import topology
+from jax_ep._setup import init
 
 TIMEOUT_S = 4.0
 CODED = {
@@ -136,7 +137,7 @@ def dropped(ep: Any, o: Any) -> Any:
 def pendings(mesh: Mesh, node: int) -> str:
     """Several in flight, and ones that nobody ends; also where epochs wrap."""
     for first in (None, 2**64 - 3):
-        _init._FIRST_EPOCH = first
+        init._FIRST_EPOCH = first
         for tokens in (64, 600):
             changes = {"max_tokens_per_rank": tokens, "hidden_size": 64, "top_k": 4}
             pair = Pair(mesh, node, changes)
@@ -189,7 +190,7 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
 if __name__ == "__main__":
     port, processes, process, devices, scenario, node, *how = sys.argv[1:]
     if how == ["direct"]:
-        _nodes.bundled = lambda *args: (0, 0)
+        topology.bundled = lambda *args: (0, 0)
     multiprocess_worker.start(port, int(processes), int(process), devices)
     run = {"calls": calls, "modes": modes, "pendings": pendings, "silent": silent}
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _ffi
+from jax_ep._native import ffi
 
 RANKS, LOCAL_EXPERTS, TOKENS, TOP_K, HIDDEN = 3, 2, 40, 4, 16
 EXPERTS = RANKS * LOCAL_EXPERTS
@@ -19,7 +19,7 @@ EXPERTS = RANKS * LOCAL_EXPERTS
 
 def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
     """slot_of, position and num_invalid of ep_pack."""
-    bytes_ = _ffi.native.dispatch_region_bytes(
+    bytes_ = ffi.native.dispatch_region_bytes(
         "bf16", HIDDEN, 4, TOKENS, TOP_K, LOCAL_EXPERTS
     )
     table = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
@@ -31,7 +31,7 @@ def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
     )
 
     def call(ids):
-        return _ffi.call(
+        return ffi.call(
             "ep_pack",
             results,
             jnp.ones((TOKENS, HIDDEN), jnp.float32),

@@ -12,8 +12,10 @@ import types
 import pytest
 from test_doctor import command
 
-from jax_ep import _cli, _cli_bench, _cli_records, _cli_values
-from jax_ep._demo import picture
+from jax_ep._cli import bench as _cli_bench
+from jax_ep._cli import main, records
+from jax_ep._cli import values as _cli_values
+from jax_ep._cli.demo import picture
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -54,7 +56,7 @@ def test_compare(tmp_path, capsys, dispatch, tolerance, code):
     before = write(tmp_path / "a.json", record(dispatch=100, combine=50))
     after = write(tmp_path / "b.json", record(dispatch=dispatch, combine=50))
     arguments = ["bench", "--compare", before, after, "--tolerance", tolerance]
-    assert _cli.main(arguments) == code
+    assert main.main(arguments) == code
     out = capsys.readouterr().out
     assert f"{dispatch - 100:+.1f}%" in out
     assert out.count("SLOWER") == code
@@ -64,29 +66,29 @@ def test_compare(tmp_path, capsys, dispatch, tolerance, code):
 def test_compare_fails_where_after_is_wrong_or_has_gone():
     before, after = record(dispatch=100, combine=50), record(dispatch=100, combine=50)
     after["results"][0]["wrong"] = True
-    lines, failed = _cli_records.compare(before, after, 0.1)
+    lines, failed = records.compare(before, after, 0.1)
     assert failed == 1
     assert [line.split()[-1] for line in lines if "dispatch" in line] == ["WRONG"]
-    assert _cli_records.compare(record(combine=50), after, 0.1)[1] == 1
-    lines, failed = _cli_records.compare(before, record(combine=50), 0.1)
+    assert records.compare(record(combine=50), after, 0.1)[1] == 1
+    lines, failed = records.compare(before, record(combine=50), 0.1)
     assert failed == 1
     assert [line.split()[-1] for line in lines if "dispatch" in line] == ["MISSING"]
     # What only the later run has, or was wrong before, is no failure.
-    assert _cli_records.compare(record(combine=50), before, 0.1)[1] == 0
-    assert _cli_records.compare(after, record(combine=50), 0.1)[1] == 0
+    assert records.compare(record(combine=50), before, 0.1)[1] == 0
+    assert records.compare(after, record(combine=50), 0.1)[1] == 0
     after["results"] = []
-    assert _cli_records.compare(before, after, 0.1)[1] == 3  # nothing in common either
+    assert records.compare(before, after, 0.1)[1] == 3  # nothing in common either
 
 
 def test_compare_tells_formats_apart():
     plain, named, other = (record(combine=50) for _ in range(3))
     named["results"][0]["format"] = "bf16"
     other["results"][0]["format"] = "fp8_block128"
-    assert _cli_records.compare(plain, named, 0.1)[1] == 0
-    lines, failed = _cli_records.compare(named, other, 0.1)
+    assert records.compare(plain, named, 0.1)[1] == 0
+    lines, failed = records.compare(named, other, 0.1)
     assert failed == 2  # missing, and nothing in common
     named["results"] += other["results"]
-    lines, failed = _cli_records.compare(named, named, 0.1)
+    lines, failed = records.compare(named, named, 0.1)
     assert failed == 0
     assert len([line for line in lines if "p2p, fp8_block128 " in line]) == 1
     assert "2 cases in both" in lines[-1]
@@ -106,7 +108,7 @@ def test_compare_tells_formats_apart():
 def test_compare_of_unlike_runs_fails(tmp_path, capsys, name, values):
     runs = [record(combine=50) | {name: value} for value in values]
     paths = [write(tmp_path / f"{i}.json", each) for i, each in enumerate(runs)]
-    assert _cli.main(["bench", "--compare", *paths]) == 1
+    assert main.main(["bench", "--compare", *paths]) == 1
     before, after = values
     assert f"NOT ALIKE: {name} {before!r} and {after!r}" in capsys.readouterr().out
 
@@ -140,7 +142,7 @@ def test_usage_errors_come_before_the_measurement(
     (tmp_path / "folder.svg").mkdir()
     monkeypatch.setattr(_cli_bench, "_measure", lambda *args: pytest.fail("measures"))
     with pytest.raises(SystemExit) as left:
-        _cli.main(["bench", *arguments])
+        main.main(["bench", *arguments])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
@@ -173,13 +175,13 @@ def test_a_disk_that_fills_meanwhile_is_one_line(option, tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "p2p", p2p)
     monkeypatch.setitem(sys.modules, "draw", types.SimpleNamespace(save=full))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    assert _cli.main(["bench", option, path]) == 1
+    assert main.main(["bench", option, path]) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
     assert f"{path!r} must be a file that can be written, got: No space" in said.err
     assert "wrote" not in said.out
     good = str(tmp_path / "run.json")
-    assert _cli.main(["bench", "--json", good]) == 0
+    assert main.main(["bench", "--json", good]) == 0
     assert capsys.readouterr().out == f"wrote {good}\n"
 
 
@@ -201,7 +203,7 @@ def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, ca
     started = types.SimpleNamespace(returncode=0, stdout="cpu 8\n", stderr="")
     monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    assert _cli.main(["bench", *arguments]) == 2
+    assert main.main(["bench", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
@@ -209,7 +211,7 @@ def test_sizes_that_nothing_serves_are_usage(arguments, message, monkeypatch, ca
 def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(picture, "available", lambda: False)
     with pytest.raises(SystemExit) as left:
-        _cli.main(["bench", "--plot", str(tmp_path / "run.svg")])
+        main.main(["bench", "--plot", str(tmp_path / "run.svg")])
     assert left.value.code == 2
     assert "pip install 'jax_ep[demo]'" in capsys.readouterr().err
 
@@ -225,12 +227,12 @@ def test_a_short_run(tmp_path):
     assert found["count"] > 1 or "cpu" not in found["device"].lower()
     assert {row["op"] for row in found["results"]} == {"dispatch", "combine"}
     assert all(row["us"] > 0 and not row.get("wrong") for row in found["results"])
-    assert _cli.main(["bench", "--compare", str(path), str(path)]) == 0
+    assert main.main(["bench", "--compare", str(path), str(path)]) == 0
 
 
 def test_no_backend_is_one_line(monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "nothing")
-    assert _cli.main(["bench", "--quick"]) == 1
+    assert main.main(["bench", "--quick"]) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert "told by JAX_PLATFORMS to use nothing and could not" in said
@@ -240,14 +242,15 @@ def bench(
     folder: pathlib.Path, *options: str, **env: str
 ) -> subprocess.CompletedProcess:
     """As the command is started, in `folder`: whose modules are no business of it."""
-    package = str(pathlib.Path(_cli.__file__).parent.parent)
+    package = str(pathlib.Path(main.__file__).parent.parent)
     return subprocess.run(
         [
             sys.executable,
             *options,
             "-P",
             "-c",
-            "import sys; from jax_ep import _cli; sys.exit(_cli.main(sys.argv[1:]))",
+            "import sys\n"
+            "from jax_ep._cli.main import main; raise SystemExit(main(sys.argv[1:]))",
             *("bench", "--tokens", "4", "--transports", "collective"),
         ],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": package, **env},

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from test_bench_command import record, write
 
-from jax_ep import _cli
+from jax_ep._cli import main
 
 DEEP = "[" * 100_000
 BAD = [
@@ -65,7 +65,7 @@ def test_compare_wants_records(tmp_path, capsys, content, message, which):
     content = spoilt(*content) if isinstance(content, tuple) else content
     bad.write_bytes(content.encode() if isinstance(content, str) else content)
     paths = [str(bad), good] if which == 0 else [good, str(bad)]
-    assert _cli.main(["bench", "--compare", *paths]) == 2
+    assert main.main(["bench", "--compare", *paths]) == 2
     said = capsys.readouterr()
     assert (len(said.err.splitlines()), said.out) == (1, "")
     assert f"must name two records: got {str(bad)!r}: " in said.err
@@ -91,7 +91,7 @@ def test_compare_wants_each_case_once(change, words, tmp_path, capsys):
         del twice["results"][2]["us"]  # what could not be measured
     bad, good = tmp_path / "a.json", write(tmp_path / "b.json", record(dispatch=100))
     write(bad, twice)
-    status = _cli.main(["bench", "--compare", good, str(bad)])
+    status = main.main(["bench", "--compare", good, str(bad)])
     said = capsys.readouterr()
     if words is None:
         assert (status, said.err) == (0, "")
@@ -105,7 +105,7 @@ def test_compare_wants_each_case_once(change, words, tmp_path, capsys):
 def test_compare_wants_files(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     good = write(tmp_path / "a.json", record(dispatch=100))
-    assert _cli.main(["bench", "--compare", good, name]) == 2
+    assert main.main(["bench", "--compare", good, name]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert f"got {name!r}: " in said
@@ -115,7 +115,7 @@ def test_compare_prints_what_the_terminal_cannot_show(tmp_path, monkeypatch):
     path = write(tmp_path / "a.json", record(dispatch=100) | {"device": "Gerät"})
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
-    assert _cli.main(["bench", "--compare", path, path]) == 0
+    assert main.main(["bench", "--compare", path, path]) == 0
     assert rb"4 x Ger\xe4t," in shown.buffer.getvalue()
 
 
@@ -147,6 +147,6 @@ def test_compare_of_whatever_json_never_raises(tmp_path_factory, changes):
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(said),
         ):
-            code = _cli.main(["bench", "--compare", *paths])
+            code = main.main(["bench", "--compare", *paths])
         assert code in (0, 1, 2)
         assert len(said.getvalue().splitlines()) == (code == 2)

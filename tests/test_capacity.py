@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _capacity
+from jax_ep._setup import capacity
 
 T = 128
 
@@ -66,7 +66,7 @@ def balanced_drops(ep, mesh):
 def test_options_that_leave_too_little_are_told(name) -> None:
     mesh = helpers.make_mesh(helpers.some_ranks(8))
     fields = SHORT[name]
-    told = _capacity.shortfall(config(**fields), mesh.size)
+    told = capacity.shortfall(config(**fields), mesh.size)
     assert told is not None
     with pytest.warns(UserWarning, match="makes N") as caught:
         ep = helpers.make_ep.__wrapped__(mesh, config(**fields))
@@ -86,20 +86,20 @@ def test_others_are_not(name) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         helpers.make_ep.__wrapped__(mesh, config(**WIDE[name])).close()
-    assert _capacity.shortfall(config(**WIDE[name]), mesh.size) is None
+    assert capacity.shortfall(config(**WIDE[name]), mesh.size) is None
 
 
 @pytest.mark.parametrize(("rows", "told"), [(144, False), (143, True)])
 def test_no_exchange_needs_a_share_alone(rows, told) -> None:
     """16 rows for each of 9 groups, one of them of the shared expert."""
     fields = {"skip_a2a": True, "expert_alignment": 16, "fused_shared_expert": True}
-    found = _capacity.shortfall(config(**fields, recv_capacity=rows), 8)
+    found = capacity.shortfall(config(**fields, recv_capacity=rows), 8)
     assert (found is not None) == told
 
 
 def test_what_options_take_is_told_apart() -> None:
     plain, shared = (
-        _capacity.shortfall(config(recv_capacity=9, fused_shared_expert=fused), 8)
+        capacity.shortfall(config(recv_capacity=9, fused_shared_expert=fused), 8)
         for fused in (False, True)
     )
     assert plain == (

@@ -18,7 +18,8 @@ from test_chain import arguments, layer, mapped, p2p_handle, square
 from test_chain_options import split_layer
 
 import jax_ep
-from jax_ep import _autodiff, _collective
+from jax_ep._ops import dispatch
+from jax_ep._transport import collective
 
 
 @pytest.fixture
@@ -60,16 +61,16 @@ def runs(monkeypatch):
         return call
 
     module = types.SimpleNamespace(
-        dispatch=chained(_collective.dispatch, 0, False),
-        dispatch_cached=chained(_collective.dispatch_cached, 1, True),
-        combine=chained(_collective.combine, 1, True),
-        held_rows=_collective.held_rows,
-        dispatch_send=chained(_collective.dispatch_send, 0, True),
-        dispatch_place=chained(_collective.dispatch_place, 2, False),
-        combine_send=chained(_collective.combine_send, 1, True),
-        combine_sum=chained(_collective.combine_sum, 0, True),
+        dispatch=chained(collective.dispatch, 0, False),
+        dispatch_cached=chained(collective.dispatch_cached, 1, True),
+        combine=chained(collective.combine, 1, True),
+        held_rows=collective.held_rows,
+        dispatch_send=chained(collective.dispatch_send, 0, True),
+        dispatch_place=chained(collective.dispatch_place, 2, False),
+        combine_send=chained(collective.combine_send, 1, True),
+        combine_sum=chained(collective.combine_sum, 0, True),
     )
-    monkeypatch.setitem(_autodiff._TRANSPORTS, "p2p", module)
+    monkeypatch.setitem(dispatch._TRANSPORTS, "p2p", module)
     return given
 
 

@@ -14,7 +14,10 @@ from test_bench_command import record as bench_record
 from test_bench_command import write
 
 import jax_ep
-from jax_ep import _cli, _cli_doctor, _cli_text, _doctor
+from jax_ep._cli import main
+from jax_ep._cli import text as _cli_text
+from jax_ep._cli.doctor import command as _cli_doctor
+from jax_ep._cli.doctor import findings
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -23,7 +26,7 @@ def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):
     def shown(width):
         monkeypatch.setenv("COLUMNS", str(width))
         with pytest.raises(SystemExit) as left:
-            _cli.main([*command.split(), "--help"])
+            main.main([*command.split(), "--help"])
         assert left.value.code == 0
         return capsys.readouterr().out
 
@@ -38,8 +41,8 @@ def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_doctor_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(_doctor, "self_test", lambda *_: "passed")
-    assert _cli.main(["doctor", "--ranks", "32", "--ranks-per-node", "4"]) == 0
+    monkeypatch.setattr(findings, "self_test", lambda *_: "passed")
+    assert main.main(["doctor", "--ranks", "32", "--ranks-per-node", "4"]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= columns
     assert "window of shmem over nodes of 4 ranks" in " ".join(said.split())
@@ -70,7 +73,7 @@ def test_comparisons_fit_the_terminal(columns, tmp_path, monkeypatch, capsys):
     after = copy.deepcopy(before)
     after["results"][0]["us"] = 200
     paths = [write(tmp_path / f"{i}.json", r) for i, r in enumerate([before, after])]
-    assert _cli.main(["bench", "--compare", *paths]) == 1
+    assert main.main(["bench", "--compare", *paths]) == 1
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= columns
     assert "+100.0%" in said
@@ -93,7 +96,7 @@ def test_an_error_is_laid_out_on_a_terminal_alone(monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["demo", "doctor", "bench"])
 def test_unknown_arguments_are_of_the_subcommand(command, capsys):
     with pytest.raises(SystemExit) as left:
-        _cli.main([command, "--bogus"])
+        main.main([command, "--bogus"])
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"usage: jax-ep {command} ")
@@ -102,7 +105,7 @@ def test_unknown_arguments_are_of_the_subcommand(command, capsys):
 
 def test_without_arguments_the_help_is_shown(capsys):
     with pytest.raises(SystemExit) as left:
-        _cli.main([])
+        main.main([])
     said = capsys.readouterr()
     assert (left.value.code, said.err) == (0, "")
     assert said.out.startswith("usage: jax-ep ")
@@ -116,18 +119,18 @@ def test_a_reader_that_leaves_is_no_error(place, monkeypatch):
     os.close(read)
     with open(write, "w", buffering=1 if place == "run" else -1) as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        monkeypatch.setattr(_doctor, "examine", lambda *_: {"problems": []})
+        monkeypatch.setattr(findings, "examine", lambda *_: {"problems": []})
         monkeypatch.setattr(_cli_doctor, "report", lambda _: ["line"])
-        assert _cli.main(["doctor"]) == 128 + signal.SIGPIPE
+        assert main.main(["doctor"]) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("place", ["run", "flush", "help"])
 def test_a_full_disk_is_one_line(place, monkeypatch, capsys):
     with open("/dev/full", "w", buffering=1 if place == "run" else -1) as full:
         monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(_doctor, "examine", lambda *_: {"problems": []})
+        monkeypatch.setattr(findings, "examine", lambda *_: {"problems": []})
         monkeypatch.setattr(_cli_doctor, "report", lambda _: ["line"])
-        assert _cli.main(["doctor", "--help"] if place == "help" else ["doctor"]) == 1
+        assert main.main(["doctor", "--help"] if place == "help" else ["doctor"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jax-ep: standard output must be what can be written, got: ")
     assert "No space left on device" in line
@@ -137,9 +140,9 @@ def test_an_error_that_is_not_of_the_output_is_not_taken_for_one(monkeypatch):
     def broken(*_):
         raise OSError("of the program")
 
-    monkeypatch.setattr(_doctor, "examine", broken)
+    monkeypatch.setattr(findings, "examine", broken)
     with pytest.raises(OSError, match="of the program"):
-        _cli.main(["doctor"])
+        main.main(["doctor"])
 
 
 @pytest.mark.multiprocess

@@ -18,38 +18,41 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi
-from jax_ep._varying import varying
+from jax_ep._core.varying import varying
+from jax_ep._native import ffi
 
 # What is called, with which keywords, and where.
 CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.shard_map": (
         ("mesh", "in_specs", "out_specs", "axis_names", "check_vma"),
-        "jax_ep/_init.py, jax_ep/sharded.py and every user's program",
+        "jax_ep/_setup/init.py, jax_ep/sharded.py and every user's program",
     ),
     "jax.ffi.ffi_call": (
         ("target_name", "result_shape_dtypes", "has_side_effect", "vmap_method"),
-        "jax_ep/_ffi.py",
+        "jax_ep/_native/ffi.py",
     ),
-    "jax.ffi.register_ffi_target": (("name", "fn", "platform"), "jax_ep/_ffi.py"),
+    "jax.ffi.register_ffi_target": (
+        ("name", "fn", "platform"),
+        "jax_ep/_native/ffi.py",
+    ),
     "jax.lax.all_to_all": (
         ("x", "axis_name", "split_axis", "concat_axis", "tiled"),
-        "jax_ep/_collective.py",
+        "jax_ep/_transport/collective.py",
     ),
-    "jax.lax.pcast": (("axis_name", "to"), "jax_ep/_varying.py"),
-    "jax.lax.axis_size": (("axis_name",), "jax_ep/_checks.py"),
-    "jax.sharding.get_abstract_mesh": ((), "jax_ep/_checks.py"),
-    "jax.sharding.get_mesh": ((), "jax_ep/_init.py"),
-    "jax.set_mesh": (("mesh",), "jax_ep/_init.py"),
-    "jax.typeof": ((), "jax_ep/_results.py"),
-    "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_autodiff.py"),
+    "jax.lax.pcast": (("axis_name", "to"), "jax_ep/_core/varying.py"),
+    "jax.lax.axis_size": (("axis_name",), "jax_ep/_core/checks.py"),
+    "jax.sharding.get_abstract_mesh": ((), "jax_ep/_core/checks.py"),
+    "jax.sharding.get_mesh": ((), "jax_ep/_setup/init.py"),
+    "jax.set_mesh": (("mesh",), "jax_ep/_setup/init.py"),
+    "jax.typeof": ((), "jax_ep/_transport/results.py"),
+    "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_ops/dispatch.py"),
     "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/experts.py"),
-    "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_names.py"),
+    "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_ops/remat.py"),
     "jax.tree_util.register_dataclass": (
         ("data_fields", "meta_fields"),
-        "jax_ep/_types.py",
+        "jax_ep/_core/types.py",
     ),
-    "jax._src.core.take_current_trace": ((), "jax_ep/_chain.py"),
+    "jax._src.core.take_current_trace": ((), "jax_ep/_ops/ordering.py"),
 }
 HOW = (
     "change the call there for this JAX, keep the old form for jax {oldest}, and run "
@@ -114,7 +117,7 @@ def version_of_running_ffi() -> tuple[int, int]:
 
 def test_ffi_is_one_that_this_build_runs_on() -> None:
     """XLA serves extensions of its own major version and of older minor ones."""
-    built, running = _ffi.native.FFI_VERSION, version_of_running_ffi()
+    built, running = ffi.native.FFI_VERSION, version_of_running_ffi()
     assert running[0] == built[0], (
         f"jaxlib {jaxlib.__version__} has XLA FFI {running}, the native module was "
         f"built for {built}: build it against this jaxlib (raise the pins of jaxlib in "
@@ -156,25 +159,25 @@ def test_types_inside_shard_map() -> None:
 
 
 def test_store_of_jax_distributed() -> None:
-    """What jax_ep/_meeting.py takes of it, by private names."""
+    """What jax_ep/_peers/rendezvous.py takes of it, by private names."""
     from jax._src import distributed
     from jaxlib import _jax
 
     how = (
         "inits of several processes meet there: find its successor for "
-        "jax_ep/_meeting.py"
+        "jax_ep/_peers/rendezvous.py"
     )
     state = getattr(distributed, "global_state", None)
     assert hasattr(state, "client"), f"jax.distributed's global_state is gone; {how}"
     client = getattr(_jax, "DistributedRuntimeClient", None)
-    used = set(re.findall(r"\bs\.(\w+)\(", _source("_meeting.py")))
+    used = set(re.findall(r"\bs\.(\w+)\(", _source("_peers/rendezvous.py")))
     assert len(used) == 5
     for name in used:
         assert callable(getattr(client, name, None)), f"{name} is gone; {how}"
 
 
 def _source(name: str) -> str:
-    return pathlib.Path(jax_ep.__file__).with_name(name).read_text()
+    return (pathlib.Path(jax_ep.__file__).parent / name).read_text()
 
 
 def test_backend_can_be_asked_whether_it_started() -> None:
@@ -183,8 +186,8 @@ def test_backend_can_be_asked_whether_it_started() -> None:
 
     found = getattr(xla_bridge, "backends_are_initialized", None)
     assert found is not None, (
-        "jax._src.xla_bridge.backends_are_initialized is gone: jax_ep/_runtime.py then "
-        "takes the backend as not started and cannot warn; find its successor"
+        "jax._src.xla_bridge.backends_are_initialized is gone: jax_ep/_setup/runtime.py"
+        " then takes the backend as not started and cannot warn; find its successor"
     )
     jax.devices()
     assert functools.partial(found)() is True

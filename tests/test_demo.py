@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import _cli, _cli_bench, _cli_doctor, _ffi
-from jax_ep._demo import (
+from jax_ep._cli import bench, main
+from jax_ep._cli.demo import (
     check,
     corpus,
     dense,
@@ -28,9 +28,11 @@ from jax_ep._demo import (
     run,
     train,
 )
-from jax_ep._demo.train import Metrics
+from jax_ep._cli.demo.train import Metrics
+from jax_ep._cli.doctor import command as _cli_doctor
+from jax_ep._native import ffi
 
-QUICK = ("-m", "jax_ep._cli", "demo", "--quick")
+QUICK = ("-m", "jax_ep._cli.main", "demo", "--quick")
 # What the demo must choose for itself; importing jax_ep has set NPROC here.
 OWN_CHOICE = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
 
@@ -78,14 +80,14 @@ def test_check_fails_when_a_gradient_is_wrong(tmp_path):
     program = """
 import sys
 import jax
-from jax_ep import _cli, _cli_bench, _cli_doctor, _ffi
-from jax_ep._demo import dense, moe
+from jax_ep._cli import main
+from jax_ep._cli.demo import dense, moe
 right = moe.experts
 def wrong(rows, params, group_sizes):
     doubled = {k: 2 * v - jax.lax.stop_gradient(v) for k, v in params.items()}
     return right(rows, doubled, group_sizes)
 moe.experts = wrong
-sys.exit(_cli.main(["demo", "--quick", "--no-plot", "--steps", "2"]))
+sys.exit(main.main(["demo", "--quick", "--no-plot", "--steps", "2"]))
 """
     done = python(tmp_path, "-c", program)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -115,7 +117,7 @@ def test_more_devices_than_there_are_is_a_usage_error(tmp_path):
 )
 def test_usage_errors(args, capsys):
     with pytest.raises(SystemExit) as stop:
-        _cli.main(args)
+        main.main(args)
     assert stop.value.code == 2
     assert "usage: jax-ep" in capsys.readouterr().err
 
@@ -133,7 +135,7 @@ def test_usage_errors(args, capsys):
 )
 def test_help_and_version(args, capsys):
     with pytest.raises(SystemExit) as stop:
-        _cli.main(args)
+        main.main(args)
     assert stop.value.code == 0
     assert "jax-ep" in capsys.readouterr().out
 
@@ -141,16 +143,16 @@ def test_help_and_version(args, capsys):
 @pytest.mark.parametrize("command", ["demo", "doctor", "bench"])
 def test_examples_of_the_help_are_understood(command, monkeypatch, capsys):
     seen = []
-    for module, name in ((_cli, "_demo"), (_cli_doctor, "_run"), (_cli_bench, "_run")):
+    for module, name in ((main, "_demo"), (_cli_doctor, "_run"), (bench, "_run")):
         monkeypatch.setattr(module, name, lambda args, _: seen.append(args) or 0)
     with pytest.raises(SystemExit):
-        _cli.main([command, "--help"])
+        main.main([command, "--help"])
     said = capsys.readouterr().out
     examples = re.findall(r"^  .*?jax-ep ([^|]*?)(?:  .*|\|.*)?$", said, re.MULTILINE)
     assert len(examples) >= 4
     for words in examples:
         assert words.split()[0] == command
-        assert _cli.main(words.split()) == 0
+        assert main.main(words.split()) == 0
     assert len(seen) == len(examples)
 
 
@@ -265,7 +267,7 @@ def test_gpus_that_this_build_cannot_serve_are_passed_over(monkeypatch):
     def refuse(platform):
         raise ValueError("built without a CUDA compiler")
 
-    monkeypatch.setattr(_ffi, "native_for", refuse)
+    monkeypatch.setattr(ffi, "native_for", refuse)
     chosen, remark = devices.choose(2)
     assert [device.platform for device in chosen] == ["cpu", "cpu"]
     assert "built without a CUDA compiler" in remark
@@ -279,7 +281,7 @@ def test_no_backend_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(jax, "devices", devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert _cli.main(["demo", "--quick", "--no-plot"]) == 1
+    assert main.main(["demo", "--quick", "--no-plot"]) == 1
     said = capsys.readouterr().err
     told = "jax-ep demo: JAX was told by JAX_PLATFORMS to use cuda and found no GPU; "
     assert said.startswith(told)

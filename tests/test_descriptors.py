@@ -16,13 +16,13 @@ import time
 import imagined
 import pytest
 
-from jax_ep import _descriptors
-from jax_ep._descriptors import Giver, Taker
+from jax_ep._peers import descriptors as _descriptors
+from jax_ep._peers.descriptors import Giver, Taker
 
 # Gives a memfd under number 7, then waits to be killed or told to end.
 GIVING = """
 import mmap, os, sys
-from jax_ep._descriptors import Giver
+from jax_ep._peers.descriptors import Giver
 giver = Giver()
 descriptor = os.memfd_create("window")
 os.ftruncate(descriptor, 4096)

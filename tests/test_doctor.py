@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _cli, _cli_doctor, _cli_values, _doctor, _doctor_links, _windows
+from jax_ep._cli import main, values
+from jax_ep._cli.doctor import command as _cli_doctor
+from jax_ep._cli.doctor import findings, links
+from jax_ep._peers import windows
 
 
 def command(*arguments):
@@ -72,7 +75,7 @@ def test_text_has_a_line_for_each_transport():
 def test_memory_counts_what_dispatch_returns():
     config = helpers.make_config(hidden_size=128, dispatch_format="fp8_block128")
     mesh = helpers.make_mesh(helpers.some_ranks(4))
-    sizes = _doctor.memory(config, mesh.size)
+    sizes = findings.memory(config, mesh.size)
     ep = helpers.make_ep(mesh, config)
     inputs = helpers.make_inputs(
         np.random.default_rng(0), config, mesh.size, fill=helpers.normal
@@ -88,8 +91,8 @@ def test_a_transport_that_sums_wrongly_is_a_problem(monkeypatch):
     right = jax_ep.combine
     monkeypatch.setattr(jax_ep, "combine", lambda *args: 2 * right(*args))
     mesh = helpers.make_mesh(helpers.some_ranks(4))
-    assert "wrong sums" in _doctor.self_test(mesh, "collective")
-    found = _doctor.silent_examine(helpers.make_config())
+    assert "wrong sums" in findings.self_test(mesh, "collective")
+    found = findings.silent_examine(helpers.make_config())
     assert any("wrong sums" in problem for problem in found["problems"])
 
 
@@ -99,7 +102,7 @@ def test_an_error_is_the_finding(monkeypatch):
 
     monkeypatch.setattr(jax_ep, "init", fail)
     mesh = helpers.make_mesh(1)
-    found = _doctor.self_test(mesh, "collective")
+    found = findings.self_test(mesh, "collective")
     assert found == "collective: RuntimeError: no room"
 
 
@@ -109,9 +112,9 @@ def test_p2p_matrix_asks_each_pair(monkeypatch):
         def p2p_obstacle(groups):
             return ("peer access", "none") if groups in ([[0, 2]], [[2, 0]]) else None
 
-    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
-    monkeypatch.setattr(_windows, "ordinal", lambda device: device.local_hardware_id)
-    matrix = _doctor.peer_access([Gpu(i) for i in range(3)])
+    monkeypatch.setattr(findings.ffi, "native_cuda", Native)
+    monkeypatch.setattr(windows, "ordinal", lambda device: device.local_hardware_id)
+    matrix = findings.peer_access([Gpu(i) for i in range(3)])
     assert matrix == [[True, True, False], [True] * 3, [False, True, True]]
 
 
@@ -157,20 +160,20 @@ def nvidia_smi(tmp_path, monkeypatch):
         CUDA_VERSION = 12080
         device_uuid = staticmethod(uuids.__getitem__)
 
-    monkeypatch.setattr(_doctor._ffi, "native_cuda", Native)
+    monkeypatch.setattr(findings.ffi, "native_cuda", Native)
     return program
 
 
 def test_links_are_of_the_devices_that_jax_numbers(nvidia_smi):
-    found = _doctor_links.links([Gpu(i) for i in range(4)])
+    found = links.links([Gpu(i) for i in range(4)])
     assert found == [
         ["X", "NV18", "PHB", "unknown"],
         ["NV18", "X", "SYS", "unknown"],
         ["PHB", "SYS", "X", "unknown"],
         ["unknown", "unknown", "unknown", "X"],
     ]
-    assert _doctor_links.driver() == "580.1.2"
-    assert _doctor_links.toolkit() == "12.8"
+    assert links.driver() == "580.1.2"
+    assert links.toolkit() == "12.8"
     text = "\n".join(_cli_doctor.report(_found(links=found)))
     assert "          0       X    NV18     PHB unknown\n" in text
 
@@ -179,8 +182,8 @@ def test_links_without_a_driver_that_answers_are_unknown(nvidia_smi, monkeypatch
     def fails(ordinal):
         raise RuntimeError("jax_ep: CUDA_ERROR_NO_DEVICE")
 
-    monkeypatch.setattr(_doctor._ffi.native_cuda, "device_uuid", staticmethod(fails))
-    assert _doctor_links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
+    monkeypatch.setattr(findings.ffi.native_cuda, "device_uuid", staticmethod(fails))
+    assert links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
 
 
 @pytest.mark.parametrize("failing", ["#!/bin/sh\nexit 9\n", ""])
@@ -188,9 +191,9 @@ def test_links_without_nvidia_smi_are_unknown(failing, nvidia_smi, monkeypatch):
     nvidia_smi.write_text(failing)
     if not failing:
         monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(_doctor_links, "_DRIVER_FILE", nvidia_smi.parent / "none")
-    assert _doctor_links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
-    assert _doctor_links.driver() is None
+    monkeypatch.setattr(links, "_DRIVER_FILE", nvidia_smi.parent / "none")
+    assert links.links([Gpu(0), Gpu(1)]) == [["X", "unknown"], ["unknown", "X"]]
+    assert links.driver() is None
 
 
 def test_the_driver_says_its_version_in_a_file_too(nvidia_smi, monkeypatch):
@@ -200,8 +203,8 @@ def test_the_driver_says_its_version_in_a_file_too(nvidia_smi, monkeypatch):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
         "GCC version:  gcc version 12.2.0\n"
     )
-    monkeypatch.setattr(_doctor_links, "_DRIVER_FILE", told)
-    assert _doctor_links.driver() == "570.86.15"
+    monkeypatch.setattr(links, "_DRIVER_FILE", told)
+    assert links.driver() == "570.86.15"
 
 
 def _found(**changes):
@@ -218,7 +221,7 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
     monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert _cli.main(["doctor", "--json", "--ranks", "16"]) == 1
+    assert main.main(["doctor", "--json", "--ranks", "16"]) == 1
     found = json.loads(capsys.readouterr().out)
     told = "JAX was told by JAX_PLATFORMS to use cuda and found no GPU"
     assert found["problems"] == [told]
@@ -227,7 +230,7 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
     assert found["versions"]["jax"] == jax.__version__
     assert found["memory"]["ranks"] == 16
     assert found["memory"]["shmem_windows"] > found["memory"]["p2p_windows"] > 0
-    assert _cli.main(["doctor"]) == 1
+    assert main.main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert f"PROBLEM {told} advice" in said
     assert "window of p2p" in said
@@ -250,19 +253,19 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
 )
 def test_why_jax_starts_no_backend(asked, error, told, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", asked)
-    assert told in _cli_values.backend_problem(error)
-    assert ("unset JAX_PLATFORMS" in _cli_values.no_backend(error)) == bool(asked)
+    assert told in values.backend_problem(error)
+    assert ("unset JAX_PLATFORMS" in values.no_backend(error)) == bool(asked)
 
 
 def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
     sizes = {"hidden_size": 128, "num_experts": 32, "top_k": 4}
-    plain = _doctor.memory(helpers.make_config(**sizes), 8)
-    bounded = _doctor.memory(helpers.make_config(**sizes, recv_capacity=7), 8)
+    plain = findings.memory(helpers.make_config(**sizes), 8)
+    bounded = findings.memory(helpers.make_config(**sizes, recv_capacity=7), 8)
     assert bounded["recv_capacity"] == 7
     assert bounded["dispatched_rows"] == 7 * 128 * 2
-    by_row = _doctor.memory(helpers.make_config(**sizes, reduce="source"), 8)
+    by_row = findings.memory(helpers.make_config(**sizes, reduce="source"), 8)
     assert by_row["exchange"] > 2 * plain["exchange"]
-    fused = _doctor.memory(helpers.make_config(**sizes, fused_shared_expert=True), 8)
+    fused = findings.memory(helpers.make_config(**sizes, fused_shared_expert=True), 8)
     assert fused["recv_capacity"] == plain["recv_capacity"] + 8  # T
     # int32 [R, T, K + 1]
     assert fused["tables"] - 4 * 5 * fused["recv_capacity"] == 4 * 8 * 8 * 5
@@ -273,41 +276,41 @@ def test_windows_of_a_group_that_is_not_here():
     sizes = {"hidden_size": 1024, "num_experts": 64, "top_k": 4}
     sizes["max_tokens_per_rank"] = 1024
     plain, more = (helpers.make_config(**sizes, pending_calls=n) for n in (0, 2))
-    native = _doctor._ffi.native
+    native = findings.ffi.native
     there = native.dispatch_region_bytes("bf16", 1024, 2, 1024, 4, 4)
     back = native.combine_region_bytes("bf16", 1024, 2, 1024, 4)
     # A region from every source for each of both calls; flags and cells come on top.
     regions = 16 * (there + back)
-    assert regions < _doctor.window_bytes(plain, 16) < 1.1 * regions
-    assert 3 * regions < _doctor.window_bytes(more, 16) < 3.3 * regions
+    assert regions < findings.window_bytes(plain, 16) < 1.1 * regions
+    assert 3 * regions < findings.window_bytes(more, 16) < 3.3 * regions
     # Over nodes there is more: what is sent from, inboxes, bundles of two nodes.
-    one, two, single = (_doctor.window_bytes(plain, 16, n) for n in (16, 8, 1))
-    assert one == _doctor.window_bytes(plain, 16) < single < two
+    one, two, single = (findings.window_bytes(plain, 16, n) for n in (16, 8, 1))
+    assert one == findings.window_bytes(plain, 16) < single < two
     # Without a second choice nothing is bundled.
     alone = helpers.make_config(**sizes | {"top_k": 1}, pending_calls=0)
-    assert _doctor.window_bytes(alone, 16, 8) == _doctor.window_bytes(alone, 16, 1)
-    assert _doctor.window_bytes(plain, 32) is not None
-    assert _doctor.window_bytes(plain, 64) is None
-    assert _doctor.window_bytes(plain, 64, 8) is None
+    assert findings.window_bytes(alone, 16, 8) == findings.window_bytes(alone, 16, 1)
+    assert findings.window_bytes(plain, 32) is not None
+    assert findings.window_bytes(plain, 64) is None
+    assert findings.window_bytes(plain, 64, 8) is None
 
 
 @pytest.fixture
 def only_memory(monkeypatch):
     """A doctor that looks at no devices."""
     found = {"works": False, "why": "of a test"}
-    monkeypatch.setattr(_doctor, "transports", lambda *_: {"p2p": found})
-    monkeypatch.setattr(_doctor, "peer_access", lambda _: None)
-    monkeypatch.setattr(_doctor, "_build", dict)
-    monkeypatch.setattr(_doctor_links, "links", lambda _: None)
+    monkeypatch.setattr(findings, "transports", lambda *_: {"p2p": found})
+    monkeypatch.setattr(findings, "peer_access", lambda _: None)
+    monkeypatch.setattr(findings, "_build", dict)
+    monkeypatch.setattr(links, "links", lambda _: None)
 
 
 def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
     asked = ["doctor", "--ranks", "16", "--ranks-per-node"]
 
     def told(*options):
-        assert _cli.main([*options, "--json"]) == 0
+        assert main.main([*options, "--json"]) == 0
         sizes = json.loads(capsys.readouterr().out)["memory"]
-        assert _cli.main([*options]) == 0
+        assert main.main([*options]) == 0
         return sizes, " ".join(capsys.readouterr().out.split())
 
     sizes, said = told(*asked, "4")
@@ -328,7 +331,7 @@ def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
 def test_nodes_divide_the_group_by_themselves_too(only_memory, capsys):
     """Where nobody says how large they are: as many devices as here, or fewer."""
     here = jax.local_device_count()
-    assert _cli.main(["doctor", "--experts", "60", "--ranks", "30", "--json"]) == 0
+    assert main.main(["doctor", "--experts", "60", "--ranks", "30", "--json"]) == 0
     node = json.loads(capsys.readouterr().out)["memory"]["ranks_per_node"]
     assert node == max(n for n in range(1, here + 1) if 30 % n == 0)
 
@@ -375,10 +378,10 @@ def test_dense_products_are_told_from_grouped_ones(monkeypatch):
     ],
 )
 def test_usage_errors(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(_doctor, "silent_examine", lambda *_: pytest.fail("looks"))
-    monkeypatch.setattr(_doctor, "local_devices", lambda: ([None] * 8, None))
+    monkeypatch.setattr(findings, "silent_examine", lambda *_: pytest.fail("looks"))
+    monkeypatch.setattr(findings, "local_devices", lambda: ([None] * 8, None))
     with pytest.raises(SystemExit) as left:
-        _cli.main(["doctor", *arguments.split()])
+        main.main(["doctor", *arguments.split()])
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("usage: jax-ep doctor ")

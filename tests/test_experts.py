@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import _grouped, experts
+from jax_ep import experts
+from jax_ep._experts import grouped as _grouped
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

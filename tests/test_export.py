@@ -111,4 +111,4 @@ def test_targets_are_those_of_the_native_modules():
     found = jax_ep.custom_call_targets
     assert list(found) == sorted(set(found))
     assert {"ep_init", "ep_pack", "ep_combine_unpack"} <= set(found)
-    assert set(jax_ep._ffi.native.targets()) <= set(found)
+    assert set(jax_ep._native.ffi.native.targets()) <= set(found)

@@ -13,8 +13,10 @@ import pytest
 from test_windows import ONE_EACH, PAIRS, Job, check_marks, make_groups
 from test_windows import all_closed as all_closed
 
-from jax_ep import _fabric, _transports, _windows
-from jax_ep._meeting import Meeting
+from jax_ep._peers import fabric as _fabric
+from jax_ep._peers import windows
+from jax_ep._peers.rendezvous import Meeting
+from jax_ep._transport import select
 
 ALONE = Meeting([0], 0, 1.0)
 
@@ -37,7 +39,7 @@ def hosts(monkeypatch) -> dict[int, str]:
         name = of_process[imagined.here.process]
         return [f"boot of {name}", name]
 
-    monkeypatch.setattr(_windows, "host", host)
+    monkeypatch.setattr(windows, "host", host)
     return of_process
 
 
@@ -99,11 +101,11 @@ def test_hosts_apart(fields, got, hosts, connected, all_closed) -> None:
     job = Job(OVER_HOSTS, **fields)
     (found,) = set(job.results())
     with pytest.raises(ValueError, match=r"clique of an NVLink fabric") as error:
-        _transports.instead_of_windows("p2p", found, ALONE)
+        select.instead_of_windows("p2p", found, ALONE)
     assert re.search(got, str(error.value))
     assert "hosts ['a', 'b'] (processes [0, 1, 2, 3])" in str(error.value)
     assert "docs/cluster.md" in str(error.value)
-    assert _transports.instead_of_windows("auto", found, ALONE) == "collective"
+    assert select.instead_of_windows("auto", found, ALONE) == "collective"
     assert not any(native.own for native in job.natives.values())
     assert not connected
 
@@ -186,7 +188,7 @@ def test_handles_that_fail_late(field: str, hosts, all_closed) -> None:
         **{field: {2: "CUDA_ERROR_NOT_PERMITTED"}},
     )
     errors = [actor.error for actor in job.run().values()]
-    assert {type(error) for error in errors} == {_windows.NotMapped}
+    assert {type(error) for error in errors} == {windows.NotMapped}
     assert len({error.obstacle for error in errors}) == 1
     assert "NOT_PERMITTED" in errors[0].obstacle[1]
     assert "(process 2)" in errors[0].obstacle[1]

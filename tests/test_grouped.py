@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_experts import needs_interpreter, needs_kernels, skip_without_mosaic
 
-from jax_ep import _grouped_outer, _grouped_rows, _hopper
+from jax_ep._experts import grouped_outer, grouped_rows, hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -43,9 +43,9 @@ def interpreted(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
     from jax.experimental.pallas import mosaic_gpu
 
-    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 3)
     # The interpreter counts copies on their way out, kernels groups of copies.
-    monkeypatch.setattr(_grouped_rows, "OUT_SLOTS", 1)
+    monkeypatch.setattr(grouped_rows, "OUT_SLOTS", 1)
     with mosaic_gpu.force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
         yield
     assert not interpreter.get_races().races_found
@@ -74,7 +74,7 @@ def test_rows(sizes, count, transposed, monkeypatch):
     shape = (columns, depth) if transposed else (depth, columns)
     matrices = bfloat16(rng, len(sizes), *shape)
     with interpreted(monkeypatch):
-        found = _grouped_rows.grouped_rows(
+        found = grouped_rows.grouped_rows(
             jnp.asarray(rows),
             jnp.asarray(matrices),
             group_sizes=jnp.array(sizes, jnp.int32),
@@ -93,11 +93,9 @@ def test_outer(sizes, count, columns, monkeypatch):
     """Also where a row further than its REACH from a group is NaN."""
     rng, total = np.random.default_rng(0), sum(sizes)
     left, right = bfloat16(rng, count, 128), bfloat16(rng, count, columns)
-    left[total + _grouped_outer.REACH :] = right[total + _grouped_outer.REACH :] = (
-        np.nan
-    )
+    left[total + grouped_outer.REACH :] = right[total + grouped_outer.REACH :] = np.nan
     with interpreted(monkeypatch):
-        found = _grouped_outer.grouped_outer(
+        found = grouped_outer.grouped_outer(
             jnp.asarray(left),
             jnp.asarray(right),
             group_sizes=jnp.array(sizes, jnp.int32),
@@ -123,15 +121,15 @@ def test_on_hopper(sizes, count, columns):
     matrices = bfloat16(rng, len(sizes), depth, columns)
     rows[total:] = others[total:] = np.nan
     groups = jnp.array(sizes, jnp.int32)
-    there = _grouped_rows.grouped_rows(rows, matrices, group_sizes=groups)
-    back = _grouped_rows.grouped_rows(
+    there = grouped_rows.grouped_rows(rows, matrices, group_sizes=groups)
+    back = grouped_rows.grouped_rows(
         others, matrices, group_sizes=groups, transpose_rhs=True
     )
     for found, given, transposed in ((there, rows, False), (back, others, True)):
         wanted = grouped.of_rows(given, matrices, sizes, transposed)[:total]
         assert error(found[:total], wanted.astype(np.float32)) < 0.01
     rows[total:] = others[total:] = 0
-    found = _grouped_outer.grouped_outer(rows, others, group_sizes=groups)
+    found = grouped_outer.grouped_outer(rows, others, group_sizes=groups)
     found = np.asarray(found, np.float32)
     for matrix, size, end in zip(found, sizes, np.cumsum(sizes), strict=True):
         own = slice(end - size, end)
@@ -144,14 +142,14 @@ def test_on_hopper(sizes, count, columns):
 @pytest.mark.parametrize("x64", [False, True])
 def test_lower(dtype, x64, monkeypatch):
     """For GPUs, whose memory has limits and whose loads begin where they can."""
-    monkeypatch.setattr(_hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
 
     def both(rows, matrices, sizes):
-        to = _grouped_rows.grouped_rows(rows, matrices, group_sizes=sizes)
-        back = _grouped_rows.grouped_rows(
+        to = grouped_rows.grouped_rows(rows, matrices, group_sizes=sizes)
+        back = grouped_rows.grouped_rows(
             to, matrices, group_sizes=sizes, transpose_rhs=True
         )
-        return back, _grouped_outer.grouped_outer(rows, to, group_sizes=sizes)
+        return back, grouped_outer.grouped_outer(rows, to, group_sizes=sizes)
 
     with jax.enable_x64(x64):
         shapes = [((1000, 7168), dtype), ((3, 7168, 512), dtype), ((3,), jnp.int32)]
@@ -167,18 +165,18 @@ def test_tiles_are_the_groups_rows(seed):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, rng.choice([2, 9, 400]), rng.integers(1, 9))
     sizes *= rng.random(len(sizes)) < 0.8
-    count = max(_hopper.ROWS, (sum(sizes) + rng.integers(0, 300)) // 8 * 8 + 8)
-    tiles = _grouped_rows.tiles_of(jnp.array(sizes, jnp.int32), int(count))
+    count = max(hopper.ROWS, (sum(sizes) + rng.integers(0, 300)) // 8 * 8 + 8)
+    tiles = grouped_rows.tiles_of(jnp.array(sizes, jnp.int32), int(count))
     total = int(tiles.total[0])
     assert total <= len(tiles.group)
     owner = np.full(count, -1)
     for group, first, skipped, rows in zip(
         *(t[:total] for t in tiles[:4]), strict=True
     ):
-        assert first % _hopper.SWIZZLED_ROWS == 0
-        assert first + _hopper.ROWS <= count
+        assert first % hopper.SWIZZLED_ROWS == 0
+        assert first + hopper.ROWS <= count
         assert skipped >= 0
-        assert 1 <= rows <= _hopper.ROWS - skipped
+        assert 1 <= rows <= hopper.ROWS - skipped
         own = owner[first + skipped : first + skipped + rows]
         assert (own == -1).all()
         own[:] = group
@@ -186,4 +184,4 @@ def test_tiles_are_the_groups_rows(seed):
     np.testing.assert_array_equal(owner[: len(wanted)], wanted)
     assert (owner[len(wanted) :] == -1).all()
     # No more than the groups' rows take.
-    assert total <= sum(-(-(size + 7) // _hopper.ROWS) for size in sizes if size)
+    assert total <= sum(-(-(size + 7) // hopper.ROWS) for size in sizes if size)

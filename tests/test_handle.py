@@ -22,7 +22,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _init
+from jax_ep._native import ffi
+from jax_ep._setup import init
 
 WORKER = pathlib.Path(__file__).with_name("handle_worker.py")
 
@@ -275,9 +276,9 @@ def test_persistent_cache_of_another_version(mesh, monkeypatch) -> None:
     """Its programs hold another key, so none of them is found."""
     changes = {"timeout_s": 98.5}  # nobody else's, whose keys are drawn again
     config, texts = helpers.make_config(**changes), []
-    for version in (_ffi.native.WIRE_VERSION, _ffi.native.WIRE_VERSION + 1):
-        monkeypatch.setattr(_ffi.native, "WIRE_VERSION", version)
-        monkeypatch.setattr(_init, "_instances", collections.Counter())
+    for version in (ffi.native.WIRE_VERSION, ffi.native.WIRE_VERSION + 1):
+        monkeypatch.setattr(ffi.native, "WIRE_VERSION", version)
+        monkeypatch.setattr(init, "_instances", collections.Counter())
         with helpers.init(mesh, **changes) as ep:
             inputs = helpers.make_inputs(np.random.default_rng(0), config, mesh.size)
             operands = [helpers.put(mesh, part) for part in vars(inputs).values()]

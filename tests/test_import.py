@@ -12,7 +12,7 @@ import typing
 import pytest
 
 import jax_ep
-from jax_ep import _runtime
+from jax_ep._setup import runtime
 
 # The package that this process has imported, whatever lies in the current folder.
 SAME = {
@@ -87,14 +87,14 @@ def test_warns_when_too_late() -> None:
 
 def test_warns_each_time_where_warnings_are_errors(monkeypatch) -> None:
     """What was raised was not taken note of: init failed, and will be called again."""
-    monkeypatch.setattr(_runtime, "_warned", False)
+    monkeypatch.setattr(runtime, "_warned", False)
     for _ in range(2):
         with pytest.raises(RuntimeWarning, match="CPU pool must have at least 16"):
-            _runtime.warn_if_short(8, 8)
-    _runtime.warn_if_short(16, 8)
+            runtime.warn_if_short(8, 8)
+    runtime.warn_if_short(16, 8)
     with pytest.warns(RuntimeWarning, match="NPROC=32"):
-        _runtime.warn_if_short(8, 8)
-    _runtime.warn_if_short(8, 8)
+        runtime.warn_if_short(8, 8)
+    runtime.warn_if_short(8, 8)
 
 
 def test_import_time(tmp_path: pathlib.Path) -> None:

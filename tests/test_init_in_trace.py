@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _threads
+from jax_ep._core import threads
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +194,14 @@ def test_interrupt_gets_through(interrupts):
     interrupt_soon(begun)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        _threads.untraced(waits)
+        threads.untraced(waits)
     assert told == ["interrupted"]
     assert time.monotonic() - start < 30
 
 
 def test_interrupt_of_what_does_not_listen(interrupts, monkeypatch):
     """A call in C that goes on does not hold up the caller."""
-    monkeypatch.setattr(_threads, "_GRACE_S", 0.2)
+    monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     begun, end = threading.Event(), threading.Event()
 
     def waits() -> None:
@@ -211,6 +211,6 @@ def test_interrupt_of_what_does_not_listen(interrupts, monkeypatch):
     interrupt_soon(begun)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        _threads.untraced(waits)
+        threads.untraced(waits)
     assert time.monotonic() - start < 30
     end.set()

@@ -12,9 +12,9 @@ import imagined
 import jax
 import pytest
 
-from jax_ep import _shmem
-from jax_ep._descriptors import Giver
-from jax_ep._meeting import Meeting
+from jax_ep._peers import nvshmem
+from jax_ep._peers.descriptors import Giver
+from jax_ep._peers.rendezvous import Meeting
 
 
 def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
@@ -64,7 +64,7 @@ def test_second_interrupt_of_a_meeting() -> None:
 
 def test_interrupted_wait_of_nvshmem() -> None:
     """The call goes on by itself: no other one may come beside it."""
-    heap, ended = _shmem.Heap(lambda: None), threading.Event()
+    heap, ended = nvshmem.Heap(lambda: None), threading.Event()
     main = threading.main_thread().ident
     assert main is not None
 

@@ -12,7 +12,7 @@ import imagined
 import pytest
 from errors import check_form
 
-from jax_ep._meeting import Meeting, _dump
+from jax_ep._peers.rendezvous import Meeting, _dump
 
 # Well below the 20 s that others would wait, on machines that are slow and busy too.
 SOON_S = 10.0

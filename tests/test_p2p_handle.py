@@ -22,7 +22,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _init, _transports
+from jax_ep._native import ffi
+from jax_ep._setup import init
+from jax_ep._transport import select
 
 
 @pytest.fixture
@@ -32,13 +34,13 @@ def opened(monkeypatch):
 
     def open_windows(key, groups, config, **options):
         (ordinals,) = groups
-        _ffi.native.open_group(key, ordinals, list(range(len(ordinals))))
+        ffi.native.open_group(key, ordinals, list(range(len(ordinals))))
         record.opened.append((groups, config, options))
         return 4096
 
     def close_group(key):
         record.closed.append(key)
-        _ffi.native.close_group(key)
+        ffi.native.close_group(key)
 
     names = ("open_group", "take_invalid_ids", "take_mixed_calls", "pool_threads")
     module = types.SimpleNamespace(
@@ -47,11 +49,11 @@ def opened(monkeypatch):
         open_windows=open_windows,
         close_group=close_group,
         wait_failures=lambda key: record.failures,
-        **{name: getattr(_ffi.native, name) for name in names},
+        **{name: getattr(ffi.native, name) for name in names},
     )
-    monkeypatch.setattr(_ffi, "native_cuda", module)
-    monkeypatch.setattr(_ffi, "native_for", lambda platform: module)
-    monkeypatch.setattr(_transports, "choose", lambda *args: "p2p")
+    monkeypatch.setattr(ffi, "native_cuda", module)
+    monkeypatch.setattr(ffi, "native_for", lambda platform: module)
+    monkeypatch.setattr(select, "choose", lambda *args: "p2p")
     return record
 
 
@@ -67,7 +69,7 @@ def test_init_opens_windows(mesh, opened, monkeypatch) -> None:
     with helpers.init(mesh, num_sms=3, timeout_s=2.5) as ep:
         assert ep.transport == "p2p"
         assert ep.buffer_bytes == 4096
-    monkeypatch.setattr(_init, "_FIRST_EPOCH", 2**64 - 3)
+    monkeypatch.setattr(init, "_FIRST_EPOCH", 2**64 - 3)
     ep = helpers.init(mesh)
     ep.close()
     ep.close()

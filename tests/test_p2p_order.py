@@ -15,7 +15,7 @@ import pytest
 import twins
 
 import jax_ep
-from jax_ep import _init
+from jax_ep._setup import init
 
 pytestmark = pytest.mark.gpu
 
@@ -129,7 +129,7 @@ def test_scan_over_rematerialised_layers(tokens: int) -> None:
 @pytest.mark.parametrize("bits", [32, 63, 64])
 def test_epochs_wrap(bits: int, tokens: int, monkeypatch) -> None:
     """Calls whose numbers pass 2**32, 2**63 and 2**64; each call counts one."""
-    monkeypatch.setattr(_init, "_FIRST_EPOCH", 2**bits - 5)
+    monkeypatch.setattr(init, "_FIRST_EPOCH", 2**bits - 5)
     with twins.Twins(twins.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, layer)
         sets = [pair.operands(seed, tokens - seed) for seed in range(3)]

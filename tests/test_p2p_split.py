@@ -16,7 +16,7 @@ import pytest
 import twins
 
 import jax_ep
-from jax_ep import _init
+from jax_ep._setup import init
 
 pytestmark = pytest.mark.gpu
 
@@ -184,7 +184,7 @@ def pipelined(ep: Any, o: twins.Operands) -> Any:
     ("overlap", "first_epoch"), [("sm", None), ("sm", 2**64 - 3), ("stream", None)]
 )
 def test_in_flight(tokens: int, overlap: str, first_epoch: Any, monkeypatch) -> None:
-    monkeypatch.setattr(_init, "_FIRST_EPOCH", first_epoch)
+    monkeypatch.setattr(init, "_FIRST_EPOCH", first_epoch)
     with twins.Twins(twins.p2p_mesh(), config(tokens, overlap=overlap)) as pair:
         fast, plain = (
             twins.mapped(pair.mesh, functools.partial(pipelined, ep))

@@ -17,8 +17,9 @@ import pytest
 from test_meeting import act_all
 from test_windows import make_groups
 
-from jax_ep import _ffi, _native, _nvshmem, _shmem, _windows
-from jax_ep._meeting import Meeting
+from jax_ep._native import ffi, loader
+from jax_ep._peers import nvshmem, nvshmem_library, windows
+from jax_ep._peers.rendezvous import Meeting
 
 KERNELS = [11, 12]
 here = threading.local()  # the process that a thread stands for
@@ -120,7 +121,7 @@ class Job:
         self.modules = {p: Module(self.shared) for p in self.processes}
         self.natives = {p: Native(p) for p in self.processes}
         self.heaps = {
-            p: _shmem.Heap(lambda module=module: module)
+            p: nvshmem.Heap(lambda module=module: module)
             for p, module in self.modules.items()
         }
 
@@ -140,8 +141,8 @@ class Job:
     def size(self, *far: Any, **changes: Any) -> int:
         """Bytes of a window; `far` as window_bytes takes it."""
         config = helpers.make_config(**changes)
-        sizes = _windows.window_config(config, self.groups.shape[1])
-        return _ffi.native.window_bytes(sizes, *far)
+        sizes = windows.window_config(config, self.groups.shape[1])
+        return ffi.native.window_bytes(sizes, *far)
 
     def opens(self, key: int, *far: Any, **changes: Any) -> None:
         size = self.size(*far, **changes)
@@ -207,7 +208,7 @@ def test_what_one_process_lacks_is_said_in_all() -> None:
     job.modules[1].missing = "cannot open shared object file"
     job.refused("pip install nvidia-nvshmem-cu13", "cannot open", "(process 1)")
     job = Job(ONE_EACH)
-    job.heaps[2] = _shmem.Heap(lambda: None)
+    job.heaps[2] = nvshmem.Heap(lambda: None)
     job.refused("built with NVSHMEM's headers", "(process 2)")
     job = Job(ONE_EACH)
     job.natives[0].obstacle = ("compute capability 9.0", "8.0")
@@ -240,7 +241,7 @@ def test_other_processes_or_devices_than_at_the_start() -> None:
 def test_process_that_was_started_again() -> None:
     job = Job(ONE_EACH)
     job.opens(1)
-    job.heaps[2] = _shmem.Heap(lambda: Module(job.shared))
+    job.heaps[2] = nvshmem.Heap(lambda: Module(job.shared))
     job.refused("in all processes of a mesh or in none", "[0, 1]")
 
 
@@ -248,7 +249,7 @@ def test_gpus_out_of_reach() -> None:
     job = Job(ONE_EACH)
     job.shared.unreached = {(0, 2)}
     for actor in job.run(1).values():
-        assert isinstance(actor.error, _windows.NotMapped)
+        assert isinstance(actor.error, windows.NotMapped)
         assert "none for rank 2 (process 0)" in str(actor.error)
     # No group holds the blocks.
     job.shared.unreached = set()
@@ -282,15 +283,18 @@ def test_nvshmem_that_waits_for_ever() -> None:
         job.shared.barrier.abort()
     for actor in actors:
         # With "auto" another transport takes over.
-        assert isinstance(actor.error, _windows.NotMapped)
+        assert isinstance(actor.error, windows.NotMapped)
         assert "has not ended in 1 s (process 0)" in str(actor.error)
     job.refused("a wait of NVSHMEM that has not ended")
 
 
 def test_library_is_looked_for_at_home_first(monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", "/somewhere")
-    first, *_, last = _nvshmem.candidates()
-    assert (first, last) == (f"/somewhere/lib/{_nvshmem.LIBRARY}", _nvshmem.LIBRARY)
+    first, *_, last = nvshmem_library.candidates()
+    assert (first, last) == (
+        f"/somewhere/lib/{nvshmem_library.LIBRARY}",
+        nvshmem_library.LIBRARY,
+    )
 
 
 def test_library_of_the_package(monkeypatch, tmp_path) -> None:
@@ -305,14 +309,16 @@ def test_library_of_the_package(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     importlib.invalidate_caches()
     # Behind it what else is installed.
-    wheel, *_, last = _nvshmem.candidates()
-    assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / _nvshmem.LIBRARY)
-    assert last == _nvshmem.LIBRARY
+    wheel, *_, last = nvshmem_library.candidates()
+    assert wheel == str(
+        tmp_path / "nvidia" / "nvshmem" / "lib" / nvshmem_library.LIBRARY
+    )
+    assert last == nvshmem_library.LIBRARY
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
 
 
 def test_module_says_why_it_cannot_load() -> None:
-    native = _native.shmem()
+    native = loader.shmem()
     if native is None:
         pytest.skip("built without NVSHMEM's headers")
     with pytest.raises(RuntimeError, match="nowhere"):

@@ -16,7 +16,8 @@ import test_processes_gpu
 from launch import tails
 from nodes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 
-from jax_ep import _native, _shmem
+from jax_ep._native import loader
+from jax_ep._peers import nvshmem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
@@ -27,7 +28,7 @@ def require(ranks_per_node: int = 0) -> None:
     That is for want of GPUs or of NVIDIA's libraries, now or when this was built; a
     suite's record counts each reason, and .ci/run compiles and links the kernels.
     """
-    _, lacking = _shmem.Heap().load()
+    _, lacking = nvshmem.Heap().load()
     if lacking is not None:
         pytest.skip(f"must have {lacking[0]}, found {lacking[1]}")
     if not ranks_per_node:
@@ -35,7 +36,7 @@ def require(ranks_per_node: int = 0) -> None:
     count = test_processes_gpu.rank_count()
     if count <= ranks_per_node:
         pytest.skip(f"needs more ranks than a node's {ranks_per_node}, {count} found")
-    native = _native.shmem()
+    native = loader.shmem()
     if native is None or not native.HAS_KERNELS:
         pytest.skip("built without NVSHMEM's device library")
 

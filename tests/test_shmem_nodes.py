@@ -15,7 +15,10 @@ from test_meeting import act_all
 from test_shmem import CROSSED, KERNELS, ONE_EACH, Job, here
 from test_windows import make_groups
 
-from jax_ep import _doctor, _ffi, _native, _nvshmem, _shmem, _transports, _windows
+from jax_ep._cli.doctor import findings
+from jax_ep._native import ffi, loader
+from jax_ep._peers import nvshmem, nvshmem_library, windows
+from jax_ep._transport import select
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
 def test_hosts_are_nodes(monkeypatch) -> None:
     job = Job(CROSSED)
     hosts = {0: "a", 1: "b", 2: "b", 3: "a"}
-    monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
+    monkeypatch.setattr(windows, "host", lambda: [hosts[here.process]] * 2)
     job.opens(7)
     hosts[0] = "b"
     job.opens(8, True)
@@ -76,7 +79,7 @@ def test_bundles_want_nodes_of_several_ranks() -> None:
 def test_the_doctor_tells_what_is_allocated(node) -> None:
     job = Job(make_groups([[(0, 0), (1, 0), (2, 0), (3, 0)]]))
     assert not any(actor.error for actor in job.run(7, ranks_per_node=node).values())
-    told = _doctor.window_bytes(helpers.make_config(), 4, node)
+    told = findings.window_bytes(helpers.make_config(), 4, node)
     assert {module.allocated for module in job.modules.values()} == {told}
 
 
@@ -84,7 +87,7 @@ def test_forced_node_across_hosts() -> None:
     job = Job(ONE_EACH)
     job.shared.unreached = {(0, 1), (1, 0)}
     for actor in job.run(1, ranks_per_node=2).values():
-        assert isinstance(actor.error, _windows.NotMapped)
+        assert isinstance(actor.error, windows.NotMapped)
         assert "none for rank 1 (process 0)" in str(actor.error)
 
 
@@ -100,19 +103,19 @@ class HeapHere:
 
 def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     hosts = {0: "a", 1: "b", 2: "b"}
-    monkeypatch.setattr(_windows, "host", lambda: [hosts[here.process]] * 2)
+    monkeypatch.setattr(windows, "host", lambda: [hosts[here.process]] * 2)
     mesh: Any = types.SimpleNamespace(
         devices=ONE_EACH, axis_names=("dp", "ep"), shape={"dp": 1, "ep": 3}
     )
 
     def chosen(job: Job) -> str:
-        monkeypatch.setattr(_ffi, "native_for", lambda _: job.natives[here.process])
-        monkeypatch.setattr(_shmem, "heap", HeapHere(job))
+        monkeypatch.setattr(ffi, "native_for", lambda _: job.natives[here.process])
+        monkeypatch.setattr(nvshmem, "heap", HeapHere(job))
 
         def act(meeting):
             here.process = meeting.own
             config = helpers.make_config()
-            return _transports.choose(mesh, ("ep",), "auto", meeting, config)
+            return select.choose(mesh, ("ep",), "auto", meeting, config)
 
         actors = act_all(dict.fromkeys(job.processes, act)).values()
         assert all(actor.error is None for actor in actors)
@@ -161,7 +164,7 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
         job.shared.barrier.abort()
         over.set()
     for actor in actors:
-        assert isinstance(actor.error, _windows.NotMapped)
+        assert isinstance(actor.error, windows.NotMapped)
         # The lowest one that has failed is named, if it stands in the start itself.
         if step != "start":
             assert words in str(actor.error)
@@ -175,22 +178,22 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
 
 
 def test_doctor_says_what_is_missing(monkeypatch) -> None:
-    monkeypatch.setattr(_transports, "platform_of", lambda mesh: "gpu")
-    monkeypatch.setattr(_ffi, "native_for", lambda platform: imagined.Native(0))
-    monkeypatch.setattr(_doctor, "self_test", lambda mesh, transport: "passed")
+    monkeypatch.setattr(select, "platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(ffi, "native_for", lambda platform: imagined.Native(0))
+    monkeypatch.setattr(findings, "self_test", lambda mesh, transport: "passed")
     module = types.SimpleNamespace(HAS_KERNELS=False)
 
     def found(native: Any) -> tuple[dict[str, bool], str]:
-        monkeypatch.setattr(_native, "shmem", lambda: native)
-        monkeypatch.setattr(_shmem, "heap", _shmem.Heap(lambda: native))
-        transports = _doctor.transports(jax.devices()[:1], helpers.make_config())
+        monkeypatch.setattr(loader, "shmem", lambda: native)
+        monkeypatch.setattr(nvshmem, "heap", nvshmem.Heap(lambda: native))
+        transports = findings.transports(jax.devices()[:1], helpers.make_config())
         assert transports["p2p"]["works"]
         assert transports["shmem"]["works"] == (native is module)
-        return _doctor._build(), transports["shmem"]["why"]
+        return findings._build(), transports["shmem"]["why"]
 
     build, why = found(None)
     assert not build["shmem"]
-    assert f"pip install {_nvshmem.PACKAGE}" in why
+    assert f"pip install {nvshmem_library.PACKAGE}" in why
     assert "a build without" in why
 
     def fails(path: str) -> str:
@@ -199,7 +202,7 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
     build, why = found(types.SimpleNamespace(HAS_KERNELS=True, load=fails))
     assert build["shmem"]
     assert build["shmem over nodes"]
-    assert f"NVSHMEM 3 (pip install {_nvshmem.PACKAGE})" in why
+    assert f"NVSHMEM 3 (pip install {nvshmem_library.PACKAGE})" in why
     assert "version 2.11.0" in why
     # What a build without its device library lacks.
     module.load, module.started = lambda path: "3.4.5", lambda: False

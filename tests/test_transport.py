@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from errors import check_form, raises
 
-from jax_ep import _ffi, _init, _transports
-from jax_ep._meeting import Meeting
+from jax_ep._native import ffi
+from jax_ep._peers.rendezvous import Meeting
+from jax_ep._setup import init
+from jax_ep._transport import select
 
 ALONE = Meeting([0], 0, 1.0)
 
@@ -67,7 +69,7 @@ def make_mesh(sizes: dict[str, int], processes: int = 1, platform: str = "gpu") 
 def native(monkeypatch):
     """The CUDA module of the fixture's test, in process 0."""
     module = Native()
-    monkeypatch.setattr(_ffi, "native_cuda", module)
+    monkeypatch.setattr(ffi, "native_cuda", module)
     monkeypatch.setattr(jax, "process_index", lambda client=None: 0)
     return module
 
@@ -76,7 +78,7 @@ def choose(
     mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), config: Any = None
 ) -> str:
     with Meeting.of(mesh, 1.0) as meeting:
-        return _transports.choose(
+        return select.choose(
             mesh, names, requested, meeting, config or helpers.make_config()
         )
 
@@ -95,7 +97,7 @@ def test_collective_asks_nothing(native) -> None:
 def test_what_exchanges_nothing_starts_no_nvshmem(native, monkeypatch) -> None:
     """Where "auto" would ask for it otherwise, as the first choice shows."""
     asked = []
-    monkeypatch.setattr(_transports, "_puts_reach", lambda *args: asked.append(args))
+    monkeypatch.setattr(select, "_puts_reach", lambda *args: asked.append(args))
     native.obstacle = LACKS
     assert choose(make_mesh({"ep": 4}), "auto") == "collective"
     assert len(asked) == 1
@@ -126,7 +128,7 @@ def test_cpu_devices(native) -> None:
 
 
 def test_auto_says_once_what_it_goes_without(native, caplog) -> None:
-    _transports._warn_once.cache_clear()
+    select._warn_once.cache_clear()
     choose(make_mesh({"ep": 4}, platform="cpu"), "auto")
     assert not caplog.records
     native.obstacle = LACKS
@@ -166,9 +168,9 @@ def test_too_many_ranks(native) -> None:
 @pytest.mark.parametrize("axis", [("dp",), ("ep",), ("dp", "ep"), ("ep", "dp")])
 def test_groups_are_by_rank(axis) -> None:
     mesh = helpers.make_mesh({"dp": 2, "ep": 2}, order=[2, 0, 3, 1])
-    groups = _transports.ep_groups(mesh, axis)
+    groups = select.ep_groups(mesh, axis)
     ranks = dict(
-        zip(mesh.devices.flat, _init._rank_of_devices(mesh, axis).flat, strict=True)
+        zip(mesh.devices.flat, init._rank_of_devices(mesh, axis).flat, strict=True)
     )
     assert {device for group in groups for device in group} == set(ranks)
     for group in groups:
@@ -188,10 +190,10 @@ def test_groups_are_by_rank(axis) -> None:
     ],
 )
 def test_rows_that_no_multiprocessor_holds(fields, served) -> None:
-    found = _transports._row_obstacle(helpers.make_config(**fields))
+    found = select._row_obstacle(helpers.make_config(**fields))
     assert (found is None) == served
     if found is not None:
         assert found[0].startswith("hidden_size of at most")
         with pytest.raises(ValueError, match=r'"p2p" must have hidden_size .*got \d+'):
-            _transports.instead_of_windows("p2p", found, ALONE)
-        assert _transports.instead_of_windows("auto", found, ALONE) == "collective"
+            select.instead_of_windows("p2p", found, ALONE)
+        assert select.instead_of_windows("auto", found, ALONE) == "collective"

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _literals, formats
-from jax_ep._native import cpu as native
+from jax_ep import formats
+from jax_ep._core import literals
+from jax_ep._native.loader import cpu as native
 
 
 def test_formats_are_those_of_the_native_module():
     found = [entry["name"] for entry in native.formats()]
-    assert list(typing.get_args(_literals.Format)) == found, (
-        "a format needs a name in jax_ep/_literals.py: docs/extending.md"
+    assert list(typing.get_args(literals.Format)) == found, (
+        "a format needs a name in jax_ep/_core/literals.py: docs/extending.md"
     )
-    assert set(_literals.WIRE_FORMATS) <= set(formats.names())
+    assert set(literals.WIRE_FORMATS) <= set(formats.names())
 
 
 @pytest.mark.parametrize("field", ["dtype", "combine_dtype"])

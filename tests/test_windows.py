@@ -20,8 +20,8 @@ from imagined import Native
 from test_meeting import act_all
 from test_transport import Device
 
-from jax_ep import _descriptors, _windows
-from jax_ep._meeting import Meeting
+from jax_ep._peers import descriptors, windows
+from jax_ep._peers.rendezvous import Meeting
 
 CONFIG = helpers.make_config(timeout_s=20.0)
 SOON_S = 10.0  # well below the 20 s that others would wait
@@ -64,10 +64,10 @@ class Job:
         """As init: an obstacle, or windows, whose marks are the result."""
         native = self.natives[meeting.own]
         imagined.here.process = meeting.own
-        found = _windows.find_obstacle(native, self.groups, meeting)
+        found = windows.find_obstacle(native, self.groups, meeting)
         if found is not None:
             return found
-        size = _windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
+        size = windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
         assert size == imagined.BYTES
         # As calls would be, which wait for all.
         meeting.gather("used", None)
@@ -105,7 +105,7 @@ def test_every_rank_maps_every_other(groups, all_closed) -> None:
     for process, native in job.natives.items():
         # Nothing but the groups that have ranks here.
         here = [group for group in groups if process in _by_process(group)]
-        expected = [_windows.ordinals(group, process, -1) for group in here]
+        expected = [windows.ordinals(group, process, -1) for group in here]
         assert native.groups == expected
         assert {kind for _, kind in native.taken_by} <= {int}
         assert not native.by_fabric
@@ -192,7 +192,7 @@ def test_unknown_uuids_are_no_obstacle(all_closed) -> None:
 def test_other_hosts(all_closed, monkeypatch) -> None:
     """Groups apart may be on several hosts, one group may not."""
     hosts = iter([f"boot{i}", f"node{i}"] for i in range(100))
-    monkeypatch.setattr(_windows, "host", lambda: next(hosts))
+    monkeypatch.setattr(windows, "host", lambda: next(hosts))
     (found,) = set(Job(ONE_EACH).results())
     assert "on one host" in found[0]
     assert re.search(r"'node0', 'node1', 'node2'.*processes \[0, 1, 2\]", found[1])
@@ -212,7 +212,7 @@ def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
 def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
     """Nobody gives to another user: no p2p, and no error where others serve."""
     user = os.geteuid()
-    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(descriptors.os, "geteuid", lambda: user + 1)
     (found,) = set(Job(ONE_EACH).results())
     assert "user namespace" in found[0]
     assert "from process 0 to 1" in found[1]
@@ -273,7 +273,7 @@ def test_windows_that_cannot_be_shared(field: str, all_closed) -> None:
     job = Job(PAIRS, **{field: {2: "CUDA_ERROR_INVALID_DEVICE"}})
     actors = job.run()
     errors = [actor.error for actor in actors.values()]
-    assert {type(error) for error in errors} == {_windows.NotMapped}
+    assert {type(error) for error in errors} == {windows.NotMapped}
     assert len({error.obstacle for error in errors}) == 1
     assert "INVALID_DEVICE" in errors[0].obstacle[1]
     assert "(process 2)" in errors[0].obstacle[1]

@@ -23,8 +23,10 @@ import jax
 import numpy as np
 from launch import bound_life
 
-from jax_ep import _ffi, _transports, _windows
-from jax_ep._meeting import Meeting
+from jax_ep._native import ffi
+from jax_ep._peers import windows
+from jax_ep._peers.rendezvous import Meeting
+from jax_ep._transport import select
 
 DEVICES = 2
 TIMEOUT_S = 6.0
@@ -39,14 +41,14 @@ def start(port: str, processes: int, process: int) -> imagined.Native:
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
     native = imagined.Native(
         process,
-        take_invalid_ids=_ffi.native.take_invalid_ids,
-        take_mixed_calls=_ffi.native.take_mixed_calls,
-        pool_threads=_ffi.native.pool_threads,
-        open_group=_ffi.native.open_group,
+        take_invalid_ids=ffi.native.take_invalid_ids,
+        take_mixed_calls=ffi.native.take_mixed_calls,
+        pool_threads=ffi.native.pool_threads,
+        open_group=ffi.native.open_group,
         wait_failures=lambda key: [],
     )
-    _ffi.native_for = lambda platform: native
-    _transports.platform_of = lambda mesh: "gpu"
+    ffi.native_for = lambda platform: native
+    select.platform_of = lambda mesh: "gpu"
     return native
 
 
@@ -154,8 +156,8 @@ def key_after_a_failure(mesh) -> list[int | str]:
 
 def over_hosts(native: imagined.Native, mesh, config) -> list:
     """As if each process had a host of its own: in one clique, and the last not."""
-    true_host, own = _windows.host, native.process
-    _windows.host = lambda: [f"boot{own}", f"node{own}"]
+    true_host, own = windows.host, native.process
+    windows.host = lambda: [f"boot{own}", f"node{own}"]
     found, before = [], len(native.taken_by)
     native.fabric = "rack.1"
     with jax_ep.init(mesh, "ep", config) as ep:
@@ -166,7 +168,7 @@ def over_hosts(native: imagined.Native, mesh, config) -> list:
         native.fabric = "rack.2"
     found.append(jax_ep.init(mesh, "ep", config).transport)
     found.append(refusal(mesh, config))
-    _windows.host = true_host
+    windows.host = true_host
     return found
 
 

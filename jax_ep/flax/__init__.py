@@ -17,11 +17,12 @@ except ModuleNotFoundError as _error:
         "jax_ep.flax: flax must be installed, got none; run pip install 'jax_ep[flax]'"
     ) from _error
 
-from jax_ep import _layer, _layer_params
-from jax_ep._handle import EPHandle
-from jax_ep._literals import Format, Transport
-from jax_ep._moe import MoEAux
-from jax_ep._types import ExpertsFunction
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.literals import Format, Transport
+from jax_ep._core.types import ExpertsFunction
+from jax_ep._layers import layer
+from jax_ep._layers import params as _layer_params
+from jax_ep._layers.moe import MoEAux
 from jax_ep.router import Router
 
 __all__ = ["MoE", "RouterBias"]
@@ -101,7 +102,7 @@ class MoE(nnx.Module):
         Raises:
             ValueError, TypeError: an argument does not hold what is said above.
         """
-        self._layer = _layer.make(
+        self._layer = layer.make(
             "flax.MoE",
             mesh=mesh,
             axis_name=axis_name,

@@ -11,11 +11,12 @@ from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep import _layer, _layer_params
-from jax_ep._handle import EPHandle
-from jax_ep._literals import Format, Transport
-from jax_ep._moe import MoEAux
-from jax_ep._types import ExpertsFunction
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.literals import Format, Transport
+from jax_ep._core.types import ExpertsFunction
+from jax_ep._layers import layer as _layer
+from jax_ep._layers import params as _layer_params
+from jax_ep._layers.moe import MoEAux
 from jax_ep.router import Router
 
 __all__ = ["MoE"]

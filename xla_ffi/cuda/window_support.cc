@@ -12,7 +12,7 @@ namespace {
 constexpr int kMinMajor = 9;
 // kMaxSharedBytes of window_rows.cuh. What calls keep there is cut to fit: the tables of the
 // largest config leave room for stages, and long rows pass in pieces, up to the hidden sizes that
-// jax_ep/_transports.py lets pass.
+// jax_ep/_transport/select.py lets pass.
 constexpr int kMinSharedKiB = 227;
 
 int Attribute(cudaDeviceAttr attribute, int device) {

@@ -1,0 +1,1 @@
+"""jax-ep doctor: what this machine can do and why."""

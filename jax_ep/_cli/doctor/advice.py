@@ -1,0 +1,106 @@
+"""What `jax-ep doctor` advises."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jax_ep import experts as _experts
+from jax_ep import formats
+from jax_ep._cli.doctor import links
+from jax_ep._core.config import EPConfig
+from jax_ep._native import ffi
+from jax_ep._setup import capacity
+
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_OLDEST_CAPABILITY = 9.0
+_MOSAIC_SIZE = 128  # an intermediate size that is no obstacle
+# Without the setting a build that finds no nvcc goes on, for CPUs alone.
+_REBUILD = (
+    "pip install . -C cmake.define.JAX_EP_CUDA=ON in the repository of jax_ep (with "
+    "nvcc 12.5 or newer on PATH or in CUDA_HOME)"
+)
+
+
+def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[str]:
+    """In sentences, of what `_cli.doctor.findings.examine` has found so far."""
+    advice = []
+    on_gpu = bool(devices) and devices[0].platform != "cpu"
+    if on_gpu and ffi.native_cuda is None:
+        advice.append(f"this jax_ep is built without CUDA: run {_REBUILD}")
+    if not on_gpu:
+        only = "only CPU devices, which are right for tests and small runs; "
+        advice.append((only if devices else "") + _for_gpus(found["versions"]))
+    if on_gpu and _dense_experts(config):
+        obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
+        runs = obstacle is None and config.element_bytes == 2
+        way = "mosaic, as layers do where they can" if runs else "Padded(largest)"
+        why = f"; mosaic must have {obstacle}" if obstacle else ""
+        advice.append(
+            "jax.lax.ragged_dot is dense here, each row by all local experts: take "
+            f"jax_ep.experts.{way}{why}"
+        )
+    capabilities = [_capability(device) for device in devices]
+    if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
+        advice.append("p2p needs compute capability 9.0: use transport collective")
+    sizes = found["memory"]
+    needed = sizes["dispatched_rows"] + sizes["expert_rows"] + sizes["exchange"]
+    limits = [d["memory_bytes"] for d in found["devices"] if d["memory_bytes"]]
+    if limits and needed > min(limits) / 2:
+        advice.append(
+            f"the config takes {needed / 1e9:.1f} GB of the {min(limits) / 1e9:.1f} GB "
+            "per device: lower max_tokens_per_rank or bound recv_capacity"
+        )
+    if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
+        advice.append(
+            f"recv_capacity is the worst case, {sizes['recv_capacity']:,} rows where a "
+            f"balanced router sends {_balanced(config):,}: capacity_factor=1.25 saves "
+            "memory, at the risk of dropped rows (jax_ep.stats counts them)"
+        )
+    remark = capacity.shortfall(config, sizes["ranks"])
+    if remark is not None:
+        advice.append(remark)
+    # A rank alone has no link to wait for, nor have virtual devices of one memory.
+    linked = on_gpu and sizes["ranks"] > 1
+    plain = not formats.is_quantized(config.dispatch_format)
+    if linked and plain and config.hidden_size % 128 == 0:
+        advice.append(
+            'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch, '
+            "which pays where calls wait for the link (docs/formats.md)"
+        )
+    return advice
+
+
+def _for_gpus(versions: dict[str, Any]) -> str:
+    """What this installation lacks for GPUs, in the order in which to get it."""
+    lacks = []
+    # First JAX's packages, for an nvcc that comes with them is found by the build.
+    if not any(map(versions.get, CUDA_PACKAGES)):
+        lacks.append('pip install "jax[cuda13]"')
+    if ffi.native_cuda is None:
+        lacks.append(_REBUILD)
+    if lacks:
+        return "for NVIDIA GPUs run " + ", then ".join(lacks)
+    if links.driver() is None:
+        return "for NVIDIA GPUs, run where there are some: no driver answers here"
+    return (
+        "this installation serves NVIDIA GPUs, and JAX uses none here: see "
+        "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and what nvidia-smi says"
+    )
+
+
+def _dense_experts(config: EPConfig) -> bool:
+    try:
+        return _experts.ragged_dot_is_dense(config.dtype)
+    except Exception:  # an error of XLA's: there is nothing to advise
+        return False
+
+
+def _capability(device: Any) -> float | None:
+    """Of an NVIDIA GPU. Other platforms have none, or words of their own there."""
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
+
+
+def _balanced(config: EPConfig) -> int:
+    return config.max_tokens_per_rank * config.top_k

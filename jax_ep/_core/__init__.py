@@ -1,0 +1,1 @@
+"""What all other packages know: configs, handles, results' types, checks."""

@@ -1,0 +1,378 @@
+"""EPConfig: the sizes and options of one expert-parallel layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep import formats
+from jax_ep._core.literals import (
+    DTYPES,
+    OVERLAPS,
+    REDUCES,
+    SCALE_LAYOUTS,
+    WIRE_FORMATS,
+    Dtype,
+    Format,
+    Overlap,
+    Reduce,
+    ScaleLayout,
+    WireFormat,
+)
+from jax_ep._native.loader import cpu as native
+
+MAX_PENDING_CALLS = 2
+MAX_TIMEOUT_S = 1e6
+CAPACITY_MULTIPLE = 128
+
+
+def _require(holds: bool, what: str, value: Any, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}; {remedy}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
+    # bool is an int too.
+    if type(value) is not int:
+        raise TypeError(
+            f"jax_ep.EPConfig: {name} must be an int, got {value!r} of type "
+            f"{type(value).__name__}; convert it with int()"
+        )
+    _require(
+        value >= low and (high is None or value <= high),
+        f"{name} must be {bound}",
+        value,
+        "pass a value within these bounds",
+    )
+
+
+class _Field:
+    """A field that keeps something else than it is given.
+
+    Type checkers take the type of the argument from `__set__`, and that of the
+    attribute from `__get__`.
+    """
+
+    def __set_name__(self, owner: type[EPConfig], name: str) -> None:
+        """Its name in `vars(config)`."""
+        self._name = name
+
+
+class DtypeName(_Field):
+    """A dtype, of which the name is kept."""
+
+    def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype:
+        """The name; of the class, where `dataclasses` looks for it, the default."""
+        return "bfloat16" if config is None else vars(config)[self._name]
+
+    def __set__(self, config: EPConfig, value: DTypeLike) -> None:
+        """Called once, by `__init__`: the dataclass is frozen."""
+        vars(config)[self._name] = _dtype_name(self._name, value)
+
+
+class DtypeNameOrNone(_Field):
+    """A dtype, of which the name is kept, or None."""
+
+    def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype | None:
+        """As of `DtypeName`."""
+        return None if config is None else vars(config)[self._name]
+
+    def __set__(self, config: EPConfig, value: DTypeLike | None) -> None:
+        """As of `DtypeName`."""
+        name = None if value is None else _dtype_name(self._name, value)
+        vars(config)[self._name] = name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Sizes and options of one expert-parallel layer; frozen, hashable, validated.
+
+    Attributes:
+        num_experts: E, experts of the whole group; a multiple of its ranks.
+        top_k: K, experts a token may go to; at most 32.
+        hidden_size: H, elements of a token; a token is a multiple of 16 bytes.
+        max_tokens_per_rank: T, the most tokens a rank passes to one call.
+        dtype: of tokens and expert outputs: bfloat16, float16 or float32, given as
+            anything that `jax.numpy.dtype` takes and kept as the name.
+        dispatch_format: token format on the wire, one of
+            `jax_ep.formats.names()`; "bf16" sends tokens as they are.
+        combine_dtype: of the rows that combine sends, likewise; None is `dtype`.
+        combine_format: None, or "fp8_block128" to quantise combine's rows.
+        grad_format: None, or "fp8_block128" to quantise the backward's rows.
+        reduce: what combine sums where: "rank", "source" or "none".
+        recv_capacity: N, output rows of a rank. Excludes `capacity_factor`.
+        capacity_factor: N = round_up(ceil(capacity_factor * T * K), 128). With neither,
+            N is the worst case for distinct ids.
+        expert_alignment: each group's length is padded up to it.
+        scale_layout: "rows" or "tiled_128x4".
+        zero_tail: whether rows past the last group are cleared.
+        fused_shared_expert: a shared expert's rows are group 0.
+        skip_a2a: every rank holds the same tokens; nothing is exchanged.
+        allreduce_world_size: with skip_a2a, ranks that split the shared expert: R, as
+            is None.
+        pending_calls: how many dispatches, and how many combines, may be pending at
+            once: 0, 1 or 2; None is 0, or 1 with `overlap` "copy" or "stream". The
+            calls in halves (`dispatch_async`, `combine_async`) need at least 1. Each
+            takes room in the windows of a GPU transport.
+        overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
+            "stream": those, the first on XLA's stream of collectives (jax 0.11.1);
+            "copy": XLA's all-to-all, by copy engines where its flag says so, and with
+            XLA's limits for a rank that does not come.
+        num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
+        ranks_per_node: forces "nodes" for tests; None finds them.
+        timeout_s: bound on every wait of p2p and shmem, in seconds.
+
+    Raises:
+        ValueError, TypeError: a field does not hold what is said above.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dtype: DtypeName = DtypeName()
+    dispatch_format: Format = "bf16"
+    combine_dtype: DtypeNameOrNone = DtypeNameOrNone()
+    combine_format: WireFormat | None = None
+    grad_format: WireFormat | None = None
+    reduce: Reduce = "rank"
+    recv_capacity: int | None = None
+    capacity_factor: float | None = None
+    expert_alignment: int = 1
+    scale_layout: ScaleLayout = "rows"
+    zero_tail: bool = True
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+    allreduce_world_size: int | None = None
+    pending_calls: int | None = None
+    overlap: Overlap = "sm"
+    num_sms: int | None = None
+    ranks_per_node: int | None = None
+    timeout_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Validates every field."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # Sizes are often NumPy's; as Python's they are attributes of calls.
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
+        self._check_sizes()
+        self._check_options()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Validates what a pickle holds: it may have been changed."""
+        type(self).__init__(self, **state)
+
+    def _check_sizes(self) -> None:
+        _require_int("num_experts", self.num_experts, 1, native.MAX_EXPERTS)
+        _require_int("top_k", self.top_k, 1, native.MAX_TOP_K)
+        _require(
+            self.top_k <= self.num_experts,
+            f"top_k must be at most num_experts, {self.num_experts}",
+            self.top_k,
+            "lower top_k or add experts",
+        )
+        _require_int("hidden_size", self.hidden_size, 1, native.MAX_HIDDEN)
+        limit = native.MAX_INDEX
+        _require_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, limit)
+        _require_int("expert_alignment", self.expert_alignment, 1, limit)
+        if self.pending_calls is not None:
+            _require_int("pending_calls", self.pending_calls, 0, MAX_PENDING_CALLS)
+        for name in ("allreduce_world_size", "num_sms", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
+        row_bytes = self.hidden_size * self.element_bytes
+        _require(
+            row_bytes % native.ROW_ALIGN_BYTES == 0,
+            f"hidden_size must make a token of {self.dtype} a multiple of "
+            f"{native.ROW_ALIGN_BYTES} bytes",
+            self.hidden_size,
+            f"use a multiple of {native.ROW_ALIGN_BYTES // self.element_bytes}",
+        )
+        _require(
+            self.recv_capacity is None or self.capacity_factor is None,
+            "recv_capacity and capacity_factor must not both be given",
+            (self.recv_capacity, self.capacity_factor),
+            "give one of them",
+        )
+        if self.recv_capacity is not None:
+            _require_int("recv_capacity", self.recv_capacity, 1, native.MAX_INDEX)
+        if self.capacity_factor is not None:
+            _require(
+                _is_number(self.capacity_factor) and 0 < self.capacity_factor <= limit,
+                f"capacity_factor must be a positive number of at most {limit}",
+                self.capacity_factor,
+                "1.25 is a usual factor",
+            )
+        _require(
+            _is_number(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S,
+            f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:g} seconds",
+            self.timeout_s,
+            "100.0 is the default",
+        )
+
+    def _check_options(self) -> None:
+        names = formats.names()
+        _require(
+            self.dispatch_format in names,
+            f"dispatch_format must be one of {list(names)}",
+            self.dispatch_format,
+            '"bf16" sends tokens as they are',
+        )
+        for name, allowed in (
+            ("reduce", REDUCES),
+            ("scale_layout", SCALE_LAYOUTS),
+            ("overlap", OVERLAPS),
+            ("combine_format", (None, *WIRE_FORMATS)),
+            ("grad_format", (None, *WIRE_FORMATS)),
+        ):
+            value = getattr(self, name)
+            _require(
+                value in allowed,
+                f"{name} must be one of {list(allowed)}",
+                value,
+                f"the default is {allowed[0]!r}",
+            )
+        self._check_formats()
+        for name in ("zero_tail", "fused_shared_expert", "skip_a2a"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, bool),
+                f"{name} must be a bool",
+                value,
+                "pass True or False",
+            )
+        _require(
+            not self.fused_shared_expert or self.top_k < native.MAX_TOP_K,
+            f"top_k must be at most {native.MAX_TOP_K - 1} with fused_shared_expert",
+            self.top_k,
+            "run the shared expert beside the dispatch",
+        )
+        unsent = {"combine_dtype": self.dtype, "overlap": "sm"}
+        for name in ("combine_format", "grad_format", *unsent):
+            _require(
+                not self.skip_a2a or getattr(self, name) in (None, unsent.get(name)),
+                f"{name} must be {unsent.get(name)} with skip_a2a, which sends nothing",
+                getattr(self, name),
+                "leave it out",
+            )
+        _require(
+            not (self.reduce == "none" and self.fused_shared_expert),
+            'reduce="none" must not be used with fused_shared_expert',
+            (self.reduce, self.fused_shared_expert),
+            'use reduce="rank" or "source"',
+        )
+
+    def _check_formats(self) -> None:
+        for name in (self.dispatch_format, self.combine_format, self.grad_format):
+            if name is None or not formats.is_quantized(name):
+                continue
+            block = formats.block(name)
+            _require(
+                self.hidden_size % block == 0,
+                f"hidden_size must be a multiple of {name}'s block of {block}",
+                self.hidden_size,
+                "pad the hidden dimension or take another format",
+            )
+            payload, _ = native.encoded_bytes(
+                name, self.hidden_size, self.element_bytes
+            )
+            _require(
+                payload % native.ROW_ALIGN_BYTES == 0,
+                f"hidden_size must make a token in {name} a multiple of "
+                f"{native.ROW_ALIGN_BYTES} bytes",
+                self.hidden_size,
+                "pad the hidden dimension or take another format",
+            )
+        _require(
+            self.combine_format is None or self.combine_dtype is None,
+            "combine_format and combine_dtype must not both be given",
+            (self.combine_format, self.combine_dtype),
+            "leave combine_dtype out: the format decides what is sent",
+        )
+        if self.scale_layout == "rows":
+            return
+        dtype = formats.scale_dtype(self.dispatch_format)
+        _require(
+            dtype is not None and dtype.itemsize == 1,
+            f'scale_layout="{self.scale_layout}" must have a dispatch_format with '
+            "scales of one byte",
+            self.dispatch_format,
+            'use "mxfp8", "mxfp4" or "nvfp4", or scale_layout="rows"',
+        )
+        columns = 4 * formats.block(self.dispatch_format)
+        _require(
+            self.hidden_size % columns == 0,
+            f"hidden_size must be a multiple of {columns} with scale_layout="
+            f'"{self.scale_layout}"',
+            self.hidden_size,
+            'pad the hidden dimension or use scale_layout="rows"',
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of `dtype`."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def wire_dtype(self) -> Dtype:
+        """The dtype of the rows that combine sends."""
+        return self.combine_dtype or self.dtype
+
+    @property
+    def combine_wire(self) -> str:
+        """What combine's rows travel as: a dtype or a format."""
+        return self.combine_format or self.wire_dtype
+
+    @property
+    def most_pending(self) -> int:
+        """How many calls in halves of one kind may be pending at once."""
+        if self.pending_calls is not None:
+            return self.pending_calls
+        return 0 if self.overlap == "sm" else 1
+
+    @property
+    def grad_wire(self) -> str:
+        """What the backward's sums travel as: a dtype or a format."""
+        return self.grad_format or self.dtype
+
+    @property
+    def grad_wire_format(self) -> Format:
+        """The format in which the backward sends tokens along a route."""
+        return self.grad_format or "bf16"
+
+    def capacity(self, ep_size: int) -> int:
+        """N, the output rows of a rank in a group of `ep_size` ranks."""
+        if self.recv_capacity is not None:
+            return self.recv_capacity
+        tokens, top_k = self.max_tokens_per_rank, self.top_k
+        if self.capacity_factor is not None:
+            rows = math.ceil(self.capacity_factor * tokens * top_k)
+            return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        local_experts = self.num_experts // ep_size
+        groups = local_experts + (1 if self.fused_shared_expert else 0)
+        sources = 1 if self.skip_a2a else ep_size
+        rows = sources * tokens * min(top_k, local_experts)
+        rows += groups * (self.expert_alignment - 1)
+        return rows + (tokens if self.fused_shared_expert else 0)
+
+
+def _dtype_name(field: str, value: Any) -> Dtype:
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = None
+    remedy = "cast tokens to one" if field == "dtype" else "leave it out for dtype"
+    _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value, remedy)
+    return cast(Dtype, name)

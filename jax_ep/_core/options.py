@@ -1,0 +1,168 @@
+"""What `fused_shared_expert`, `skip_a2a` and `reduce` change about a rank's tables.
+
+The steps know ranks, experts and rows alone. Here a shared expert becomes one expert
+more on each rank, chosen by one entry more of each token; a rank that exchanges nothing
+becomes a group of its own; and rows that cross one by one become tokens of one row.
+Used by the transports and by `_autodiff*`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core.types import Route
+from jax_ep._core.varying import vary_alike
+from jax_ep._native.loader import cpu as native
+
+if TYPE_CHECKING:
+    from jax_ep._core.handle import EPHandle
+    from jax_ep._transport.results import Received
+
+
+def routed(
+    ep: EPHandle, topk_ids: jax.Array, router_weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Ids and weights `[n, K']` of the experts that the steps see.
+
+    These are `ep.groups` on each of `ep.route_ranks` ranks. Ids that are invalid stay
+    so; `original_id` tells which they were.
+    """
+    config = ep.config
+    if not (config.skip_a2a or config.fused_shared_expert):
+        return topk_ids, router_weights
+    experts, local = config.num_experts, ep.local_experts
+    rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
+    valid = (topk_ids >= 0) & (topk_ids < experts)
+    at, expert = topk_ids // local, topk_ids % local
+    if config.skip_a2a:
+        ids = jnp.where(at == rank, expert, -1)
+        own_first = jnp.int32(0)
+    else:
+        ids = at * ep.groups + expert
+        own_first = rank * ep.groups
+    if not config.fused_shared_expert:
+        return jnp.where(valid, ids, topk_ids), router_weights
+    ids = jnp.where(ids < 0, ids, ids + 1)
+    high = (topk_ids >= experts) & (topk_ids <= native.MAX_INDEX - ep.route_ranks)
+    invalid = jnp.where(high, topk_ids + ep.route_ranks, topk_ids)
+    ids = jnp.where(valid, ids, invalid)
+    n = topk_ids.shape[0]
+    first, count = _part(ep, n)
+    token = jnp.arange(n, dtype=jnp.int32)
+    has_copy = (token >= first) & (token < first + count)
+    shared = jnp.where(has_copy, own_first, -1)[:, None]
+    _, ids, shared, router_weights = vary_alike(
+        ep.mesh.axis_names, frozenset(), topk_ids, ids, shared, router_weights
+    )
+    ones = jnp.ones_like(router_weights, shape=(n, 1))
+    return (
+        jnp.concatenate([ids, shared], axis=1),
+        jnp.concatenate([router_weights, ones], axis=1),
+    )
+
+
+def original_id(ep: EPHandle, value: int) -> int:
+    """The invalid id that `routed` turned into `value`.
+
+    Of the ids just below 2^31 those that it left alone are taken for it.
+    """
+    shifted = ep.config.num_experts <= value <= native.MAX_INDEX - ep.route_ranks
+    return (
+        value - ep.route_ranks if ep.config.fused_shared_expert and shifted else value
+    )
+
+
+def placed(
+    ep: EPHandle, arrived: Received, slot_of: jax.Array
+) -> tuple[Received, jax.Array]:
+    """What the steps made of `routed`, in the terms of the contract."""
+    config, top_k = ep.config, ep.config.top_k
+    if not (config.skip_a2a or config.fused_shared_expert):
+        return arrived, slot_of
+    source, token, k = jnp.split(arrived.src_info, 3, axis=1)
+    if config.skip_a2a:
+        rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
+        source = jnp.where(source >= 0, rank, source)
+    if config.fused_shared_expert:
+        shared = k == top_k
+        k = jnp.where(shared, -1, k)
+        arrived = arrived._replace(
+            expert_ids=arrived.expert_ids - 1,
+            # Routes hold what came through the router; `shared_part` says the rest.
+            row_of=arrived.row_of[..., :top_k],
+            row_slot=jnp.where(shared[:, 0], -1, arrived.row_slot),
+        )
+        slot_of = slot_of[:, :top_k]
+    src_info = jnp.concatenate([source, token, k], axis=1)
+    return arrived._replace(src_info=src_info), slot_of
+
+
+def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:
+    """First token, and number, of those whose copies this rank's shared expert has."""
+    if not ep.config.skip_a2a:
+        return 0, n
+    size = ep.config.allreduce_world_size or ep.ep_size
+    rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
+    first = rank * (n // size) + jnp.minimum(rank, n % size)
+    return first, (n + size - rank - 1) // size
+
+
+def shared_part(ep: EPHandle, like: jax.Array, n: int) -> jax.Array:
+    """`_part` as int32 `[2]` that varies as `like` does."""
+    part = jnp.stack([jnp.asarray(value, jnp.int32) for value in _part(ep, n)])
+    _, part = vary_alike(ep.mesh.axis_names, frozenset(ep.axis_names), like, part)
+    return part
+
+
+def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`rows` with the tokens of the shared expert in group 0."""
+    if not ep.config.fused_shared_expert:
+        return rows
+    n = tokens.shape[0]
+    first, count = _part(ep, n)
+    if not ep.config.skip_a2a:
+        return jax.lax.dynamic_update_slice_in_dim(rows, tokens[: len(rows)], 0, 0)
+    size = ep.config.allreduce_world_size or ep.ep_size
+    most = min(-(-n // size), len(rows))
+    # Where the last ranks have a token less, the slice would end past the tokens.
+    tokens = jnp.concatenate(
+        [tokens, jnp.zeros_like(tokens, shape=(1, *tokens.shape[1:]))]
+    )
+    own = jax.lax.dynamic_slice_in_dim(tokens, first, most)
+    has_copy = jnp.arange(most, dtype=jnp.int32) < count
+    own = jnp.where(has_copy[:, None], own, rows[:most])
+    return jax.lax.dynamic_update_slice_in_dim(rows, own, 0, 0)
+
+
+def shared_rows(ep: EPHandle, n: int) -> jax.Array:
+    """Which of the N rows are the shared expert's."""
+    if not ep.config.fused_shared_expert:
+        return jnp.zeros(ep.recv_capacity, bool)
+    return jnp.arange(ep.recv_capacity, dtype=jnp.int32) < _part(ep, n)[1]
+
+
+def entry_slots(slot_of: jax.Array) -> jax.Array:
+    """The slots of entries that each have one: `slot_of` of `by_entry`, as `[n, K]`."""
+    top_k = slot_of.shape[1]
+    entry = jnp.arange(top_k, dtype=jnp.int32)
+    return jnp.where(slot_of < 0, -1, slot_of * top_k + entry[None, :])
+
+
+def by_entry(route: Route) -> Route:
+    """`route` of tokens of one row each: (token, k) are tokens, (slot, k) slots."""
+    ranks, n, top_k = route.row_of.shape
+    row_of = route.row_of.reshape(-1)
+    rows = route.row_slot.shape[0]
+    slots = jnp.arange(row_of.size, dtype=jnp.int32)
+    row_slot = jnp.full_like(route.row_slot, -1)
+    row_slot = row_slot.at[jnp.where(row_of < 0, rows, row_of)].set(slots, mode="drop")
+    return Route(
+        entry_slots(route.slot_of).reshape(n * top_k, 1),
+        row_of.reshape(ranks, n * top_k, 1),
+        row_slot,
+        route.slot_counts * top_k,
+        route.key,
+    )

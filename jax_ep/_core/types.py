@@ -1,0 +1,112 @@
+"""What dispatch returns and combine takes: pytrees that stack on dimension 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jax_ep._core.literals import Dtype, Format
+
+_pytree = jax.tree_util.register_dataclass
+
+STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
+
+# `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes) -> rows.
+ExpertsFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@partial(
+    _pytree,
+    data_fields=("slot_of", "row_of", "row_slot", "slot_counts"),
+    meta_fields=("key",),
+)
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where every token went: opaque to users, all that combine and gradients need.
+
+    Attributes:
+        slot_of: int32 `[n, K]`, at the source: rank * n + slot of each (token, k), -1
+            where the id was -1 or invalid.
+        row_of: int32 `[R, n, K]`, at the expert rank: output row of each (source rank,
+            slot, k), -1 where there is none or it was dropped.
+        row_slot: int32 `[N]`, at the expert rank: source rank * n + slot of each row,
+            -1 in padding and tail.
+        slot_counts: int32 `[R]`, slots received from each source rank.
+        key: of the handle that made it (static).
+    """
+
+    slot_of: jax.Array
+    row_of: jax.Array
+    row_slot: jax.Array
+    slot_counts: jax.Array
+    key: int
+
+
+@partial(
+    _pytree,
+    data_fields=(
+        "tokens",
+        "scales",
+        "row_offsets",
+        "group_sizes",
+        "expert_counts",
+        "expert_ids",
+        "src_info",
+        "router_weights",
+        "num_dropped",
+        "num_invalid",
+        "route",
+        "grad_port",
+        "scales_offsets",
+        "input_scale",
+    ),
+    meta_fields=STATIC_FIELDS,
+)
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """A rank's rows after dispatch, grouped by local expert.
+
+    N is the handle's `recv_capacity`, G the groups of the grouped matmul.
+
+    Attributes:
+        tokens: `[N, H]` rows by local expert, then source rank, source token, k; of
+            the 4-bit formats `[N, H / 2]`, the low nibble the even element.
+        scales: None for "bf16", else `[N, H / block]`, or tiled (docs/formats.md).
+        row_offsets: int32 `[G + 1]`, group g is rows `[row_offsets[g],
+            row_offsets[g + 1])`.
+        group_sizes: int32 `[G]`, `diff(row_offsets)`, for `jax.lax.ragged_dot`.
+        expert_counts: int32 `[G]`, real rows before padding and before any drop.
+        expert_ids: int32 `[G]`, local expert of each group.
+        src_info: int32 `[N, 3]`, (source rank, source token, k) of each row, -1 in
+            padding and tail.
+        router_weights: float32 `[N]`, each row's weight, 0 in padding and tail.
+        num_dropped: int32 `[1]`, rows this rank lost to N.
+        num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
+        route: what `combine` and the backward passes need; opaque.
+        grad_port: None for "bf16", else zeros `[N, H]` in the token dtype, through
+            which the cotangent of `jax_ep.dequantize` enters the backward.
+        scales_offsets: int32 `[G]` of tiled scales, else None.
+        input_scale: float32 `[1]` of "nvfp4", else None.
+        format: the `dispatch_format` that tokens and scales are in (static).
+        rows_dtype: the dtype of the rows as values, that of the tokens (static).
+    """
+
+    tokens: jax.Array
+    scales: jax.Array | None
+    row_offsets: jax.Array
+    group_sizes: jax.Array
+    expert_counts: jax.Array
+    expert_ids: jax.Array
+    src_info: jax.Array
+    router_weights: jax.Array
+    num_dropped: jax.Array
+    num_invalid: jax.Array
+    route: Route
+    grad_port: jax.Array | None
+    scales_offsets: jax.Array | None = None
+    input_scale: jax.Array | None = None
+    format: Format = "bf16"
+    rows_dtype: Dtype = "bfloat16"

@@ -1,0 +1,1 @@
+"""Grouped matmuls on Hopper."""

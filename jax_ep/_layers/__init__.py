@@ -1,0 +1,1 @@
+"""The layer: router, dispatch, experts, combine, with parameters and losses."""

@@ -1,0 +1,331 @@
+"""What the layers of jax_ep.flax share: sizes and the call on global arrays.
+
+A layer of any library holds a `Layer` and its parameters, and calls `apply`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_ep._core import checks, context
+from jax_ep._core.arrays import as_array, require_values
+from jax_ep._core.config import EPConfig
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.literals import Format, Transport
+from jax_ep._core.types import ExpertsFunction
+from jax_ep._layers import moe_checks
+from jax_ep._layers.moe import MoEAux, moe_ffn
+from jax_ep._layers.params import (
+    Param,
+    config_fields,
+    leading_spec,
+    params,
+    require_floating,
+    require_mesh,
+    require_spec,
+    spec_axes,
+)
+from jax_ep._setup import init
+from jax_ep._setup.shared import shared_handle
+from jax_ep.router import Router, check_choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Everything static of a layer; hashable.
+
+    Attributes:
+        function: what error messages call it.
+        mesh: the mesh.
+        axis_name: the EP axis, or a tuple of axes.
+        config: sizes and options.
+        intermediate_size: F.
+        shared_intermediate_size: S, or None for no shared expert.
+        router: the kind of router.
+        router_bias: whether there is a bias for choosing experts.
+        tp_axis_name: the axis that F and S are split over, or None.
+        spec: how `[..., hidden]` lies on the mesh, or None.
+        transport: as in `jax_ep.init`.
+        experts: as in `jax_ep.moe_ffn`.
+    """
+
+    function: str
+    mesh: Mesh
+    axis_name: str | tuple[str, ...]
+    config: EPConfig
+    intermediate_size: int
+    shared_intermediate_size: int | None
+    router: Router
+    router_bias: bool
+    tp_axis_name: str | None
+    spec: PartitionSpec | None
+    transport: Transport
+    experts: ExpertsFunction | None
+
+    def __post_init__(self) -> None:
+        """Checks what can be before there are arrays."""
+        moe_checks.require_choices(self.function, self.router, self.experts)
+        what, remedy = "a bool", "the layer makes the bias itself, of zeros"
+        moe_checks.require_type(
+            self.function, "router_bias", self.router_bias, bool, what, remedy
+        )
+        try:
+            hash(self.experts)
+        except TypeError as error:
+            raise TypeError(
+                f"jax_ep.{self.function}: experts must be hashable, as programs are "
+                f"kept by it, got a {type(self.experts).__name__}; give a function or "
+                "a frozen dataclass"
+            ) from error
+        config = self.config
+        check_choice(self.function, self.router, config.num_experts, config.top_k)
+        moe_checks.require_mode(self.function, config)
+        shared = self.shared_intermediate_size
+        if config.fused_shared_expert and shared != self.intermediate_size:
+            raise ValueError(
+                f"jax_ep.{self.function}: shared_intermediate_size must be "
+                f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
+                f"got {shared!r}; give it, or leave fused_shared_expert out"
+            )
+        tp = self.tp_axis_name
+        if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
+            raise ValueError(
+                f"jax_ep.{self.function}: tp_axis_name must be an axis of the mesh "
+                f"outside of {self.ep_axes}, got {tp!r}; the mesh has "
+                f"{self.mesh.axis_names}"
+            )
+        require_spec(self.function, self.spec, self.mesh, self.ep_axes, tp)
+        for name in ("intermediate_size", "shared_intermediate_size"):
+            value = getattr(self, name)
+            if value is None and name.startswith("shared"):
+                continue
+            parts = self.mesh.shape[tp] if tp else 1
+            if type(value) is not int or value < 1 or value % parts:
+                raise ValueError(
+                    f"jax_ep.{self.function}: {name} must be an int and a positive "
+                    f"multiple of {parts}, the parts of tp_axis_name, got {value!r}; "
+                    "change it, or make it one with int()"
+                )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses, for the layers that hold this: their mesh is of one process."""
+        refuse_pickling(self.function)
+
+    def __copy__(self) -> Self:
+        """Itself, as nothing of it changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, so that what holds it, a layer, can be copied."""
+        return self
+
+    @property
+    def ep_axes(self) -> tuple[str, ...]:
+        """The axes of the EP group."""
+        name = self.axis_name
+        return (name,) if isinstance(name, str) else tuple(name)
+
+    def params(self) -> dict[str, Param]:
+        """The parameters by name, as `jax_ep.moe_ffn` takes them."""
+        return params(
+            self.config,
+            self.intermediate_size,
+            self.shared_intermediate_size,
+            self.ep_axes,
+            self.tp_axis_name,
+        )
+
+    def initializer(self, name: str) -> Any:
+        """A `(key, dtype) -> array` for a parameter, made where it belongs."""
+        return self.params()[name].initializer(self.mesh)
+
+    def handle(self, ep: EPHandle | None = None) -> EPHandle:
+        """`ep` if it suits, else the handle that layers of equal sizes share.
+
+        Also while a program is traced, as Linen and `nnx.jit` want it.
+        """
+        if ep is not None:
+            return self._checked(ep)
+        return shared_handle(self.mesh, self.ep_axes, self.config, self.transport)
+
+    def _checked(self, ep: EPHandle) -> EPHandle:
+        moe_checks.require_handle(self.function, ep)
+        for name, got, must in (
+            ("config", ep.config, self.config),
+            ("axis_names", ep.axis_names, self.ep_axes),
+            ("mesh", ep.mesh, self.mesh),
+        ):
+            if got != must:
+                raise ValueError(
+                    f"jax_ep.{self.function}: ep.{name} must be the layer's, {must}, "
+                    f"got {got}; init ep with it or leave ep out"
+                )
+        return ep
+
+    def apply(
+        self,
+        ep: EPHandle,
+        values: Mapping[str, Any],
+        x: ArrayLike,
+        mask: ArrayLike | None = None,
+        input_scale: ArrayLike | None = None,
+    ) -> tuple[jax.Array, MoEAux]:
+        """The layer on a global `x` `[..., hidden]`, cast to the config's dtype.
+
+        Args:
+            ep: what `handle` returned.
+            values: whole arrays by name; "router_bias" besides those of `params()`.
+            x: `[..., hidden]`.
+            mask: bool `[...]`, False for padding.
+            input_scale: as in `jax_ep.dispatch`, the same for all ranks.
+
+        Returns:
+            `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
+        """
+        context.require_usable(self.function, self.mesh)
+        x = as_array(self.function, "x", x)
+        require_floating(self.function, x)
+        spec = self._leading_spec(x)
+        if mask is not None:
+            mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
+        for name, value in values.items():
+            require_values(self.function, name, value)
+        names = tuple(values)
+        layout = {name: param.spec for name, param in self.params().items()}
+        specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
+        operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
+        in_specs = (specs, spec, spec, PartitionSpec())
+        # Kept with the handle, so that eager calls compile once.
+        key = (self, names, spec)
+        program = ep._programs.get(key)
+        if program is None:
+            mapped = jax.shard_map(
+                partial(self._body, ep),
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=(spec, MoEAux.specs(spec_axes(spec))),
+            )
+            program = ep._programs[key] = jax.jit(context.under(self.mesh, mapped))
+        return program(*self._placed(operands, in_specs))
+
+    def _body(
+        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
+    ) -> tuple[jax.Array, MoEAux]:
+        with checks.told_of(self.function):
+            y, aux = moe_ffn(
+                ep,
+                x.reshape(-1, self.config.hidden_size),
+                values,
+                router=self.router,
+                mask=None if mask is None else mask.reshape(-1),
+                input_scale=input_scale,
+                tp_axis=self.tp_axis_name,
+                experts=self.experts,
+            )
+        return y.reshape(x.shape), aux
+
+    def _leading_spec(self, x: jax.Array) -> PartitionSpec:
+        """How the dimensions before the last lie on the mesh, checked against `x`."""
+        hidden = self.config.hidden_size
+        if x.ndim < 2 or x.shape[-1] != hidden:
+            raise ValueError(
+                f"jax_ep.{self.function}: x must be [..., hidden_size] with "
+                f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
+            )
+        spec = leading_spec(
+            self.function, self.mesh, self.tp_axis_name, self.spec, x.shape
+        )
+        parts = math.prod(self.mesh.shape[axis] for axis in spec_axes(spec))
+        n, most = math.prod(x.shape[:-1]) // parts, self.config.max_tokens_per_rank
+        if n > most:
+            raise ValueError(
+                f"jax_ep.{self.function}: x must have at most max_tokens_per_rank = "
+                f"{most} tokens per rank, got {n} on each of {parts} in {x.shape}; "
+                f"make the layer with max_tokens_per_rank={n}, or pass fewer tokens"
+            )
+        return spec
+
+    def _placed(self, operands: Any, specs: Any) -> Any:
+        """Moves arrays to where a mesh with explicit axes wants them."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return operands
+
+        def place(spec: PartitionSpec, tree: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda leaf: jax.sharding.reshard(jnp.asarray(leaf), sharding), tree
+            )
+
+        return jax.tree.map(
+            place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+
+def refuse_pickling(function: str) -> NoReturn:
+    """Raises the TypeError of a layer that somebody pickles."""
+    raise TypeError(
+        f"jax_ep.{function} cannot be pickled, as it holds the devices of one process; "
+        "save its parameters (a checkpoint loads on any mesh, docs/layers.md) and make "
+        "the layer again from its arguments"
+    )
+
+
+def make(
+    function: str,
+    *,
+    mesh: Mesh,
+    axis_name: str | Sequence[str],
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    dtype: DTypeLike,
+    capacity_factor: float | None,
+    dispatch_format: Format,
+    config_options: Mapping[str, Any] | None,
+    router: Router | None,
+    router_bias: bool,
+    shared_intermediate_size: int | None,
+    tp_axis_name: str | None,
+    spec: PartitionSpec | None,
+    transport: Transport,
+    experts: ExpertsFunction | None,
+) -> Layer:
+    """The `Layer` of a constructor's arguments."""
+    require_mesh(function, mesh)
+    context.require_usable(function, mesh)
+    config = EPConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        max_tokens_per_rank=max_tokens_per_rank,
+        dtype=dtype,
+        capacity_factor=capacity_factor,
+        dispatch_format=dispatch_format,
+        **config_fields(function, config_options),
+    )
+    axes = init.group_axes(mesh, axis_name, config)
+    return Layer(
+        function=function,
+        mesh=mesh,
+        axis_name=axis_name if isinstance(axis_name, str) else axes,
+        config=config,
+        intermediate_size=intermediate_size,
+        shared_intermediate_size=shared_intermediate_size,
+        router=Router() if router is None else router,
+        router_bias=router_bias,
+        tp_axis_name=tp_axis_name,
+        spec=spec,
+        transport=transport,
+        experts=experts,
+    )

@@ -1,0 +1,276 @@
+"""moe_ffn: a whole mixture-of-experts layer inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_ep import experts as _experts
+from jax_ep import router as routers
+from jax_ep._core import checks
+from jax_ep._core.arrays import as_array
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.types import Dispatched, ExpertsFunction
+from jax_ep._core.varying import vary_alike, varying
+from jax_ep._layers import moe_checks
+from jax_ep._ops import api
+from jax_ep._ops import split as _split
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "balance_loss",
+        "z_loss",
+        "load",
+        "expert_counts",
+        "num_dropped",
+        "num_invalid",
+        "place",
+    ),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class MoEAux:
+    """What a layer reports besides its result.
+
+    Attributes:
+        balance_loss: float32 `[]`, of the whole batch; see `jax_ep.router.Losses`.
+        z_loss: float32 `[]`, of the whole batch.
+        load: float32 `[E]`, each expert's share, of the whole batch.
+        expert_counts: int32 `[L]`, rows sent to each of this rank's experts; of all
+            ranks where it left shard_map.
+        num_dropped: int32 `[1]`, rows this rank lost to N.
+        num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
+        place: int32 `[1]`, where this rank stands in the mesh's order, which tells
+            `jax_ep.stats` who is who however ranks were stacked; None is unknown.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    num_invalid: jax.Array
+    place: jax.Array | None = None
+
+    @classmethod
+    def specs(cls, axis_names: str | Sequence[str]) -> Any:
+        """Its `out_specs` for shard_map, where tokens are split over `axis_names`."""
+        names = axis_names if isinstance(axis_names, str) else tuple(axis_names)
+        # A tree of specs in the place of arrays.
+        whole: Any = jax.sharding.PartitionSpec()
+        stacked: Any = jax.sharding.PartitionSpec(names)
+        return cls(whole, whole, whole, *[stacked] * 4)
+
+
+def moe_ffn(
+    ep: EPHandle,
+    tokens: ArrayLike,
+    params: Mapping[str, Any],
+    *,
+    router: routers.Router | None = None,
+    routing: routers.Routing | None = None,
+    mask: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    input_scale: ArrayLike | None = None,
+    batch_axes: Sequence[str] | None = None,
+    tp_axis: str | None = None,
+    experts: ExpertsFunction | None = None,
+) -> tuple[jax.Array, MoEAux]:
+    """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
+
+    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays. It
+    keeps no state, so it serves any library of layers. Weights are cast to the dtype
+    of the tokens, and sums of their gradients over ranks are in the wider of both
+    dtypes; the router works in float32.
+
+    Args:
+        ep: handle of `jax_ep.init`.
+        tokens: `[n, H]` in the config's dtype.
+        params: a mapping with
+            "router" `[H, E]`, not needed with `routing`;
+            "router_bias" float32 `[E]`, optional (`jax_ep.router.route`);
+            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first;
+            "down" `[L, F, H]`;
+            "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
+            that every token goes to with weight 1. Its matmuls wait for no exchange,
+            and where the config's `overlap` is "copy" or "stream" stand between the
+            dispatch's halves;
+            with `fused_shared_expert=True` in the config they are those of group 0 of
+            the routed experts' (S = F).
+        router: the kind of router; None is `jax_ep.router.Router()`.
+        routing: what a router of your own decided, in place of "router".
+        mask: bool `[n]`, False for padding: it goes to no expert (the shared one
+            excepted) and counts in no loss. Without a shared expert it may be NaN.
+        residual: `[n, H]` in the config's dtype, added to the result: before it is
+            rounded, but with `tp_axis` to the rounded sum over it, and beside a shared
+            expert that is not fused to that one's rows, which are rounded.
+        input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
+        batch_axes: mesh axes that tokens are split over, for the losses; None is all
+            manual axes of the call, which is right also where tokens are equal along
+            some.
+        tp_axis: a mesh axis outside of the EP group over which F and S are split
+            (tensor parallel); tokens must be equal along it.
+        experts: what the experts do to rows, in place of SwiGLU by
+            `jax.lax.ragged_dot`, or by Pallas kernels for Hopper where that is dense
+            and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
+            "gate_up", "down", group_sizes) that returns `[N, H]` in the dtype of the
+            rows; what it makes of rows past the last group is not read.
+            `jax_ep.experts` has others, and grouped matmuls of your own serve.
+
+    Returns:
+        `[n, H]` in the config's dtype, and a `MoEAux`.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, or as `jax_ep.dispatch`.
+    """
+    checks.require_open("moe_ffn", ep)
+    checks.require_scope("moe_ffn", ep)
+    tokens = as_array("moe_ffn", "tokens", tokens)
+    moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts)
+    moe_checks.check_sizes(ep, tokens, params, routing, tp_axis)
+    if mask is not None:
+        mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
+    if residual is not None:
+        residual = moe_checks.checked_residual(ep, residual, tokens)
+    config = ep.config
+    if routing is None:
+        with jax.named_scope("jax_ep.router"):
+            kernel = params["router"].astype(jnp.float32)
+            real = tokens.astype(jnp.float32)
+            if mask is not None:
+                # Padding may be NaN, and NaN times no gradient is NaN in the kernel's.
+                real = jnp.where(mask[:, None], real, 0.0)
+            logits = jnp.dot(
+                real,
+                kernel,
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            routing = routers.route(
+                logits,
+                config.top_k,
+                router,
+                bias=params.get("router_bias"),
+                mask=mask,
+            )
+    params = _spread(ep, params, tokens, routing)
+    axes = _batch_axes(ep, batch_axes)
+    losses = _losses(ep, routing, axes)
+    beside = None if tp_axis else residual
+    fused = config.fused_shared_expert
+    sent = (ep, tokens, routing.ids, routing.weights)
+    if "shared_down" in params and not fused:
+        d, shared = _dispatch_beside(*sent, input_scale, params)
+        beside = shared if beside is None else shared + beside
+    else:
+        d = api.dispatch(*sent, input_scale=input_scale)
+    with jax.named_scope("jax_ep.experts"):
+        if experts is None:
+            experts = partial(_experts.auto, device=ep.mesh.local_devices[0])
+        gate_up, down = params["gate_up"], params["down"]
+        if fused:
+            gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
+            down = _in_front(params["shared_down"], down, tokens.dtype)
+        rows = experts(api.dequantize(d), gate_up, down, d.group_sizes)
+    y = api.combine(ep, rows, d.route, d.router_weights, residual=beside)
+    if tp_axis:
+        # Of partial sums: n rows cross, not the N of the experts.
+        y = jax.lax.psum(y, tp_axis)
+        y = y if residual is None else y + residual
+    aux = MoEAux(
+        losses.balance_loss,
+        losses.z_loss,
+        losses.load,
+        d.expert_counts[1:] if fused else d.expert_counts,
+        d.num_dropped,
+        d.num_invalid,
+        _place(ep, d.num_dropped, [name for name in axes if name != tp_axis]),
+    )
+    return y, aux
+
+
+def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that the losses are summed over: they exist in a manual region alone."""
+    if given is None:
+        return tuple(name for name in ep.mesh.axis_names if checks.in_scope((name,)))
+    return tuple(given)
+
+
+def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
+    """Of `MoEAux`: over the axes that `like` varies over, unknown those of `split`."""
+    least = frozenset(ep.axis_names)
+    axes = (varying(like) or frozenset(split)) | least
+    names = [name for name in ep.mesh.axis_names if name in axes]
+    return jax.lax.axis_index(tuple(n for n in names if checks.in_scope((n,))))[None]
+
+
+def _spread(
+    ep: EPHandle, params: Mapping[str, Any], tokens: jax.Array, routing: Any
+) -> dict[str, Any]:
+    """`params`, where wider ones vary as tokens do before they are cast to their dtype.
+
+    So that gradients are summed over ranks in the parameters' dtype: cast first, they
+    would vary from there on, and be summed in that of the tokens.
+    """
+    axes = frozenset().union(*map(varying, jax.tree.leaves((tokens, routing))))
+
+    def spread(value: Any) -> Any:
+        value = jnp.asarray(value)
+        if value.dtype.itemsize <= tokens.dtype.itemsize:
+            return value
+        return vary_alike(ep.mesh.axis_names, axes, value)[0]
+
+    return {name: spread(value) for name, value in params.items()}
+
+
+def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
+    """The shared expert's matrix as that of group 0."""
+    return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
+
+
+def _dispatch_beside(
+    ep: EPHandle,
+    tokens: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    input_scale: ArrayLike | None,
+    params: Mapping[str, Any],
+) -> tuple[Dispatched, jax.Array]:
+    """The dispatch, and the shared expert's rows, which do not wait for it."""
+
+    def shared_expert() -> jax.Array:
+        with jax.named_scope("jax_ep.shared_expert"):
+            return _shared_expert(tokens, params)
+
+    sent = (ep, tokens, ids, weights)
+    if ep.config.overlap == "sm":
+        # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
+        return api.dispatch(*sent, input_scale=input_scale), shared_expert()
+    pending = _split.dispatch_async(*sent, input_scale=input_scale)
+    # Without it the second half may come first, and nothing hides the exchange.
+    both = jax.lax.optimization_barrier((pending, shared_expert()))
+    return _split.dispatch_wait(both[0]), both[1]
+
+
+def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:
+    gate_up = params["shared_gate_up"].astype(tokens.dtype)
+    both = jnp.einsum("nh,hcs->ncs", tokens, gate_up)
+    inner = jax.nn.silu(both[:, 0]) * both[:, 1]
+    return inner @ params["shared_down"].astype(tokens.dtype)
+
+
+def _losses(
+    ep: EPHandle, routing: routers.Routing, axes: tuple[str, ...]
+) -> routers.Losses:
+    # Sums over axes along which tokens are equal need operands that vary over them.
+    least = frozenset(ep.axis_names).union(axes)
+    (routing,) = vary_alike(ep.mesh.axis_names, least, routing)
+    return routers.losses(routing, axes)

@@ -1,0 +1,219 @@
+"""The parameters of the layers of jax_ep.flax: shapes, shardings, initial values.
+
+And checks of what the layers are told of them and of their config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_ep._core.config import EPConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter: its whole shape, how it lies on the mesh, and its fans' axes."""
+
+    shape: tuple[int, ...]
+    spec: tuple[Any, ...]
+    fan_out: tuple[int, ...]
+    fan_in: int
+    batch: tuple[int, ...] = ()
+
+    def initializer(self, mesh: Mesh) -> Any:
+        """A `(key, dtype) -> array` that makes the whole array where it belongs.
+
+        The values depend on the key alone, not on the mesh.
+        """
+        draw = jax.nn.initializers.variance_scaling(
+            1.0,
+            "fan_in",
+            "truncated_normal",
+            in_axis=self.fan_in,
+            out_axis=self.fan_out,
+            batch_axis=self.batch,
+        )
+        sharding = NamedSharding(mesh, PartitionSpec(*self.spec))
+
+        explicit = AxisType.Explicit in mesh.axis_types
+
+        def make(key: jax.Array, dtype: Any) -> jax.Array:
+            place = partial(draw, shape=self.shape, dtype=dtype)
+            if explicit and isinstance(key, Tracer):
+                # There a sharding is part of a type: what is traced is moved to it, and
+                # out_shardings would only be compared with what it has.
+                return jax.sharding.reshard(place(key), sharding)
+            return jax.jit(place, out_shardings=sharding)(key)
+
+        return make
+
+
+def params(
+    config: EPConfig,
+    inner: int,
+    shared: int | None,
+    ep_axes: tuple[str, ...],
+    tp: str | None,
+) -> dict[str, Param]:
+    """The parameters by name, as `jax_ep.moe_ffn` takes them."""
+    experts, hidden = config.num_experts, config.hidden_size
+    ep = ep_axes[0] if len(ep_axes) == 1 else ep_axes
+    found = {
+        "router": Param((hidden, experts), (None, None), (1,), 0),
+        "gate_up": Param(
+            (experts, hidden, 2, inner), (ep, None, None, tp), (2, 3), 1, (0,)
+        ),
+        "down": Param((experts, inner, hidden), (ep, tp, None), (2,), 1, (0,)),
+    }
+    if shared is not None:
+        found["shared_gate_up"] = Param(
+            (hidden, 2, shared), (None, None, tp), (1, 2), 0
+        )
+        found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
+    return found
+
+
+# Fields of EPConfig that are arguments of the layers.
+_OWN_FIELDS = {
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "max_tokens_per_rank",
+    "dtype",
+    "capacity_factor",
+    "dispatch_format",
+}
+
+
+def param_dtype(function: str, dtype: Any) -> jnp.dtype:
+    """`dtype` as one that parameters can have."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"jax_ep.{function}: param_dtype must be a floating dtype, got {dtype!r}; "
+            '"float32" is the default'
+        )
+    return found
+
+
+def config_fields(function: str, options: Any) -> Mapping[str, Any]:
+    """`config_options` of a layer: fields of `EPConfig` that it has no argument for."""
+    options = {} if options is None else options
+    known = {field.name for field in dataclasses.fields(EPConfig)} - _OWN_FIELDS
+    if not isinstance(options, Mapping) or not set(options) <= known:
+        raise ValueError(
+            f"jax_ep.{function}: config_options must be a mapping with names among "
+            f"{sorted(known)}, got {options!r}; the layer's own arguments give the "
+            "other fields"
+        )
+    return options
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes that any dimension lies over."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: Any) -> Sequence[str]:
+    """The axes that one dimension lies over."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def require_floating(function: str, x: jax.Array) -> None:
+    """Raises unless `x` holds what casting to the layer's dtype only rounds."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"jax_ep.{function}: x must be of a floating dtype, got {x.dtype}; pass "
+            "embeddings, not ids, or cast it"
+        )
+
+
+def require_mesh(function: str, mesh: Any) -> None:
+    """Raises unless Flax can place parameters on the mesh: all axes of one kind."""
+    if mesh is None:  # `init` takes that of `jax.set_mesh`; parameters need one here
+        raise TypeError(
+            f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
+            "with jax.make_mesh"
+        )
+    if isinstance(mesh, Mesh) and len(set(mesh.axis_types)) > 1:
+        raise ValueError(
+            f"jax_ep.{function}: mesh must have axes of one kind, explicit or "
+            f"automatic, got {mesh.axis_types}; make it with the same axis_types for "
+            "all axes, or call jax_ep.moe_ffn, which takes any"
+        )
+
+
+def require_spec(
+    function: str, spec: Any, mesh: Mesh, ep_axes: tuple[str, ...], tp: str | None
+) -> None:
+    """Raises unless `spec` is None or shards dimensions over axes as a layer can."""
+    remedy = "leave it out to shard dimension 0 over all axes"
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"jax_ep.{function}: spec must be a jax.sharding.PartitionSpec, got "
+            f"{spec!r}; {remedy}"
+        )
+    if spec is not None and PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(
+            f"jax_ep.{function}: spec must have axes of the mesh or None for each "
+            f"dimension, got {spec} with P.UNCONSTRAINED; {remedy}"
+        )
+    used = () if spec is None else spec_axes(spec)
+    if spec is not None and (
+        not set(ep_axes) <= set(used) <= set(mesh.axis_names)
+        or len(set(used)) < len(used)
+        or tp in used
+    ):
+        raise ValueError(
+            f"jax_ep.{function}: spec must shard dimensions before the last over axes "
+            f"of the mesh, each once, that include {ep_axes} and not tp_axis_name, got "
+            f"{spec} for axes {mesh.axis_names}; {remedy}"
+        )
+
+
+def leading_spec(
+    function: str,
+    mesh: Mesh,
+    tp: str | None,
+    spec: PartitionSpec | None,
+    shape: tuple[int, ...],
+) -> PartitionSpec:
+    """How the dimensions before the last lie on the mesh, checked against x's shape.
+
+    Without what is None at the end, so that P("ep", None) for [n, hidden] is P("ep").
+    """
+    if spec is None:
+        spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
+    entries = list(spec)
+    fits = len(entries) <= len(shape)
+    while entries and not entry_axes(entries[-1]):
+        entries.pop()
+    if not fits or len(entries) >= len(shape):
+        raise ValueError(
+            f"jax_ep.{function}: spec must shard dimensions of x before the last, got "
+            f"{spec} for {shape}; leave it out to shard dimension 0 over all axes"
+        )
+    for size, entry in zip(shape, entries, strict=False):
+        parts = 1
+        for axis in entry_axes(entry):
+            parts *= mesh.shape[axis]
+        if size == 0 or size % parts:
+            raise ValueError(
+                f"jax_ep.{function}: dimensions of x must divide over {spec}, got "
+                f"{shape} for {parts} parts; pad it, with a mask, or reshape it to "
+                "[tokens, hidden_size]"
+            )
+    return PartitionSpec(*entries)

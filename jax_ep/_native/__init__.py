@@ -1,0 +1,1 @@
+"""The native modules and the custom calls they serve."""

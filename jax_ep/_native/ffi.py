@@ -1,0 +1,110 @@
+"""The custom-call targets of the native modules: registering and calling them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep._native.loader import cpu as native
+from jax_ep._native.loader import cuda as native_cuda
+
+
+def _targets() -> Iterator[tuple[str, str, Any]]:
+    """(name, platform, handler) of every target on every platform of this build."""
+    for platform, module in (("cpu", native), ("CUDA", native_cuda)):
+        if module is not None:
+            for name, handler in module.targets().items():
+                yield name, platform, handler
+
+
+def register() -> None:
+    """Registers every target on every platform that this build serves."""
+    for name, platform, handler in _targets():
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def target_names() -> tuple[str, ...]:
+    """The names of all targets, sorted."""
+    return tuple(sorted({name for name, _, _ in _targets()}))
+
+
+def native_for(platform: str) -> ModuleType:
+    """The native module that serves devices of `platform` ("cpu" or "gpu").
+
+    Raises:
+        ValueError: this build has none.
+    """
+    if platform == "cpu":
+        return native
+    if platform in ("gpu", "cuda") and native_cuda is not None:
+        return native_cuda
+    remedy = (
+        "this jax_ep was built without a CUDA compiler; put nvcc on PATH or in "
+        "CUDA_HOME and reinstall it"
+        if platform in ("gpu", "cuda")
+        else "use a mesh of CPU or NVIDIA GPU devices"
+    )
+    raise ValueError(
+        "jax_ep.init: the mesh's devices must be of a platform that this build serves, "
+        f"got {platform!r}; {remedy}"
+    )
+
+
+def call(
+    target: str,
+    results: Sequence[Any],
+    *operands: jax.Array,
+    has_side_effect: bool = False,
+    vmap_method: str | None = None,
+    input_output_aliases: dict[int, int] | None = None,
+    **attributes: int | bool | str,
+) -> list[jax.Array]:
+    """Calls a target; Python ints become the int64 attributes that handlers read."""
+    attrs = {
+        name: np.int64(value) if type(value) is int else value
+        for name, value in attributes.items()
+    }
+    function = jax.ffi.ffi_call(
+        target,
+        tuple(results),
+        has_side_effect=has_side_effect,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+    )
+    arrays = list(function(*operands, **attrs))
+    # XLA:GPU fuses what goes into a slice of a larger array (a scan's residuals) with
+    # the slice, a call with other users as well: it then runs twice. Not through this.
+    full = [i for i, array in enumerate(arrays) if array.size]
+    passed = jax.lax.optimization_barrier(tuple(arrays[i] for i in full))
+    for i, array in zip(full, passed, strict=True):
+        arrays[i] = array
+    return arrays
+
+
+def call_aside(
+    target: str, result: Any, *operands: jax.Array, **attributes: Any
+) -> jax.Array:
+    """As `call`, where XLA runs its collectives, beside what needs none of the result.
+
+    There is one result: an element of several is to XLA work on that stream too, which
+    has to wait for the call at once. Nor may it be cut up before it is needed: XLA
+    would do so, and wait, at once.
+    """
+    # Older JAX has another function of this name.
+    compute_on: Any = importlib.import_module("jax.experimental.compute_on").compute_on
+
+    def run(*operands: jax.Array) -> jax.Array:
+        (array,) = call(target, (result,), *operands, **attributes)
+        return array
+
+    aside = compute_on(
+        run,
+        compute_type="gpu_stream:collective",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
+    return aside(*operands)

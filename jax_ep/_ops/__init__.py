@@ -1,0 +1,1 @@
+"""dispatch and combine: checks, derivatives, halves, order."""

@@ -1,0 +1,84 @@
+"""Rows of a quantised dispatch as values, with a straight-through derivative."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import formats
+from jax_ep._core.literals import Dtype, Format
+from jax_ep._core.types import Dispatched
+
+
+def dequantize(d: Dispatched) -> jax.Array:
+    """As `jax_ep.dequantize`, of one rank's rows in a quantised format."""
+    assert d.scales is not None
+    scales = d.scales
+    if d.scales_offsets is not None:
+        rows = d.tokens.shape[0]
+        scales = _untiled(scales, d.scales_offsets, d.row_offsets, rows)
+    static = _Static(d.format, d.rows_dtype, d.grad_port is not None)
+    return _values(static, d.grad_port, d.tokens, scales, d.input_scale)
+
+
+def _untiled(
+    scales: jax.Array, scales_offsets: jax.Array, row_offsets: jax.Array, rows: int
+) -> jax.Array:
+    """Tiled scales `[tiles, words, 32, 4, 4]` by row: `[rows, columns]`.
+
+    Rows past the last group get the byte 0x00.
+    """
+    tiles, words = scales.shape[:2]
+    values = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    by_row = values.transpose(0, 3, 2, 1, 4).reshape(tiles * 128, words * 4)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.searchsorted(row_offsets, index, side="right") - 1
+    inside = group < scales_offsets.shape[0]
+    group = jnp.minimum(group, scales_offsets.shape[0] - 1)
+    start = row_offsets[group]
+    first_tile = start // 128 + scales_offsets[group]
+    found = by_row.at[first_tile * 128 + index - start].get(mode="clip")
+    found = jnp.where(inside[:, None], found, jnp.uint8(0))
+    return jax.lax.bitcast_convert_type(found, scales.dtype)
+
+
+class _Static(NamedTuple):
+    format: Format
+    dtype: Dtype  # of the values
+    has_port: bool
+
+
+# The port's cotangent is that of the rows; codes and scales have none. Adding the port
+# to the values instead would turn -0 into +0.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _values(
+    static: _Static,
+    port: jax.Array | None,
+    tokens: jax.Array,
+    scales: jax.Array,
+    input_scale: jax.Array | None,
+) -> jax.Array:
+    return formats.dequantize(
+        tokens, scales, static.format, input_scale, dtype=static.dtype
+    )
+
+
+def _values_fwd(static: _Static, *args: Any) -> Any:
+    return _values(static, *args), None
+
+
+def _values_bwd(static: _Static, _: None, ct: jax.Array) -> Any:
+    # No gradient at all would be a wrong one that nobody sees.
+    if not static.has_port:
+        raise ValueError(
+            "jax_ep.dequantize: d must have the grad_port of its dispatch where a "
+            "gradient is taken, got None; keep it, or stop the gradient at the rows "
+            "with jax.lax.stop_gradient"
+        )
+    return ct, None, None, None
+
+
+_values.defvjp(_values_fwd, _values_bwd)

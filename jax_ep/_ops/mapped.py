@@ -1,0 +1,136 @@
+"""A rank's function on global arrays, by `jax.shard_map`. Used by `sharded`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_ep._core import checks, context
+from jax_ep._core.arrays import as_array
+from jax_ep._core.handle import EPHandle
+from jax_ep._ops import ordering
+
+
+def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
+    """The mesh axes that `spec` shards dimension 0 over: all that may be sharded.
+
+    Raises:
+        ValueError: inside shard_map, a closed handle, or another `spec`.
+    """
+    checks.require_open(function, ep)
+    context.require_usable(function, ep.mesh)
+    if spec is None:
+        return ep.mesh.axis_names
+    entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
+    first, *rest = entries or (None,)
+    # An entry that is neither a name nor a tuple of them leaves the layout open.
+    axes = (first,) if isinstance(first, str) else ()
+    axes = first if isinstance(first, tuple) else axes
+    others_sharded = any(entry is not None for entry in rest)
+    known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
+    if others_sharded or not known or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
+            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
+            "to shard over all axes"
+        )
+    return axes
+
+
+def checked(
+    function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: Any
+) -> jax.Array:
+    """`value` as an array that splits evenly over the ranks.
+
+    Raises:
+        ValueError: it does not, or has more dimensions than any operand.
+    """
+    array = as_array(function, name, value)
+    parts = _parts(ep, axes)
+    if array.ndim > 2:
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have at most 2 dimensions, the first of "
+            f"the rows of all ranks, got shape {array.shape}; pass "
+            f"{name}.reshape(-1, {array.shape[-1]})"
+        )
+    if array.ndim == 0 or array.shape[0] == 0 or array.shape[0] % parts:
+        of_dispatch = function.startswith("sharded.dispatch")
+        remedy = "pad it, with ids of -1" if of_dispatch else "pass arrays of one call"
+        raise ValueError(
+            f"jax_ep.{function}: {name} must have a positive multiple of {parts} rows, "
+            f"one part for each rank, got shape {array.shape}; {remedy}"
+        )
+    return array
+
+
+def run(
+    function: Callable[..., Any],
+    ep: EPHandle,
+    axes: tuple[str, ...],
+    sharded_over: dict[str, tuple[str, ...]],
+    operands: dict[str, Any],
+) -> Any:
+    """`function(ep, **operands)` on every rank; its results, stacked on dimension 0.
+
+    Args:
+        function: of a rank's arrays.
+        ep: the handle.
+        axes: that dimension 0 of the results is sharded over.
+        sharded_over: those of each operand, by its name.
+        operands: global arrays.
+    """
+    placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
+    after = ordering.before_mapped(ep, _parts(ep, axes))
+    key = (function, axes, bool(after), *operands)
+    program = ep._programs.get(key)
+    if program is None:
+        specs = {
+            name: PartitionSpec(*([over] if over else []))
+            for name, over in sharded_over.items()
+        }
+
+        def body(operands: dict[str, Any], after: ordering.Token) -> Any:
+            name = f"sharded.{function.__name__.lstrip('_')}"
+            with checks.told_of(name, _whole(ep, sharded_over, operands)):
+                return ordering.mapped(ep, after, lambda: function(ep, **operands))
+
+        rows = PartitionSpec(axes)
+        mapped = jax.shard_map(
+            body, mesh=ep.mesh, in_specs=(specs, rows), out_specs=rows
+        )
+        program = ep._programs[key] = jax.jit(context.under(ep.mesh, mapped))
+    result, last = program(placed, _place(ep, axes, after))
+    if last:
+        ordering.passed(ep, last)
+    return result
+
+
+def _whole(
+    ep: EPHandle, sharded_over: dict[str, tuple[str, ...]], operands: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The global shapes of those operands that are arrays, by name."""
+    shapes = {}
+    for name, part in operands.items():
+        if isinstance(part, jax.Array):
+            rows = [size * _parts(ep, sharded_over[name]) for size in part.shape[:1]]
+            shapes[name] = (*rows, *part.shape[1:])
+    return shapes
+
+
+def _parts(ep: EPHandle, axes: tuple[str, ...]) -> int:
+    """How many ranks dimension 0 is split over."""
+    return int(np.prod([ep.mesh.shape[axis] for axis in axes]))
+
+
+def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
+    """Moves arrays to where the explicit axes of a mesh want them; others follow."""
+    kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
+    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
+    if not explicit:
+        return tree
+    sharding = NamedSharding(ep.mesh, PartitionSpec(explicit))
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)

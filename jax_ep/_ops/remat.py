@@ -1,0 +1,48 @@
+"""The names that remat policies go by, and the policy that keeps what they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._core.types import STATIC_FIELDS, Dispatched
+
+ROUTE_NAME = "jax_ep_route"
+ROWS_NAME = "jax_ep_rows"
+OUT_NAME = "jax_ep_out"
+
+# Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
+# received rows, combined tokens) and exchanges nothing twice.
+save_route: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(
+    ROUTE_NAME, ROWS_NAME, OUT_NAME
+)
+
+
+def named_dispatch(d: Dispatched) -> Dispatched:
+    """`d` with the names that remat policies go by."""
+
+    def name(field: str) -> Any:
+        if field == "grad_port":  # Zeros, which nobody should keep.
+            return d.grad_port
+        is_row = field in ("tokens", "scales", "router_weights")
+        return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
+
+    fields = (f.name for f in dataclasses.fields(d) if f.name not in STATIC_FIELDS)
+    return dataclasses.replace(d, **{field: name(field) for field in fields})
+
+
+def _named_bits(value: Any, name: str) -> Any:
+    """`value` named, floats of a byte as integers.
+
+    JAX reduces what remat keeps to the precision of its dtype, as if every dtype had
+    infinities: of float8_e4m3fn that makes NaN of all from 256 on.
+    """
+    if not isinstance(value, jax.Array) or value.dtype.itemsize != 1:
+        return checkpoint_name(value, name)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint8)
+    return jax.lax.bitcast_convert_type(checkpoint_name(bits, name), value.dtype)

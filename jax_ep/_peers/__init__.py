@@ -1,0 +1,1 @@
+"""How processes meet and reach each other's memory."""

@@ -1,0 +1,1 @@
+"""init, shared handles, and what a process needs before them."""

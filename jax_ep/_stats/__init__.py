@@ -1,0 +1,1 @@
+"""How loads are counted and drawn."""
