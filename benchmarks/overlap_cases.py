@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep._transport import p2p_calls
+from jax_ep._transport import p2p
 
 # A matmul "fitted" to the exchange takes so much longer that all of it could hide.
 _LONGER = 1.2
@@ -33,7 +33,7 @@ _NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
 def available(arrangement):
     """Whether this JAX puts custom calls on the stream of collectives."""
     on_stream = overlap_report.OVERLAPS[arrangement] == "stream"
-    return not on_stream or jax.__version_info__ >= p2p_calls.STREAM_SINCE
+    return not on_stream or jax.__version_info__ >= p2p.STREAM_SINCE
 
 
 @dataclasses.dataclass

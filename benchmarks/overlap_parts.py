@@ -13,8 +13,12 @@ import p2p_check
 import p2p_programs
 from jax import lax
 
-from jax_ep._ops import operands
-from jax_ep._transport import collective
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._transport import by_name
+from jax_ep._transport.base import Wire
+
+_COLLECTIVE = by_name("collective")
 
 _TARGETS = {
     ("dispatch", "pack"): "ep_pack",
@@ -27,24 +31,23 @@ _TARGETS = {
 def _pack(ep, op, *inputs):
     """What is sent, and what placing takes besides what arrives."""
     if op == "dispatch":
-        _, args = operands.of_dispatch("dispatch", ep, *inputs, None)
-        send, *rest = collective.dispatch_pack(ep, *args)
+        args = dispatching._checked("dispatch", ep, *inputs, None)
+        send, *rest = _COLLECTIVE.dispatch_pack(ep, args, in_halves=False)
         return send, tuple(rest)
-    rows, route, weights = inputs
-    wire = ep.config.combine_wire
-    send = collective.combine_pack(ep, route, rows, weights, None, wire, False)
-    return send, (route.slot_of,)
+    args = combining.CombineArgs(*inputs, residual=None)
+    rows, sums, wire = combining._inputs(ep, args)
+    send = _COLLECTIVE.combine_pack(ep, rows, wire, in_halves=False)
+    return send, (sums,)
 
 
 def _place(ep, op, arrived, rest, like):
     if op == "dispatch":
         scale = jnp.ones((1,), jnp.float32)
-        return collective.dispatch_place(ep, like, scale, (arrived, *rest))
-    wire = ep.config.combine_wire
-    (slot_of,) = rest
-    return collective.combine_sum(
-        ep, arrived, slot_of, like, None, None, wire, by_entry=False
-    )[0]
+        sent, _ = _COLLECTIVE.dispatch_receive(ep, (arrived, *rest), like, ())
+        return dispatching._dispatched(ep, like, scale, sent)
+    wire = Wire(ep.config.combine_wire, by_entry=False)
+    (sums,) = rest
+    return _COLLECTIVE.combine_receive(ep, arrived, sums, like, wire, ())[0]
 
 
 def _word(array):
@@ -65,7 +68,7 @@ class Parts:
         packed = [pack(*transport.inputs(op, draw)) for draw in draws]
         self.sent = [send for send, _ in packed]
         self.rest = [rest for _, rest in packed]
-        copies = mapped(functools.partial(collective.exchange, ep))
+        copies = mapped(functools.partial(_COLLECTIVE.exchange, ep))
         self.arrived = [copies(send) for send in self.sent]
         place = mapped(functools.partial(_place, ep, op))
         self.results = [
@@ -91,7 +94,7 @@ class Parts:
         make = functools.partial(p2p_programs.Operation, target=target)
         if part == "copies":
             return make(
-                step=lambda send, rest, shared: [_word(collective.exchange(ep, send))],
+                step=lambda send, rest, shared: [_word(_COLLECTIVE.exchange(ep, send))],
                 draws=[(send, ()) for send in self.sent],
                 shared=(),
             )

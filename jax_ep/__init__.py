@@ -9,10 +9,11 @@ from jax_ep._core.types import Dispatched, Route
 from jax_ep._experts import hopper
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._native import ffi
-from jax_ep._ops.api import combine, dequantize, dispatch
+from jax_ep._ops.combine import combine, combine_async, combine_wait
+from jax_ep._ops.dequantize import dequantize
+from jax_ep._ops.dispatch import dispatch, dispatch_async, dispatch_wait
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import save_route
-from jax_ep._ops.split import combine_async, combine_wait, dispatch_async, dispatch_wait
 from jax_ep._setup import runtime
 from jax_ep._setup.init import init
 from jax_ep._setup.shared import close_shared_handles, shared_handle

@@ -90,8 +90,8 @@ def ragged_dot(
     """
     _require_values("ragged_dot", rows)
     gate_up, down = _wide(rows, gate_up, down)
-    inner = _swiglu(jax.lax.ragged_dot(rows, gate_up, group_sizes))
-    return jax.lax.ragged_dot(inner, down, group_sizes)
+    inner = _swiglu(grouped.ragged_dot(rows, gate_up, group_sizes))
+    return grouped.ragged_dot(inner, down, group_sizes)
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:

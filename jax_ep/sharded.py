@@ -18,7 +18,11 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind
 from jax_ep._core.types import Dispatched, Route
-from jax_ep._ops import api, mapped, split
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dequantize as dequantizing
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops import mapped
+from jax_ep._ops import pending as pendings
 from jax_ep._ops.pending import Pending
 
 
@@ -50,7 +54,7 @@ def dispatch(
             0 alone over axes that include those of `ep`.
     """
     given = (tokens, topk_ids, router_weights, input_scale)
-    return _dispatch(api.dispatch, "sharded.dispatch", ep, spec, *given)
+    return _dispatch(dispatching.dispatch, "sharded.dispatch", ep, spec, *given)
 
 
 def dispatch_async(
@@ -80,7 +84,7 @@ def dispatch_async(
     """
     function = "sharded.dispatch_async"
     given = (tokens, topk_ids, router_weights, input_scale)
-    return _dispatch(split.dispatch_async, function, ep, spec, *given)
+    return _dispatch(dispatching.dispatch_async, function, ep, spec, *given)
 
 
 def dispatch_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> Dispatched:
@@ -157,7 +161,7 @@ def combine(
         ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
     """
     given = (expert_out, route, router_weights, residual)
-    return _combine(api.combine, "sharded.combine", ep, spec, *given)
+    return _combine(combining.combine, "sharded.combine", ep, spec, *given)
 
 
 def combine_async(
@@ -187,7 +191,7 @@ def combine_async(
     """
     function = "sharded.combine_async"
     given = (expert_out, route, router_weights, residual)
-    return _combine(split.combine_async, function, ep, spec, *given)
+    return _combine(combining.combine_async, function, ep, spec, *given)
 
 
 def combine_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> jax.Array:
@@ -253,15 +257,15 @@ def dequantize(
 
 
 def _dequantize(ep: EPHandle, d: Dispatched) -> jax.Array:
-    return api.dequantize(d)
+    return dequantizing.dequantize(d)
 
 
 def _dispatch_wait(ep: EPHandle, pending: Pending) -> Dispatched:
-    return split.dispatch_wait(pending)
+    return dispatching.dispatch_wait(pending)
 
 
 def _combine_wait(ep: EPHandle, pending: Pending) -> jax.Array:
-    return split.combine_wait(pending)
+    return combining.combine_wait(pending)
 
 
 def _wait(
@@ -271,6 +275,6 @@ def _wait(
     spec: PartitionSpec | None,
 ) -> Any:
     function = f"sharded.{kind}_wait"
-    ep = split.handle_of(function, kind, pending)
+    ep = pendings.handle_of(function, kind, pending)
     axes = mapped.axes_of(function, ep, spec)
     return mapped.run(called, ep, axes, {"pending": axes}, {"pending": pending})

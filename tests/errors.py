@@ -25,6 +25,23 @@ def check_form(caught: Any, where: str, *words: str) -> None:
         assert word in message, message
 
 
+# jax_ep.dispatch_wait: <what is the case>; <remedy of at least three words>
+STATE = re.compile(
+    r"(?P<where>jax_ep\.[\w.]+): (?P<state>\S.+?); (?P<remedy>(?:\S+\s+){2,}\S+)",
+    re.DOTALL,
+)
+
+
+def check_state(caught: Any, where: str, *words: str) -> None:
+    """As `check_form`, of a state, which a plain sentence tells, and no value."""
+    message = str(caught.value)
+    match = STATE.fullmatch(message)
+    assert match, message
+    assert match["where"] == f"jax_ep.{where}"
+    for word in words:
+        assert word in message, message
+
+
 def raises() -> Any:
     """The two exceptions of the contract."""
     return pytest.raises((ValueError, TypeError))

@@ -22,8 +22,10 @@ import twins
 
 import jax_ep
 from jax_ep import formats
-from jax_ep._ops import combine as _autodiff_combine
-from jax_ep._ops import dispatch as _autodiff
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops.cached import send_cached
+from jax_ep._transport.base import DispatchInputs
 
 TIMEOUT_S = 2.0
 FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
@@ -31,15 +33,15 @@ FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
 
 def dispatch(ep, x, ids, w):
     scale = formats.global_scale("dispatch", "bf16", x, None)
-    return _autodiff.dispatch(ep, True, x, ids, w, scale)
+    return dispatching._DISPATCH(ep, DispatchInputs(x, ids, w, scale), static=True)
 
 
 def combine(ep, route, rows, w):
-    return _autodiff_combine.combine(ep, route, rows, w, None)
+    return combining._COMBINE(ep, combining.CombineArgs(rows, route, w, None))
 
 
 def cached(ep, route, x, w):
-    return _autodiff.send_cached(ep, route, x, w)[:2]
+    return send_cached(ep, route, x, w)
 
 
 def reduced(ep, x, ids, w):
@@ -177,7 +179,7 @@ def missing(which, mesh):
 
 
 def combine_elsewhere(ep, route, rows, w):
-    return _autodiff_combine.combine(ep, route, rows, w, None)
+    return combine(ep, route, rows, w)
 
 
 def differs(how, mesh):

@@ -19,7 +19,7 @@ import pytest
 import turns
 
 from jax_ep._native import ffi, loader
-from jax_ep._transport import p2p_calls
+from jax_ep._transport import p2p
 
 TESTS = pathlib.Path(__file__).parent
 ONE_GPU = "JAX_EP_TEST_ONE_GPU"
@@ -29,7 +29,7 @@ _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 # Older JAX has no compute_on that takes a function; that jax_ep then refuses is tested
 # by test_aside.py, with any JAX.
 needs_stream = pytest.mark.skipif(
-    jax.__version_info__ < p2p_calls.STREAM_SINCE,
+    jax.__version_info__ < p2p.STREAM_SINCE,
     reason="this JAX puts no custom call on the stream of collectives",
 )
 

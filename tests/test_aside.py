@@ -14,7 +14,7 @@ from gpus import needs_stream
 from jax.sharding import PartitionSpec as P
 
 from jax_ep._native import ffi
-from jax_ep._transport import p2p_calls
+from jax_ep._transport import p2p
 from jax_ep._transport.results import struct
 
 SHAPES = ((1, 4), (3, 2), (1,))
@@ -37,8 +37,8 @@ def program(monkeypatch):
 
     def body(x):
         results = [struct(x, shape, jnp.int32) for shape in SHAPES]
-        first = p2p_calls.first_half(ep, "made_up", results, x)
-        return tuple(p2p_calls.results_of(first, results))
+        first = p2p._first_half(ep, "made_up", results, x)
+        return tuple(p2p._results_of(first, results))
 
     monkeypatch.setattr(ffi, "call", call)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
@@ -76,14 +76,14 @@ def test_which_calls_and_which_jax(monkeypatch) -> None:
         ep = types.SimpleNamespace(config=config, transport="p2p", key=7)
         x = jnp.zeros(1)
         results = [struct(x, shape, jnp.int32) for shape in SHAPES[:2]]
-        return p2p_calls.first_half(ep, "made_up", results, x)
+        return p2p._first_half(ep, "made_up", results, x)
 
     monkeypatch.setattr(ffi, "call", lambda *_, **__: [1, 2])
     monkeypatch.setattr(ffi, "call_aside", lambda _, whole, *__, **___: whole.shape)
     assert first("sm") == (1, 2)
-    monkeypatch.setattr(p2p_calls, "STREAM_SINCE", (0, 1))
+    monkeypatch.setattr(p2p, "STREAM_SINCE", (0, 1))
     assert first("stream") == ((1, 10),)
-    monkeypatch.setattr(p2p_calls, "STREAM_SINCE", (99, 0))
+    monkeypatch.setattr(p2p, "STREAM_SINCE", (99, 0))
     with raises() as caught:
         first("stream")
     check_form(caught, "EPConfig", "overlap", jax.__version__, "update jax")

@@ -242,7 +242,7 @@ def bench(
     folder: pathlib.Path, *options: str, **env: str
 ) -> subprocess.CompletedProcess:
     """As the command is started, in `folder`: whose modules are no business of it."""
-    package = str(pathlib.Path(main.__file__).parent.parent)
+    package = str(pathlib.Path(main.__file__).parents[2])
     return subprocess.run(
         [
             sys.executable,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 from typing import Any
 
 import helpers
@@ -18,8 +17,8 @@ from test_chain import arguments, layer, mapped, p2p_handle, square
 from test_chain_options import split_layer
 
 import jax_ep
-from jax_ep._ops import dispatch
-from jax_ep._transport import collective
+from jax_ep._transport import base
+from jax_ep._transport.collective import Collective
 
 
 @pytest.fixture
@@ -40,38 +39,69 @@ def tied(x: jax.Array, to: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((x, to))[0]
 
 
-def done(out: Any) -> jax.Array:
-    like = jax.tree.leaves(out)[0]
-    return tied(jax.lax.full_like(like, 0, jnp.int32, (1,)), like)
+class Chained(Collective):
+    """XLA's exchange, with calls in order: each needs what it comes after."""
+
+    name = "p2p"
+    ordered = True
+
+    def __init__(self) -> None:
+        self.came_after: list[str] = []
+
+    def _call(self, call: Any, ep: Any, *operands: Any) -> Any:
+        *given, token = operands
+        if not token:  # a whole call's own second half
+            return call(ep, *given, token)
+        (after,) = token
+        self.came_after.append(f"{after.dtype}{list(after.shape)}")
+        given = jax.tree.map(lambda x: tied(x, after), given)
+        out, _ = call(ep, *given, ())
+        like = jax.tree.leaves(out)[0]
+        return out, (tied(jax.lax.full_like(like, 0, jnp.int32, (1,)), like),)
+
+    def dispatch(self, *args: Any) -> Any:
+        return self._call(super().dispatch, *args)
+
+    def dispatch_send(self, *args: Any) -> Any:
+        return self._call(super().dispatch_send, *args)
+
+    def dispatch_receive(self, *args: Any) -> Any:
+        return self._call(super().dispatch_receive, *args)
+
+    def dispatch_cached(self, *args: Any) -> Any:
+        return self._call(super().dispatch_cached, *args)
+
+    def combine(self, ep: Any, rows: Any, sums: Any, wire: Any, after: Any) -> Any:
+        whole = super().combine
+        return self._call(
+            lambda ep, rows, sums, after: whole(ep, rows, sums, wire, after),
+            *(ep, rows, sums, after),
+        )
+
+    def combine_send(self, ep: Any, rows: Any, wire: Any, after: Any) -> Any:
+        send = super().combine_send
+        return self._call(
+            lambda ep, rows, after: send(ep, rows, wire, after), ep, rows, after
+        )
+
+    def combine_receive(
+        self, ep: Any, sent: Any, sums: Any, like: Any, wire: Any, after: Any
+    ) -> Any:
+        receive = super().combine_receive
+        return self._call(
+            lambda ep, sent, sums, like, after: receive(
+                ep, sent, sums, like, wire, after
+            ),
+            *(ep, sent, sums, like, after),
+        )
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """Lets handles of p2p run; the form of what each call came after."""
-    given: list[str] = []
-
-    def chained(ordinary: Any, operand: int, yields: bool) -> Any:
-        def call(ep: Any, *operands: Any) -> Any:
-            *first, after = operands
-            given.append(f"{after.dtype}{list(after.shape)}")
-            first[operand] = jax.tree.map(lambda x: tied(x, after), first[operand])
-            out = ordinary(ep, *first)
-            return (*out, done(out[0])) if yields else out
-
-        return call
-
-    module = types.SimpleNamespace(
-        dispatch=chained(collective.dispatch, 0, False),
-        dispatch_cached=chained(collective.dispatch_cached, 1, True),
-        combine=chained(collective.combine, 1, True),
-        held_rows=collective.held_rows,
-        dispatch_send=chained(collective.dispatch_send, 0, True),
-        dispatch_place=chained(collective.dispatch_place, 2, False),
-        combine_send=chained(collective.combine_send, 1, True),
-        combine_sum=chained(collective.combine_sum, 0, True),
-    )
-    monkeypatch.setitem(dispatch._TRANSPORTS, "p2p", module)
-    return given
+    chained = Chained()
+    monkeypatch.setitem(base._registry, "p2p", chained)
+    return chained.came_after
 
 
 def stacked(ep: Any, one: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._core import traces
 from jax_ep._core.varying import varying
 from jax_ep._native import ffi
 
@@ -45,14 +46,15 @@ CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.sharding.get_mesh": ((), "jax_ep/_setup/init.py"),
     "jax.set_mesh": (("mesh",), "jax_ep/_setup/init.py"),
     "jax.typeof": ((), "jax_ep/_transport/results.py"),
-    "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_ops/dispatch.py"),
+    "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_ops/ordering.py"),
     "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/experts.py"),
     "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_ops/remat.py"),
     "jax.tree_util.register_dataclass": (
         ("data_fields", "meta_fields"),
         "jax_ep/_core/types.py",
     ),
-    "jax._src.core.take_current_trace": ((), "jax_ep/_ops/ordering.py"),
+    "jax._src.core.take_current_trace": ((), "jax_ep/_core/traces.py"),
+    "jax._src.core.get_axis_env": ((), "jax_ep/_core/traces.py"),
 }
 HOW = (
     "change the call there for this JAX, keep the old form for jax {oldest}, and run "
@@ -191,3 +193,23 @@ def test_backend_can_be_asked_whether_it_started() -> None:
     )
     jax.devices()
     assert functools.partial(found)() is True
+
+
+def test_batches_are_seen() -> None:
+    """What jax_ep/_core/traces.py takes of a vmap, by private names."""
+    found = []
+
+    def body(x: jax.Array, y: jax.Array) -> jax.Array:
+        found.append((traces.batch_size(x), traces.batch_size(y)))
+        found.append((traces.unbatched(x), traces.unbatched(y) is None))
+        assert traces.current_trace() is around
+        found.append(traces.spmd_axis_names())
+        return x + y
+
+    around = traces.current_trace()
+    x, y = jnp.zeros(()), jnp.zeros(3)
+    jax.vmap(body, (None, 0), spmd_axis_name="stage")(x, y)
+    assert found[0] == (1, 3)
+    assert found[1][1]
+    assert traces.unbatched(x) is x
+    assert found[2] == {"stage"}

@@ -101,11 +101,11 @@ def test_hosts_apart(fields, got, hosts, connected, all_closed) -> None:
     job = Job(OVER_HOSTS, **fields)
     (found,) = set(job.results())
     with pytest.raises(ValueError, match=r"clique of an NVLink fabric") as error:
-        select.instead_of_windows("p2p", found, ALONE)
+        select.instead("p2p", found, ALONE)
     assert re.search(got, str(error.value))
     assert "hosts ['a', 'b'] (processes [0, 1, 2, 3])" in str(error.value)
     assert "docs/cluster.md" in str(error.value)
-    assert select.instead_of_windows("auto", found, ALONE) == "collective"
+    assert select.instead("auto", found, ALONE) == "collective"
     assert not any(native.own for native in job.natives.values())
     assert not connected
 

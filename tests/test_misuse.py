@@ -134,41 +134,6 @@ def test_closed(mesh) -> None:
     check_form(caught, "sharded.dispatch", "closed")
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_vmap(mesh, ep, grad: bool) -> None:
-    _, (x, ids, w) = arrays(ep, mesh, fill=helpers.normal)
-
-    def dispatch(x, ids, w):
-        def one(x):
-            def rows(x):
-                return jnp.sum(jax_ep.dispatch(ep, x, ids, w).tokens, dtype="float32")
-
-            return jax.grad(rows)(x) if grad else rows(x)[None]
-
-        return jax.vmap(one)(jnp.stack([x, x]))[0]
-
-    def combine(x, ids, w):
-        d = jax_ep.dispatch(ep, x, ids, w)
-
-        def one(rows):
-            return jax_ep.combine(ep, rows, d.route)
-
-        return jax.vmap(one)(jnp.stack([d.tokens, d.tokens]))[0]
-
-    for name, body in (("dispatch", dispatch), ("combine", combine)):
-        with raises() as caught:
-            jax.eval_shape(moe.sharded(mesh, body), x, ids, w)
-        assert re.match(rf"jax_ep\.{name}: .*vmap", str(caught.value)), caught.value
-
-
-def test_vmap_outside_of_shard_map(mesh, ep) -> None:
-    _, (x, ids, w) = arrays(ep, mesh)
-    run = moe.sharded(mesh, functools.partial(jax_ep.dispatch, ep))
-    with raises() as caught:
-        jax.eval_shape(jax.vmap(run), *(jnp.stack([a, a]) for a in (x, ids, w)))
-    assert re.match(r"jax_ep\.dispatch: .*vmap", str(caught.value)), caught.value
-
-
 @pytest.mark.parametrize("value", [-2, 24, 1000, helpers.INT_MIN, helpers.INT_MAX])
 def test_check_names_the_first_invalid_id(mesh, value: int) -> None:
     """ep.check() gives rank, token, k and value, and other handles' do not."""

@@ -14,7 +14,6 @@ import numpy as np
 import oracle
 import pytest
 import quantizer
-from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -266,17 +265,3 @@ def test_no_gradient_passes_without_a_port() -> None:
     assert not np.asarray(stopped).any()
     assert value != 0
     np.testing.assert_allclose(value, 2 * total, rtol=1e-5)
-
-
-def test_vmap_is_refused() -> None:
-    mesh, ep = handle(dispatch_format="mxfp8")
-    inputs = helpers.make_inputs(np.random.default_rng(8), ep.config, ep.ep_size)
-    tokens, ids = (helpers.put(mesh, part) for part in (inputs.tokens, inputs.ids))
-
-    def body(tokens: Any, ids: Any) -> Any:
-        return jax.vmap(lambda x: jax_ep.dispatch(ep, x, ids).tokens)(tokens[None])[0]
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    with raises() as caught:
-        mapped(tokens, ids)
-    check_form(caught, "dispatch", "vmap")

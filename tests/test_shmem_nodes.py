@@ -178,7 +178,7 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
 
 
 def test_doctor_says_what_is_missing(monkeypatch) -> None:
-    monkeypatch.setattr(select, "platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(windows, "platform_of", lambda mesh: "gpu")
     monkeypatch.setattr(ffi, "native_for", lambda platform: imagined.Native(0))
     monkeypatch.setattr(findings, "self_test", lambda mesh, transport: "passed")
     module = types.SimpleNamespace(HAS_KERNELS=False)

@@ -18,7 +18,7 @@ from errors import check_form, raises
 from jax_ep._native import ffi
 from jax_ep._peers.rendezvous import Meeting
 from jax_ep._setup import init
-from jax_ep._transport import select
+from jax_ep._transport import p2p, select
 
 ALONE = Meeting([0], 0, 1.0)
 
@@ -190,10 +190,10 @@ def test_groups_are_by_rank(axis) -> None:
     ],
 )
 def test_rows_that_no_multiprocessor_holds(fields, served) -> None:
-    found = select._row_obstacle(helpers.make_config(**fields))
+    found = p2p.row_obstacle(helpers.make_config(**fields))
     assert (found is None) == served
     if found is not None:
         assert found[0].startswith("hidden_size of at most")
         with pytest.raises(ValueError, match=r'"p2p" must have hidden_size .*got \d+'):
-            select.instead_of_windows("p2p", found, ALONE)
-        assert select.instead_of_windows("auto", found, ALONE) == "collective"
+            select.instead("p2p", found, ALONE)
+        assert select.instead("auto", found, ALONE) == "collective"

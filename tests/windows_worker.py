@@ -26,7 +26,6 @@ from launch import bound_life
 from jax_ep._native import ffi
 from jax_ep._peers import windows
 from jax_ep._peers.rendezvous import Meeting
-from jax_ep._transport import select
 
 DEVICES = 2
 TIMEOUT_S = 6.0
@@ -48,7 +47,7 @@ def start(port: str, processes: int, process: int) -> imagined.Native:
         wait_failures=lambda key: [],
     )
     ffi.native_for = lambda platform: native
-    select.platform_of = lambda mesh: "gpu"
+    windows.platform_of = lambda mesh: "gpu"
     return native
 
 

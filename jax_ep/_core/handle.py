@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import options
 from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport
+from jax_ep._native.loader import cpu
 
 # Open and closed ones by key, while somebody holds them.
 _handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictionary()
@@ -78,6 +78,7 @@ class EPHandle:
     route_ranks: int
     recv_capacity: int
     _native: ModuleType
+    _windowed: bool  # whether its waits can fail
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Refuses: a second handle of a key would close the first one's group."""
@@ -186,14 +187,14 @@ class EPHandle:
                 "jax_ep.check: ep must be of this process, got the copy of a forked "
                 "child; check in the process that called jax_ep.init"
             )
-        if self.transport in ("p2p", "shmem"):
+        if self._windowed:
             for _, failure in self._native.wait_failures(self.key):
                 raise jax.errors.JaxRuntimeError(f"jax_ep.check: {failure}")
         self._raise_mixed_calls()
         found = sorted(self._native.take_invalid_ids(self.key))
         if found:
             rank, ordinal, token, k, value = found[0]
-            value = options.original_id(self, value)
+            value = self._original_id(value)
             others = len(found) - 1
             raise InvalidIdError(
                 "jax_ep.dispatch: ids must be in [-1, num_experts) = [-1, "
@@ -201,6 +202,19 @@ class EPHandle:
                 f"{token}, k {k} (device {ordinal}; {others} more devices of this "
                 "process report some); they counted as -1: check the router"
             )
+
+    def _original_id(self, value: int) -> int:
+        """The invalid id that `routed` of `_ops/options.py` turned into `value`.
+
+        Of the ids just below 2^31 those that it left alone are taken for it.
+        """
+        most = cpu.MAX_INDEX - self.route_ranks
+        shifted = self.config.num_experts <= value <= most
+        return (
+            value - self.route_ranks
+            if self.config.fused_shared_expert and shifted
+            else value
+        )
 
     def _raise_mixed_calls(self) -> None:
         """Raises what collective calls have reported that met other calls."""

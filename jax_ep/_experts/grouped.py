@@ -1,14 +1,15 @@
-"""Grouped matmuls for Hopper (Pallas), as one that is differentiable."""
+"""Grouped matmuls, differentiable and under vmap: XLA's, and Pallas's for Hopper."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core import batching
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._experts import hopper
 from jax_ep._experts.grouped_outer import REACH, grouped_outer
@@ -32,58 +33,120 @@ def grouped_matmul(
     count = rows.shape[0]
     # The kernels take no other numbers of rows.
     rows = jnp.pad(rows, ((0, -count % hopper.SWIZZLED_ROWS), (0, 0)))
-    given = (rows, weights, group_sizes)
+    return _differentiable(_Mosaic(), rows, weights, group_sizes)[:count]
+
+
+def ragged_dot(
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """`jax.lax.ragged_dot`, also under vmap with weights that all entries share."""
+    # Type checkers do not know what JAX's config holds.
+    how = _Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
+    return _differentiable(how, rows, weights, group_sizes)
+
+
+def _differentiable(how: _How, *given: jax.Array) -> Any:
     axes = sorted(frozenset().union(*map(varying, given)))
-    alike = vary_alike(axes, frozenset(), *given)
-    result: Any = _by_rows(*alike, False)
-    return result[:count]
+    return _by_rows(*vary_alike(axes, frozenset(), *given), how, False)
+
+
+class _How(Protocol):
+    """What multiplies, without derivatives; hashable."""
+
+    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+        """As `_by_rows`."""
+
+    def outer(self, left: Any, right: Any, sizes: Any) -> Any:
+        """As `_by_groups`."""
+
+
+class _Mosaic(NamedTuple):
+    """Kernels for Hopper."""
+
+    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+        multiply = kernels()["rows"]
+        return multiply(rows, weights, group_sizes=sizes, transpose_rhs=transposed)
+
+    def outer(self, left: Any, right: Any, sizes: Any) -> Any:
+        # It reads rows past the last group, times 0, which of NaN is NaN.
+        end = jnp.sum(sizes)
+        left, right = _zero_after(left, end), _zero_after(right, end)
+        return kernels()["weights"](left, right, group_sizes=sizes)
+
+
+class _Ragged(NamedTuple):
+    """XLA's, at the matmul precision that was set where they were called for."""
+
+    precision: Any
+
+    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+        if not transposed:
+            return jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
+        return self._general(rows, weights, sizes, ((1,), (2,)), [0])
+
+    def outer(self, left: Any, right: Any, sizes: Any) -> Any:
+        return self._general(left, right, sizes, ((0,), (0,)), [])
+
+    def _general(
+        self, left: Any, right: Any, sizes: Any, contracting: Any, groups: list[int]
+    ) -> Any:
+        dimensions = jax.lax.RaggedDotDimensionNumbers(
+            (contracting, ((), ())), [0], groups
+        )
+        return jax.lax.ragged_dot_general(
+            left, right, sizes, dimensions, precision=self.precision
+        )
 
 
 # Each one's derivatives are made of both, so that there are derivatives of any order.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _by_rows(rows: Any, weights: Any, group_sizes: Any, transposed: bool) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _by_rows(
+    rows: Any, weights: Any, group_sizes: Any, how: _How, transposed: bool
+) -> Any:
     """`[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by the same, as `[N, A]`."""
-    multiply = kernels()["rows"]
-    result = multiply(rows, weights, group_sizes=group_sizes, transpose_rhs=transposed)
-    return _varies_as(rows, result)
+
+    def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
+        return _varies_as(rows, how.rows(rows, weights, sizes, transposed))
+
+    return batching.in_turn(multiply)(rows, weights, group_sizes)
 
 
 def _by_rows_forward(
-    rows: Any, weights: Any, group_sizes: Any, transposed: bool
+    rows: Any, weights: Any, group_sizes: Any, how: _How, transposed: bool
 ) -> Any:
     kept = (rows, weights, group_sizes)
-    return _by_rows(*kept, transposed), kept
+    return _by_rows(*kept, how, transposed), kept
 
 
-def _by_rows_backward(transposed: bool, kept: Any, cotangent: Any) -> Any:
+def _by_rows_backward(how: _How, transposed: bool, kept: Any, cotangent: Any) -> Any:
     rows, weights, sizes = kept
     pair = (cotangent, rows) if transposed else (rows, cotangent)
-    to_rows = _by_rows(cotangent, weights, sizes, not transposed)
-    return to_rows, _by_groups(*pair, sizes), None
+    to_rows = _by_rows(cotangent, weights, sizes, how, not transposed)
+    return to_rows, _by_groups(*pair, sizes, how), None
 
 
 _by_rows.defvjp(_by_rows_forward, _by_rows_backward)
 
 
-@jax.custom_vjp
-def _by_groups(left: Any, right: Any, group_sizes: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_groups(left: Any, right: Any, group_sizes: Any, how: _How) -> Any:
     """`[N, A]` and `[N, B]` as `[L, A, B]`, the sum of each group's outer products."""
-    multiply = kernels()["weights"]
-    # It reads rows past the last group, times 0, which of NaN is NaN.
-    end = jnp.sum(group_sizes)
-    left, right = _zero_after(left, end), _zero_after(right, end)
-    return _varies_as(left, multiply(left, right, group_sizes=group_sizes))
+
+    def multiply(left: Any, right: Any, sizes: Any) -> Any:
+        return _varies_as(left, how.outer(left, right, sizes))
+
+    return batching.in_turn(multiply)(left, right, group_sizes)
 
 
-def _by_groups_forward(left: Any, right: Any, group_sizes: Any) -> Any:
+def _by_groups_forward(left: Any, right: Any, group_sizes: Any, how: _How) -> Any:
     kept = (left, right, group_sizes)
-    return _by_groups(*kept), kept
+    return _by_groups(*kept, how), kept
 
 
-def _by_groups_backward(kept: Any, cotangent: Any) -> Any:
+def _by_groups_backward(how: _How, kept: Any, cotangent: Any) -> Any:
     left, right, sizes = kept
-    to_left = _by_rows(right, cotangent, sizes, True)
-    return to_left, _by_rows(left, cotangent, sizes, False), None
+    to_left = _by_rows(right, cotangent, sizes, how, True)
+    return to_left, _by_rows(left, cotangent, sizes, how, False), None
 
 
 _by_groups.defvjp(_by_groups_forward, _by_groups_backward)

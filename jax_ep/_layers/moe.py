@@ -13,14 +13,15 @@ from jax.typing import ArrayLike
 
 from jax_ep import experts as _experts
 from jax_ep import router as routers
-from jax_ep._core import checks
+from jax_ep._core import checks, traces
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import moe_checks
-from jax_ep._ops import api
-from jax_ep._ops import split as _split
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops.dequantize import dequantize
 
 
 @partial(
@@ -115,7 +116,8 @@ def moe_ffn(
         input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         batch_axes: mesh axes that tokens are split over, for the losses; None is all
             manual axes of the call, which is right also where tokens are equal along
-            some.
+            some. Those of a `jax.vmap` with `spmd_axis_name` are left out: each entry
+            of the batch has losses of its own.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
         experts: what the experts do to rows, in place of SwiGLU by
@@ -171,7 +173,7 @@ def moe_ffn(
         d, shared = _dispatch_beside(*sent, input_scale, params)
         beside = shared if beside is None else shared + beside
     else:
-        d = api.dispatch(*sent, input_scale=input_scale)
+        d = dispatching.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
         if experts is None:
             experts = partial(_experts.auto, device=ep.mesh.local_devices[0])
@@ -179,8 +181,8 @@ def moe_ffn(
         if fused:
             gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
             down = _in_front(params["shared_down"], down, tokens.dtype)
-        rows = experts(api.dequantize(d), gate_up, down, d.group_sizes)
-    y = api.combine(ep, rows, d.route, d.router_weights, residual=beside)
+        rows = experts(dequantize(d), gate_up, down, d.group_sizes)
+    y = combining.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
         # Of partial sums: n rows cross, not the N of the experts.
         y = jax.lax.psum(y, tp_axis)
@@ -199,9 +201,12 @@ def moe_ffn(
 
 def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
     """Those that the losses are summed over: they exist in a manual region alone."""
-    if given is None:
-        return tuple(name for name in ep.mesh.axis_names if checks.in_scope((name,)))
-    return tuple(given)
+    if given is not None:
+        return tuple(given)
+    # A vmap over stages, with one of them as its spmd_axis_name, has a batch each.
+    others = traces.spmd_axis_names()
+    names = [name for name in ep.mesh.axis_names if name not in others]
+    return tuple(name for name in names if checks.in_scope((name,)))
 
 
 def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
@@ -253,11 +258,11 @@ def _dispatch_beside(
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
         # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
-        return api.dispatch(*sent, input_scale=input_scale), shared_expert()
-    pending = _split.dispatch_async(*sent, input_scale=input_scale)
+        return dispatching.dispatch(*sent, input_scale=input_scale), shared_expert()
+    pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
     # Without it the second half may come first, and nothing hides the exchange.
     both = jax.lax.optimization_barrier((pending, shared_expert()))
-    return _split.dispatch_wait(both[0]), both[1]
+    return dispatching.dispatch_wait(both[0]), both[1]
 
 
 def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:

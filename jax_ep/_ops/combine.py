@@ -1,4 +1,4 @@
-"""Differentiable combine over a transport, in each mode of `reduce`.
+"""combine: expert rows home, summed, at once and in two halves.
 
 With w weights, E expert rows, i = row(t, k) and y the sum:
     dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
@@ -8,156 +8,317 @@ its own, without weights.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import options as _modes
+from jax_ep._core import checks
+from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._native.loader import cpu as native
-from jax_ep._ops import ordering
-from jax_ep._ops.dispatch import (
-    own_rule,
-    refusing_vmap,
-    return_rows,
-    send_cached,
-    transport_of,
-)
-from jax_ep._ops.ordering import Token
+from jax_ep._ops import options
+from jax_ep._ops import pending as pendings
+from jax_ep._ops.cached import return_rows, send_cached
+from jax_ep._ops.ordering import OrderedCall
+from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import OUT_NAME
+from jax_ep._transport import split_transport_of, transport_of
+from jax_ep._transport.base import CombineInputs, SumInputs, Token, Wire
 
 # The least width of a row, in bytes, and where rows are quantised in elements.
 _ROW_BYTES = native.ROW_ALIGN_BYTES
 _NARROW = formats.block("fp8_block128")
 
 
+class CombineArgs(NamedTuple):
+    """The operands of a combine: arrays, in the modes that take them, or None."""
+
+    expert_out: Any
+    route: Any
+    router_weights: Any
+    residual: Any
+
+
 def combine(
     ep: EPHandle,
+    expert_out: ArrayLike,
     route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
+    router_weights: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
 ) -> jax.Array:
-    """As `jax_ep.combine`."""
-    if ep.config.reduce == "none":
-        n, top_k = route.slot_of.shape
-        rows = _modes.by_entry(route)
-        z, *_ = _chained_combine(ep, rows, expert_out, None, None, None)
-        return z.reshape(n, top_k, z.shape[1])
-    return _chained_combine(ep, route, expert_out, router_weights, residual, None)[0]
+    """Brings expert rows home: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
+
+    Call it inside `jax.shard_map`, as `dispatch`. With `reduce="rank"` a rank sums its
+    rows of a token in float32 in k order and rounds once to `combine_dtype`; the source
+    sums the ranks in ascending order, then the shared expert's row, then `residual`,
+    and rounds once to `dtype`. With `reduce="source"` each row crosses, in
+    `combine_dtype`, and the source sums them in k order; with "none" it returns them.
+    Rows of padding and dropped rows are never read. Differentiable with respect to
+    `expert_out`, `router_weights` and `residual`. Under `jax.vmap` the calls of the
+    batch are made one after the other.
+
+    Args:
+        ep: the handle that dispatched.
+        expert_out: `[N, H]` in the config's dtype.
+        route: `d.route` of the dispatch.
+        router_weights: float32 `[N]` or a narrower float type, usually
+            `d.router_weights`, or None for 1: the
+            route has no weights, so that leaving them out after a weighted dispatch
+            gives the unweighted sum, and no error. With `reduce="source"` `[n, K]`;
+            none with "none".
+        residual: `[n, H]` in the config's dtype, added to the sum, or None. None with
+            `reduce="none"`, and with `skip_a2a`, whose partial sums would each have it.
+
+    Returns:
+        `[n, H]` in the config's dtype: with `skip_a2a` this rank's part of the sum, for
+        `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero where there is no row.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, outside shard_map, or if `ep` is closed.
+    """
+    given = CombineArgs(expert_out, route, router_weights, residual)
+    args = _checked("combine", ep, given)
+    with checks.calling("combine"):
+        return _by_token(ep, _COMBINE(ep, args))
 
 
-def _chained_combine(
+def combine_async(
     ep: EPHandle,
+    expert_out: ArrayLike,
     route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    given: Token | None,
-) -> tuple[jax.Array, ...]:
-    after = ordering.before(ep, expert_out, given)
-    out = _combine(ep, route, expert_out, router_weights, residual, after)
-    ordering.passed(ep, out[1:])
-    return out
+    router_weights: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
+) -> Pending:
+    """Begins a combine: `jax_ep.combine` up to the end of its exchange.
+
+    Args:
+        ep: the handle that dispatched.
+        expert_out: as in `jax_ep.combine`, like the others.
+        route: `d.route` of the dispatch.
+        router_weights: weights or None.
+        residual: `[n, H]` or None.
+
+    Returns:
+        A `Pending` for `combine_wait`.
+
+    Raises:
+        ValueError, TypeError: as `jax_ep.combine` and `dispatch_async`.
+    """
+    function = "combine_async"
+    given = CombineArgs(expert_out, route, router_weights, residual)
+    args = _checked(function, ep, given)
+    pendings.require_room(function, "combine", ep, args)
+    with checks.calling(function):
+        held, port = _SEND(ep, args)
+    return pendings.opened(Pending("combine", ep.key, held, port))
 
 
-@own_rule(0)
-def _combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    after: Token,
-) -> tuple[jax.Array, ...]:
-    def body(
-        route: Route,
-        expert_out: jax.Array,
-        router_weights: jax.Array | None,
-        residual: jax.Array | None,
-        *after: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        wire = ep.config.combine_wire
-        # Only transports that let rows cross one by one know the argument.
-        options = {"by_entry": True} if ep.config.reduce == "source" else {}
-        y, _, *done = transport_of(ep).combine(
-            ep,
-            route,
-            expert_out,
-            router_weights,
-            None,
-            residual,
-            wire,
-            *after,
-            **options,
-        )
-        return y, *done
+def combine_wait(pending: Pending) -> jax.Array:
+    """Ends a combine: what `jax_ep.combine` returns, bit for bit.
 
-    guarded = refusing_vmap("combine", body)
-    return checkpoint_name(
-        guarded(route, expert_out, router_weights, residual, *after), OUT_NAME
+    Args:
+        pending: of `combine_async`, on the same rank.
+
+    Returns:
+        As `jax_ep.combine`.
+
+    Raises:
+        ValueError, TypeError: as `dispatch_wait`.
+    """
+    ep = pendings.awaited("combine_wait", "combine", pending)
+    with checks.calling("combine_wait"):
+        y = _by_token(ep, _RECEIVE(ep, (pending.held, pending.ports)))
+    pendings.closed(pending)
+    return y
+
+
+def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
+    """The operands as arrays, varying alike; with `reduce="none"` a row's route."""
+    checks.require_open(function, ep)
+    checks.require_scope(function, ep)
+    config = ep.config
+    route = checks.require_route(function, ep, given.route)
+    checks.require_route_shapes(function, ep, route)
+    n, rows = route.slot_of.shape[0], ep.recv_capacity
+
+    def checked(
+        name: str, value: Any, dtype: str, *shape: int, why: str, remedy: str
+    ) -> jax.Array:
+        array = as_array(function, name, value)
+        checks.require_dtype(function, name, array, dtype)
+        checks.require_shape(function, name, array, shape, why, remedy)
+        return array
+
+    checks.require_combinable(function, ep, given.router_weights, given.residual)
+    hidden = config.hidden_size
+    expert_out = as_array(function, "expert_out", given.expert_out)
+    remedy = checks.CODES_REMEDY if checks.is_codes(expert_out.dtype) else None
+    checks.require_dtype(function, "expert_out", expert_out, config.dtype, remedy)
+    expert_out = checked(
+        "expert_out",
+        expert_out,
+        config.dtype,
+        rows,
+        hidden,
+        why="[N, hidden_size]",
+        remedy="pass a row for each row of d.tokens, padding included",
     )
+    weights = residual = None
+    if given.router_weights is not None:
+        shape: tuple[int, ...] = (rows,)
+        why, remedy = "[N]", "pass d.router_weights"
+        if config.reduce == "source":
+            shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
+            remedy = "pass the weights that belong to topk_ids"
+        weights = checks.widened_weights(function, given.router_weights)
+        checks.require_shape(function, "router_weights", weights, shape, why, remedy)
+    if given.residual is not None:
+        residual = checked(
+            "residual",
+            given.residual,
+            config.dtype,
+            n,
+            hidden,
+            why="[n, hidden_size]",
+            remedy="pass a row for each token that was dispatched",
+        )
+    alike = checks.vary_together(ep, expert_out, route, weights, residual)
+    args = CombineArgs(*alike)
+    if config.reduce == "none":
+        args = args._replace(route=options.entry_route(args.route))
+    return args
 
 
-def _combine_fwd(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-    after: Token,
-) -> Any:
-    out = _chained_combine(ep, route, expert_out, router_weights, residual, after)
-    kept = combine_kept(route, expert_out, router_weights, residual)
-    return checkpoint_name(out, OUT_NAME), kept
+def _by_token(ep: EPHandle, y: jax.Array) -> jax.Array:
+    """What a combine returns: with `reduce="none"` a token's rows side by side."""
+    if ep.config.reduce != "none":
+        return y
+    top_k = ep.config.top_k
+    return y.reshape(y.shape[0] // top_k, top_k, y.shape[1])
 
 
-def combine_kept(
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    residual: jax.Array | None,
-) -> Any:
-    """What `combine_cotangents` takes of the operands."""
-    weighting = None if router_weights is None else (router_weights, expert_out)
+def _inputs(ep: EPHandle, args: CombineArgs) -> tuple[CombineInputs, SumInputs, Wire]:
+    at_source = ep.config.reduce == "source"
+    rows, sums = options.summed(
+        ep,
+        args.expert_out,
+        args.route,
+        row_weights=None if at_source else args.router_weights,
+        entry_weights=args.router_weights if at_source else None,
+        residual=args.residual,
+        by_entry=at_source,
+    )
+    return rows, sums, Wire(ep.config.combine_wire, by_entry=at_source)
+
+
+def _expert_out(args: CombineArgs) -> jax.Array:
+    return args.expert_out
+
+
+def _named(y: jax.Array) -> jax.Array:
+    return checkpoint_name(y, OUT_NAME)
+
+
+def _run(
+    ep: EPHandle, static: None, args: CombineArgs, after: Token
+) -> tuple[jax.Array, Token]:
+    (y, _), done = transport_of(ep).combine(ep, *_inputs(ep, args), after)
+    return y, done
+
+
+def _keep(ep: EPHandle, static: None, args: CombineArgs, results: Any) -> Any:
+    """Of the operands what `_cotangents` needs; the rows only where weights are."""
+    weighted = args.router_weights is not None
+    weighting = (args.router_weights, args.expert_out) if weighted else None
     # None or (): the structure says whether there was a residual, without an array.
-    return route, weighting, None if residual is None else ()
+    return args.route, weighting, None if args.residual is None else ()
 
 
-def _combine_bwd(ep: EPHandle, kept: Any, ct: Any) -> Any:
-    return None, *combine_cotangents(ep, kept, ct[0]), None
-
-
-def combine_cotangents(ep: EPHandle, kept: Any, dy: jax.Array) -> Any:
-    """Those of the rows, of their weights and of the residual."""
+def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> CombineArgs:
     route, weighting, had_residual = kept
     dresidual = None if had_residual is None else dy
     if weighting is None:
-        rows, *_ = send_cached(ep, route, dy, None)
-        return rows, None, dresidual
+        rows, _ = send_cached(ep, route, dy, None)
+        return CombineArgs(rows, None, None, dresidual)
     router_weights, expert_out = weighting
     at_source = ep.config.reduce == "source"
-    rows, sent, *_ = send_cached(ep, route, dy, router_weights if at_source else None)
-    row_weights = sent if at_source else router_weights
+    rows, sent = send_cached(ep, route, dy, router_weights if at_source else None)
+    row_weights: Any = sent if at_source else router_weights
     # Padding may hold anything in E and in w; its cotangents are zero all the same.
     real = route.row_slot >= 0
     rows32 = rows.astype(jnp.float32)
     factor = jnp.where(real, row_weights, 0.0)
     if ep.config.fused_shared_expert:
-        factor = jnp.where(_modes.shared_rows(ep, dy.shape[0]), 1.0, factor)
+        factor = jnp.where(options.shared_rows(ep, dy.shape[0]), 1.0, factor)
     dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
     dweights = jnp.where(real, dot, 0.0)
     if at_source:
         # Beside rows of the least width, since these return nothing else.
         width = _NARROW if ep.config.grad_format else _ROW_BYTES // rows.dtype.itemsize
         nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
-        _, dweights, *_ = return_rows(ep, route, nothing, dweights)
+        _, dweights = return_rows(ep, route, nothing, dweights)
     drows = (factor[:, None] * rows32).astype(rows.dtype)
-    return drows, dweights, dresidual
+    return CombineArgs(drows, None, dweights, dresidual)
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd)
+_COMBINE = OrderedCall(
+    "combine", _run, _keep, _cotangents, like=_expert_out, named=_named
+)
+
+
+# The first half yields what arrived and what the last sum takes, `held`, and zeros in
+# the shape of the sums, `port`, which carry their cotangent back to it.
+
+
+def _run_send(
+    ep: EPHandle, static: None, args: CombineArgs, after: Token
+) -> tuple[Any, Token]:
+    rows, sums, wire = _inputs(ep, args)
+    sent, done = split_transport_of(ep).combine_send(ep, rows, wire, after)
+    shape = (args.route.slot_of.shape[0], args.expert_out.shape[1])
+    port = jnp.zeros_like(args.expert_out, shape=shape)
+    return ((sent, sums), port), done
+
+
+def _transpose_send(
+    ep: EPHandle, static: None, kept: Any, cotangents: Any
+) -> CombineArgs:
+    return _cotangents(ep, static, kept, cotangents[1])
+
+
+_SEND = OrderedCall(
+    "combine_async",
+    _run_send,
+    _keep,
+    _transpose_send,
+    like=_expert_out,
+    ordered=lambda ep: split_transport_of(ep).ordered,
+    most_batched=lambda ep: ep.config.most_pending,
+)
+
+
+def _run_receive(
+    ep: EPHandle, static: None, halves: Any, after: Token
+) -> tuple[jax.Array, Token]:
+    (sent, sums), port = halves
+    wire = Wire(ep.config.combine_wire, by_entry=ep.config.reduce == "source")
+    return split_transport_of(ep).combine_receive(ep, sent, sums, port, wire, after)
+
+
+_RECEIVE = OrderedCall(
+    "combine_wait",
+    _run_receive,
+    lambda *_: None,
+    lambda ep, static, kept, dy: (None, dy),
+    like=lambda halves: jax.tree.leaves(halves[0])[0],
+    named=_named,
+    ordered=lambda ep: split_transport_of(ep).ordered,
+)

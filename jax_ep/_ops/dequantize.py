@@ -14,7 +14,49 @@ from jax_ep._core.types import Dispatched
 
 
 def dequantize(d: Dispatched) -> jax.Array:
-    """As `jax_ep.dequantize`, of one rank's rows in a quantised format."""
+    """Rows of a dispatch in the token dtype, differentiable.
+
+    The derivative is straight-through: a cotangent of the rows is one of the tokens
+    that were sent, as if nothing had been quantised. It goes through `d.grad_port`: a
+    quantised `d` whose port was replaced by None has rows, and no derivative.
+    `d.tokens` and `d.scales` of a quantised format carry none.
+
+    Args:
+        d: what `jax_ep.dispatch` returned, on one rank; `jax_ep.sharded.dequantize`
+            takes what left shard_map.
+
+    Returns:
+        `[N, H]` in the config's dtype; for "bf16" these are `d.tokens` themselves.
+
+    Raises:
+        TypeError: `d` is no `Dispatched`.
+        ValueError: `d` is of several ranks, or its scales are missing; in the backward
+            pass, if its port is.
+    """
+    if not isinstance(d, Dispatched):
+        raise TypeError(
+            "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
+            f"{type(d).__name__}; pass the Dispatched, not its arrays"
+        )
+    if (d.scales is not None) != formats.is_quantized(d.format):
+        raise ValueError(
+            f"jax_ep.dequantize: d must have the scales of its format {d.format!r}, "
+            f"got {'none' if d.scales is None else 'some'}; keep `scales` and `format` "
+            "as the dispatch returned them"
+        )
+    if not formats.is_quantized(d.format):
+        return d.tokens
+    ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
+    if ranks != 1:
+        raise ValueError(
+            f"jax_ep.dequantize: d must be one rank's, got one of {ranks} ranks; use "
+            "jax_ep.sharded.dequantize on global arrays"
+        )
+    with jax.named_scope("jax_ep.dequantize"):
+        return _dequantized(d)
+
+
+def _dequantized(d: Dispatched) -> jax.Array:
     assert d.scales is not None
     scales = d.scales
     if d.scales_offsets is not None:

@@ -1,16 +1,4 @@
-"""Differentiable dispatch and combine over a transport.
-
-Four functions of a rank's arrays, each with a reverse rule made of the others, so that
-any order of derivative works and every exchange after the first reuses `route`:
-
-    _dispatch         routes, then sends     its transpose is  _return_rows
-    _send_cached      sends along a route    its transpose is  _return_rows
-    _return_rows      sums rows back         its transpose is  _send_cached
-    _combine          weighted sum of rows   its rule uses     _send_cached
-                      (in `_ops.combine`)
-
-What users' traces and the rules call are `dispatch`, `combine`, `send_cached` and
-`return_rows`, which chain the calls of a handle (`_ops.ordering`) around these four.
+"""dispatch: tokens to the ranks of their experts, at once and in two halves.
 
 With i = row(t, k): dx[t] = sum_k drow(t,k) and dw[t,k] = dwrow(i), where drow of a
 quantised dispatch is that of grad_port.
@@ -18,193 +6,312 @@ quantised dispatch is that of grad_port.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
+from jax_ep import formats
 from jax_ep._core import checks
+from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
-from jax_ep._ops import ordering
-from jax_ep._ops.ordering import Token
+from jax_ep._ops import options
+from jax_ep._ops import pending as pendings
+from jax_ep._ops.cached import return_rows
+from jax_ep._ops.ordering import OrderedCall
+from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import named_dispatch
-from jax_ep._transport import collective, p2p
-
-# Rows or tokens and weights, and from a chained transport what comes next goes after.
-Sent = tuple[Any, ...]
-
-_TRANSPORTS = {"collective": collective, "p2p": p2p, "shmem": p2p}
-
-
-def transport_of(ep: EPHandle) -> ModuleType:
-    """The module that exchanges for `ep`: dispatch, dispatch_cached and combine."""
-    # Where nothing is exchanged the steps alone are left.
-    return collective if ep.config.skip_a2a else _TRANSPORTS[ep.transport]
-
-
-def split_transport_of(ep: EPHandle) -> ModuleType:
-    """As `transport_of`, for calls in halves."""
-    return collective if ep.config.overlap == "copy" else transport_of(ep)
-
-
-def own_rule(*static: int) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a `jax.custom_vjp` whose arguments `static` are not differentiated."""
-    return partial(jax.custom_vjp, nondiff_argnums=static)
-
-
-def refusing_vmap(function: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body`, with an error that names the remedy where it is batched."""
-    guarded = jax.custom_batching.custom_vmap(body)
-
-    @guarded.def_vmap
-    def _(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        raise ValueError(
-            f"jax_ep.{function}: must not be called under vmap, got a batch of "
-            f"{axis_size}; fold the batch into the tokens dimension"
-        )
-
-    return guarded
+from jax_ep._transport import split_transport_of, transport_of
+from jax_ep._transport.base import Arrived, DispatchInputs, Token
+from jax_ep._transport.results import zeros
 
 
 def dispatch(
     ep: EPHandle,
-    weighted: bool,
-    tokens: jax.Array,
-    topk_ids: jax.Array,
-    router_weights: jax.Array,
-    input_scale: jax.Array,
-    given: Token | None = None,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike | None = None,
+    *,
+    input_scale: ArrayLike | None = None,
 ) -> Dispatched:
-    """As `jax_ep.dispatch`; `weighted` says whether the weights take gradients."""
-    after = ordering.before(ep, tokens, given)
-    d = _dispatch(ep, weighted, tokens, topk_ids, router_weights, input_scale, after)
-    ordering.passed(ep, (d.num_dropped,))
+    """Sends each token to the ranks of its experts and groups what arrives by expert.
+
+    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays, on
+    every rank with the same n. A token crosses to a rank once, however many of that
+    rank's experts it goes to. The order of rows depends on the inputs alone.
+    Differentiable with respect to `tokens` and `router_weights`. Under `jax.vmap` the
+    calls of the batch are made one after the other.
+
+    Args:
+        ep: handle of `jax_ep.init`.
+        tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank.
+        topk_ids: int32 `[n, K]`, global expert ids. -1 is no expert; the same id twice
+            makes two rows; ids outside [-1, E) count as -1, in `num_invalid` and for
+            `ep.check()`.
+        router_weights: float32 `[n, K]` that travel with the tokens, or None for 1.
+            Narrower float types are widened; gradients come back in theirs.
+        input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`, the same on
+            every rank; None is 1. Other formats take none.
+
+    Returns:
+        A `Dispatched` with N = `ep.recv_capacity` rows.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, outside shard_map, or if `ep` is closed.
+    """
+    weighted = router_weights is not None
+    given = (tokens, topk_ids, router_weights, input_scale)
+    inputs = _checked("dispatch", ep, *given)
+    with checks.calling("dispatch"):
+        return _DISPATCH(ep, inputs, static=weighted)
+
+
+def dispatch_async(
+    ep: EPHandle,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike | None = None,
+    *,
+    input_scale: ArrayLike | None = None,
+) -> Pending:
+    """Begins a dispatch: `jax_ep.dispatch` up to the end of its exchange.
+
+    What does not need its result may run before `dispatch_wait`. At most the config's
+    `pending_calls` dispatches of a handle may be pending; each call of a batch of
+    `jax.vmap` is one.
+
+    Args:
+        ep: handle of `jax_ep.init`.
+        tokens: as in `jax_ep.dispatch`, like the others.
+        topk_ids: int32 `[n, K]`.
+        router_weights: float32 `[n, K]` or None.
+        input_scale: of "nvfp4", or None.
+
+    Returns:
+        A `Pending` for `dispatch_wait`.
+
+    Raises:
+        ValueError, TypeError: as `jax_ep.dispatch`; one pending dispatch too many,
+            where this trace sees it.
+    """
+    function = "dispatch_async"
+    weighted = router_weights is not None
+    given = (tokens, topk_ids, router_weights, input_scale)
+    inputs = _checked(function, ep, *given)
+    pendings.require_room(function, "dispatch", ep, inputs)
+    with checks.calling(function):
+        held, ports = _SEND(ep, inputs, static=weighted)
+    return pendings.opened(Pending("dispatch", ep.key, held, ports))
+
+
+def dispatch_wait(pending: Pending) -> Dispatched:
+    """Ends a dispatch: what `jax_ep.dispatch` returns, bit for bit.
+
+    Args:
+        pending: of `dispatch_async`, on the same rank.
+
+    Returns:
+        A `Dispatched`.
+
+    Raises:
+        ValueError, TypeError: while tracing, if `pending` is no dispatch's, was waited
+            for already, is of several ranks, or if its handle is closed.
+    """
+    ep = pendings.awaited("dispatch_wait", "dispatch", pending)
+    with checks.calling("dispatch_wait"):
+        d = _RECEIVE(ep, (pending.held, pending.ports))
+    pendings.closed(pending)
     return d
 
 
-@own_rule(0, 1)
-def _dispatch(
+def _checked(
+    function: str,
     ep: EPHandle,
-    weighted: bool,
-    tokens: jax.Array,
-    topk_ids: jax.Array,
-    router_weights: jax.Array,
-    input_scale: jax.Array,
-    after: Token,
-) -> Dispatched:
-    body = refusing_vmap("dispatch", partial(transport_of(ep).dispatch, ep))
-    return named_dispatch(body(tokens, topk_ids, router_weights, input_scale, *after))
-
-
-def _dispatch_fwd(ep: EPHandle, weighted: bool, *args: Any) -> Any:
-    # Named again: names inside the nested rule do not reach the residuals.
-    d = named_dispatch(dispatch(ep, weighted, *args))
-    return d, d.route
-
-
-def _dispatch_bwd(ep: EPHandle, weighted: bool, route: Route, ct: Dispatched) -> Any:
-    dx, dw = dispatch_cotangents(ep, weighted, route, ct)
-    return dx, None, dw, None, None
-
-
-def dispatch_cotangents(
-    ep: EPHandle, weighted: bool, route: Route, ct: Dispatched
-) -> tuple[jax.Array, jax.Array | None]:
-    """Those of the tokens and of their weights."""
-    dweights = ct.router_weights if weighted else None
-    drows = ct.tokens if ct.grad_port is None else ct.grad_port
-    dx, dw, *_ = return_rows(ep, route, drows, dweights)
-    return dx, dw
-
-
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-def send_cached(
-    ep: EPHandle,
-    route: Route,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    given: Token | None = None,
-) -> Sent:
-    """Tokens and their weights as rows along `route`."""
-    # Of a rule that is traced later than the call that it belongs to.
-    checks.require_open("combine", ep)
-    after = ordering.before(ep, tokens, given)
-    sent = _send_cached(ep, route, tokens, weights, after)
-    ordering.passed(ep, sent[2:])
-    return sent
-
-
-@own_rule(0)
-def _send_cached(
-    ep: EPHandle,
-    route: Route,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    after: Token,
-) -> Sent:
-    body = refusing_vmap("combine", partial(transport_of(ep).dispatch_cached, ep))
-    return body(route, tokens, weights, *after)
-
-
-def _send_cached_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return send_cached(ep, route, *args), route
-
-
-def _send_cached_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
-    drows, dweights, *_ = ct
-    dtokens, dsent, *_ = return_rows(ep, route, drows, dweights)
-    return None, dtokens, dsent, None
-
-
-_send_cached.defvjp(_send_cached_fwd, _send_cached_bwd)
-
-
-def return_rows(
-    ep: EPHandle,
-    route: Route,
-    rows: jax.Array,
-    row_weights: jax.Array | None,
-    given: Token | None = None,
-) -> Sent:
-    """Rows summed back to their tokens, and the rows' weights beside them."""
-    checks.require_open("dispatch", ep)
-    after = ordering.before(ep, rows, given)
-    returned = _return_rows(ep, route, rows, row_weights, after)
-    ordering.passed(ep, returned[2:])
-    return returned
-
-
-@own_rule(0)
-def _return_rows(
-    ep: EPHandle,
-    route: Route,
-    rows: jax.Array,
-    row_weights: jax.Array | None,
-    after: Token,
-) -> Sent:
-    def body(
-        route: Route, rows: jax.Array, row_weights: jax.Array | None, *after: jax.Array
-    ) -> Sent:
-        return transport_of(ep).combine(
-            ep, route, rows, None, row_weights, None, ep.config.grad_wire, *after
+    tokens: Any,
+    topk_ids: Any,
+    router_weights: Any,
+    input_scale: Any,
+) -> DispatchInputs:
+    """The operands as arrays, varying alike; weights of 1 where none are given."""
+    checks.require_open(function, ep)
+    checks.require_scope(function, ep)
+    config = ep.config
+    tokens = as_array(function, "tokens", tokens)
+    topk_ids = as_array(function, "topk_ids", topk_ids)
+    checks.require_dtype(function, "tokens", tokens, config.dtype)
+    checks.require_dtype(function, "topk_ids", topk_ids, "int32")
+    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"jax_ep.{function}: tokens must have shape [n, hidden_size] with "
+            f"hidden_size {config.hidden_size}, got {tokens.shape}; "
+            "reshape the tokens or init with their hidden_size"
         )
+    n = tokens.shape[0]
+    if n > config.max_tokens_per_rank:
+        raise ValueError(
+            f"jax_ep.{function}: tokens must have at most max_tokens_per_rank = "
+            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
+            "split the call"
+        )
+    ids_shape = (n, config.top_k)
+    checks.require_shape(
+        function,
+        "topk_ids",
+        topk_ids,
+        ids_shape,
+        "[n, top_k]",
+        "give each row of tokens its top_k ids, -1 where it has fewer",
+    )
+    scale = formats.global_scale(function, config.dispatch_format, tokens, input_scale)
+    if router_weights is None:
+        weights = jnp.ones(ids_shape, jnp.float32)
+    else:
+        weights = checks.widened_weights(function, router_weights)
+        checks.require_shape(
+            function,
+            "router_weights",
+            weights,
+            ids_shape,
+            "[n, top_k]",
+            "give each id of topk_ids its weight",
+        )
+    return DispatchInputs(*checks.vary_together(ep, tokens, topk_ids, weights, scale))
 
-    return refusing_vmap("dispatch", body)(route, rows, row_weights, *after)
+
+def _tokens(inputs: DispatchInputs) -> jax.Array:
+    return inputs.tokens
 
 
-def _return_rows_fwd(ep: EPHandle, route: Route, *args: Any) -> Any:
-    return return_rows(ep, route, *args), route
+def _run(
+    ep: EPHandle, weighted: bool, inputs: DispatchInputs, after: Token
+) -> tuple[Dispatched, Token]:
+    routed = options.routed(ep, inputs)
+    arrived, done = transport_of(ep).dispatch(ep, routed, after)
+    return _dispatched(ep, inputs.tokens, inputs.input_scale, arrived), done
 
 
-def _return_rows_bwd(ep: EPHandle, route: Route, ct: Any) -> Any:
-    dtokens, dweights, *_ = ct
-    drows, dreturned, *_ = send_cached(ep, route, dtokens, dweights)
-    return None, drows, dreturned, None
+def _route(ep: EPHandle, weighted: bool, inputs: Any, d: Dispatched) -> Route:
+    return d.route
 
 
-_return_rows.defvjp(_return_rows_fwd, _return_rows_bwd)
+def _transpose(
+    ep: EPHandle, weighted: bool, route: Route, cotangent: Dispatched
+) -> Any:
+    dx, dw = _cotangents(ep, weighted, route, cotangent)
+    return _of_inputs(dx, dw)
+
+
+def _of_inputs(tokens: jax.Array, weights: jax.Array | None) -> Any:
+    """Cotangents in the structure of the operands."""
+    of: Any = DispatchInputs
+    return of(tokens, None, weights, None)
+
+
+def _cotangents(
+    ep: EPHandle, weighted: bool, route: Route, cotangent: Dispatched
+) -> tuple[jax.Array, jax.Array | None]:
+    """Those of the tokens and, where they take any, of their weights."""
+    port = cotangent.grad_port
+    drows = cotangent.tokens if port is None else port
+    return return_rows(ep, route, drows, cotangent.router_weights if weighted else None)
+
+
+_DISPATCH = OrderedCall(
+    "dispatch", _run, _route, _transpose, like=_tokens, named=named_dispatch
+)
+
+
+# The first half yields what arrived, `held`, and float zeros in the shapes of tokens
+# and weights, `ports`. The second half makes its result of both. Its reverse rule turns
+# the result's cotangents into those of the ports, and the first half's hands them on.
+
+
+def _run_send(
+    ep: EPHandle, weighted: bool, inputs: DispatchInputs, after: Token
+) -> tuple[Any, Token]:
+    routed = options.routed(ep, inputs)
+    sent, done = split_transport_of(ep).dispatch_send(ep, routed, after)
+    port = jnp.zeros_like(inputs.router_weights) if weighted else None
+    held = (sent, inputs.input_scale)
+    return (held, (jnp.zeros_like(inputs.tokens), port)), done
+
+
+def _transpose_send(ep: EPHandle, weighted: bool, kept: None, cotangents: Any) -> Any:
+    return _of_inputs(*cotangents[1])
+
+
+_SEND = OrderedCall(
+    "dispatch_async",
+    _run_send,
+    lambda *_: None,
+    _transpose_send,
+    like=_tokens,
+    ordered=lambda ep: split_transport_of(ep).ordered,
+    most_batched=lambda ep: ep.config.most_pending,
+)
+
+
+def _run_receive(
+    ep: EPHandle, static: None, halves: Any, after: Token
+) -> tuple[Dispatched, Token]:
+    (sent, input_scale), (like, _) = halves
+    arrived, done = split_transport_of(ep).dispatch_receive(ep, sent, like, after)
+    return _dispatched(ep, like, input_scale, arrived), done
+
+
+def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
+    _, (_, weights) = halves
+    # None or (): whether the weights take gradients.
+    return d.route, None if weights is None else ()
+
+
+def _transpose_receive(
+    ep: EPHandle, static: None, kept: Any, cotangent: Dispatched
+) -> Any:
+    route, weighted = kept
+    return None, _cotangents(ep, weighted is not None, route, cotangent)
+
+
+_RECEIVE = OrderedCall(
+    "dispatch_wait",
+    _run_receive,
+    _keep_received,
+    _transpose_receive,
+    like=lambda halves: jax.tree.leaves(halves[0])[0],
+    named=named_dispatch,
+    ordered=lambda ep: split_transport_of(ep).ordered,
+)
+
+
+def _dispatched(
+    ep: EPHandle, tokens: jax.Array, input_scale: jax.Array, arrived: Arrived
+) -> Dispatched:
+    """The result; `tokens` are those that were sent, or alike."""
+    received, slot_of, num_invalid = options.placed(ep, arrived)
+    name = ep.config.dispatch_format
+    quantized = formats.is_quantized(name)
+    tiled = ep.config.scale_layout != "rows"
+    port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
+    return Dispatched(
+        tokens=received.tokens,
+        scales=received.scales if quantized else None,
+        row_offsets=received.row_offsets,
+        group_sizes=received.group_sizes,
+        expert_counts=received.expert_counts,
+        expert_ids=received.expert_ids,
+        src_info=received.src_info,
+        router_weights=received.router_weights,
+        num_dropped=received.num_dropped,
+        num_invalid=num_invalid,
+        route=Route(
+            slot_of, received.row_of, received.row_slot, received.slot_counts, ep.key
+        ),
+        grad_port=port if quantized else None,
+        scales_offsets=received.scales_offsets if tiled else None,
+        input_scale=input_scale if formats.takes_input_scale(name) else None,
+        format=name,
+        rows_dtype=ep.config.dtype,
+    )

@@ -13,6 +13,7 @@ from jax_ep._core import checks, context
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
+from jax_ep._transport.base import Token
 
 
 def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ def run(
             for name, over in sharded_over.items()
         }
 
-        def body(operands: dict[str, Any], after: ordering.Token) -> Any:
+        def body(operands: dict[str, Any], after: Token) -> Any:
             name = f"sharded.{function.__name__.lstrip('_')}"
             with checks.told_of(name, _whole(ep, sharded_over, operands)):
                 return ordering.mapped(ep, after, lambda: function(ep, **operands))
@@ -104,8 +105,7 @@ def run(
         )
         program = ep._programs[key] = jax.jit(context.under(ep.mesh, mapped))
     result, last = program(placed, _place(ep, axes, after))
-    if last:
-        ordering.passed(ep, last)
+    ordering.passed_mapped(ep, last)
     return result
 
 

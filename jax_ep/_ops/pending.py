@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 
+from jax_ep._core import checks, handle, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind
-from jax_ep._ops import ordering
+from jax_ep._ops.ordering import batch_error
+from jax_ep._transport import split_transport_of
 
 
 class Pending:
@@ -36,6 +38,9 @@ class Pending:
         """Of the two halves; users get theirs from the `_async` calls."""
         self.kind, self.key, self.held, self.ports = kind, key, held, ports
         self._waited_in: Any = None
+        # Calls that a vmap makes of it; of one that has become leaves nobody can tell
+        # how many are still open.
+        self._calls = traces.batch_size(*jax.tree.leaves(held))
 
     def __repr__(self) -> str:
         """Kind, handle and shapes."""
@@ -43,20 +48,20 @@ class Pending:
         return f"Pending({self.kind!r}, key={self.key:#x}, {shapes})"
 
 
-# Pendings that the trace which made them can still see, with that trace: those that
-# became leaves have gone to where nobody can count them.
+# Pendings that the trace which made them can still see, with that trace.
 _open: weakref.WeakKeyDictionary[Pending, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def require_room(function: str, kind: CallKind, ep: EPHandle) -> None:
+def require_room(function: str, kind: CallKind, ep: EPHandle, operands: Any) -> None:
     """Raises ValueError where this trace has as many pendings of `kind` as may be."""
-    trace = ordering.current_trace()
+    trace = traces.current_trace()
     most = ep.config.most_pending
     with _lock:
         count = sum(
-            where is trace and (pending.kind, pending.key) == (kind, ep.key)
+            pending._calls
             for pending, where in _open.items()
+            if where is trace and (pending.kind, pending.key) == (kind, ep.key)
         )
     if most == 0:
         raise ValueError(
@@ -64,17 +69,20 @@ def require_room(function: str, kind: CallKind, ep: EPHandle) -> None:
             f"calls in halves, got {ep.config.pending_calls}; init with "
             f"EPConfig(pending_calls=1), or call jax_ep.{kind}"
         )
-    if trace is not None and count >= most:
+    calls = traces.batch_size(*jax.tree.leaves(operands))
+    if calls > most:
+        raise ValueError(batch_error(function, ep, calls))
+    if trace is not None and count + calls > most:
         raise ValueError(
             f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
-            f"config's pending_calls, got {count + 1}; call jax_ep.{kind}_wait on an "
-            "earlier one first"
+            f"config's pending_calls, got {count + calls}; call jax_ep.{kind}_wait on "
+            "an earlier one first"
         )
 
 
 def opened(pending: Pending) -> Pending:
     """Notes that this trace has begun a call."""
-    trace = ordering.current_trace()
+    trace = traces.current_trace()
     if trace is not None:
         with _lock:
             _open[pending] = trace
@@ -83,23 +91,60 @@ def opened(pending: Pending) -> Pending:
 
 def closed(pending: Pending) -> None:
     """Notes that a call has been waited for in this trace."""
-    pending._waited_in = ordering.current_trace()
-    _forget(pending)
-
-
-def was_closed(pending: Pending) -> bool:
-    """Whether this trace has waited for it: the branches of a `cond` are others."""
-    trace = ordering.current_trace()
-    return trace is not None and pending._waited_in is trace
-
-
-def _forget(pending: Pending) -> None:
+    pending._waited_in = traces.current_trace()
     with _lock:
         _open.pop(pending, None)
 
 
+def was_closed(pending: Pending) -> bool:
+    """Whether this trace has waited for it: the branches of a `cond` are others."""
+    trace = traces.current_trace()
+    return trace is not None and pending._waited_in is trace
+
+
+def awaited(function: str, kind: CallKind, pending: Pending) -> EPHandle:
+    """The handle of a rank's call of that kind, which can be waited for here."""
+    ep = handle_of(function, kind, pending)
+    checks.require_scope(function, ep)
+    wanted = split_transport_of(ep).held_rows(ep)
+    held = jax.tree.leaves(pending.held)[0].shape[0]
+    if held != wanted:
+        raise ValueError(
+            f"jax_ep.{function}: pending must be one rank's, which holds {wanted}, got "
+            f"{held}; use jax_ep.sharded.{function} on global arrays"
+        )
+    return ep
+
+
+def handle_of(function: str, kind: CallKind, pending: Pending) -> EPHandle:
+    """The open handle of a call of that kind."""
+    if not isinstance(pending, Pending):
+        raise TypeError(
+            f"jax_ep.{function}: pending must be what jax_ep.{kind}_async returned, "
+            f"got {type(pending).__name__}; keep the Pending itself"
+        )
+    if pending.kind != kind:
+        raise ValueError(
+            f"jax_ep.{function}: pending must be of a {kind}, got one of a "
+            f"{pending.kind}; call jax_ep.{pending.kind}_wait on it"
+        )
+    if was_closed(pending):
+        raise ValueError(
+            f"jax_ep.{function}: this Pending was already waited on; keep the result "
+            "of the first wait"
+        )
+    ep = handle.find(pending.key)
+    if ep is None:
+        raise ValueError(
+            f"jax_ep.{function}: the handle of pending must be open, got one that is "
+            "gone; keep it until the wait"
+        )
+    checks.require_open(function, ep)
+    return ep
+
+
 def _flatten(pending: Pending) -> tuple[tuple[Any, Any], tuple[CallKind, int]]:
-    _forget(pending)
+    pending._calls = 0
     return (pending.held, pending.ports), (pending.kind, pending.key)
 
 

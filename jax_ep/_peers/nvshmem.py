@@ -130,7 +130,7 @@ class Heap:
         key: int,
         groups: np.ndarray,
         config: EPConfig,
-        first_epoch: int,
+        first_epoch: int | None,
         meeting: Meeting,
     ) -> int:
         """Opens the group `key` over blocks of the heap; returns a window's bytes.
@@ -182,7 +182,7 @@ class Heap:
             windows.window_config(config, groups.shape[1]),
             timeout_s=config.timeout_s,
             num_sms=config.num_sms or 0,
-            first_epoch=first_epoch,
+            first_epoch=native.FIRST_EPOCH if first_epoch is None else first_epoch,
             given=given,
             far=self._far(own, pes, config, bundled, kernels) if far else None,
         )

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ep._core.config import EPConfig
 from jax_ep._peers import fabric as _fabric
@@ -33,6 +34,11 @@ class NotMapped(Exception):
         """Of what stands in the way."""
         super().__init__(*obstacle)
         self.obstacle = obstacle
+
+
+def platform_of(mesh: Mesh) -> str:
+    """Of its devices."""
+    return mesh.devices.flat[0].platform
 
 
 def ordinal(device: Any) -> int:
@@ -210,7 +216,7 @@ def open_windows(
     key: int,
     groups: np.ndarray,
     config: EPConfig,
-    first_epoch: int,
+    first_epoch: int | None,
     meeting: Meeting,
 ) -> int:
     """Opens the group `key` with the windows of all ranks; returns a window's bytes.
@@ -227,7 +233,7 @@ def open_windows(
         window_config(config, groups.shape[1]),
         timeout_s=config.timeout_s,
         num_sms=config.num_sms or 0,
-        first_epoch=first_epoch,
+        first_epoch=native.FIRST_EPOCH if first_epoch is None else first_epoch,
         # Only where somebody takes them: else memory is what it is without fabrics.
         by_fabric=not all(meeting.connected(process) for process in others),
     )

@@ -18,18 +18,17 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax_ep._core import context, threads
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import TRANSPORTS, HandleTransport, Transport
+from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._native import ffi
-from jax_ep._peers import nvshmem, windows
+from jax_ep._peers import windows
 from jax_ep._peers.rendezvous import Meeting
 from jax_ep._setup import capacity, runtime
+from jax_ep._transport import base as transports
 from jax_ep._transport import select
 
-# Of the first call over new windows; tests start near the wrap of 64 bits.
+# Of the first call over new windows, or the native module's; tests start near the wrap
+# of 64 bits.
 _FIRST_EPOCH: int | None = None
-
-# How the windows of a transport are opened; the collective one has none.
-_OPENERS = {"p2p": windows.open_windows, "shmem": nvshmem.heap.open_windows}
 
 _instances: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -102,9 +101,10 @@ def _check_arguments(config: Any, transport: Any) -> None:
             "jax_ep.init: config must be a jax_ep.EPConfig, got "
             f"{type(config).__name__}; build one with jax_ep.EPConfig(...)"
         )
-    if transport not in TRANSPORTS:
+    names = ("auto", *transports.names())
+    if transport not in names:
         raise ValueError(
-            f"jax_ep.init: transport must be one of {TRANSPORTS}, got {transport!r}; "
+            f"jax_ep.init: transport must be one of {names}, got {transport!r}; "
             '"auto" takes the fastest that works here'
         )
 
@@ -127,7 +127,7 @@ def _meet(
         try:
             return _open(mesh, names, config, chosen, meeting)
         except windows.NotMapped as error:
-            chosen = select.instead_of_windows(transport, error.obstacle, meeting)
+            chosen = select.instead(transport, error.obstacle, meeting)
         return _open(mesh, names, config, chosen, meeting)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         # Answers are taken for what this version sends.
@@ -268,27 +268,24 @@ def _open(
     meeting: Meeting,
 ) -> EPHandle:
     """Registers the group and initialises every device of the mesh."""
-    platform = select.platform_of(mesh)
+    platform = windows.platform_of(mesh)
     native = ffi.native_for(platform)
+    # Where nothing is exchanged there are no windows.
+    exchange = transports.by_name("collective" if config.skip_a2a else transport)
     content = repr((_content(mesh, names, config), transport))
     key = _new_key(content, meeting)
     local = _local_ranks(mesh, names)
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
-    buffer_bytes = 0
     try:
-        if transport in _OPENERS and not config.skip_a2a:
-            buffer_bytes = _OPENERS[transport](
-                native,
-                key,
-                select.ep_groups(mesh, names),
-                config,
-                native.FIRST_EPOCH if _FIRST_EPOCH is None else _FIRST_EPOCH,
-                meeting,
-            )
-        else:
-            ordinals = [windows.ordinal(device) for device in devices]
-            native.open_group(key, ordinals, ranks)
+        buffer_bytes = exchange.open(
+            native,
+            key,
+            select.ep_groups(mesh, names),
+            config,
+            _FIRST_EPOCH,
+            meeting,
+        )
         dev_ptrs, my_rank = _run_init(mesh, key, devices)
         if my_rank.tolist() != ranks:
             raise RuntimeError(
@@ -309,6 +306,7 @@ def _open(
             my_rank=my_rank,
             key=key,
             _native=native,
+            _windowed=exchange.windowed,
         )
     except BaseException:
         # Also of a group that was not opened: Ctrl-C may come just after it was.

@@ -1,10 +1,5 @@
 """Transport "collective": pack -> all_to_all -> unpack, per rank, inside shard_map.
 
-`dispatch`, `dispatch_cached` and `combine` are the ops of the transport interface: what
-they take and return is what `_ops.dispatch` needs of any transport. The `_send` of an
-op ends with its exchange and the rest follows it, for `_ops.split`. Nothing here is
-differentiated.
-
 XLA pairs up whatever exchanges its processes run. So a pack begins each region with a
 tag of the handle and the call, and an unpack whose regions have unequal ones returns
 NaN, -1 and 0 and has `EPHandle.check` raise. Python takes no part in that.
@@ -12,321 +7,310 @@ NaN, -1 and 0 and has `EPHandle.check` raise. Python takes no part in that.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep import formats
-from jax_ep._core import options
+from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.types import Dispatched, Route
+from jax_ep._core.types import Route
 from jax_ep._native import ffi
 from jax_ep._native.call_site import site
-from jax_ep._transport.results import Received, dispatched, received, struct, zeros
+from jax_ep._peers import windows
+from jax_ep._peers.rendezvous import Meeting
+from jax_ep._transport.base import (
+    Arrived,
+    CombineInputs,
+    DispatchInputs,
+    Received,
+    SumInputs,
+    Token,
+    Transport,
+    Wire,
+    register,
+)
+from jax_ep._transport.results import received, struct, zeros
 
 _WORD_BYTES = 4  # the wire travels as uint32
 
-
-def exchange(ep: EPHandle, send: jax.Array) -> jax.Array:
-    """Row r of `send` goes to rank r; row r of the result came from there."""
-    if ep.route_ranks == 1:
-        return send
-    return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
-
-
-def dispatch(
-    ep: EPHandle,
-    tokens: jax.Array,
-    topk_ids: jax.Array,
-    router_weights: jax.Array,
-    input_scale: jax.Array,
-) -> Dispatched:
-    """Routes and exchanges tokens `[n, H]` by ids `[n, K]`."""
-    send, slot_of, num_invalid = dispatch_pack(
-        ep, tokens, topk_ids, router_weights, input_scale
-    )
-    sent = exchange(ep, send), slot_of, num_invalid
-    return dispatch_place(ep, tokens, input_scale, sent)
-
-
-def held_rows(ep: EPHandle) -> int:
-    """Dimension 0 of what the first half of a call leaves at a rank."""
-    return ep.route_ranks
-
-
-# What dispatch_send leaves: arrivals, slot_of, num_invalid.
+# What the first half of a dispatch leaves: arrivals, slot_of, num_invalid.
 Sent = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def dispatch_send(
-    ep: EPHandle,
-    tokens: jax.Array,
-    topk_ids: jax.Array,
-    router_weights: jax.Array,
-    input_scale: jax.Array,
-) -> tuple[Sent]:
-    """The part of `dispatch` up to its exchange: what is there then."""
-    send, slot_of, num_invalid = dispatch_pack(
-        ep, tokens, topk_ids, router_weights, input_scale, in_halves=True
-    )
-    return ((exchange(ep, send), slot_of, num_invalid),)
+@register
+class Collective(Transport):
+    """Exchanges by XLA's collectives, on any devices; calls need no order."""
 
+    name = "collective"
 
-def dispatch_pack(
-    ep: EPHandle,
-    tokens: jax.Array,
-    topk_ids: jax.Array,
-    router_weights: jax.Array,
-    input_scale: jax.Array,
-    in_halves: bool = False,
-) -> Sent:
-    """As `dispatch_send`, before its exchange: the first is what is to be sent."""
-    config, ranks = ep.config, ep.route_ranks
-    topk_ids, router_weights = options.routed(ep, topk_ids, router_weights)
-    hidden = tokens.shape[1]
-    n, top_k = topk_ids.shape
-    region_bytes = ffi.native.dispatch_region_bytes(
-        config.dispatch_format, hidden, config.element_bytes, n, top_k, ep.groups
-    )
+    def open(
+        self,
+        native: ModuleType,
+        key: int,
+        groups: np.ndarray,
+        config: EPConfig,
+        first_epoch: int | None,
+        meeting: Meeting,
+    ) -> int:
+        """Opens a group without windows."""
+        own = meeting.own
+        ranks = [
+            (windows.ordinal(device), rank)
+            for group in groups
+            for rank, device in enumerate(group)
+            if device.process_index == own
+        ]
+        native.open_group(key, [o for o, _ in ranks], [rank for _, rank in ranks])
+        return 0
 
-    def int32(*shape: int) -> Any:
-        return struct(tokens, shape, jnp.int32)
+    def exchange(self, ep: EPHandle, send: jax.Array) -> jax.Array:
+        """Row r of `send` goes to rank r; row r of the result came from there."""
+        if ep.route_ranks == 1:
+            return send
+        return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
 
-    send, slot_of, _, num_invalid = ffi.call(
-        "ep_pack",
-        (
-            struct(tokens, (ranks, region_bytes // _WORD_BYTES), jnp.uint32),
-            int32(n, top_k),
-            int32(n, top_k),
-            int32(1),
-        ),
-        tokens,
-        topk_ids,
-        router_weights,
-        input_scale,
-        key=ep.key,
-        site=site(),
-        in_halves=in_halves,
-        num_experts=ranks * ep.groups,
-        format=config.dispatch_format,
-    )
-    return send, slot_of, num_invalid
+    def held_rows(self, ep: EPHandle) -> int:
+        """One for each rank that rows came from."""
+        return ep.route_ranks
 
+    def dispatch(
+        self, ep: EPHandle, inputs: DispatchInputs, after: Token
+    ) -> tuple[Arrived, Token]:
+        """Packs, exchanges, unpacks."""
+        send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=False)
+        sent = (self.exchange(ep, send), slot_of, num_invalid)
+        return self.dispatch_receive(ep, sent, inputs.tokens, after)
 
-def dispatch_place(
-    ep: EPHandle, like: jax.Array, input_scale: jax.Array, sent: Sent
-) -> Dispatched:
-    """The rest of `dispatch`; `like` has the shape and dtype of the tokens."""
-    config = ep.config
-    recv, slot_of, num_invalid = sent
-    types = received(ep, like)
-    *arrived, _, slot_of, num_invalid = ffi.call(
-        "ep_unpack",
-        (
-            *types,
-            struct(like, (ep.route_ranks, ep.groups), jnp.int32),
-            struct(like, slot_of.shape, jnp.int32),
-            struct(like, num_invalid.shape, jnp.int32),
-        ),
-        recv,
-        slot_of,
-        num_invalid,
-        # In place: where calls were mixed up these are those of no call as well.
-        input_output_aliases={1: len(types) + 1, 2: len(types) + 2},
-        key=ep.key,
-        expert_alignment=config.expert_alignment,
-        zero_tail=config.zero_tail,
-        format=config.dispatch_format,
-        scale_layout=config.scale_layout,
-    )
-    arrived, slot_of = options.placed(ep, Received(*arrived), slot_of)
-    return dispatched(ep, like, input_scale, arrived, slot_of, num_invalid)
+    def dispatch_send(
+        self, ep: EPHandle, inputs: DispatchInputs, after: Token
+    ) -> tuple[Sent, Token]:
+        """Packs and exchanges."""
+        send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=True)
+        return (self.exchange(ep, send), slot_of, num_invalid), after
 
+    def dispatch_pack(
+        self, ep: EPHandle, inputs: DispatchInputs, in_halves: bool
+    ) -> Sent:
+        """As `dispatch_send` before its exchange: the first is what is to be sent."""
+        config, ranks = ep.config, ep.route_ranks
+        tokens = inputs.tokens
+        n, top_k = inputs.topk_ids.shape
+        region_bytes = ffi.native.dispatch_region_bytes(
+            config.dispatch_format,
+            tokens.shape[1],
+            config.element_bytes,
+            n,
+            top_k,
+            ep.groups,
+        )
 
-def dispatch_cached(
-    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Sends tokens `[n, H]` and weights `[n, K]` along `route`: rows `[N, H]`, `[N]`.
+        def int32(*shape: int) -> Any:
+            return struct(tokens, shape, jnp.int32)
 
-    Rows that no token reaches are zero. On the wire tokens are in `grad_format`.
-    """
-    wire = ep.config.grad_wire_format
-    n, hidden = tokens.shape
-    rows, top_k = ep.recv_capacity, route.slot_of.shape[1]
-    num_weights = 0 if weights is None else top_k
-    if weights is None:
-        weights = zeros(tokens, (n, 0), jnp.float32)
-    region_bytes = ffi.native.cached_region_bytes(
-        wire, hidden, ep.config.element_bytes, n, num_weights
-    )
-    (send,) = ffi.call(
-        "ep_pack_cached",
-        (struct(tokens, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32),),
-        tokens,
-        weights,
-        route.slot_of,
-        key=ep.key,
-        site=site(),
-        format=wire,
-    )
-    out, row_weights = ffi.call(
-        "ep_unpack_cached",
-        (
-            struct(tokens, (rows, hidden), tokens.dtype),
-            struct(tokens, (rows if num_weights else 0,), jnp.float32),
-        ),
-        exchange(ep, send),
-        route.row_of,
-        route.row_slot,
-        key=ep.key,
-        format=wire,
-    )
-    return options.with_shared(ep, out, tokens), row_weights if num_weights else None
-
-
-def combine(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    router_weights: jax.Array | None,
-    weight_grads: jax.Array | None,
-    residual: jax.Array | None,
-    wire: str,
-    by_entry: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Sums rows `[N, H]` back to tokens `[n, H]`; `weight_grads` `[N]` become `[n, K]`.
-
-    `router_weights` scale the rows, `weight_grads` travel beside them unsummed. `wire`
-    is what the sums travel as: a dtype or a quantised format. `by_entry` has each row
-    travel by itself, and `router_weights` are then `[n, K]` of the source.
-    """
-    row_weights = None if by_entry else router_weights
-    send = combine_pack(
-        ep, route, expert_out, row_weights, weight_grads, wire, by_entry
-    )
-    return combine_sum(
-        ep,
-        exchange(ep, send),
-        route.slot_of,
-        expert_out,
-        router_weights if by_entry else None,
-        residual,
-        wire,
-        by_entry,
-        with_weight_grads=weight_grads is not None,
-    )
-
-
-def combine_send(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    row_weights: jax.Array | None,
-    weight_grads: jax.Array | None,
-    wire: str,
-    by_entry: bool,
-) -> tuple[jax.Array]:
-    """The part of `combine` up to its exchange: what arrived."""
-    send = combine_pack(
-        ep,
-        route,
-        expert_out,
-        row_weights,
-        weight_grads,
-        wire,
-        by_entry,
-        in_halves=True,
-    )
-    return (exchange(ep, send),)
-
-
-def combine_pack(
-    ep: EPHandle,
-    route: Route,
-    expert_out: jax.Array,
-    row_weights: jax.Array | None,
-    weight_grads: jax.Array | None,
-    wire: str,
-    by_entry: bool,
-    in_halves: bool = False,
-) -> jax.Array:
-    """As `combine_send`, before its exchange: what is to be sent."""
-    if by_entry:
-        route = options.by_entry(route)
-    n, top_k = route.slot_of.shape
-    none = zeros(expert_out, (0,), jnp.float32)
-    quantized = wire in formats.names()
-    region_bytes = ffi.native.combine_region_bytes(
-        wire if quantized else "bf16",
-        expert_out.shape[1],
-        ep.config.element_bytes if quantized else jnp.dtype(wire).itemsize,
-        n,
-        0 if weight_grads is None else top_k,
-    )
-    (send,) = ffi.call(
-        "ep_combine_pack",
-        (
-            struct(
-                expert_out, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32
+        send, slot_of, _, num_invalid = ffi.call(
+            "ep_pack",
+            (
+                struct(tokens, (ranks, region_bytes // _WORD_BYTES), jnp.uint32),
+                int32(n, top_k),
+                int32(n, top_k),
+                int32(1),
             ),
-        ),
-        expert_out,
-        none if row_weights is None else row_weights,
-        none if weight_grads is None else weight_grads,
-        route.row_of,
-        route.slot_counts,
-        key=ep.key,
-        site=site(),
-        in_halves=in_halves,
-        weighted=row_weights is not None,
-        with_weight_grads=weight_grads is not None,
-        combine_dtype=wire,
-    )
-    return send
+            *inputs,
+            key=ep.key,
+            site=site(),
+            in_halves=in_halves,
+            num_experts=ranks * ep.groups,
+            format=config.dispatch_format,
+        )
+        return send, slot_of, num_invalid
 
+    def dispatch_receive(
+        self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
+    ) -> tuple[Arrived, Token]:
+        """Unpacks."""
+        config = ep.config
+        recv, slot_of, num_invalid = sent
+        types = received(ep, like)
+        *arrived, _, slot_of, num_invalid = ffi.call(
+            "ep_unpack",
+            (
+                *types,
+                struct(like, (ep.route_ranks, ep.groups), jnp.int32),
+                struct(like, slot_of.shape, jnp.int32),
+                struct(like, num_invalid.shape, jnp.int32),
+            ),
+            recv,
+            slot_of,
+            num_invalid,
+            # In place: where calls were mixed up these are those of no call as well.
+            input_output_aliases={1: len(types) + 1, 2: len(types) + 2},
+            key=ep.key,
+            expert_alignment=config.expert_alignment,
+            zero_tail=config.zero_tail,
+            format=config.dispatch_format,
+            scale_layout=config.scale_layout,
+        )
+        return Arrived(Received(*arrived), slot_of, num_invalid), after
 
-def combine_sum(
-    ep: EPHandle,
-    recv: jax.Array,
-    slot_of: jax.Array,
-    expert_out: jax.Array,
-    entry_weights: jax.Array | None,
-    residual: jax.Array | None,
-    wire: str,
-    by_entry: bool,
-    with_weight_grads: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The rest of `combine`.
+    def dispatch_cached(
+        self,
+        ep: EPHandle,
+        route: Route,
+        tokens: jax.Array,
+        weights: jax.Array | None,
+        after: Token,
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
+        """Packs, exchanges, unpacks."""
+        wire = ep.config.grad_wire_format
+        n, hidden = tokens.shape
+        rows, top_k = ep.recv_capacity, route.slot_of.shape[1]
+        num_weights = 0 if weights is None else top_k
+        if weights is None:
+            weights = zeros(tokens, (n, 0), jnp.float32)
+        region_bytes = ffi.native.cached_region_bytes(
+            wire, hidden, ep.config.element_bytes, n, num_weights
+        )
+        (send,) = ffi.call(
+            "ep_pack_cached",
+            (
+                struct(
+                    tokens, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32
+                ),
+            ),
+            tokens,
+            weights,
+            route.slot_of,
+            key=ep.key,
+            site=site(),
+            format=wire,
+        )
+        out, row_weights = ffi.call(
+            "ep_unpack_cached",
+            (
+                struct(tokens, (rows, hidden), tokens.dtype),
+                struct(tokens, (rows if num_weights else 0,), jnp.float32),
+            ),
+            self.exchange(ep, send),
+            route.row_of,
+            route.row_slot,
+            key=ep.key,
+            format=wire,
+        )
+        return (out, row_weights if num_weights else None), after
 
-    Of `expert_out` the rows are read only where there is a shared expert.
-    """
-    shared = ep.config.fused_shared_expert
-    hidden = expert_out.shape[1]
-    n, top_k = slot_of.shape
-    num_weights = top_k if with_weight_grads else 0
-    no_rows = zeros(expert_out, (0, hidden), expert_out.dtype)
-    out, grads = ffi.call(
-        "ep_combine_unpack",
-        (
-            struct(expert_out, (n, hidden), expert_out.dtype),
-            struct(expert_out, (n, num_weights), jnp.float32),
-        ),
-        recv,
-        options.entry_slots(slot_of) if by_entry else slot_of,
-        no_rows if residual is None else residual,
-        zeros(expert_out, (0, top_k), jnp.float32)
-        if entry_weights is None
-        else entry_weights,
-        expert_out if shared else no_rows,
-        options.shared_part(ep, expert_out, n)
-        if shared
-        else zeros(expert_out, (0,), jnp.int32),
-        key=ep.key,
-        with_residual=residual is not None,
-        by_entry=by_entry,
-        with_entry_weights=entry_weights is not None,
-        with_shared=shared,
-        combine_dtype=wire,
-    )
-    return out, grads if num_weights else None
+    def combine(
+        self,
+        ep: EPHandle,
+        rows: CombineInputs,
+        sums: SumInputs,
+        wire: Wire,
+        after: Token,
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
+        """Packs, exchanges, unpacks."""
+        send = self.combine_pack(ep, rows, wire, in_halves=False)
+        recv = self.exchange(ep, send)
+        weighted = rows.weight_grads is not None
+        return (
+            self._combine_unpack(ep, recv, sums, rows.expert_out, wire, weighted),
+            after,
+        )
+
+    def combine_send(
+        self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
+    ) -> tuple[jax.Array, Token]:
+        """Packs and exchanges."""
+        send = self.combine_pack(ep, rows, wire, in_halves=True)
+        return self.exchange(ep, send), after
+
+    def combine_pack(
+        self, ep: EPHandle, rows: CombineInputs, wire: Wire, in_halves: bool
+    ) -> jax.Array:
+        """As `combine_send` before its exchange: what is to be sent."""
+        expert_out = rows.expert_out
+        n, top_k = rows.row_of.shape[1:]
+        none = zeros(expert_out, (0,), jnp.float32)
+        quantized = wire.format in formats.names()
+        region_bytes = ffi.native.combine_region_bytes(
+            wire.format if quantized else "bf16",
+            expert_out.shape[1],
+            ep.config.element_bytes if quantized else jnp.dtype(wire.format).itemsize,
+            n,
+            0 if rows.weight_grads is None else top_k,
+        )
+        (send,) = ffi.call(
+            "ep_combine_pack",
+            (
+                struct(
+                    expert_out,
+                    (ep.route_ranks, region_bytes // _WORD_BYTES),
+                    jnp.uint32,
+                ),
+            ),
+            expert_out,
+            none if rows.row_weights is None else rows.row_weights,
+            none if rows.weight_grads is None else rows.weight_grads,
+            rows.row_of,
+            rows.slot_counts,
+            key=ep.key,
+            site=site(),
+            in_halves=in_halves,
+            weighted=rows.row_weights is not None,
+            with_weight_grads=rows.weight_grads is not None,
+            combine_dtype=wire.format,
+        )
+        return send
+
+    def combine_receive(
+        self,
+        ep: EPHandle,
+        sent: jax.Array,
+        sums: SumInputs,
+        like: jax.Array,
+        wire: Wire,
+        after: Token,
+    ) -> tuple[jax.Array, Token]:
+        """Unpacks."""
+        return self._combine_unpack(ep, sent, sums, like, wire, False)[0], after
+
+    def _combine_unpack(
+        self,
+        ep: EPHandle,
+        recv: jax.Array,
+        sums: SumInputs,
+        like: jax.Array,
+        wire: Wire,
+        with_weight_grads: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        hidden = like.shape[1]
+        n, top_k = sums.slot_of.shape
+        num_weights = top_k if with_weight_grads else 0
+        no_rows = zeros(like, (0, hidden), like.dtype)
+        shared = sums.shared_rows is not None
+        out, grads = ffi.call(
+            "ep_combine_unpack",
+            (
+                struct(like, (n, hidden), like.dtype),
+                struct(like, (n, num_weights), jnp.float32),
+            ),
+            recv,
+            sums.slot_of,
+            no_rows if sums.residual is None else sums.residual,
+            zeros(like, (0, top_k), jnp.float32)
+            if sums.entry_weights is None
+            else sums.entry_weights,
+            no_rows if sums.shared_rows is None else sums.shared_rows,
+            zeros(like, (0,), jnp.int32)
+            if sums.shared_part is None
+            else sums.shared_part,
+            key=ep.key,
+            with_residual=sums.residual is not None,
+            by_entry=wire.by_entry,
+            with_entry_weights=sums.entry_weights is not None,
+            with_shared=shared,
+            combine_dtype=wire.format,
+        )
+        return out, grads if num_weights else None

@@ -1,16 +1,16 @@
-"""What the calls of every transport take and return: types for XLA, `Dispatched`."""
+"""The types of what calls of a transport return, for XLA."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.types import Dispatched, Route
 from jax_ep._native.loader import cpu as native
+from jax_ep._transport.base import Received
 
 
 def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -24,29 +24,8 @@ def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros: of no size, an operand that stands for "not given"."""
+    """Zeros that vary as `like`; with no rows the placeholder of an omitted operand."""
     return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
-
-
-class Received(NamedTuple):
-    """What a dispatch makes of arrivals, in the order of its handlers' results.
-
-    Names are those of `Dispatched` and `Route`.
-    """
-
-    tokens: Any
-    scales: Any
-    row_offsets: Any
-    group_sizes: Any
-    expert_counts: Any
-    expert_ids: Any
-    scales_offsets: Any
-    src_info: Any
-    router_weights: Any
-    num_dropped: Any
-    row_of: Any
-    row_slot: Any
-    slot_counts: Any
 
 
 def received(ep: EPHandle, tokens: jax.Array) -> Received:
@@ -87,40 +66,3 @@ def _scales(ep: EPHandle, tokens: jax.Array) -> Any:
         return struct(tokens, (rows, columns), dtype)
     tiles, words = native.scale_tiles(rows, ep.groups, columns)
     return struct(tokens, (tiles, words, 32, 4, 4), dtype)
-
-
-def dispatched(
-    ep: EPHandle,
-    tokens: jax.Array,
-    input_scale: jax.Array,
-    arrived: Received,
-    slot_of: jax.Array,
-    num_invalid: jax.Array,
-) -> Dispatched:
-    """The result of a first dispatch, from arrivals and the tables of its source."""
-    route = Route(
-        slot_of, arrived.row_of, arrived.row_slot, arrived.slot_counts, ep.key
-    )
-    name = ep.config.dispatch_format
-    quantized = formats.is_quantized(name)
-    port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
-    return Dispatched(
-        tokens=arrived.tokens,
-        scales=arrived.scales if quantized else None,
-        row_offsets=arrived.row_offsets,
-        group_sizes=arrived.group_sizes,
-        expert_counts=arrived.expert_counts,
-        expert_ids=arrived.expert_ids,
-        src_info=arrived.src_info,
-        router_weights=arrived.router_weights,
-        num_dropped=arrived.num_dropped,
-        num_invalid=num_invalid,
-        route=route,
-        grad_port=port if quantized else None,
-        scales_offsets=arrived.scales_offsets
-        if ep.config.scale_layout != "rows"
-        else None,
-        input_scale=input_scale if formats.takes_input_scale(name) else None,
-        format=name,
-        rows_dtype=ep.config.dtype,
-    )

@@ -21,7 +21,7 @@ from jax_ep._native import ffi, loader
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers import windows as _windows
 from jax_ep._peers.rendezvous import Meeting
-from jax_ep._transport import select
+from jax_ep._transport import by_name, select
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _NO_DEVICES = 8  # ranks that are counted where there are no devices to count
@@ -140,8 +140,11 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
     # Of this process's devices alone.
     with Meeting.of(mesh, config.timeout_s) as meeting:
-        p2p = select.obstacle(mesh, ("ep",), meeting)
-        shmem = select.obstacle(mesh, ("ep",), meeting, config)
+        groups = select.ep_groups(mesh, ("ep",))
+        p2p, shmem = (
+            by_name(name).obstacle(mesh, groups, config, meeting)
+            for name in ("p2p", "shmem")
+        )
     found["p2p"] = _windowed(p2p, "every device reaches every other")
     found["shmem"] = _windowed(shmem, "NVSHMEM is there, and one GPU in this process")
     for name in _names():

@@ -3,36 +3,31 @@
 The steps know ranks, experts and rows alone. Here a shared expert becomes one expert
 more on each rank, chosen by one entry more of each token; a rank that exchanges nothing
 becomes a group of its own; and rows that cross one by one become tokens of one row.
-Used by the transports and by `_autodiff*`.
+So the transports serve all of them unchanged.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._core.varying import vary_alike
 from jax_ep._native.loader import cpu as native
-
-if TYPE_CHECKING:
-    from jax_ep._core.handle import EPHandle
-    from jax_ep._transport.results import Received
+from jax_ep._transport.base import Arrived, CombineInputs, DispatchInputs, SumInputs
 
 
-def routed(
-    ep: EPHandle, topk_ids: jax.Array, router_weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Ids and weights `[n, K']` of the experts that the steps see.
+def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
+    """The operands with ids and weights `[n, K']` of the experts that the steps see.
 
     These are `ep.groups` on each of `ep.route_ranks` ranks. Ids that are invalid stay
-    so; `original_id` tells which they were.
+    so; `EPHandle.check` tells which they were.
     """
+    _, topk_ids, router_weights, _ = inputs
     config = ep.config
     if not (config.skip_a2a or config.fused_shared_expert):
-        return topk_ids, router_weights
+        return inputs
     experts, local = config.num_experts, ep.local_experts
     rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
     valid = (topk_ids >= 0) & (topk_ids < experts)
@@ -44,7 +39,7 @@ def routed(
         ids = at * ep.groups + expert
         own_first = rank * ep.groups
     if not config.fused_shared_expert:
-        return jnp.where(valid, ids, topk_ids), router_weights
+        return inputs._replace(topk_ids=jnp.where(valid, ids, topk_ids))
     ids = jnp.where(ids < 0, ids, ids + 1)
     high = (topk_ids >= experts) & (topk_ids <= native.MAX_INDEX - ep.route_ranks)
     invalid = jnp.where(high, topk_ids + ep.route_ranks, topk_ids)
@@ -58,46 +53,61 @@ def routed(
         ep.mesh.axis_names, frozenset(), topk_ids, ids, shared, router_weights
     )
     ones = jnp.ones_like(router_weights, shape=(n, 1))
-    return (
-        jnp.concatenate([ids, shared], axis=1),
-        jnp.concatenate([router_weights, ones], axis=1),
+    return inputs._replace(
+        topk_ids=jnp.concatenate([ids, shared], axis=1),
+        router_weights=jnp.concatenate([router_weights, ones], axis=1),
     )
 
 
-def original_id(ep: EPHandle, value: int) -> int:
-    """The invalid id that `routed` turned into `value`.
-
-    Of the ids just below 2^31 those that it left alone are taken for it.
-    """
-    shifted = ep.config.num_experts <= value <= native.MAX_INDEX - ep.route_ranks
-    return (
-        value - ep.route_ranks if ep.config.fused_shared_expert and shifted else value
-    )
-
-
-def placed(
-    ep: EPHandle, arrived: Received, slot_of: jax.Array
-) -> tuple[Received, jax.Array]:
+def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
     """What the steps made of `routed`, in the terms of the contract."""
     config, top_k = ep.config, ep.config.top_k
     if not (config.skip_a2a or config.fused_shared_expert):
-        return arrived, slot_of
-    source, token, k = jnp.split(arrived.src_info, 3, axis=1)
+        return arrived
+    received, slot_of = arrived.received, arrived.slot_of
+    source, token, k = jnp.split(received.src_info, 3, axis=1)
     if config.skip_a2a:
         rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
         source = jnp.where(source >= 0, rank, source)
     if config.fused_shared_expert:
         shared = k == top_k
         k = jnp.where(shared, -1, k)
-        arrived = arrived._replace(
-            expert_ids=arrived.expert_ids - 1,
+        received = received._replace(
+            expert_ids=received.expert_ids - 1,
             # Routes hold what came through the router; `shared_part` says the rest.
-            row_of=arrived.row_of[..., :top_k],
-            row_slot=jnp.where(shared[:, 0], -1, arrived.row_slot),
+            row_of=received.row_of[..., :top_k],
+            row_slot=jnp.where(shared[:, 0], -1, received.row_slot),
         )
         slot_of = slot_of[:, :top_k]
     src_info = jnp.concatenate([source, token, k], axis=1)
-    return arrived._replace(src_info=src_info), slot_of
+    received = received._replace(src_info=src_info)
+    return arrived._replace(received=received, slot_of=slot_of)
+
+
+def summed(
+    ep: EPHandle,
+    rows: jax.Array,
+    route: Route,
+    *,
+    row_weights: jax.Array | None = None,
+    weight_grads: jax.Array | None = None,
+    entry_weights: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    by_entry: bool = False,
+) -> tuple[CombineInputs, SumInputs]:
+    """The operands of a combine of `rows`; `by_entry`: each row crosses by itself."""
+    shared = ep.config.fused_shared_expert
+    tables = entry_route(route) if by_entry else route
+    n = route.slot_of.shape[0]
+    return CombineInputs(
+        rows, row_weights, weight_grads, tables.row_of, tables.slot_counts
+    ), SumInputs(
+        entry_slots(route.slot_of) if by_entry else route.slot_of,
+        entry_weights,
+        residual,
+        rows if shared else None,
+        shared_part(ep, rows, n) if shared else None,
+    )
 
 
 def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:
@@ -145,13 +155,13 @@ def shared_rows(ep: EPHandle, n: int) -> jax.Array:
 
 
 def entry_slots(slot_of: jax.Array) -> jax.Array:
-    """The slots of entries that each have one: `slot_of` of `by_entry`, as `[n, K]`."""
+    """The slots of entries that each have one, `[n, K]`: those of `entry_route`."""
     top_k = slot_of.shape[1]
     entry = jnp.arange(top_k, dtype=jnp.int32)
     return jnp.where(slot_of < 0, -1, slot_of * top_k + entry[None, :])
 
 
-def by_entry(route: Route) -> Route:
+def entry_route(route: Route) -> Route:
     """`route` of tokens of one row each: (token, k) are tokens, (slot, k) slots."""
     ranks, n, top_k = route.row_of.shape
     row_of = route.row_of.reshape(-1)

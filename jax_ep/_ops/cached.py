@@ -1,0 +1,76 @@
+"""Exchanges along a route that is there: what reverse rules are made of.
+
+`send_cached` and `return_rows` are each other's transposes, so that any order of
+derivative works and no exchange after the first routes again. The transpose of a
+dispatch is `return_rows`; the rule of a combine uses `send_cached`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.types import Route
+from jax_ep._ops import options
+from jax_ep._ops.ordering import OrderedCall
+from jax_ep._transport import transport_of
+from jax_ep._transport.base import Token, Wire
+
+# Rows or tokens, and the weights beside them.
+Weighted = tuple[jax.Array, jax.Array | None]
+
+
+def send_cached(
+    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
+) -> Weighted:
+    """Tokens `[n, H]` and weights `[n, K]` as rows along `route`: `[N, H]`, `[N]`."""
+    return _SEND(ep, (route, tokens, weights))
+
+
+def return_rows(
+    ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
+) -> Weighted:
+    """Rows `[N, H]` summed back to their tokens; their weights `[N]` as `[n, K]`."""
+    return _RETURN(ep, (route, rows, row_weights))
+
+
+def _values(args: Any) -> jax.Array:
+    return args[1]
+
+
+def _route(ep: EPHandle, static: None, args: Any, results: Any) -> Route:
+    return args[0]
+
+
+def _run_send(
+    ep: EPHandle, static: None, args: Any, after: Token
+) -> tuple[Weighted, Token]:
+    route, tokens, weights = args
+    sent, done = transport_of(ep).dispatch_cached(ep, route, tokens, weights, after)
+    rows, row_weights = sent
+    return (options.with_shared(ep, rows, tokens), row_weights), done
+
+
+def _transpose_send(ep: EPHandle, static: None, route: Route, cotangents: Any) -> Any:
+    return None, *return_rows(ep, route, *cotangents)
+
+
+_SEND = OrderedCall("combine", _run_send, _route, _transpose_send, like=_values)
+
+
+def _run_return(
+    ep: EPHandle, static: None, args: Any, after: Token
+) -> tuple[Weighted, Token]:
+    route, rows, row_weights = args
+    given = options.summed(ep, rows, route, weight_grads=row_weights)
+    wire = Wire(ep.config.grad_wire, by_entry=False)
+    return transport_of(ep).combine(ep, *given, wire, after)
+
+
+def _transpose_return(ep: EPHandle, static: None, route: Route, cotangents: Any) -> Any:
+    return None, *send_cached(ep, route, *cotangents)
+
+
+_RETURN = OrderedCall("dispatch", _run_return, _route, _transpose_return, like=_values)

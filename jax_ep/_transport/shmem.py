@@ -1,0 +1,51 @@
+"""Transport "shmem": the kernels of p2p over windows of NVSHMEM's symmetric heap.
+
+Puts of NVSHMEM reach ranks on other nodes.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep._core.config import EPConfig
+from jax_ep._peers import nvshmem
+from jax_ep._peers.fabric import Obstacle
+from jax_ep._peers.rendezvous import Meeting
+from jax_ep._transport.base import register
+from jax_ep._transport.p2p import P2P, gpu_obstacle, native_of, row_obstacle
+
+
+@register
+class Shmem(P2P):
+    """As p2p, with one GPU in each process, on one node or several."""
+
+    name = "shmem"
+
+    def obstacle(
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+    ) -> Obstacle | None:
+        """NVSHMEM, and GPUs that it reaches."""
+        if config.skip_a2a:
+            return "skip_a2a=False, as nothing is exchanged with it", "True"
+        return (
+            row_obstacle(config)
+            or gpu_obstacle(mesh, groups)
+            or nvshmem.heap.find_obstacle(native_of(mesh), groups, config, meeting)
+        )
+
+    def open(
+        self,
+        native: ModuleType,
+        key: int,
+        groups: np.ndarray,
+        config: EPConfig,
+        first_epoch: int | None,
+        meeting: Meeting,
+    ) -> int:
+        """Opens the windows of all ranks, on the heap."""
+        return nvshmem.heap.open_windows(
+            native, key, groups, config, first_epoch, meeting
+        )
