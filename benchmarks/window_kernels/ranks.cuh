@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/launch.h"
-#include "cuda/window_calls.h"
+#include "cuda/common/launch.h"
+#include "cuda/window/calls.h"
 #include "encoded.cuh"
 #include "ffi/window_sizes.h"
 #include "formats/combine_wire.h"

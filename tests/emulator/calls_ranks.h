@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "calls_draws.h"
-#include "cuda/far_calls.h"
-#include "cuda/window_calls.h"
+#include "cuda/internode/calls.h"
+#include "cuda/window/calls.h"
 #include "cuda_runtime_api.h"
 #include "ffi/window_sizes.h"
 
@@ -35,7 +35,7 @@ struct OnGpu {
 
 // ---- Windows ------------------------------------------------------------------------------------
 
-// The kernels of shmem/far.cu, where it is linked; far_kernels.cc has it.
+// The kernels of shmem/internode.cu, where it is linked; internode_kernels.cc has it.
 cuda::FarKernels EmulatedFarKernels();
 
 class Windows {

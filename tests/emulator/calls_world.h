@@ -1,4 +1,4 @@
-// The ranks of a world on emulated GPUs, for calls_test.cc, far_calls_test.cc and
+// The ranks of a world on emulated GPUs, for calls_test.cc, internode_test.cc and
 // options_test.cc: calls, and what they are compared with. Compiled as nvcc compiles the kernels.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 #include "calls_draws.h"
 #include "calls_ranks.h"
-#include "cuda/window_calls.h"
+#include "cuda/window/calls.h"
 #include "cuda_runtime_api.h"
 
 namespace jax_ep {

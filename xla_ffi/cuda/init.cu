@@ -1,7 +1,7 @@
 // The device side of ep_init: its results, and the loading of every kernel.
-#include "cuda/launch.h"
-#include "cuda/steps.h"
-#include "cuda/window_calls.h"
+#include "cuda/collective/steps.h"
+#include "cuda/common/launch.h"
+#include "cuda/window/calls.h"
 
 namespace jax_ep::cuda {
 namespace {

@@ -13,9 +13,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "cuda/far_calls.h"
-#include "cuda/steps.h"
-#include "cuda/window_calls.h"
+#include "cuda/collective/steps.h"
+#include "cuda/internode/calls.h"
+#include "cuda/window/calls.h"
 #include "ffi/window_aside_operands.h"
 #include "ffi/window_group.h"
 #include "ffi/window_half_operands.h"

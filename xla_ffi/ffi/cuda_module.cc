@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/fabric.h"
-#include "cuda/window_support.h"
+#include "cuda/memory/fabric.h"
+#include "cuda/memory/window_support.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/module_common.h"
 #include "ffi/window_arguments.h"

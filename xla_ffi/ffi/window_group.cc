@@ -10,7 +10,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "cuda/lasting.h"
+#include "cuda/memory/lasting.h"
 
 namespace jax_ep::ffi_layer {
 namespace {

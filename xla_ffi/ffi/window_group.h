@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/far_calls.h"
-#include "cuda/windows.h"
+#include "cuda/internode/calls.h"
+#include "cuda/memory/windows.h"
 #include "ffi/group.h"
 #include "protocol/window.h"
 

@@ -7,7 +7,7 @@
 
 #include "formats/registry.h"
 #include "protocol/bundle.h"
-#include "protocol/far.h"
+#include "protocol/internode.h"
 #include "protocol/layout.h"
 #include "protocol/window.h"
 

@@ -1,13 +1,13 @@
 // Dispatches over several nodes: a token crosses to a node once, in a bundle for all ranks there
 // that need it. The bundle goes to the rank that has the sender's place on that node, its relay,
 // which stores the messages on into its neighbours' windows. Messages of a token are the same for
-// all destinations, so results are those of one message for each rank. tests/cc/far_test.cc has it
-// beside far.h.
+// all destinations, so results are those of one message for each rank. tests/cc/internode_test.cc
+// has it beside internode.h.
 #pragma once
 
 #include <cstdint>
 
-#include "protocol/far.h"
+#include "protocol/internode.h"
 #include "protocol/platform.h"
 
 namespace jax_ep {

@@ -233,8 +233,8 @@ struct WindowGroup {
   uint32_t depth;
   uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
   // Bits of the ranks that are on other nodes. Their place in `windows` is a staging area of this
-  // rank (protocol/far.h): laid out like a window, with parts by destination. Calls are then run
-  // as their halves.
+  // rank (protocol/internode.h): laid out like a window, with parts by destination. Calls are then
+  // run as their halves.
   uint32_t far;
 };
 

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "cuda/driver.h"
+#include "cuda/memory/driver.h"
 
 namespace jax_ep::shmem {
 namespace {

@@ -1,27 +1,27 @@
-// The image of far.cu's kernels, and its start by the driver and NVSHMEM.
+// The image of shmem/internode.cu's kernels, and its start by the driver and NVSHMEM.
 #include "shmem/kernels.h"
 
 #include <stdexcept>
 
-#include "cuda/driver.h"
+#include "cuda/memory/driver.h"
 #include "shmem/heap.h"
 
-#if defined(JAX_EP_FAR_IMAGE)
+#if defined(JAX_EP_INTERNODE_IMAGE)
 // A file that the build has made, whole.
 asm(".section .rodata\n"
     ".balign 64\n"
-    "jax_ep_far_image:\n"
-    ".incbin \"" JAX_EP_FAR_IMAGE
+    "jax_ep_internode_image:\n"
+    ".incbin \"" JAX_EP_INTERNODE_IMAGE
     "\"\n"
     ".byte 0\n"
     ".previous\n");
-extern "C" const char jax_ep_far_image[] __attribute__((visibility("hidden")));
+extern "C" const char jax_ep_internode_image[] __attribute__((visibility("hidden")));
 #endif
 
 namespace jax_ep::shmem {
 
 cuda::FarKernels LoadKernels() {
-#if defined(JAX_EP_FAR_IMAGE)
+#if defined(JAX_EP_INTERNODE_IMAGE)
   // Never unloaded: captured graphs keep its kernels.
   static const cuda::FarKernels kernels = [] {
     cuda::FarKernels loaded{};
@@ -32,9 +32,9 @@ cuda::FarKernels LoadKernels() {
             "jax_ep: the driver must know libraries, so be of CUDA 12 or newer");
       }
       CUlibrary library = nullptr;
-      cuda::Check(
-          driver.load_library(&library, jax_ep_far_image, nullptr, nullptr, 0, nullptr, nullptr, 0),
-          "loading the kernels of transport shmem");
+      cuda::Check(driver.load_library(&library, jax_ep_internode_image, nullptr, nullptr, 0,
+                                      nullptr, nullptr, 0),
+                  "loading the kernels of transport shmem");
       StartLibrary(library);
       const auto find = [&](const char* name) {
         CUkernel kernel = nullptr;

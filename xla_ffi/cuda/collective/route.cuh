@@ -1,0 +1,180 @@
+// Routing by warps, for collective/pack.cu: each block routes for one destination rank, each of its
+// warps a run of tokens: count, sum over the warps before, assign. Gives exactly the tables of
+// RouteTokens (protocol/routing.h), whatever the number of warps. window/route.cuh walks over
+// tokens likewise.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/divisor.h"
+#include "cuda/common/primitives.cuh"
+#include "protocol/routing.h"
+
+namespace jax_ep::cuda {
+
+inline constexpr int64_t kMaxRouteWarps = 32;
+inline constexpr int64_t kMinRouteWarps = 4;
+// What every GPU gives a block without asking.
+inline constexpr int64_t kRouteSharedBytes = int64_t{48} << 10;
+
+// A block's counters, in shared memory: of each warp while counting, then of all warps before it.
+struct RouteShared {
+  int32_t* rows;        // [warps, L] by local expert
+  int32_t* slots;       // [warps]
+  InvalidIds* invalid;  // [warps], of the warp alone
+
+  static constexpr int64_t BytesPerWarp(int64_t local_experts) {
+    return (local_experts + 1) * static_cast<int64_t>(sizeof(int32_t)) +
+           static_cast<int64_t>(sizeof(InvalidIds));
+  }
+  __device__ RouteShared(int32_t* memory, int64_t warps, int64_t local_experts)
+      : rows(memory),
+        slots(rows + warps * local_experts),
+        invalid(reinterpret_cast<InvalidIds*>(slots + warps)) {}
+};
+static_assert(RouteShared::BytesPerWarp(kMaxExperts) * kMinRouteWarps <= kRouteSharedBytes);
+static_assert(alignof(InvalidIds) == alignof(int32_t));
+
+// As many warps as have work and whose counters fit.
+inline int64_t RouteWarps(const EpShape& shape) {
+  const int64_t steps = DivideUp(shape.tokens, kWarpSize / shape.top_k);
+  const int64_t fitting = kRouteSharedBytes / RouteShared::BytesPerWarp(shape.local_experts);
+  return std::clamp(Min(steps, fitting), kMinRouteWarps, kMaxRouteWarps);
+}
+
+// How a warp walks over tokens: whole tokens a step, lane l holds entry l of them. Dedup then needs
+// no more than a ballot.
+struct TokenWalk {
+  int32_t top_k;
+  int32_t tokens;    // a step
+  int32_t in_step;   // this lane's, of the tokens of a step
+  bool used;         // false in the lanes past the last whole token
+  unsigned earlier;  // lanes before this one that hold the same token
+
+  __device__ explicit TokenWalk(int32_t k) : TokenWalk(k, kWarpSize / k, Lane() / k) {}
+  __device__ explicit TokenWalk(const Divisor& k)
+      : TokenWalk(k.int_value(), static_cast<int32_t>(k.Quotient(kWarpSize)),
+                  static_cast<int32_t>(k.Quotient(static_cast<uint32_t>(Lane())))) {}
+
+ private:
+  __device__ TokenWalk(int32_t k, int32_t a_step, int32_t token)
+      : top_k(k), tokens(a_step), in_step(token) {
+    const int lane = Lane();
+    used = lane < tokens * top_k;
+    earlier = LanesBelow(lane) & ~LanesBelow(in_step * top_k);
+  }
+};
+
+struct TokenRun {
+  int64_t begin;
+  int64_t end;
+};
+
+__device__ inline TokenRun RunOf(const TokenWalk& walk, int64_t tokens, int64_t warp,
+                                 int64_t warps) {
+  const int64_t length = RoundUp(DivideUp(tokens, warps), walk.tokens);
+  return {Min(warp * length, tokens), Min((warp + 1) * length, tokens)};
+}
+
+// Calls visit(entry, id, active) for every step of a run, with all lanes. The id is -1 where the
+// lane is not active. Loads run one step ahead.
+template <typename Visit>
+__device__ void ForEachStep(const TokenWalk& walk, const int32_t* ids, const TokenRun& run,
+                            Visit visit) {
+  const int64_t end = walk.used ? run.end * walk.top_k : 0;
+  const int64_t stride = walk.tokens * walk.top_k;
+  int64_t entry = run.begin * walk.top_k + Lane();
+  int32_t next = entry < end ? ids[entry] : -1;
+  for (int64_t token = run.begin; token < run.end; token += walk.tokens, entry += stride) {
+    const int32_t id = next;
+    next = entry + stride < end ? ids[entry + stride] : -1;
+    visit(entry, id, entry < end);
+  }
+}
+
+// What the entries of a step are to one rank.
+struct RankLanes {
+  int32_t expert;  // local expert of this lane's row, -1 where it goes elsewhere
+  unsigned opens;  // lanes that open a slot: the first of their token to go to the rank
+};
+
+__device__ inline RankLanes LanesOf(const TokenWalk& walk, int32_t id, int32_t rank,
+                                    int32_t local_experts) {
+  // Unsigned, so that ids below the rank's and negative ones are refused too.
+  const uint32_t expert = static_cast<uint32_t>(id) - static_cast<uint32_t>(rank * local_experts);
+  const bool here = expert < static_cast<uint32_t>(local_experts);
+  const unsigned all = __ballot_sync(kFullWarp, here);
+  return {here ? static_cast<int32_t>(expert) : -1,
+          __ballot_sync(kFullWarp, here && (all & walk.earlier) == 0)};
+}
+
+struct RankCounts {
+  int32_t slots = 0;
+  InvalidIds invalid;
+};
+
+// Counts a run's slots and rows (into `rows` [L], zeroed) of one rank, and its invalid ids.
+__device__ inline RankCounts CountRank(const EpShape& shape, const TokenWalk& walk,
+                                       const int32_t* ids, const TokenRun& run, int32_t rank,
+                                       int32_t* rows) {
+  const int32_t ranks = static_cast<int32_t>(shape.ranks);
+  const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
+  RankCounts counts;
+  ForEachStep(walk, ids, run, [&](int64_t entry, int32_t id, bool) {
+    const RankLanes lanes = LanesOf(walk, id, rank, local_experts);
+    counts.slots += __popc(lanes.opens);
+    if (lanes.expert >= 0) atomicAdd(rows + lanes.expert, 1);
+    const unsigned invalid = __ballot_sync(kFullWarp, IsInvalidId(id, ranks, local_experts));
+    if (invalid == 0) return;
+    if (counts.invalid.count == 0) {
+      counts.invalid.first_entry =
+          static_cast<int32_t>(entry - Lane()) + __ffs(static_cast<int>(invalid)) - 1;
+    }
+    counts.invalid.count += __popc(invalid);
+  });
+  return counts;
+}
+
+// Fills the tables of the run's entries that go to `rank`, and with `absent` those that go nowhere.
+// `slots` and `rows` count what earlier runs hold.
+__device__ inline void AssignRank(const EpShape& shape, const TokenWalk& walk, const int32_t* ids,
+                                  const TokenRun& run, int32_t rank, bool absent, int32_t slots,
+                                  int32_t* rows, const SourceTables& tables) {
+  const int32_t experts = static_cast<int32_t>(shape.experts());
+  const int32_t local_experts = static_cast<int32_t>(shape.local_experts);
+  const int32_t first_slot = static_cast<int32_t>(rank * shape.tokens);
+  const unsigned below = LanesBelow(Lane());
+  const unsigned self = 1u << Lane();
+  ForEachStep(walk, ids, run, [&](int64_t entry, int32_t id, bool active) {
+    const RankLanes lanes = LanesOf(walk, id, rank, local_experts);
+    const unsigned peers = __match_any_sync(kFullWarp, lanes.expert);
+    const int32_t base = lanes.expert >= 0 ? rows[lanes.expert] : 0;
+    // Every lane has read its counter before one of its peers moves it on.
+    __syncwarp();
+    if (lanes.expert >= 0) {
+      // The last slot opened up to this lane is its token's.
+      tables.slot_of[entry] = first_slot + slots + __popc(lanes.opens & (below | self)) - 1;
+      tables.position[entry] = base + __popc(peers & below);
+      if ((peers & below) == 0) rows[lanes.expert] = base + __popc(peers);
+    } else if (absent && active && static_cast<uint32_t>(id) >= static_cast<uint32_t>(experts)) {
+      tables.slot_of[entry] = -1;
+      tables.position[entry] = -1;
+    }
+    slots += __popc(lanes.opens);
+    __syncwarp();
+  });
+}
+
+// Replaces the values by the sums of those before them; returns the sum of all.
+__device__ inline int32_t ExclusiveSum(int32_t* values, int64_t stride, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t value = values[i * stride];
+    values[i * stride] = sum;
+    sum += value;
+  }
+  return sum;
+}
+
+}  // namespace jax_ep::cuda

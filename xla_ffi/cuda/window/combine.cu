@@ -1,0 +1,76 @@
+// The fused combine of the window transports: senders sum a slot's rows and store the sum into the
+// window of the slot's source, placers add up what the ranks have sent for a token.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/shared_memory.cuh"
+#include "cuda/low_latency/calls.h"
+#include "cuda/window/call.cuh"
+#include "cuda/window/calls.h"
+#include "cuda/window/combine_plan.cuh"
+#include "cuda/window/combine_receive.cuh"
+#include "cuda/window/combine_send.cuh"
+#include "cuda/window/grid.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+template <typename Element, typename Wire, bool kOptions>
+__global__ void __launch_bounds__(kSumThreads, 1)
+    WindowCombineKernel(const __grid_constant__ WindowCombineStep step,
+                        const __grid_constant__ WindowGroup group,
+                        const __grid_constant__ CombinePlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  auto& block = SharedObject<CallBlock>();
+  WindowCall call(group, CallKind::kCombine, plan.call, block);
+  call.Begin();
+  __syncthreads();
+  bool ok = call.Join();
+  if (ok) {
+    const Combine combine{step, plan, call};
+    const bool sends = static_cast<uint32_t>(Warp()) < call.senders();
+    ok = sends ? SendSums<Element, Wire, kOptions>(combine, call.First(Queue::kSend))
+               : call.AwaitCredits();
+    if (ok) ok = PlaceSums<Element, Wire, kOptions>(combine);
+  }
+  bool failed;
+  if (!call.Leave(ok, failed)) return;
+  call.Commit(failed);
+  if (threadIdx.x == 0) *step.done = 0;
+  if (failed) FailCombine(step);
+#endif
+}
+
+// A sender has a fence to wait for and more terms than a placer, so most blocks send first: more
+// that place would wait for what is not yet sent.
+constexpr uint32_t kMostPlacingBlocks = 16;
+BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
+  const uint32_t limit = BlockLimit(group, UINT32_MAX);
+  if (tokens <= kShortCombine) return BlockRoles::Alike(limit, kSumWarps, kSumWarps, work);
+  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostPlacingBlocks));
+}
+
+}  // namespace
+
+cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
+                          cudaStream_t stream) {
+  if (TakesFewTokens(step, group)) return WindowFewCombine(step, group, stream);
+  CombinePlan plan = MakeCombinePlan(step);
+  plan.call.roles = SumRoles(group, plan.call.work, step.shape.tokens);
+  const dim3 grid(plan.call.roles.blocks);
+  return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
+    return Launch(WindowCombineKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step, group,
+                  plan);
+  });
+}
+
+cudaError_t PreloadWindowCombine() {
+  const cudaError_t error = PreloadWindowFewCombine();
+  if (error != cudaSuccess) return error;
+  return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
+    return Preload(WindowCombineKernel<E, W, O::value>);
+  });
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,247 @@
+// Regions for ranks of other nodes: what must hold of the puts that carry them, where things lie,
+// and the steps on both sides. A region is staged in the source's own memory as it is to lie at its
+// destination, put there as a whole, and announced by signals; its cells come through an inbox,
+// because a put may tear them. tests/cc/internode_test.cc runs it over puts that do whatever is not
+// forbidden here.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/pending.h"
+#include "protocol/platform.h"
+#include "protocol/signals.h"
+#include "protocol/window.h"
+
+namespace jax_ep {
+
+// `at` is an offset in the block of a rank. This is all that the protocol needs of a back end:
+// * Put: the bytes arrive at any later time, in any order, in pieces of any size, and are read from
+//   `from` when they leave. Puts are ordered neither with each other nor with signals.
+// * Fence: what this lane signals to a rank after it arrives there after all that this lane has
+//   put and signalled to that rank before it. A lane is a thread, or several that call together;
+//   it goes on in those at the same place of the stream's later kernels.
+// * Signal: one aligned word that arrives whole, at any later time, and after all that this lane
+//   has read. Two signals without a fence between are not ordered.
+// * Settle, by whoever has acquired a signal's value at the destination: what had arrived before
+//   it may now be read there.
+template <typename P>
+concept PutAccess =
+    requires(const P& puts, uint32_t rank, int64_t at, const void* from, int64_t bytes) {
+      { puts.Put(rank, at, from, bytes) } -> std::same_as<void>;
+      { puts.Fence() } -> std::same_as<void>;
+      { puts.Signal(rank, at, uint64_t{}) } -> std::same_as<void>;
+      { puts.Settle() } -> std::same_as<void>;
+    };
+
+// ---- Layout -------------------------------------------------------------------------------------
+
+// A region's messages travel in so many shares, side by side, each by a lane of its own and with a
+// signal of its own.
+inline constexpr uint32_t kFarShares = 8;
+
+// One buffer group; offsets from the start of a rank's block.
+struct FarGroupLayout {
+  int64_t arrived;   // uint64 [depth, R sources, kFarShares]: the last epoch that has come
+  int64_t returned;  // uint64 [depth, R sources], own: the last credit that went back
+  int64_t flags;     // FlagCell [depth, R sources, flags_per_source]: the inbox
+  int64_t counts;    // CountCell [depth, R sources, count_cells]: likewise
+};
+
+// The block of a rank is its window, then a staging area that is laid out like a window, its parts
+// by destination instead of source, then what is here.
+struct FarLayout {
+  int64_t staged;
+  FarGroupLayout groups[kBufferGroups];
+  int64_t bytes;  // of a block
+
+  static constexpr FarLayout Of(const WindowLayout& window, const WindowSizes& sizes) {
+    constexpr int64_t kAlign = 128;
+    LayoutCursor cursor;
+    FarLayout layout{};
+    cursor.Take(window.bytes, kAlign);
+    layout.staged = cursor.Take(window.bytes, kAlign);
+    const int64_t regions = sizes.depth * sizes.ranks;
+    for (int i = 0; i < kBufferGroups; ++i) {
+      const auto take = [&](int64_t cells, size_t bytes) {
+        return cursor.Take(regions * cells * static_cast<int64_t>(bytes), kAlign);
+      };
+      FarGroupLayout& group = layout.groups[i];
+      group.arrived = take(kFarShares, sizeof(uint64_t));
+      group.returned = take(1, sizeof(uint64_t));
+      group.flags = take(window.groups[i].flags_per_source, sizeof(FlagCell));
+      group.counts = take(window.groups[i].count_cells, sizeof(CountCell));
+    }
+    layout.bytes = RoundUp(cursor.end, kAlign);
+    return layout;
+  }
+};
+
+// Where things of one kind of call lie in a block. `peer` is the source or, in what is staged, the
+// destination.
+struct FarPlaces {
+  const BufferGroupLayout& window;
+  const FarGroupLayout& far;
+  uint32_t ranks;
+
+  JAX_EP_HOST_DEVICE int64_t Part(uint32_t region, uint32_t peer) const {
+    return int64_t{region} * ranks + peer;
+  }
+  JAX_EP_HOST_DEVICE int64_t Messages(uint32_t region, uint32_t peer) const {
+    return window.regions + Part(region, peer) * window.region_bytes;
+  }
+  JAX_EP_HOST_DEVICE int64_t Flags(uint32_t region, uint32_t peer) const {
+    return window.flags + FlagsBefore(region, peer);
+  }
+  JAX_EP_HOST_DEVICE int64_t Counts(uint32_t region, uint32_t peer) const {
+    return window.counts + CountsBefore(region, peer);
+  }
+  JAX_EP_HOST_DEVICE int64_t Credit(uint32_t region, uint32_t peer) const {
+    return window.credits + Part(region, peer) * int64_t{sizeof(uint64_t)};
+  }
+  JAX_EP_HOST_DEVICE int64_t InboxFlags(uint32_t region, uint32_t source) const {
+    return far.flags + FlagsBefore(region, source);
+  }
+  JAX_EP_HOST_DEVICE int64_t InboxCounts(uint32_t region, uint32_t source) const {
+    return far.counts + CountsBefore(region, source);
+  }
+  JAX_EP_HOST_DEVICE int64_t Arrived(uint32_t region, uint32_t source, uint32_t share) const {
+    return far.arrived + (Part(region, source) * kFarShares + share) * int64_t{sizeof(uint64_t)};
+  }
+  JAX_EP_HOST_DEVICE int64_t Returned(uint32_t region, uint32_t source) const {
+    return far.returned + Part(region, source) * int64_t{sizeof(uint64_t)};
+  }
+
+ private:
+  JAX_EP_HOST_DEVICE int64_t FlagsBefore(uint32_t region, uint32_t peer) const {
+    return Part(region, peer) * window.flags_per_source * int64_t{sizeof(FlagCell)};
+  }
+  JAX_EP_HOST_DEVICE int64_t CountsBefore(uint32_t region, uint32_t peer) const {
+    return Part(region, peer) * window.count_cells * int64_t{sizeof(CountCell)};
+  }
+};
+
+// What a call sends to each rank; equal on all ranks.
+struct FarShape {
+  int64_t message_bytes;
+  uint32_t flags;
+  uint32_t counts;
+  uint32_t pieces;       // flags of a chunk
+  uint32_t chunk_slots;  // 0: a flag says itself where its slots start
+
+  static constexpr FarShape OfDispatch(int64_t tokens, int64_t message_bytes, int64_t counts) {
+    return {message_bytes, static_cast<uint32_t>(kDispatchChunks.Count(tokens)),
+            static_cast<uint32_t>(counts), 1, 0};
+  }
+  static constexpr FarShape OfCombine(int64_t messages, int64_t message_bytes, int64_t hidden) {
+    const int64_t pieces = Pieces(hidden);
+    return {message_bytes, static_cast<uint32_t>(kCombineChunks.Count(messages) * pieces), 0,
+            static_cast<uint32_t>(pieces), static_cast<uint32_t>(kCombineChunks.Tokens(messages))};
+  }
+};
+
+// ---- The source ---------------------------------------------------------------------------------
+
+// Behind the last slot that flags first, first + step, ... announce in this epoch.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags, const FarShape& shape,
+                                    uint64_t epoch, uint32_t first, uint32_t step) {
+  int64_t end = 0;
+  JAX_EP_NO_UNROLL
+  for (uint32_t i = first; i < shape.flags; i += step) {
+    const FlagCell flag = memory.Peek(flags + i);
+    if (flag.epoch != epoch) continue;
+    const int64_t start =
+        shape.chunk_slots == 0 ? flag.first_slot : int64_t{i / shape.pieces} * shape.chunk_slots;
+    const int64_t count = flag.count & kSlotCountMask;
+    end = start + count > end ? start + count : end;
+  }
+  return end;
+}
+
+// A share of `end` bytes of messages.
+struct ShareOf {
+  int64_t begin;
+  int64_t bytes;
+
+  JAX_EP_HOST_DEVICE ShareOf(int64_t end, uint32_t share) {
+    const int64_t length = RoundUp(DivideUp(end, kFarShares), kMessageAlignBytes);
+    begin = Min(share * length, end);
+    bytes = Min(length, end - begin);
+  }
+};
+
+// Sends a share of a staged region off, of which the first `slots` messages are there. After all
+// stores to the staged parts, which in turn came after ObserveCredit of the region: so the
+// destination has seen the puts of the region's last epoch arrive, and nothing reads them any more.
+template <PutAccess P>
+JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const FarPlaces& places, const uint8_t* staged,
+                                     uint32_t rank, uint32_t to, const FarShape& shape,
+                                     const PendingCall& call, int64_t slots, uint32_t share) {
+  const ShareOf part(Min(slots * shape.message_bytes, places.window.region_bytes), share);
+  if (part.bytes > 0) {
+    puts.Put(to, places.Messages(call.region, rank) + part.begin,
+             staged + places.Messages(call.region, to) + part.begin, part.bytes);
+  }
+  if (share == 0 && shape.flags > 0) {
+    puts.Put(to, places.InboxFlags(call.region, rank), staged + places.Flags(call.region, to),
+             shape.flags * int64_t{sizeof(FlagCell)});
+  }
+  if (share == 0 && shape.counts > 0) {
+    puts.Put(to, places.InboxCounts(call.region, rank), staged + places.Counts(call.region, to),
+             shape.counts * int64_t{sizeof(CountCell)});
+  }
+  puts.Fence();  // Pairs with Acquire in ObserveShare at the destination.
+  puts.Signal(to, places.Arrived(call.region, rank, share), call.epoch);
+}
+
+// Ends the group at a rank of another node, whose poison cell is at `cell`. The half with the
+// status comes last: a report that is there at all says so.
+template <PutAccess P>
+JAX_EP_HOST_DEVICE void SpreadFarPoison(const P& puts, uint32_t rank, int64_t cell,
+                                        const WaitReport& report) {
+  constexpr int64_t kHalf = sizeof(uint64_t);
+  static_assert(sizeof(WaitReport) == 2 * kHalf && offsetof(WaitReport, status) >= kHalf);
+  uint64_t words[2];
+  __builtin_memcpy(words, &report, sizeof(report));
+  puts.Signal(rank, cell, words[0]);
+  puts.Fence();
+  puts.Signal(rank, cell + kHalf, words[1]);
+}
+
+// ---- The destination ----------------------------------------------------------------------------
+
+// When all shares have arrived and settled, the region's messages and its cells in the inbox may be
+// read.
+template <SignalMemory M>
+JAX_EP_HOST_DEVICE Observation ObserveShare(const M& memory, const uint64_t* arrived,
+                                            uint64_t epoch) {
+  // Acquire; pairs with the Fence in ForwardShare at the source.
+  const int64_t ahead = EpochsAhead(memory.Acquire(arrived), epoch);
+  if (ahead < 0) return Observation::kPending;
+  return ahead > 0 ? Observation::kProtocolError : Observation::kArrived;
+}
+
+// Passes cells first, first + step, ... from the inbox to where placers look for them, whole; as if
+// the source had posted them there itself. After the region was observed.
+template <typename Cell, SignalMemory M>
+JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbox, uint32_t count,
+                                     uint32_t first, uint32_t step) {
+  memory.ReleaseFence();  // Release; pairs with Acquire in ObserveFlag.
+  JAX_EP_NO_UNROLL
+  for (uint32_t i = first; i < count; i += step) memory.Post(to + i, memory.Peek(inbox + i));
+}
+
+// As ReturnCredit, to a source on another node: `credit` is in the source's window. Of a region of
+// which all shares were observed and have settled, also where nothing of it was needed: a credit
+// must say that its puts are over. Where a relay observes it instead (bundle.h), after a Fence: the
+// region's last credit may be under way still, and must not come over this one.
+template <PutAccess P, SignalMemory M>
+JAX_EP_HOST_DEVICE void ReturnFarCredit(const P& puts, const M& memory, uint32_t source,
+                                        int64_t credit, uint64_t epoch) {
+  memory.ReleaseFence();  // Release; pairs with Acquire in ObserveCredit at the source.
+  puts.Signal(source, credit, epoch);
+}
+
+}  // namespace jax_ep

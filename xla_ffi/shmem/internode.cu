@@ -1,0 +1,376 @@
+// The steps of protocol/internode.h and bundle.h over NVSHMEM's puts: what a call of a group with
+// ranks on other nodes runs behind its first half and before its second. Linked with NVSHMEM's
+// device library into an image that kernels.cc loads; docs/protocol.md, "Ranks of other nodes".
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include <cstdint>
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/shared_memory.cuh"
+#include "cuda/common/signal_memory.cuh"
+#include "cuda/internode/group.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// A block is a lane: all of its threads call together.
+struct BlockPuts {
+  const FarGroup& far;
+
+  __device__ uint8_t* At(int64_t at) const { return far.group.windows[far.group.rank] + at; }
+  __device__ void Put(uint32_t rank, int64_t at, const void* from, int64_t bytes) const {
+    nvshmemx_putmem_nbi_block(At(at), from, static_cast<size_t>(bytes), far.pes[rank]);
+  }
+  __device__ void Fence() const {
+    __syncthreads();
+    if (threadIdx.x == 0) nvshmem_fence();
+  }
+  __device__ void Signal(uint32_t rank, int64_t at, uint64_t value) const {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    nvshmemx_signal_op(reinterpret_cast<uint64_t*>(At(at)), value, NVSHMEM_SIGNAL_SET,
+                       far.pes[rank]);
+  }
+  // Whoever has passed one of NVSHMEM's own tests may read what a network has written. The wait was
+  // ours, so this test is one that anything passes.
+  __device__ void Settle() const {
+    __syncthreads();
+    auto* word = reinterpret_cast<uint64_t*>(At(far.layout.groups[0].arrived));
+    if (threadIdx.x == 0) nvshmem_uint64_test(word, NVSHMEM_CMP_GE, 0);
+    __syncthreads();
+  }
+};
+static_assert(PutAccess<BlockPuts>);
+
+constexpr uint32_t kWarp = 32, kWarps = kFarThreads / kWarp;
+constexpr int64_t kVector = sizeof(uint4);
+
+// Whole warp: copies a message, to where `to(i)` says for each i below `copies` that is not
+// nullptr.
+template <typename To>
+__device__ void CopyMessage(const uint8_t* from, int64_t bytes, uint32_t copies, To to) {
+  constexpr int kAtOnce = 4;
+  const auto* vectors = reinterpret_cast<const uint4*>(from);
+  const int64_t end = bytes / kVector;
+  JAX_EP_NO_UNROLL
+  for (int64_t first = threadIdx.x % kWarp; first < end; first += kAtOnce * kWarp) {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = first + i * kWarp;
+      if (at < end) loaded[i] = LoadAroundL1(vectors + at);
+    }
+    JAX_EP_NO_UNROLL
+    for (uint32_t copy = 0; copy < copies; ++copy) {
+      auto* there = reinterpret_cast<uint4*>(to(copy));
+      if (there == nullptr) continue;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t at = first + i * kWarp;
+        if (at < end) there[at] = loaded[i];
+      }
+    }
+  }
+}
+
+// What the threads of a block have in common.
+struct FarShared {
+  Gate gate;
+  WaitReport report;
+  unsigned long long slots;
+  // Of the tokens of a bundle: those before the block's, its own, and where their messages are
+  // staged.
+  uint32_t before;
+  uint32_t count;
+  int64_t from[kBundleTokens];
+};
+
+// One block, and the far rank that it is for.
+class FarBlock {
+ public:
+  __device__ FarBlock(const FarGroup& far, const FarCall& call)
+      : far_(far),
+        call_(call),
+        group_(far.group),
+        puts_{far},
+        places_{group_.layout.groups[static_cast<int>(call.kind)],
+                far.layout.groups[static_cast<int>(call.kind)], group_.ranks},
+        bundles_{places_.window, far.bundles, far.map},
+        own_(group_.windows[group_.rank]),
+        staged_(own_ + far.layout.staged),
+        peer_(NthFarRank(blockIdx.y)),
+        bundled_(Bundled(far, call.kind)),
+        shared_(SharedObject<FarShared>()) {}
+
+  // Whether this rank puts to the peer, and the peer to it.
+  __device__ bool Hears() const { return !bundled_ || far_.map.Relays(group_.rank, peer_); }
+
+  // The same for the whole block: another one may poison the group meanwhile.
+  __device__ Gate LoadGate() const {
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.gate = *static_cast<const volatile Gate*>(&group_.control->gate);
+    __syncthreads();
+    return shared_.gate;
+  }
+
+  // The block's tokens: their messages, one behind the other, and their rows of the table.
+  __device__ void Bundle(const PendingCall& pending) const {
+    const TokenSlots& slots = call_.slots;
+    const uint32_t node = far_.map.node_of[peer_], region = pending.region;
+    const BundleSide& side = far_.bundles.staged;
+    const int64_t first = blockIdx.x * kBundleTokens;
+    const int64_t end = Min(first + kBundleTokens, slots.tokens);
+    const auto goes = [&](int64_t token) {
+      return GoesTo(far_.map, group_.ranks, slots, token, node);
+    };
+    if (threadIdx.x == 0) shared_.before = 0;
+    __syncthreads();
+    uint32_t earlier = 0;
+    JAX_EP_NO_UNROLL
+    for (int64_t token = threadIdx.x; token < first; token += kFarThreads) earlier += goes(token);
+    if (earlier != 0) atomicAdd(&shared_.before, earlier);
+    __syncthreads();
+    const uint32_t before = shared_.before;
+    if (threadIdx.x < kWarp) {
+      static_assert(kBundleTokens == kWarp);
+      const int64_t token = first + threadIdx.x;
+      const bool here = token < end && goes(token);
+      const unsigned lanes = __ballot_sync(~0u, here);
+      const int at = __popc(lanes & ((1u << threadIdx.x) - 1));
+      if (here) {
+        auto* row =
+            reinterpret_cast<int32_t*>(own_ + bundles_.Row(side, region, node, before + at));
+        shared_.from[at] =
+            WriteRow(far_.map, places_, call_.shape, slots, token, node, region, row);
+      }
+      if (threadIdx.x == 0) shared_.count = static_cast<uint32_t>(__popc(lanes));
+    }
+    __syncthreads();
+    const uint32_t count = shared_.count;
+    if (threadIdx.x == 0 && end == slots.tokens) {
+      *reinterpret_cast<int64_t*>(own_ + bundles_.Table(side, region, node)) = before + count;
+    }
+    uint8_t* messages = own_ + bundles_.Messages(side, region, node);
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = threadIdx.x / kWarp; i < count; i += kWarps) {
+      uint8_t* to = messages + int64_t{before + i} * call_.shape.message_bytes;
+      CopyMessage(staged_ + shared_.from[i], call_.shape.message_bytes, 1,
+                  [&](uint32_t) { return to; });
+    }
+  }
+
+  // The block's share.
+  __device__ void Forward(const PendingCall& pending) const {
+    if (bundled_) {
+      const uint8_t* table =
+          own_ + bundles_.Table(far_.bundles.staged, pending.region, far_.map.node_of[peer_]);
+      ForwardBundle(puts_, places_, bundles_, own_, staged_, group_.rank, peer_, call_.shape,
+                    pending, *reinterpret_cast<const int64_t*>(table), blockIdx.x);
+      return;
+    }
+    if (threadIdx.x == 0) shared_.slots = 0;
+    __syncthreads();
+    const auto* flags =
+        reinterpret_cast<const FlagCell*>(staged_ + places_.Flags(pending.region, peer_));
+    const int64_t end =
+        SlotsEnd(memory_, flags, call_.shape, pending.epoch, threadIdx.x, blockDim.x);
+    if (end > 0) atomicMax(&shared_.slots, static_cast<unsigned long long>(end));
+    __syncthreads();
+    ForwardShare(puts_, places_, staged_, group_.rank, peer_, call_.shape, pending,
+                 static_cast<int64_t>(shared_.slots), blockIdx.x);
+  }
+
+  // What this rank has returned, into the staging area, and the source has not been told.
+  __device__ void ReturnDueCredits() const {
+    const bool combines = call_.kind == CallKind::kCombine;
+    const uint16_t tag = KindTag(combines ? TagKind::kCombine : TagKind::kDispatch);
+    JAX_EP_NO_UNROLL
+    for (uint32_t region = 0; region < group_.depth; ++region) {
+      const uint64_t due = memory_.Peek(Word(staged_, places_.Credit(region, peer_)));
+      uint64_t* returned = Word(own_, places_.Returned(region, peer_));
+      const bool is_due = memory_.Peek(returned) != due;
+      __syncthreads();
+      if (!is_due) continue;
+      if (!Hears()) {
+        puts_.Fence();
+      } else if (!AwaitRegion({due, region, tag})) {
+        return;
+      }
+      if (threadIdx.x == 0) memory_.Post(returned, due);
+      ReturnFarCredit(puts_, memory_, peer_, places_.Credit(region, group_.rank), due);
+    }
+  }
+
+  __device__ void Arrive(const PendingCall& pending) const {
+    const uint32_t region = pending.region;
+    if (!AwaitRegion(pending) || bundled_) return;
+    DeliverTo(own_, region, places_.InboxFlags(region, peer_), places_.InboxCounts(region, peer_));
+  }
+
+  // Some of the messages of the peer's bundle, a warp each.
+  __device__ void Relay(const PendingCall& pending) const {
+    const BundleSide& side = far_.bundles.inbox;
+    const uint32_t from = far_.map.node_of[peer_], here = far_.map.node_of[group_.rank];
+    const uint32_t region = pending.region;
+    const int64_t bytes = call_.shape.message_bytes, most = places_.window.region_bytes / bytes;
+    const auto* table = reinterpret_cast<const int32_t*>(own_ + bundles_.Table(side, region, from));
+    const int64_t count = Min<int64_t>(LoadAroundL1(table), most);
+    JAX_EP_NO_UNROLL
+    for (int64_t i = blockIdx.x * kWarps + threadIdx.x / kWarp; i < count;
+         i += gridDim.x * kWarps) {
+      const auto* row =
+          reinterpret_cast<const int32_t*>(own_ + bundles_.Row(side, region, from, i));
+      const auto to = [&](uint32_t place) -> uint8_t* {
+        const int64_t slot = LoadAroundL1(row + place);
+        if (slot < 0 || slot >= most) return nullptr;
+        return group_.windows[far_.map.RankAt(here, place)] + places_.Messages(region, peer_) +
+               slot * bytes;
+      };
+      CopyMessage(own_ + bundles_.Messages(side, region, from) + i * bytes, bytes, far_.map.size,
+                  to);
+    }
+  }
+
+  // The cells of the peer's bundle, after all of its messages.
+  __device__ void Deliver(const PendingCall& pending) const {
+    const uint32_t from = far_.map.node_of[peer_], here = far_.map.node_of[group_.rank];
+    const uint32_t region = pending.region;
+    JAX_EP_NO_UNROLL
+    for (uint32_t place = 0; place < far_.map.size; ++place) {
+      DeliverTo(group_.windows[far_.map.RankAt(here, place)], region,
+                bundles_.Flags(region, from, place), bundles_.Counts(region, from, place));
+    }
+  }
+
+  // After a failure that this rank has told the ranks of its node.
+  __device__ void TellFailure() const {
+    // Likewise.
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.report = memory_.Peek(Poison(staged_));
+    __syncthreads();
+    if (shared_.report.status != WaitStatus::kArrived) {
+      SpreadFarPoison(puts_, peer_, group_.layout.poison, shared_.report);
+    }
+  }
+
+ private:
+  // The n-th of those with a bit.
+  __device__ uint32_t NthFarRank(uint32_t n) const {
+    uint32_t left = group_.far;
+    for (; n > 0; --n) left &= left - 1;
+    return static_cast<uint32_t>(__ffs(static_cast<int>(left)) - 1);
+  }
+  __device__ static uint64_t* Word(uint8_t* base, int64_t at) {
+    return reinterpret_cast<uint64_t*>(base + at);
+  }
+  __device__ WaitReport* Poison(uint8_t* window) const {
+    return reinterpret_cast<WaitReport*>(window + group_.layout.poison);
+  }
+
+  // To a window of this node, from the inbox.
+  __device__ void DeliverTo(uint8_t* window, uint32_t region, int64_t flags, int64_t counts) const {
+    DeliverCells(memory_, reinterpret_cast<FlagCell*>(window + places_.Flags(region, peer_)),
+                 reinterpret_cast<const FlagCell*>(own_ + flags), call_.shape.flags, threadIdx.x,
+                 blockDim.x);
+    DeliverCells(memory_, reinterpret_cast<CountCell*>(window + places_.Counts(region, peer_)),
+                 reinterpret_cast<const CountCell*>(own_ + counts), call_.shape.counts, threadIdx.x,
+                 blockDim.x);
+  }
+
+  // For the whole block: whether all shares of the peer's region are there.
+  __device__ bool AwaitRegion(const PendingCall& call) const {
+    bool ok = true;
+    if (threadIdx.x < kFarShares) {
+      const uint64_t* arrived = Word(own_, places_.Arrived(call.region, peer_, threadIdx.x));
+      const WaitBound bound{group_.timeout_ns, Poison(own_)};
+      const WaitStatus status =
+          WaitUntil(memory_, bound, [&] { return ObserveShare(memory_, arrived, call.epoch); });
+      ok = status == WaitStatus::kArrived;
+      if (!ok) GiveUp(call, status);
+    }
+    if (__syncthreads_and(ok) == 0) return false;
+    puts_.Settle();
+    return true;
+  }
+
+  // As WindowCall::GiveUp and EndGroup: the second half, launched behind this, finds the gate.
+  __device__ void GiveUp(const PendingCall& call, WaitStatus status) const {
+    WaitReport report{call.epoch,
+                      static_cast<uint16_t>(group_.rank),
+                      static_cast<uint16_t>(peer_),
+                      static_cast<uint16_t>(call.tag),
+                      Phase::kPlace,
+                      status};
+    if (status == WaitStatus::kPoisoned) {
+      report = memory_.Peek(Poison(own_));
+    } else {
+      SpreadPoison(memory_, report, group_.ranks,
+                   [&](uint32_t rank) { return Poison(group_.windows[rank]); });
+    }
+    memory_.Post(group_.host_report, report);
+    PoisonGate(group_.control->gate);
+  }
+
+  const FarGroup& far_;
+  const FarCall& call_;
+  const WindowGroup& group_;
+  const BlockPuts puts_;
+  const FarPlaces places_;
+  const BundlePlaces bundles_;
+  uint8_t* const own_;
+  uint8_t* const staged_;
+  const uint32_t peer_;
+  const bool bundled_;
+  FarShared& shared_;
+  const DeviceSignalMemory memory_{};
+};
+
+// Whether the call is one to go on with. One that is not pending is left to its second half.
+__device__ bool Goes(const FarBlock& block, const FarGroup& far, const FarCall& call) {
+  if (block.LoadGate() != Gate::kOpen || !block.Hears()) return false;
+  const CallState& state = far.group.control->calls[static_cast<int>(call.kind)];
+  return ResumeRegion(state, *call.pending, far.group.depth).region != kNoRegion;
+}
+
+}  // namespace
+
+// Behind a first half.
+extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
+    JaxEpFarBundle(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
+  const FarBlock block(far, call);
+  if (Goes(block, far, call)) block.Bundle(*call.pending);
+}
+
+// Behind a first half, or with no call behind a second.
+extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
+    JaxEpFarSend(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
+  const FarBlock block(far, call);
+  if (call.pending != nullptr && Goes(block, far, call)) block.Forward(*call.pending);
+  if (blockIdx.x != 0) return;
+  const Gate gate = block.LoadGate();
+  if (gate == Gate::kClosed) return;
+  if (gate == Gate::kOpen) block.ReturnDueCredits();
+  block.TellFailure();
+}
+
+// Before a second half, like what follows.
+extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
+    JaxEpFarArrive(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
+  const FarBlock block(far, call);
+  if (Goes(block, far, call)) block.Arrive(*call.pending);
+}
+
+extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
+    JaxEpFarRelay(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
+  const FarBlock block(far, call);
+  if (Goes(block, far, call)) block.Relay(*call.pending);
+}
+
+extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
+    JaxEpFarDeliver(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
+  const FarBlock block(far, call);
+  if (Goes(block, far, call)) block.Deliver(*call.pending);
+}
+
+}  // namespace jax_ep::cuda
