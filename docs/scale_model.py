@@ -37,7 +37,7 @@ RATES = {
 (NVLINK, NETWORK, SEND, SUM, COPY, PUT, REQUEST, HALVES, FAR, FLIGHT, BUNDLE) = (
     value for value, _ in RATES.values()
 )
-SHARES = 8  # kFarShares: each is a put, a fence and a signal
+SHARES = 8  # kInternodeShares: each is a put, a fence and a signal
 
 
 def touched(parts, experts, top_k=TOP_K):

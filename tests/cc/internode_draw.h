@@ -61,10 +61,10 @@ inline uint64_t WordOf(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t 
 inline int64_t CountsOf(uint64_t epoch, uint32_t kind) {
   return kind == 0 && Bits(epoch, kind, 0, 0, 97) % 3 != 0 ? CountCells(kExperts) : 0;
 }
-inline FarShape ShapeOf(uint64_t epoch, uint32_t kind) {
+inline InternodeShape ShapeOf(uint64_t epoch, uint32_t kind) {
   const int64_t messages = MessagesOf(epoch, kind);
-  return kind == 0 ? FarShape::OfDispatch(messages, kMessageBytes, CountsOf(epoch, kind))
-                   : FarShape::OfCombine(messages, kMessageBytes, kHidden);
+  return kind == 0 ? InternodeShape::OfDispatch(messages, kMessageBytes, CountsOf(epoch, kind))
+                   : InternodeShape::OfCombine(messages, kMessageBytes, kHidden);
 }
 inline uint16_t TagOf(uint64_t epoch) { return static_cast<uint16_t>(epoch * 7); }
 

@@ -13,9 +13,9 @@
 
 namespace jax_ep {
 
-class FarRanks {
+class InternodeRanks {
  public:
-  FarRanks(const Setup& setup, const Rules& rules)
+  InternodeRanks(const Setup& setup, const Rules& rules)
       : setup_(setup),
         rules_(rules),
         sizes_{.ranks = setup.ranks,
@@ -26,14 +26,14 @@ class FarRanks {
                .hidden = kHidden,
                .dispatch_message_bytes = kMessageBytes,
                .combine_message_bytes = kMessageBytes,
-               .few_dispatch_tokens = 0,  // far calls have no messages in cells
-               .few_message_bytes = kMessageBytes,
+               .low_latency_dispatch_tokens = 0,  // far calls have no messages in cells
+               .low_latency_message_bytes = kMessageBytes,
                .turns = 1,
                .depth = setup.depth},
         window_(WindowLayout::Of(sizes_)),
-        far_(FarLayout::Of(window_, sizes_)),
+        internode_(InternodeLayout::Of(window_, sizes_)),
         map_(MapOf(setup)),
-        bundle_(BundleLayout::Of(far_, window_, sizes_, map_.nodes, map_.size)) {
+        bundle_(BundleLayout::Of(internode_, window_, sizes_, map_.nodes, map_.size)) {
     std::vector<uint8_t*> blocks;
     for (uint32_t r = 0; r < setup.ranks; ++r) {
       ranks_.push_back(std::make_unique<Rank>());
@@ -46,12 +46,13 @@ class FarRanks {
     }
     puts_ = std::make_unique<AdversePuts>(blocks, setup.seed);
     for (uint32_t r = 0; r < setup.ranks; ++r) {
-      for (uint32_t i = 0; i <= kFarShares; ++i) {
+      for (uint32_t i = 0; i <= kInternodeShares; ++i) {
         ranks_[r]->lanes.push_back(
             std::make_unique<AdversePuts::Lane>(*puts_, r, rules.fences, rules.settles));
       }
       for (uint32_t to = 0; to < setup.ranks; ++to) {
-        ranks_[r]->windows.push_back(Far(r, to) ? blocks[r] + far_.staged : blocks[to]);
+        ranks_[r]->windows.push_back(IsInternode(r, to) ? blocks[r] + internode_.staged
+                                                        : blocks[to]);
       }
     }
   }
@@ -73,19 +74,19 @@ class FarRanks {
     const uint64_t mark = StartMark(setup_.first_epoch);
     for (int k = 0; k < kBufferGroups; ++k) {
       rank.states[k] = StartState(setup_.first_epoch);
-      const FarPlaces places = Places(k);
+      const InternodeOffsets offsets = Offsets(k);
       for (uint32_t region = 0; region < setup_.depth; ++region) {
         for (uint32_t peer = 0; peer < setup_.ranks; ++peer) {
-          for (uint8_t* base : {rank.block, rank.block + far_.staged}) {
-            for (int64_t i = 0; i < places.window.flags_per_source; ++i) {
-              At<FlagCell>(base, places.Flags(region, peer))[i] = {mark, 0, 0, 0};
+          for (uint8_t* base : {rank.block, rank.block + internode_.staged}) {
+            for (int64_t i = 0; i < offsets.window.flags_per_source; ++i) {
+              At<FlagCell>(base, offsets.Flags(region, peer))[i] = {mark, 0, 0, 0};
             }
-            *At<uint64_t>(base, places.Credit(region, peer)) = mark;
+            *At<uint64_t>(base, offsets.Credit(region, peer)) = mark;
           }
-          for (uint32_t share = 0; share < kFarShares; ++share) {
-            *At<uint64_t>(rank.block, places.Arrived(region, peer, share)) = mark;
+          for (uint32_t share = 0; share < kInternodeShares; ++share) {
+            *At<uint64_t>(rank.block, offsets.Arrived(region, peer, share)) = mark;
           }
-          *At<uint64_t>(rank.block, places.Returned(region, peer)) = mark;
+          *At<uint64_t>(rank.block, offsets.Returned(region, peer)) = mark;
         }
       }
     }
@@ -104,30 +105,31 @@ class FarRanks {
   bool Bundled(uint32_t kind) const { return kind == 0 && map_.nodes > 0; }
   // Whether this rank waits for what a far source puts.
   bool Hears(uint32_t r, uint32_t source, uint32_t kind) const {
-    return Far(r, source) && (!Bundled(kind) || map_.Relays(source, r));
+    return IsInternode(r, source) && (!Bundled(kind) || map_.Relays(source, r));
   }
-  BundlePlaces Bundles() const { return {window_.groups[0], bundle_, map_}; }
-  FarPlaces Places(uint32_t kind) const {
-    return {window_.groups[kind], rules_.inbox ? far_.groups[kind] : in_place_[kind], setup_.ranks};
+  BundleOffsets Bundles() const { return {window_.groups[0], bundle_, map_}; }
+  InternodeOffsets Offsets(uint32_t kind) const {
+    return {window_.groups[kind], rules_.inbox ? internode_.groups[kind] : in_place_[kind],
+            setup_.ranks};
   }
-  bool Far(uint32_t a, uint32_t b) const { return a / setup_.node != b / setup_.node; }
-  uint32_t PartAt(uint32_t rank, uint32_t to) const { return Far(rank, to) ? to : rank; }
+  bool IsInternode(uint32_t a, uint32_t b) const { return a / setup_.node != b / setup_.node; }
+  uint32_t PartAt(uint32_t rank, uint32_t to) const { return IsInternode(rank, to) ? to : rank; }
 
   const Setup setup_;
   const Rules rules_;
   const WindowSizes sizes_;
   const WindowLayout window_;
-  const FarLayout far_;
+  const InternodeLayout internode_;
   const NodeMap map_;
   const BundleLayout bundle_;
   // Of the rule that flags take no inbox.
-  const FarGroupLayout in_place_[kBufferGroups] = {InPlace(0), InPlace(1)};
+  const InternodeGroupLayout in_place_[kBufferGroups] = {InPlace(0), InPlace(1)};
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::unique_ptr<AdversePuts> puts_;  // ends first
 
  private:
-  FarGroupLayout InPlace(int kind) const {
-    FarGroupLayout group = far_.groups[kind];
+  InternodeGroupLayout InPlace(int kind) const {
+    InternodeGroupLayout group = internode_.groups[kind];
     group.flags = window_.groups[kind].flags;
     group.counts = window_.groups[kind].counts;
     return group;

@@ -40,8 +40,8 @@ void Poison() {
     alignas(16) uint64_t cell[2] = {};
     AdversePuts puts({reinterpret_cast<uint8_t*>(cell)}, seed);
     const AdversePuts::Lane lane(puts, 0, true, true);
-    const WaitReport report{seed, 1, 2, 3, Phase::kPlace, WaitStatus::kTimedOut};
-    SpreadFarPoison(lane, 0, 0, report);
+    const WaitReport report{seed, 1, 2, 3, Phase::kReceive, WaitStatus::kTimedOut};
+    SpreadInternodePoison(lane, 0, 0, report);
     const HostSignalMemory memory;
     while (memory.Acquire(&cell[1]) == 0) memory.Pause();
     CHECK(memory.Peek(&cell[0]) == seed);

@@ -128,7 +128,7 @@ class Exchange {
     for (const Call& call : calls) {
       if (self.thread == 0) Begin(self.block, call, pending[{call.kind, call.name}]);
       self.block.barrier.arrive_and_wait();
-      const bool done = self.sender ? RunSender(self) : RunPlacer(self);
+      const bool done = self.sender ? RunSender(self) : RunReceiver(self);
       if (!done) self.rank().failed = self.block.failed = true;
       Leave(self);
       self.rank().launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
@@ -164,8 +164,8 @@ class Exchange {
     if (self.thread != 0) return;
     if (block.call.sends) CommitSend(state, block.lease);
     if (!block.call.places && options_.gives_up) GiveUpSurplus(self);
-    if (block.call.places) CommitPlace(state, block.lease);
-    CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.place_items);
+    if (block.call.places) CommitReceive(state, block.lease);
+    CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.receive_items);
     ++self.rank().calls_done;
   }
 
@@ -188,7 +188,7 @@ class Exchange {
       Window& window = source->windows[self.block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][region], state.last_epoch[region]);
     }
-    CommitPlace(state, {0, 0, region});
+    CommitReceive(state, {0, 0, region});
   }
 
   static void Skew(uint64_t& noise) {
@@ -228,7 +228,7 @@ class Exchange {
   uint16_t TagOf(const Self& self) const { return options_.tags[self.rank().id]; }
 
   bool AwaitFlag(const Self& self, uint32_t source, const FlagCell* cell, FlagCell& flag) {
-    return Await(self, Phase::kPlace, source, [&] {
+    return Await(self, Phase::kReceive, source, [&] {
       return ObserveFlag(memory_, cell, self.block.lease.epoch, TagOf(self), flag);
     });
   }
@@ -306,17 +306,17 @@ class Exchange {
     return true;
   }
 
-  // ---- Placers ----
+  // ---- Receivers ----
 
-  bool RunPlacer(Self& self) {
+  bool RunReceiver(Self& self) {
     Block& block = self.block;
-    if (block.plan.place_items == 0) return true;
+    if (block.plan.receive_items == 0) return true;
     if (self.thread == options_.senders) block.counts_arrived = AwaitCounts(self);
     block.placer_barrier.arrive_and_wait();
     if (!block.counts_arrived) return false;
     for (;;) {
       Skew(self.noise);
-      const WorkItem item = TakeItem(memory_, self.window().state, block.plan, Queue::kPlace);
+      const WorkItem item = TakeItem(memory_, self.window().state, block.plan, Queue::kReceive);
       if (item.phase == Phase::kNone) return true;
       if (!Place(self, Peer(self, item.index % options_.ranks), item.index / options_.ranks)) {
         return false;
@@ -330,7 +330,7 @@ class Exchange {
       const uint32_t source = Peer(self, i);
       const CountCell* cell = &RegionAt(self, self.rank().id).counts[source];
       CountCell seen{};
-      const bool arrived = Await(self, Phase::kPlace, source, [&] {
+      const bool arrived = Await(self, Phase::kReceive, source, [&] {
         const Observation found = ObserveCounts(memory_, cell, self.block.lease.epoch, seen);
         const bool differs = found == Observation::kArrived && seen.counts[1] != TagOf(self);
         return differs ? Observation::kProtocolError : found;

@@ -31,7 +31,7 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
-          kFewDispatchTokens,
+          kLowLatencyDispatchTokens,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           1,
           depth};
@@ -115,10 +115,11 @@ void CheckLayout(const WindowSizes& sizes) {
   CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
   // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
-        std::min(sizes.dispatch_tokens, sizes.few_dispatch_tokens) * dispatch.message_cells);
-  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.few_message_bytes);
+        std::min(sizes.dispatch_tokens, sizes.low_latency_dispatch_tokens) *
+            dispatch.message_cells);
+  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.low_latency_message_bytes);
   CHECK(combine.cells_per_source ==
-        std::min(sizes.combine_tokens, kFewCombineTokens) * combine.message_cells);
+        std::min(sizes.combine_tokens, kLowLatencyCombineTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
@@ -140,7 +141,7 @@ void TestKnownLayout() {
   CHECK(dispatch.cells == dispatch.counts + RoundUp(8 * 23 * 16, 128));
   CHECK(dispatch.message_cells == 1 + 8 + DivideUp(14464, 12));
   CHECK(dispatch.regions ==
-        dispatch.cells + RoundUp(8 * kFewDispatchTokens * dispatch.message_cells * 16, 128));
+        dispatch.cells + RoundUp(8 * kLowLatencyDispatchTokens * dispatch.message_cells * 16, 128));
   const BufferGroupLayout& combine = layout.groups[1];
   CHECK(combine.credits == dispatch.regions + 8 * dispatch.region_bytes);
   CHECK(combine.flags_per_source == kCombineChunks.MaxCount(128) * 7);
@@ -189,7 +190,8 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                            sizes));
   const auto message = DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes),
                                            Format::ScaleBytes(hidden), top_k);
-  CHECK(message.bytes <= sizes.dispatch_message_bytes && message.bytes <= sizes.few_message_bytes);
+  CHECK(message.bytes <= sizes.dispatch_message_bytes &&
+        message.bytes <= sizes.low_latency_message_bytes);
   for (const int64_t weights : {int64_t{0}, top_k}) {
     CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
           sizes.dispatch_message_bytes);

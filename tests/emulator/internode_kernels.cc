@@ -7,11 +7,11 @@ namespace jax_ep {
 namespace cuda {
 
 extern "C" {
-void JaxEpFarBundle(FarGroup far, FarCall call);
-void JaxEpFarSend(FarGroup far, FarCall call);
-void JaxEpFarArrive(FarGroup far, FarCall call);
-void JaxEpFarRelay(FarGroup far, FarCall call);
-void JaxEpFarDeliver(FarGroup far, FarCall call);
+void JaxEpInternodeBundle(InternodeGroup internode, InternodeCall call);
+void JaxEpInternodeSend(InternodeGroup internode, InternodeCall call);
+void JaxEpInternodeArrive(InternodeGroup internode, InternodeCall call);
+void JaxEpInternodeRelay(InternodeGroup internode, InternodeCall call);
+void JaxEpInternodeDeliver(InternodeGroup internode, InternodeCall call);
 }
 
 }  // namespace cuda
@@ -20,20 +20,21 @@ namespace {
 
 template <auto kKernel>
 constexpr EmulatedFunction kFunction{[](void** params) -> std::function<void()> {
-  return [far = *static_cast<cuda::FarGroup*>(params[0]),
-          call = *static_cast<cuda::FarCall*>(params[1])] { kKernel(far, call); };
+  return [internode = *static_cast<cuda::InternodeGroup*>(params[0]),
+          call = *static_cast<cuda::InternodeCall*>(params[1])] { kKernel(internode, call); };
 }};
 
 }  // namespace
 
-cuda::FarKernels EmulatedFarKernels() {
+cuda::InternodeKernels EmulatedInternodeKernels() {
   const auto number = [](const EmulatedFunction& function) {
     return reinterpret_cast<uint64_t>(&function);
   };
-  // In the order of FarKernel.
-  return {number(kFunction<cuda::JaxEpFarBundle>), number(kFunction<cuda::JaxEpFarSend>),
-          number(kFunction<cuda::JaxEpFarArrive>), number(kFunction<cuda::JaxEpFarRelay>),
-          number(kFunction<cuda::JaxEpFarDeliver>)};
+  // In the order of InternodeKernel.
+  return {
+      number(kFunction<cuda::JaxEpInternodeBundle>), number(kFunction<cuda::JaxEpInternodeSend>),
+      number(kFunction<cuda::JaxEpInternodeArrive>), number(kFunction<cuda::JaxEpInternodeRelay>),
+      number(kFunction<cuda::JaxEpInternodeDeliver>)};
 }
 
 }  // namespace jax_ep

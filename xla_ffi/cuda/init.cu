@@ -29,7 +29,7 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 cudaError_t PreloadKernels() {
   cudaError_t error = Preload(WriteInitKernel);
   if (error == cudaSuccess) error = PreloadPackKernels();
-  if (error == cudaSuccess) error = PreloadPlaceKernels();
+  if (error == cudaSuccess) error = PreloadUnpackKernels();
   if (error == cudaSuccess) error = PreloadCombineKernels();
   if (error == cudaSuccess) error = PreloadQuantizeKernels();
   return error;
@@ -41,7 +41,7 @@ cudaError_t PreloadWindowKernels() {
   if (error == cudaSuccess) error = PreloadWindowCombine();
   if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
   if (error == cudaSuccess) error = PreloadWindowCombineSend();
-  if (error == cudaSuccess) error = PreloadWindowCombinePlace();
+  if (error == cudaSuccess) error = PreloadWindowCombineReceive();
   return error;
 }
 

@@ -39,11 +39,11 @@ concept PutAccess =
 
 // A region's messages travel in so many shares, side by side, each by a lane of its own and with a
 // signal of its own.
-inline constexpr uint32_t kFarShares = 8;
+inline constexpr uint32_t kInternodeShares = 8;
 
 // One buffer group; offsets from the start of a rank's block.
-struct FarGroupLayout {
-  int64_t arrived;   // uint64 [depth, R sources, kFarShares]: the last epoch that has come
+struct InternodeGroupLayout {
+  int64_t arrived;   // uint64 [depth, R sources, kInternodeShares]: the last epoch that has come
   int64_t returned;  // uint64 [depth, R sources], own: the last credit that went back
   int64_t flags;     // FlagCell [depth, R sources, flags_per_source]: the inbox
   int64_t counts;    // CountCell [depth, R sources, count_cells]: likewise
@@ -51,15 +51,15 @@ struct FarGroupLayout {
 
 // The block of a rank is its window, then a staging area that is laid out like a window, its parts
 // by destination instead of source, then what is here.
-struct FarLayout {
+struct InternodeLayout {
   int64_t staged;
-  FarGroupLayout groups[kBufferGroups];
+  InternodeGroupLayout groups[kBufferGroups];
   int64_t bytes;  // of a block
 
-  static constexpr FarLayout Of(const WindowLayout& window, const WindowSizes& sizes) {
+  static constexpr InternodeLayout Of(const WindowLayout& window, const WindowSizes& sizes) {
     constexpr int64_t kAlign = 128;
     LayoutCursor cursor;
-    FarLayout layout{};
+    InternodeLayout layout{};
     cursor.Take(window.bytes, kAlign);
     layout.staged = cursor.Take(window.bytes, kAlign);
     const int64_t regions = sizes.depth * sizes.ranks;
@@ -67,8 +67,8 @@ struct FarLayout {
       const auto take = [&](int64_t cells, size_t bytes) {
         return cursor.Take(regions * cells * static_cast<int64_t>(bytes), kAlign);
       };
-      FarGroupLayout& group = layout.groups[i];
-      group.arrived = take(kFarShares, sizeof(uint64_t));
+      InternodeGroupLayout& group = layout.groups[i];
+      group.arrived = take(kInternodeShares, sizeof(uint64_t));
       group.returned = take(1, sizeof(uint64_t));
       group.flags = take(window.groups[i].flags_per_source, sizeof(FlagCell));
       group.counts = take(window.groups[i].count_cells, sizeof(CountCell));
@@ -80,9 +80,9 @@ struct FarLayout {
 
 // Where things of one kind of call lie in a block. `peer` is the source or, in what is staged, the
 // destination.
-struct FarPlaces {
+struct InternodeOffsets {
   const BufferGroupLayout& window;
-  const FarGroupLayout& far;
+  const InternodeGroupLayout& internode;
   uint32_t ranks;
 
   JAX_EP_HOST_DEVICE int64_t Part(uint32_t region, uint32_t peer) const {
@@ -101,16 +101,17 @@ struct FarPlaces {
     return window.credits + Part(region, peer) * int64_t{sizeof(uint64_t)};
   }
   JAX_EP_HOST_DEVICE int64_t InboxFlags(uint32_t region, uint32_t source) const {
-    return far.flags + FlagsBefore(region, source);
+    return internode.flags + FlagsBefore(region, source);
   }
   JAX_EP_HOST_DEVICE int64_t InboxCounts(uint32_t region, uint32_t source) const {
-    return far.counts + CountsBefore(region, source);
+    return internode.counts + CountsBefore(region, source);
   }
   JAX_EP_HOST_DEVICE int64_t Arrived(uint32_t region, uint32_t source, uint32_t share) const {
-    return far.arrived + (Part(region, source) * kFarShares + share) * int64_t{sizeof(uint64_t)};
+    return internode.arrived +
+           (Part(region, source) * kInternodeShares + share) * int64_t{sizeof(uint64_t)};
   }
   JAX_EP_HOST_DEVICE int64_t Returned(uint32_t region, uint32_t source) const {
-    return far.returned + Part(region, source) * int64_t{sizeof(uint64_t)};
+    return internode.returned + Part(region, source) * int64_t{sizeof(uint64_t)};
   }
 
  private:
@@ -123,18 +124,20 @@ struct FarPlaces {
 };
 
 // What a call sends to each rank; equal on all ranks.
-struct FarShape {
+struct InternodeShape {
   int64_t message_bytes;
   uint32_t flags;
   uint32_t counts;
   uint32_t pieces;       // flags of a chunk
   uint32_t chunk_slots;  // 0: a flag says itself where its slots start
 
-  static constexpr FarShape OfDispatch(int64_t tokens, int64_t message_bytes, int64_t counts) {
+  static constexpr InternodeShape OfDispatch(int64_t tokens, int64_t message_bytes,
+                                             int64_t counts) {
     return {message_bytes, static_cast<uint32_t>(kDispatchChunks.Count(tokens)),
             static_cast<uint32_t>(counts), 1, 0};
   }
-  static constexpr FarShape OfCombine(int64_t messages, int64_t message_bytes, int64_t hidden) {
+  static constexpr InternodeShape OfCombine(int64_t messages, int64_t message_bytes,
+                                            int64_t hidden) {
     const int64_t pieces = Pieces(hidden);
     return {message_bytes, static_cast<uint32_t>(kCombineChunks.Count(messages) * pieces), 0,
             static_cast<uint32_t>(pieces), static_cast<uint32_t>(kCombineChunks.Tokens(messages))};
@@ -145,8 +148,9 @@ struct FarShape {
 
 // Behind the last slot that flags first, first + step, ... announce in this epoch.
 template <SignalMemory M>
-JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags, const FarShape& shape,
-                                    uint64_t epoch, uint32_t first, uint32_t step) {
+JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags,
+                                    const InternodeShape& shape, uint64_t epoch, uint32_t first,
+                                    uint32_t step) {
   int64_t end = 0;
   JAX_EP_NO_UNROLL
   for (uint32_t i = first; i < shape.flags; i += step) {
@@ -166,7 +170,7 @@ struct ShareOf {
   int64_t bytes;
 
   JAX_EP_HOST_DEVICE ShareOf(int64_t end, uint32_t share) {
-    const int64_t length = RoundUp(DivideUp(end, kFarShares), kMessageAlignBytes);
+    const int64_t length = RoundUp(DivideUp(end, kInternodeShares), kMessageAlignBytes);
     begin = Min(share * length, end);
     bytes = Min(length, end - begin);
   }
@@ -176,31 +180,32 @@ struct ShareOf {
 // stores to the staged parts, which in turn came after ObserveCredit of the region: so the
 // destination has seen the puts of the region's last epoch arrive, and nothing reads them any more.
 template <PutAccess P>
-JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const FarPlaces& places, const uint8_t* staged,
-                                     uint32_t rank, uint32_t to, const FarShape& shape,
-                                     const PendingCall& call, int64_t slots, uint32_t share) {
-  const ShareOf part(Min(slots * shape.message_bytes, places.window.region_bytes), share);
+JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const InternodeOffsets& offsets,
+                                     const uint8_t* staged, uint32_t rank, uint32_t to,
+                                     const InternodeShape& shape, const PendingCall& call,
+                                     int64_t slots, uint32_t share) {
+  const ShareOf part(Min(slots * shape.message_bytes, offsets.window.region_bytes), share);
   if (part.bytes > 0) {
-    puts.Put(to, places.Messages(call.region, rank) + part.begin,
-             staged + places.Messages(call.region, to) + part.begin, part.bytes);
+    puts.Put(to, offsets.Messages(call.region, rank) + part.begin,
+             staged + offsets.Messages(call.region, to) + part.begin, part.bytes);
   }
   if (share == 0 && shape.flags > 0) {
-    puts.Put(to, places.InboxFlags(call.region, rank), staged + places.Flags(call.region, to),
+    puts.Put(to, offsets.InboxFlags(call.region, rank), staged + offsets.Flags(call.region, to),
              shape.flags * int64_t{sizeof(FlagCell)});
   }
   if (share == 0 && shape.counts > 0) {
-    puts.Put(to, places.InboxCounts(call.region, rank), staged + places.Counts(call.region, to),
+    puts.Put(to, offsets.InboxCounts(call.region, rank), staged + offsets.Counts(call.region, to),
              shape.counts * int64_t{sizeof(CountCell)});
   }
   puts.Fence();  // Pairs with Acquire in ObserveShare at the destination.
-  puts.Signal(to, places.Arrived(call.region, rank, share), call.epoch);
+  puts.Signal(to, offsets.Arrived(call.region, rank, share), call.epoch);
 }
 
 // Ends the group at a rank of another node, whose poison cell is at `cell`. The half with the
 // status comes last: a report that is there at all says so.
 template <PutAccess P>
-JAX_EP_HOST_DEVICE void SpreadFarPoison(const P& puts, uint32_t rank, int64_t cell,
-                                        const WaitReport& report) {
+JAX_EP_HOST_DEVICE void SpreadInternodePoison(const P& puts, uint32_t rank, int64_t cell,
+                                              const WaitReport& report) {
   constexpr int64_t kHalf = sizeof(uint64_t);
   static_assert(sizeof(WaitReport) == 2 * kHalf && offsetof(WaitReport, status) >= kHalf);
   uint64_t words[2];
@@ -238,8 +243,8 @@ JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbo
 // must say that its puts are over. Where a relay observes it instead (bundle.h), after a Fence: the
 // region's last credit may be under way still, and must not come over this one.
 template <PutAccess P, SignalMemory M>
-JAX_EP_HOST_DEVICE void ReturnFarCredit(const P& puts, const M& memory, uint32_t source,
-                                        int64_t credit, uint64_t epoch) {
+JAX_EP_HOST_DEVICE void ReturnInternodeCredit(const P& puts, const M& memory, uint32_t source,
+                                              int64_t credit, uint64_t epoch) {
   memory.ReleaseFence();  // Release; pairs with Acquire in ObserveCredit at the source.
   puts.Signal(source, credit, epoch);
 }

@@ -44,10 +44,10 @@ enum class Observation : uint8_t { kPending, kArrived, kProtocolError };
 enum class WaitStatus : uint8_t { kArrived = 0, kTimedOut, kPoisoned, kProtocolError, kNotPending };
 
 // What a worker is doing; kNone is what a ticket past the end of a queue gets.
-enum class Phase : uint8_t { kRoute, kSend, kPlace, kNone };
+enum class Phase : uint8_t { kRoute, kSend, kReceive, kNone };
 
 // A call has two queues of items. Senders take routing, then sending; placers take placing.
-enum class Queue : uint8_t { kSend, kPlace };
+enum class Queue : uint8_t { kSend, kReceive };
 inline constexpr uint32_t kQueues = 2;
 
 // Counts that need no flag: an epoch comes with every three of them, in one 128-bit access, so a
@@ -159,7 +159,7 @@ JAX_EP_HOST_DEVICE constexpr void CommitSend(CallState& state, const RegionLease
   state.pending |= 1u << lease.region;
 }
 
-JAX_EP_HOST_DEVICE constexpr void CommitPlace(CallState& state, const RegionLease& lease) {
+JAX_EP_HOST_DEVICE constexpr void CommitReceive(CallState& state, const RegionLease& lease) {
   state.pending &= ~(1u << lease.region);
 }
 
@@ -187,7 +187,7 @@ JAX_EP_HOST_DEVICE constexpr Observation ClassifyCredit(uint64_t consumed,
 struct WorkPlan {
   uint32_t route_items;
   uint32_t send_items;
-  uint32_t place_items;
+  uint32_t receive_items;
 };
 
 struct WorkItem {
@@ -196,8 +196,9 @@ struct WorkItem {
 };
 
 JAX_EP_HOST_DEVICE constexpr WorkItem ItemOf(const WorkPlan& plan, Queue queue, uint32_t ticket) {
-  if (queue == Queue::kPlace) {
-    return ticket < plan.place_items ? WorkItem{Phase::kPlace, ticket} : WorkItem{Phase::kNone, 0};
+  if (queue == Queue::kReceive) {
+    return ticket < plan.receive_items ? WorkItem{Phase::kReceive, ticket}
+                                       : WorkItem{Phase::kNone, 0};
   }
   if (ticket < plan.route_items) return {Phase::kRoute, ticket};
   ticket -= plan.route_items;
@@ -209,7 +210,7 @@ JAX_EP_HOST_DEVICE constexpr WorkItem ItemOf(const WorkPlan& plan, Queue queue, 
 JAX_EP_HOST_DEVICE constexpr WorkItem ItemInOrder(const WorkPlan& plan, uint32_t ticket) {
   const WorkItem item = ItemOf(plan, Queue::kSend, ticket);
   if (item.phase != Phase::kNone) return item;
-  return ItemOf(plan, Queue::kPlace, ticket - plan.route_items - plan.send_items);
+  return ItemOf(plan, Queue::kReceive, ticket - plan.route_items - plan.send_items);
 }
 
 // ---- Memory -------------------------------------------------------------------------------------

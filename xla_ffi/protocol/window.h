@@ -61,11 +61,11 @@ JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
 // Calls of so few tokens send their messages in cells that carry the epoch, as counts do: one
 // flight to the reader, where a message, its completion and a flag behind a fence take three. The
 // epochs are a quarter of what the link carries, which only the smallest calls can afford.
-inline constexpr int64_t kFewDispatchTokens = 24;
+inline constexpr int64_t kLowLatencyDispatchTokens = 24;
 // Of dispatches that encode: a whole block encodes a token, where senders of larger calls have a
 // warp and its helpers for each.
-inline constexpr int64_t kFewEncodedTokens = 32;
-inline constexpr int64_t kFewCombineTokens = 64;
+inline constexpr int64_t kLowLatencyEncodedTokens = 32;
+inline constexpr int64_t kLowLatencyCombineTokens = 64;
 
 // Cells of so many bytes.
 JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
@@ -140,10 +140,10 @@ struct WindowSizes {
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
-  int64_t few_dispatch_tokens;  // the most of a dispatch whose messages go in cells
-  int64_t few_message_bytes;    // the largest of those
-  int64_t turns;                // regions that calls go round
-  int64_t depth;                // all of them, with those for calls beside pending ones
+  int64_t low_latency_dispatch_tokens;  // the most of a dispatch whose messages go in cells
+  int64_t low_latency_message_bytes;    // the largest of those
+  int64_t turns;                        // regions that calls go round
+  int64_t depth;                        // all of them, with those for calls beside pending ones
 };
 
 // One buffer group; offsets from the start of the window.
@@ -190,9 +190,9 @@ struct WindowLayout {
       group.region_bytes = RoundUp(
           tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes), kAlign);
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
-                                    : DispatchCells(sizes.few_message_bytes, sizes.top_k);
+                                    : DispatchCells(sizes.low_latency_message_bytes, sizes.top_k);
       group.cells_per_source =
-          Min(tokens, combine ? kFewCombineTokens : sizes.few_dispatch_tokens) *
+          Min(tokens, combine ? kLowLatencyCombineTokens : sizes.low_latency_dispatch_tokens) *
           group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
@@ -235,7 +235,7 @@ struct WindowGroup {
   // Bits of the ranks that are on other nodes. Their place in `windows` is a staging area of this
   // rank (protocol/internode.h): laid out like a window, with parts by destination. Calls are then
   // run as their halves.
-  uint32_t far;
+  uint32_t internode;
 };
 
 enum class TagKind : uint16_t { kDispatch, kCachedDispatch, kCombine };

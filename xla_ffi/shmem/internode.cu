@@ -16,11 +16,13 @@ namespace {
 
 // A block is a lane: all of its threads call together.
 struct BlockPuts {
-  const FarGroup& far;
+  const InternodeGroup& internode;
 
-  __device__ uint8_t* At(int64_t at) const { return far.group.windows[far.group.rank] + at; }
+  __device__ uint8_t* At(int64_t at) const {
+    return internode.group.windows[internode.group.rank] + at;
+  }
   __device__ void Put(uint32_t rank, int64_t at, const void* from, int64_t bytes) const {
-    nvshmemx_putmem_nbi_block(At(at), from, static_cast<size_t>(bytes), far.pes[rank]);
+    nvshmemx_putmem_nbi_block(At(at), from, static_cast<size_t>(bytes), internode.pes[rank]);
   }
   __device__ void Fence() const {
     __syncthreads();
@@ -30,20 +32,20 @@ struct BlockPuts {
     __syncthreads();
     if (threadIdx.x != 0) return;
     nvshmemx_signal_op(reinterpret_cast<uint64_t*>(At(at)), value, NVSHMEM_SIGNAL_SET,
-                       far.pes[rank]);
+                       internode.pes[rank]);
   }
   // Whoever has passed one of NVSHMEM's own tests may read what a network has written. The wait was
   // ours, so this test is one that anything passes.
   __device__ void Settle() const {
     __syncthreads();
-    auto* word = reinterpret_cast<uint64_t*>(At(far.layout.groups[0].arrived));
+    auto* word = reinterpret_cast<uint64_t*>(At(internode.layout.groups[0].arrived));
     if (threadIdx.x == 0) nvshmem_uint64_test(word, NVSHMEM_CMP_GE, 0);
     __syncthreads();
   }
 };
 static_assert(PutAccess<BlockPuts>);
 
-constexpr uint32_t kWarp = 32, kWarps = kFarThreads / kWarp;
+constexpr uint32_t kWarp = 32, kWarps = kInternodeThreads / kWarp;
 constexpr int64_t kVector = sizeof(uint4);
 
 // Whole warp: copies a message, to where `to(i)` says for each i below `copies` that is not
@@ -75,7 +77,7 @@ __device__ void CopyMessage(const uint8_t* from, int64_t bytes, uint32_t copies,
 }
 
 // What the threads of a block have in common.
-struct FarShared {
+struct InternodeShared {
   Gate gate;
   WaitReport report;
   unsigned long long slots;
@@ -87,24 +89,24 @@ struct FarShared {
 };
 
 // One block, and the far rank that it is for.
-class FarBlock {
+class InternodeBlock {
  public:
-  __device__ FarBlock(const FarGroup& far, const FarCall& call)
-      : far_(far),
+  __device__ InternodeBlock(const InternodeGroup& internode, const InternodeCall& call)
+      : internode_(internode),
         call_(call),
-        group_(far.group),
-        puts_{far},
-        places_{group_.layout.groups[static_cast<int>(call.kind)],
-                far.layout.groups[static_cast<int>(call.kind)], group_.ranks},
-        bundles_{places_.window, far.bundles, far.map},
+        group_(internode.group),
+        puts_{internode},
+        offsets_{group_.layout.groups[static_cast<int>(call.kind)],
+                 internode.layout.groups[static_cast<int>(call.kind)], group_.ranks},
+        bundles_{offsets_.window, internode.bundles, internode.map},
         own_(group_.windows[group_.rank]),
-        staged_(own_ + far.layout.staged),
-        peer_(NthFarRank(blockIdx.y)),
-        bundled_(Bundled(far, call.kind)),
-        shared_(SharedObject<FarShared>()) {}
+        staged_(own_ + internode.layout.staged),
+        peer_(NthInternodeRank(blockIdx.y)),
+        bundled_(Bundled(internode, call.kind)),
+        shared_(SharedObject<InternodeShared>()) {}
 
   // Whether this rank puts to the peer, and the peer to it.
-  __device__ bool Hears() const { return !bundled_ || far_.map.Relays(group_.rank, peer_); }
+  __device__ bool Hears() const { return !bundled_ || internode_.map.Relays(group_.rank, peer_); }
 
   // The same for the whole block: another one may poison the group meanwhile.
   __device__ Gate LoadGate() const {
@@ -117,18 +119,19 @@ class FarBlock {
   // The block's tokens: their messages, one behind the other, and their rows of the table.
   __device__ void Bundle(const PendingCall& pending) const {
     const TokenSlots& slots = call_.slots;
-    const uint32_t node = far_.map.node_of[peer_], region = pending.region;
-    const BundleSide& side = far_.bundles.staged;
+    const uint32_t node = internode_.map.node_of[peer_], region = pending.region;
+    const BundleSide& side = internode_.bundles.staged;
     const int64_t first = blockIdx.x * kBundleTokens;
     const int64_t end = Min(first + kBundleTokens, slots.tokens);
     const auto goes = [&](int64_t token) {
-      return GoesTo(far_.map, group_.ranks, slots, token, node);
+      return GoesTo(internode_.map, group_.ranks, slots, token, node);
     };
     if (threadIdx.x == 0) shared_.before = 0;
     __syncthreads();
     uint32_t earlier = 0;
     JAX_EP_NO_UNROLL
-    for (int64_t token = threadIdx.x; token < first; token += kFarThreads) earlier += goes(token);
+    for (int64_t token = threadIdx.x; token < first; token += kInternodeThreads)
+      earlier += goes(token);
     if (earlier != 0) atomicAdd(&shared_.before, earlier);
     __syncthreads();
     const uint32_t before = shared_.before;
@@ -142,7 +145,7 @@ class FarBlock {
         auto* row =
             reinterpret_cast<int32_t*>(own_ + bundles_.Row(side, region, node, before + at));
         shared_.from[at] =
-            WriteRow(far_.map, places_, call_.shape, slots, token, node, region, row);
+            WriteRow(internode_.map, offsets_, call_.shape, slots, token, node, region, row);
       }
       if (threadIdx.x == 0) shared_.count = static_cast<uint32_t>(__popc(lanes));
     }
@@ -163,21 +166,21 @@ class FarBlock {
   // The block's share.
   __device__ void Forward(const PendingCall& pending) const {
     if (bundled_) {
-      const uint8_t* table =
-          own_ + bundles_.Table(far_.bundles.staged, pending.region, far_.map.node_of[peer_]);
-      ForwardBundle(puts_, places_, bundles_, own_, staged_, group_.rank, peer_, call_.shape,
+      const uint8_t* table = own_ + bundles_.Table(internode_.bundles.staged, pending.region,
+                                                   internode_.map.node_of[peer_]);
+      ForwardBundle(puts_, offsets_, bundles_, own_, staged_, group_.rank, peer_, call_.shape,
                     pending, *reinterpret_cast<const int64_t*>(table), blockIdx.x);
       return;
     }
     if (threadIdx.x == 0) shared_.slots = 0;
     __syncthreads();
     const auto* flags =
-        reinterpret_cast<const FlagCell*>(staged_ + places_.Flags(pending.region, peer_));
+        reinterpret_cast<const FlagCell*>(staged_ + offsets_.Flags(pending.region, peer_));
     const int64_t end =
         SlotsEnd(memory_, flags, call_.shape, pending.epoch, threadIdx.x, blockDim.x);
     if (end > 0) atomicMax(&shared_.slots, static_cast<unsigned long long>(end));
     __syncthreads();
-    ForwardShare(puts_, places_, staged_, group_.rank, peer_, call_.shape, pending,
+    ForwardShare(puts_, offsets_, staged_, group_.rank, peer_, call_.shape, pending,
                  static_cast<int64_t>(shared_.slots), blockIdx.x);
   }
 
@@ -187,8 +190,8 @@ class FarBlock {
     const uint16_t tag = KindTag(combines ? TagKind::kCombine : TagKind::kDispatch);
     JAX_EP_NO_UNROLL
     for (uint32_t region = 0; region < group_.depth; ++region) {
-      const uint64_t due = memory_.Peek(Word(staged_, places_.Credit(region, peer_)));
-      uint64_t* returned = Word(own_, places_.Returned(region, peer_));
+      const uint64_t due = memory_.Peek(Word(staged_, offsets_.Credit(region, peer_)));
+      uint64_t* returned = Word(own_, offsets_.Returned(region, peer_));
       const bool is_due = memory_.Peek(returned) != due;
       __syncthreads();
       if (!is_due) continue;
@@ -198,22 +201,23 @@ class FarBlock {
         return;
       }
       if (threadIdx.x == 0) memory_.Post(returned, due);
-      ReturnFarCredit(puts_, memory_, peer_, places_.Credit(region, group_.rank), due);
+      ReturnInternodeCredit(puts_, memory_, peer_, offsets_.Credit(region, group_.rank), due);
     }
   }
 
   __device__ void Arrive(const PendingCall& pending) const {
     const uint32_t region = pending.region;
     if (!AwaitRegion(pending) || bundled_) return;
-    DeliverTo(own_, region, places_.InboxFlags(region, peer_), places_.InboxCounts(region, peer_));
+    DeliverTo(own_, region, offsets_.InboxFlags(region, peer_),
+              offsets_.InboxCounts(region, peer_));
   }
 
   // Some of the messages of the peer's bundle, a warp each.
   __device__ void Relay(const PendingCall& pending) const {
-    const BundleSide& side = far_.bundles.inbox;
-    const uint32_t from = far_.map.node_of[peer_], here = far_.map.node_of[group_.rank];
+    const BundleSide& side = internode_.bundles.inbox;
+    const uint32_t from = internode_.map.node_of[peer_], here = internode_.map.node_of[group_.rank];
     const uint32_t region = pending.region;
-    const int64_t bytes = call_.shape.message_bytes, most = places_.window.region_bytes / bytes;
+    const int64_t bytes = call_.shape.message_bytes, most = offsets_.window.region_bytes / bytes;
     const auto* table = reinterpret_cast<const int32_t*>(own_ + bundles_.Table(side, region, from));
     const int64_t count = Min<int64_t>(LoadAroundL1(table), most);
     JAX_EP_NO_UNROLL
@@ -221,25 +225,26 @@ class FarBlock {
          i += gridDim.x * kWarps) {
       const auto* row =
           reinterpret_cast<const int32_t*>(own_ + bundles_.Row(side, region, from, i));
-      const auto to = [&](uint32_t place) -> uint8_t* {
-        const int64_t slot = LoadAroundL1(row + place);
+      const auto to = [&](uint32_t local_rank) -> uint8_t* {
+        const int64_t slot = LoadAroundL1(row + local_rank);
         if (slot < 0 || slot >= most) return nullptr;
-        return group_.windows[far_.map.RankAt(here, place)] + places_.Messages(region, peer_) +
-               slot * bytes;
+        return group_.windows[internode_.map.RankAt(here, local_rank)] +
+               offsets_.Messages(region, peer_) + slot * bytes;
       };
-      CopyMessage(own_ + bundles_.Messages(side, region, from) + i * bytes, bytes, far_.map.size,
-                  to);
+      CopyMessage(own_ + bundles_.Messages(side, region, from) + i * bytes, bytes,
+                  internode_.map.size, to);
     }
   }
 
   // The cells of the peer's bundle, after all of its messages.
   __device__ void Deliver(const PendingCall& pending) const {
-    const uint32_t from = far_.map.node_of[peer_], here = far_.map.node_of[group_.rank];
+    const uint32_t from = internode_.map.node_of[peer_], here = internode_.map.node_of[group_.rank];
     const uint32_t region = pending.region;
     JAX_EP_NO_UNROLL
-    for (uint32_t place = 0; place < far_.map.size; ++place) {
-      DeliverTo(group_.windows[far_.map.RankAt(here, place)], region,
-                bundles_.Flags(region, from, place), bundles_.Counts(region, from, place));
+    for (uint32_t local_rank = 0; local_rank < internode_.map.size; ++local_rank) {
+      DeliverTo(group_.windows[internode_.map.RankAt(here, local_rank)], region,
+                bundles_.Flags(region, from, local_rank),
+                bundles_.Counts(region, from, local_rank));
     }
   }
 
@@ -250,14 +255,14 @@ class FarBlock {
     if (threadIdx.x == 0) shared_.report = memory_.Peek(Poison(staged_));
     __syncthreads();
     if (shared_.report.status != WaitStatus::kArrived) {
-      SpreadFarPoison(puts_, peer_, group_.layout.poison, shared_.report);
+      SpreadInternodePoison(puts_, peer_, group_.layout.poison, shared_.report);
     }
   }
 
  private:
   // The n-th of those with a bit.
-  __device__ uint32_t NthFarRank(uint32_t n) const {
-    uint32_t left = group_.far;
+  __device__ uint32_t NthInternodeRank(uint32_t n) const {
+    uint32_t left = group_.internode;
     for (; n > 0; --n) left &= left - 1;
     return static_cast<uint32_t>(__ffs(static_cast<int>(left)) - 1);
   }
@@ -270,10 +275,10 @@ class FarBlock {
 
   // To a window of this node, from the inbox.
   __device__ void DeliverTo(uint8_t* window, uint32_t region, int64_t flags, int64_t counts) const {
-    DeliverCells(memory_, reinterpret_cast<FlagCell*>(window + places_.Flags(region, peer_)),
+    DeliverCells(memory_, reinterpret_cast<FlagCell*>(window + offsets_.Flags(region, peer_)),
                  reinterpret_cast<const FlagCell*>(own_ + flags), call_.shape.flags, threadIdx.x,
                  blockDim.x);
-    DeliverCells(memory_, reinterpret_cast<CountCell*>(window + places_.Counts(region, peer_)),
+    DeliverCells(memory_, reinterpret_cast<CountCell*>(window + offsets_.Counts(region, peer_)),
                  reinterpret_cast<const CountCell*>(own_ + counts), call_.shape.counts, threadIdx.x,
                  blockDim.x);
   }
@@ -281,8 +286,8 @@ class FarBlock {
   // For the whole block: whether all shares of the peer's region are there.
   __device__ bool AwaitRegion(const PendingCall& call) const {
     bool ok = true;
-    if (threadIdx.x < kFarShares) {
-      const uint64_t* arrived = Word(own_, places_.Arrived(call.region, peer_, threadIdx.x));
+    if (threadIdx.x < kInternodeShares) {
+      const uint64_t* arrived = Word(own_, offsets_.Arrived(call.region, peer_, threadIdx.x));
       const WaitBound bound{group_.timeout_ns, Poison(own_)};
       const WaitStatus status =
           WaitUntil(memory_, bound, [&] { return ObserveShare(memory_, arrived, call.epoch); });
@@ -300,7 +305,7 @@ class FarBlock {
                       static_cast<uint16_t>(group_.rank),
                       static_cast<uint16_t>(peer_),
                       static_cast<uint16_t>(call.tag),
-                      Phase::kPlace,
+                      Phase::kReceive,
                       status};
     if (status == WaitStatus::kPoisoned) {
       report = memory_.Peek(Poison(own_));
@@ -312,41 +317,44 @@ class FarBlock {
     PoisonGate(group_.control->gate);
   }
 
-  const FarGroup& far_;
-  const FarCall& call_;
+  const InternodeGroup& internode_;
+  const InternodeCall& call_;
   const WindowGroup& group_;
   const BlockPuts puts_;
-  const FarPlaces places_;
-  const BundlePlaces bundles_;
+  const InternodeOffsets offsets_;
+  const BundleOffsets bundles_;
   uint8_t* const own_;
   uint8_t* const staged_;
   const uint32_t peer_;
   const bool bundled_;
-  FarShared& shared_;
+  InternodeShared& shared_;
   const DeviceSignalMemory memory_{};
 };
 
 // Whether the call is one to go on with. One that is not pending is left to its second half.
-__device__ bool Goes(const FarBlock& block, const FarGroup& far, const FarCall& call) {
+__device__ bool Goes(const InternodeBlock& block, const InternodeGroup& internode,
+                     const InternodeCall& call) {
   if (block.LoadGate() != Gate::kOpen || !block.Hears()) return false;
-  const CallState& state = far.group.control->calls[static_cast<int>(call.kind)];
-  return ResumeRegion(state, *call.pending, far.group.depth).region != kNoRegion;
+  const CallState& state = internode.group.control->calls[static_cast<int>(call.kind)];
+  return ResumeRegion(state, *call.pending, internode.group.depth).region != kNoRegion;
 }
 
 }  // namespace
 
 // Behind a first half.
-extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
-    JaxEpFarBundle(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
-  const FarBlock block(far, call);
-  if (Goes(block, far, call)) block.Bundle(*call.pending);
+extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
+    JaxEpInternodeBundle(const __grid_constant__ InternodeGroup internode,
+                         const __grid_constant__ InternodeCall call) {
+  const InternodeBlock block(internode, call);
+  if (Goes(block, internode, call)) block.Bundle(*call.pending);
 }
 
 // Behind a first half, or with no call behind a second.
-extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
-    JaxEpFarSend(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
-  const FarBlock block(far, call);
-  if (call.pending != nullptr && Goes(block, far, call)) block.Forward(*call.pending);
+extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
+    JaxEpInternodeSend(const __grid_constant__ InternodeGroup internode,
+                       const __grid_constant__ InternodeCall call) {
+  const InternodeBlock block(internode, call);
+  if (call.pending != nullptr && Goes(block, internode, call)) block.Forward(*call.pending);
   if (blockIdx.x != 0) return;
   const Gate gate = block.LoadGate();
   if (gate == Gate::kClosed) return;
@@ -355,22 +363,25 @@ extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
 }
 
 // Before a second half, like what follows.
-extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
-    JaxEpFarArrive(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
-  const FarBlock block(far, call);
-  if (Goes(block, far, call)) block.Arrive(*call.pending);
+extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
+    JaxEpInternodeArrive(const __grid_constant__ InternodeGroup internode,
+                         const __grid_constant__ InternodeCall call) {
+  const InternodeBlock block(internode, call);
+  if (Goes(block, internode, call)) block.Arrive(*call.pending);
 }
 
-extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
-    JaxEpFarRelay(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
-  const FarBlock block(far, call);
-  if (Goes(block, far, call)) block.Relay(*call.pending);
+extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
+    JaxEpInternodeRelay(const __grid_constant__ InternodeGroup internode,
+                        const __grid_constant__ InternodeCall call) {
+  const InternodeBlock block(internode, call);
+  if (Goes(block, internode, call)) block.Relay(*call.pending);
 }
 
-extern "C" __global__ void __launch_bounds__(kFarThreads, 1)
-    JaxEpFarDeliver(const __grid_constant__ FarGroup far, const __grid_constant__ FarCall call) {
-  const FarBlock block(far, call);
-  if (Goes(block, far, call)) block.Deliver(*call.pending);
+extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
+    JaxEpInternodeDeliver(const __grid_constant__ InternodeGroup internode,
+                          const __grid_constant__ InternodeCall call) {
+  const InternodeBlock block(internode, call);
+  if (Goes(block, internode, call)) block.Deliver(*call.pending);
 }
 
 }  // namespace jax_ep::cuda

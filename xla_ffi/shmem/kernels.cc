@@ -20,11 +20,11 @@ extern "C" const char jax_ep_internode_image[] __attribute__((visibility("hidden
 
 namespace jax_ep::shmem {
 
-cuda::FarKernels LoadKernels() {
+cuda::InternodeKernels LoadKernels() {
 #if defined(JAX_EP_INTERNODE_IMAGE)
   // Never unloaded: captured graphs keep its kernels.
-  static const cuda::FarKernels kernels = [] {
-    cuda::FarKernels loaded{};
+  static const cuda::InternodeKernels kernels = [] {
+    cuda::InternodeKernels loaded{};
     OnStarted([&loaded] {
       const cuda::Driver& driver = cuda::Driver::Get();
       if (!driver.load_library || !driver.get_kernel || !driver.get_function || !driver.launch) {
@@ -43,8 +43,8 @@ cuda::FarKernels LoadKernels() {
         cuda::Check(driver.get_function(&function, kernel), name);
         return reinterpret_cast<uint64_t>(function);
       };
-      for (uint32_t i = 0; i < cuda::kNumFarKernels; ++i) {
-        loaded.functions[i] = find(cuda::kFarKernelNames[i]);
+      for (uint32_t i = 0; i < cuda::kNumInternodeKernels; ++i) {
+        loaded.functions[i] = find(cuda::kInternodeKernelNames[i]);
       }
     });
     return loaded;

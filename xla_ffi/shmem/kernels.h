@@ -12,6 +12,6 @@ inline constexpr bool kHasKernels = false;
 #endif
 
 // For the device of Start, after it; the same ones each time. Throws std::runtime_error.
-cuda::FarKernels LoadKernels();
+cuda::InternodeKernels LoadKernels();
 
 }  // namespace jax_ep::shmem

@@ -42,7 +42,7 @@ NB_MODULE(_native_shmem, m) {
       "kernels",
       [] {
         nb::gil_scoped_release release;
-        const cuda::FarKernels kernels = LoadKernels();
+        const cuda::InternodeKernels kernels = LoadKernels();
         return std::vector<uint64_t>(std::begin(kernels.functions), std::end(kernels.functions));
       },
       "After the start: those that reach ranks on other nodes.");

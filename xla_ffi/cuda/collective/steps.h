@@ -44,7 +44,7 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 // waits for the device, and other ranks may be waiting for this one.
 cudaError_t PreloadKernels();
 cudaError_t PreloadPackKernels();
-cudaError_t PreloadPlaceKernels();
+cudaError_t PreloadUnpackKernels();
 cudaError_t PreloadCombineKernels();
 cudaError_t PreloadQuantizeKernels();
 

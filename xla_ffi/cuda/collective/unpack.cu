@@ -334,7 +334,7 @@ cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
       step.element, [&]<typename Part>(TypeTag<Part>) { return LaunchPlace<Part>(place, stream); });
 }
 
-cudaError_t PreloadPlaceKernels() {
+cudaError_t PreloadUnpackKernels() {
   cudaError_t error = cudaSuccess;
   const auto preload = [&](auto kernel) {
     if (error == cudaSuccess) error = Preload(kernel);

@@ -9,44 +9,45 @@
 namespace jax_ep::cuda {
 
 // Ahead of other streams' work, as the half that it is behind (launch.h, LaunchAhead).
-cudaError_t FarRank::Send(const FarCall& call, cudaStream_t stream) const {
+cudaError_t InternodeRank::Send(const InternodeCall& call, cudaStream_t stream) const {
   int least = 0;
   int greatest = 0;
   cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-  if (error == cudaSuccess && Bundled(far_, call.kind)) {
+  if (error == cudaSuccess && Bundled(internode_, call.kind)) {
     const int64_t blocks = std::max<int64_t>(1, DivideUp(call.slots.tokens, kBundleTokens));
-    error = Launch(FarKernel::kBundle, blocks, call, stream, greatest);
+    error = Launch(InternodeKernel::kBundle, blocks, call, stream, greatest);
   }
-  return error == cudaSuccess ? Launch(FarKernel::kSend, kFarShares, call, stream, greatest)
-                              : error;
+  return error == cudaSuccess
+             ? Launch(InternodeKernel::kSend, kInternodeShares, call, stream, greatest)
+             : error;
 }
 
-cudaError_t FarRank::Arrive(const FarCall& call, cudaStream_t stream) const {
-  const cudaError_t error = Launch(FarKernel::kArrive, 1, call, stream);
-  if (error != cudaSuccess || !Bundled(far_, call.kind)) return error;
+cudaError_t InternodeRank::Arrive(const InternodeCall& call, cudaStream_t stream) const {
+  const cudaError_t error = Launch(InternodeKernel::kArrive, 1, call, stream);
+  if (error != cudaSuccess || !Bundled(internode_, call.kind)) return error;
   // Cells after all messages, which launches keep in order.
-  const cudaError_t relayed = Launch(FarKernel::kRelay, kRelayBlocks, call, stream);
-  return relayed == cudaSuccess ? Launch(FarKernel::kDeliver, 1, call, stream) : relayed;
+  const cudaError_t relayed = Launch(InternodeKernel::kRelay, kRelayBlocks, call, stream);
+  return relayed == cudaSuccess ? Launch(InternodeKernel::kDeliver, 1, call, stream) : relayed;
 }
 
-cudaError_t FarRank::Return(CallKind kind, cudaStream_t stream) const {
-  return Launch(FarKernel::kSend, 1, {kind, {}, nullptr, {}}, stream);
+cudaError_t InternodeRank::Return(CallKind kind, cudaStream_t stream) const {
+  return Launch(InternodeKernel::kSend, 1, {kind, {}, nullptr, {}}, stream);
 }
 
-cudaError_t FarRank::Launch(FarKernel kernel, int64_t blocks, const FarCall& call,
-                            cudaStream_t stream, int priority) const {
+cudaError_t InternodeRank::Launch(InternodeKernel kernel, int64_t blocks, const InternodeCall& call,
+                                  cudaStream_t stream, int priority) const {
   const auto launch = Driver::Get().launch;
   if (launch == nullptr) return cudaErrorNotSupported;
-  void* params[] = {const_cast<FarGroup*>(&far_), const_cast<FarCall*>(&call)};
+  void* params[] = {const_cast<InternodeGroup*>(&internode_), const_cast<InternodeCall*>(&call)};
   const uint64_t function = kernels_.functions[static_cast<uint32_t>(kernel)];
   CUlaunchAttribute attribute{};
   attribute.id = CU_LAUNCH_ATTRIBUTE_PRIORITY;
   attribute.value.priority = priority;
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(blocks);
-  config.gridDimY = static_cast<unsigned>(std::popcount(far_.group.far));
+  config.gridDimY = static_cast<unsigned>(std::popcount(internode_.group.internode));
   config.gridDimZ = 1;
-  config.blockDimX = kFarThreads;
+  config.blockDimX = kInternodeThreads;
   config.blockDimY = 1;
   config.blockDimZ = 1;
   config.hStream = stream;

@@ -11,44 +11,46 @@
 
 namespace jax_ep::cuda {
 
-class FarRank {
+class InternodeRank {
  public:
-  FarRank(const FarGroup& far, const FarKernels& kernels) : far_(far), kernels_(kernels) {}
+  InternodeRank(const InternodeGroup& internode, const InternodeKernels& kernels)
+      : internode_(internode), kernels_(kernels) {}
 
   // A first half, which `half()` launches, of `call.pending`, and what is behind it.
   template <typename Half>
-  cudaError_t First(const FarCall& call, cudaStream_t stream, Half half) const {
+  cudaError_t SendHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     const cudaError_t error = half();
     return error == cudaSuccess ? Send(call, stream) : error;
   }
   // A second half, and what is around it.
   template <typename Half>
-  cudaError_t Second(const FarCall& call, cudaStream_t stream, Half half) const {
+  cudaError_t ReceiveHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     cudaError_t error = Arrive(call, stream);
     if (error == cudaSuccess) error = half();
     return error == cudaSuccess ? Return(call.kind, stream) : error;
   }
-  // A whole call: `first(pending)` and `second(pending)` launch its halves. All ranks send off what
+  // A whole call: `send(pending)` and `receive(pending)` launch its halves. All ranks send off what
   // they have before any of them waits for what others send.
-  template <typename First_, typename Second_>
-  cudaError_t Whole(FarCall call, cudaStream_t stream, First_ first, Second_ second) const {
-    PendingCall* pending = &far_.group.control->whole[static_cast<int>(call.kind)];
+  template <typename SendHalf_, typename ReceiveHalf_>
+  cudaError_t Whole(InternodeCall call, cudaStream_t stream, SendHalf_ send,
+                    ReceiveHalf_ receive) const {
+    PendingCall* pending = &internode_.group.control->whole[static_cast<int>(call.kind)];
     call.pending = pending;
-    const cudaError_t error = First(call, stream, [&] { return first(pending); });
+    const cudaError_t error = SendHalf(call, stream, [&] { return send(pending); });
     if (error != cudaSuccess) return error;
-    return Second(call, stream, [&] { return second(pending); });
+    return ReceiveHalf(call, stream, [&] { return receive(pending); });
   }
 
  private:
-  cudaError_t Send(const FarCall& call, cudaStream_t stream) const;
-  cudaError_t Arrive(const FarCall& call, cudaStream_t stream) const;
+  cudaError_t Send(const InternodeCall& call, cudaStream_t stream) const;
+  cudaError_t Arrive(const InternodeCall& call, cudaStream_t stream) const;
   cudaError_t Return(CallKind kind, cudaStream_t stream) const;
   // A row of so many blocks for each far rank. Priority 0 is that of streams by default.
-  cudaError_t Launch(FarKernel kernel, int64_t blocks, const FarCall& call, cudaStream_t stream,
-                     int priority = 0) const;
+  cudaError_t Launch(InternodeKernel kernel, int64_t blocks, const InternodeCall& call,
+                     cudaStream_t stream, int priority = 0) const;
 
-  FarGroup far_;
-  FarKernels kernels_;
+  InternodeGroup internode_;
+  InternodeKernels kernels_;
 };
 
 }  // namespace jax_ep::cuda

@@ -17,16 +17,16 @@ inline bool HasCells(const WindowGroup& group, CallKind kind, int64_t messages, 
          messages * layout.message_cells <= layout.cells_per_source;
 }
 
-bool TakesFewTokens(const WindowCombineStep& step, const WindowGroup& group);
-cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
-                             cudaStream_t stream);
-cudaError_t PreloadWindowFewCombine();
+bool IsLowLatency(const WindowCombineStep& step, const WindowGroup& group);
+cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowGroup& group,
+                                    cudaStream_t stream);
+cudaError_t PreloadWindowLowLatencyCombine();
 
 template <typename Format>
-bool TakesFewTokens(const WindowDispatchStep& step, const WindowGroup& group);
+bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group);
 template <typename Format>
-cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                              cudaStream_t stream);
-cudaError_t PreloadWindowFewDispatch();
+cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                                     cudaStream_t stream);
+cudaError_t PreloadWindowLowLatencyDispatch();
 
 }  // namespace jax_ep::cuda

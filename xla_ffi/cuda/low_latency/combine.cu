@@ -21,7 +21,7 @@ namespace {
 constexpr int kRowsAtOnce = 6;
 constexpr int kRanksAtOnce = 4;
 
-struct FewCombinePlan {
+struct LowLatencyCombinePlan {
   CallPlan call;
   Divisor tokens;
   Divisor pieces;
@@ -48,10 +48,10 @@ __device__ CellElements<T> LoadWords(const uint8_t* row, uint32_t first, uint32_
 }
 
 template <typename Element, typename Wire>
-class FewCombine {
+class LowLatencyCombine {
  public:
-  __device__ FewCombine(const WindowCombineStep& step, const FewCombinePlan& plan, WindowCall& call,
-                        const FewCrew& crew, FewBlock& block)
+  __device__ LowLatencyCombine(const WindowCombineStep& step, const LowLatencyCombinePlan& plan,
+                               WindowCall& call, const LowLatencyCrew& crew, LowLatencyBlock& block)
       : step_(step), plan_(plan), call_(call), crew_(crew), block_(block) {}
 
   __device__ void Send(uint32_t item) {
@@ -59,7 +59,7 @@ class FewCombine {
     const uint32_t part = plan_.pieces.Divide(item, piece);
     const uint32_t slot = call_.by_ranks().Divide(part, turn);
     const uint32_t source = call_.by_ranks().Rest(call_.rank() + 1 + turn);
-    const uint32_t cell = piece * kFewWorkers + threadIdx.x;
+    const uint32_t cell = piece * kLowLatencyWorkers + threadIdx.x;
     // Beside the count, though they hold nothing where there is no such slot.
     const int32_t row = LaneRow(source, slot);
     const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
@@ -80,7 +80,7 @@ class FewCombine {
   __device__ void Place(uint32_t item) {
     uint32_t piece;
     const uint32_t token = plan_.pieces.Divide(item, piece);
-    const uint32_t cell = piece * kFewWorkers + threadIdx.x;
+    const uint32_t cell = piece * kLowLatencyWorkers + threadIdx.x;
     float sums[kCount] = {};
     const bool ok = Gather(item, token, cell, sums);
     if (!ok) StoreSame(&block_.failed, true);
@@ -196,28 +196,28 @@ class FewCombine {
   }
 
   const WindowCombineStep& step_;
-  const FewCombinePlan& plan_;
+  const LowLatencyCombinePlan& plan_;
   WindowCall& call_;
-  const FewCrew& crew_;
-  FewBlock& block_;
+  const LowLatencyCrew& crew_;
+  LowLatencyBlock& block_;
 };
 
 #endif  // sm_90
 
 template <typename Element, typename Wire>
-__global__ void __launch_bounds__(kFewThreads, 1)
-    WindowFewCombineKernel(const __grid_constant__ WindowCombineStep step,
-                           const __grid_constant__ WindowGroup group,
-                           const __grid_constant__ FewCombinePlan plan) {
+__global__ void __launch_bounds__(kLowLatencyThreads, 1)
+    WindowLowLatencyCombineKernel(const __grid_constant__ WindowCombineStep step,
+                                  const __grid_constant__ WindowGroup group,
+                                  const __grid_constant__ LowLatencyCombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  auto& block = SharedObject<FewBlock>();
+  auto& block = SharedObject<LowLatencyBlock>();
   WindowCall call(group, CallKind::kCombine, plan.call, block.call);
   call.BeginInOrder(block.item);
   if (threadIdx.x == 0) block.failed = false;
   if (blockIdx.x == 0 && threadIdx.x == 0) *step.done = 0;
   __syncthreads();
-  FewCrew crew(call, block);
-  FewCombine<Element, Wire> combine(step, plan, call, crew, block);
+  LowLatencyCrew crew(call, block);
+  LowLatencyCombine<Element, Wire> combine(step, plan, call, crew, block);
   const bool fills = crew.Run([&](uint32_t item) { combine.Send(item); },
                               [&](uint32_t item) { combine.Place(item); });
   if (!fills) return;
@@ -229,21 +229,21 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 
 }  // namespace
 
-bool TakesFewTokens(const WindowCombineStep& step, const WindowGroup& group) {
-  return !step.has_options() && step.shape.tokens > 0 && step.shape.tokens <= kFewCombineTokens &&
-         step.num_weights == 0 && !step.quantized &&
-         ElementBytes(step.element) == ElementBytes(step.wire) &&
+bool IsLowLatency(const WindowCombineStep& step, const WindowGroup& group) {
+  return !step.has_options() && step.shape.tokens > 0 &&
+         step.shape.tokens <= kLowLatencyCombineTokens && step.num_weights == 0 &&
+         !step.quantized && ElementBytes(step.element) == ElementBytes(step.wire) &&
          HasCells(group, CallKind::kCombine, step.shape.tokens, CellsOf(step.shape.row_bytes()));
 }
 
-cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& group,
-                             cudaStream_t stream) {
+cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowGroup& group,
+                                    cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  FewCombinePlan plan{};
+  LowLatencyCombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
   plan.row_words = static_cast<uint32_t>(plan.row_bytes / 4);
   plan.cells = static_cast<uint32_t>(CellsOf(plan.row_bytes));
-  const int64_t pieces = DivideUp(plan.cells, kFewWorkers);
+  const int64_t pieces = DivideUp(plan.cells, kLowLatencyWorkers);
   plan.tokens = Divisor::Of(shape.tokens);
   plan.pieces = Divisor::Of(pieces);
   plan.call.work = {0, static_cast<uint32_t>(shape.ranks * shape.tokens * pieces),
@@ -251,20 +251,20 @@ cudaError_t WindowFewCombine(const WindowCombineStep& step, const WindowGroup& g
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag =
       CallTag(TagKind::kCombine, shape.tokens, plan.row_bytes, step.num_weights, step.site);
-  const uint32_t items = plan.call.work.send_items + plan.call.work.place_items;
+  const uint32_t items = plan.call.work.send_items + plan.call.work.receive_items;
   const dim3 grid(std::min(BlockLimit(group, UINT32_MAX), items));
   return VisitElements(step.element, step.wire,
                        [&]<typename Element, typename Wire>(Element, Wire) {
                          if constexpr (sizeof(Element) == sizeof(Wire)) {
-                           return Launch(WindowFewCombineKernel<Element, Wire>, grid, kFewThreads,
-                                         0, stream, step, group, plan);
+                           return Launch(WindowLowLatencyCombineKernel<Element, Wire>, grid,
+                                         kLowLatencyThreads, 0, stream, step, group, plan);
                          } else {
                            return cudaErrorNotSupported;
                          }
                        });
 }
 
-cudaError_t PreloadWindowFewCombine() {
+cudaError_t PreloadWindowLowLatencyCombine() {
   cudaError_t error = cudaSuccess;
   constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
                                     ElementType::kFloat16};
@@ -273,7 +273,7 @@ cudaError_t PreloadWindowFewCombine() {
       if (error != cudaSuccess) return error;
       error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
         if constexpr (sizeof(Element) == sizeof(Wire)) {
-          return Preload(WindowFewCombineKernel<Element, Wire>);
+          return Preload(WindowLowLatencyCombineKernel<Element, Wire>);
         } else {
           return cudaSuccess;
         }

@@ -14,21 +14,22 @@
 
 namespace jax_ep::cuda {
 
-inline constexpr uint32_t kFewWarps = 16;  // of workers
-inline constexpr uint32_t kFewWorkers = kFewWarps * kWarpSize;
-inline constexpr uint32_t kFewThreads = kFewWorkers + kWarpSize;
+inline constexpr uint32_t kLowLatencyWarps = 16;  // of workers
+inline constexpr uint32_t kLowLatencyWorkers = kLowLatencyWarps * kWarpSize;
+inline constexpr uint32_t kLowLatencyThreads = kLowLatencyWorkers + kWarpSize;
 
 // In shared memory.
-struct FewBlock {
+struct LowLatencyBlock {
   CallBlock call;
   WorkItem item;
   bool failed;  // set by any thread of which a wait failed
 };
 
 // A worker or the clerk, in each thread.
-class FewCrew {
+class LowLatencyCrew {
  public:
-  __device__ FewCrew(WindowCall& call, FewBlock& block) : call_(call), block_(block) {}
+  __device__ LowLatencyCrew(WindowCall& call, LowLatencyBlock& block)
+      : call_(call), block_(block) {}
 
   // Whole block, after BeginInOrder and a barrier. `send(index)` and `place(index)` are the
   // workers' parts of an item. Each calls ReadsOver once; `send` calls AwaitCredits once, before
@@ -37,7 +38,7 @@ class FewCrew {
   // that another has.
   template <typename Send, typename Place>
   __device__ bool Run(Send send, Place place) {
-    const bool clerk = threadIdx.x >= kFewWorkers;
+    const bool clerk = threadIdx.x >= kLowLatencyWorkers;
     const bool open = call_.Join();
     // A block may come when the others have taken everything.
     if (!open || block_.item.phase == Phase::kNone) {
@@ -63,17 +64,17 @@ class FewCrew {
   // Whole workers: false where a wait of the block has failed.
   __device__ bool AwaitCredits() const {
     __syncwarp();  // barriers want whole warps
-    NamedBarrierApart(kCreditsBarrier, kFewThreads);
+    NamedBarrierApart(kCreditsBarrier, kLowLatencyThreads);
     return !block_.failed;
   }
   // Whole workers; they do not wait here.
   __device__ void ReadsOver() const {
     __syncwarp();
-    ArriveAtBarrier(kReadsBarrier, kFewThreads);
+    ArriveAtBarrier(kReadsBarrier, kLowLatencyThreads);
   }
   // Whole workers; orders their accesses of shared memory.
   __device__ void Sync() const { team().Sync(); }
-  __device__ Team team() const { return {threadIdx.x, kFewWorkers, kWorkersBarrier}; }
+  __device__ Team team() const { return {threadIdx.x, kLowLatencyWorkers, kWorkersBarrier}; }
 
  private:
   static constexpr uint32_t kWorkersBarrier = 1, kReadsBarrier = 2;
@@ -84,9 +85,9 @@ class FewCrew {
     const uint32_t ticket = call_.Draw(Queue::kSend);
     if (item.phase == Phase::kSend) {
       if (!call_.WarpAwaitsCredits()) StoreSame(&block_.failed, true);
-      NamedBarrierApart(kCreditsBarrier, kFewThreads);
+      NamedBarrierApart(kCreditsBarrier, kLowLatencyThreads);
     }
-    NamedBarrier(kReadsBarrier, kFewThreads);
+    NamedBarrier(kReadsBarrier, kLowLatencyThreads);
     const bool failed = block_.failed;
     const WorkItem next = failed ? WorkItem{Phase::kNone, 0} : call_.ResolveInOrder(ticket);
     if (next.phase == Phase::kNone) call_.WarpLeaves(failed);
@@ -95,7 +96,7 @@ class FewCrew {
   }
 
   WindowCall& call_;
-  FewBlock& block_;
+  LowLatencyBlock& block_;
 };
 
 }  // namespace jax_ep::cuda

@@ -18,9 +18,9 @@
 namespace jax_ep::cuda {
 namespace {
 
-// What a block keeps in shared memory beside FewShared.
+// What a block keeps in shared memory beside LowLatencyShared.
 template <typename Format>
-struct FewMemory {
+struct LowLatencyMemory {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
   int64_t message;  // of formats that encode, like the next two
@@ -30,13 +30,13 @@ struct FewMemory {
   int64_t tables;
   int64_t bytes;
 
-  __host__ __device__ static FewMemory Of(const EpShape& shape, uint32_t message_words) {
+  __host__ __device__ static LowLatencyMemory Of(const EpShape& shape, uint32_t message_words) {
     LayoutCursor cursor;
-    FewMemory memory{};
+    LowLatencyMemory memory{};
     constexpr int64_t kAlign = 128;
     memory.message = cursor.Take(kEncodes ? int64_t{message_words} * 4 : 0, kAlign);
     memory.zeros = cursor.Take(kEncodes ? kZeroBytes : 0, kAlign);
-    memory.tables = cursor.Take(GroupTable::Bytes(shape, kFewWarps), kAlign);
+    memory.tables = cursor.Take(GroupTable::Bytes(shape, kLowLatencyWarps), kAlign);
     memory.router_rows = cursor.Take(kRouters * shape.experts() * kIndexBytes, kIndexBytes);
     memory.first_tiles =
         cursor.Take(kEncodes ? (shape.local_experts + 1) * kIndexBytes : 0, kIndexBytes);
@@ -50,17 +50,17 @@ constexpr int64_t kMostMessageBytes = int64_t{48} << 10;
 constexpr int64_t kMostSharedBytes = int64_t{128} << 10;
 
 template <typename Format>
-__global__ void __launch_bounds__(kFewThreads, 1)
-    WindowFewDispatchKernel(const __grid_constant__ WindowDispatchStep step,
-                            const __grid_constant__ WindowGroup group,
-                            const __grid_constant__ FewDispatchPlan plan) {
+__global__ void __launch_bounds__(kLowLatencyThreads, 1)
+    WindowLowLatencyDispatchKernel(const __grid_constant__ WindowDispatchStep step,
+                                   const __grid_constant__ WindowGroup group,
+                                   const __grid_constant__ LowLatencyDispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const memory = SharedBytes();
-  auto& shared = SharedObject<FewShared<Format>>();
+  auto& shared = SharedObject<LowLatencyShared<Format>>();
   WindowCall call(group, CallKind::kDispatch, plan.call, shared.block.call);
   call.BeginInOrder(shared.block.item);
   LoadEntries(step, shared);
-  const auto at = FewMemory<Format>::Of(step.shape, plan.message_words);
+  const auto at = LowLatencyMemory<Format>::Of(step.shape, plan.message_words);
   if constexpr (QuantizedFormat<Format>) {
     FillWords(memory + at.zeros, kZeroBytes, 0);
     FenceProxyAsyncShared();
@@ -70,12 +70,13 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     shared.block.failed = false;
   }
   __syncthreads();
-  FewCrew crew(call, shared.block);
-  FewSender<Format> sender(step, plan, call, crew, shared,
-                           reinterpret_cast<int32_t*>(memory + at.router_rows),
-                           memory + at.message);
-  FewPlacer<Format> placer(step, plan, call, crew, shared, memory + at.tables,
-                           reinterpret_cast<int32_t*>(memory + at.first_tiles), memory + at.zeros);
+  LowLatencyCrew crew(call, shared.block);
+  LowLatencySender<Format> sender(step, plan, call, crew, shared,
+                                  reinterpret_cast<int32_t*>(memory + at.router_rows),
+                                  memory + at.message);
+  LowLatencyReceiver<Format> placer(step, plan, call, crew, shared, memory + at.tables,
+                                    reinterpret_cast<int32_t*>(memory + at.first_tiles),
+                                    memory + at.zeros);
   const bool fills = crew.Run([&](uint32_t item) { sender.Send(item); },
                               [&](uint32_t item) { placer.Place(item); });
   if (!fills) return;
@@ -87,12 +88,12 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 }  // namespace
 
 template <typename Format>
-bool TakesFewTokens(const WindowDispatchStep& step, const WindowGroup& group) {
+bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
   // An item each for as many multiprocessors as there are at least: a block's second item comes
   // later than a flag would. Very few tokens win even so.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
-  if (shape.tokens <= 0 || shape.tokens > kFewTokens<Format>) return false;
+  if (shape.tokens <= 0 || shape.tokens > kLowLatencyTokens<Format>) return false;
   const int64_t bytes = MessageOf<Format>(shape).bytes;
   if (!HasCells(group, CallKind::kDispatch, shape.tokens, DispatchCells(bytes, shape.top_k))) {
     return false;
@@ -103,14 +104,14 @@ bool TakesFewTokens(const WindowDispatchStep& step, const WindowGroup& group) {
 }
 
 template <typename Format>
-cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                              cudaStream_t stream) {
+cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                                     cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const uint32_t blocks = BlockLimit(group, UINT32_MAX);
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const uint32_t ranks = static_cast<uint32_t>(shape.ranks);
   const int64_t row_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
-  FewDispatchPlan plan{};
+  LowLatencyDispatchPlan plan{};
   plan.count_cells = Divisor::Of(CountCells(shape.local_experts));
   plan.top_k = Divisor::Of(shape.top_k);
   plan.rank_of = RankOfExpert(static_cast<int32_t>(shape.local_experts));
@@ -131,37 +132,37 @@ cudaError_t WindowFewDispatch(const WindowDispatchStep& step, const WindowGroup&
   const bool split = 2 * plan.messages <= blocks;
   plan.sends = Divisor::Of(split ? ranks : 1);
   plan.turns = split ? 1 : ranks;
-  const uint32_t most = static_cast<uint32_t>(DivideUp(plan.payload_cells, kFewWorkers));
+  const uint32_t most = static_cast<uint32_t>(DivideUp(plan.payload_cells, kLowLatencyWorkers));
   const uint32_t pieces = std::clamp(blocks / (2 * plan.messages), 1u, most);
   plan.pieces = Divisor::Of(pieces);
   plan.piece_cells = static_cast<uint32_t>(DivideUp(plan.payload_cells, pieces));
   plan.message_items = plan.messages * pieces;
-  plan.reads_at_once = plan.piece_cells <= kCellsAtOnce * kFewWorkers &&
-                       plan.count_cells.value * ranks <= kFewWorkers;
+  plan.reads_at_once = plan.piece_cells <= kCellsAtOnce * kLowLatencyWorkers &&
+                       plan.count_cells.value * ranks <= kLowLatencyWorkers;
   const uint32_t send_items = tokens * plan.sends.value * pieces;
-  plan.call.work = {0, send_items, PlaceItems(plan.message_items, clear_bytes)};
+  plan.call.work = {0, send_items, ReceiveItems(plan.message_items, clear_bytes)};
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, MessageOf<Format>(shape).bytes,
                           shape.top_k, step.site);
-  const int64_t shared = FewMemory<Format>::Of(shape, plan.message_words).bytes;
-  const dim3 grid(std::min(blocks, send_items + plan.call.work.place_items));
-  return Launch(WindowFewDispatchKernel<Format>, grid, kFewThreads, static_cast<size_t>(shared),
-                stream, step, group, plan);
+  const int64_t shared = LowLatencyMemory<Format>::Of(shape, plan.message_words).bytes;
+  const dim3 grid(std::min(blocks, send_items + plan.call.work.receive_items));
+  return Launch(WindowLowLatencyDispatchKernel<Format>, grid, kLowLatencyThreads,
+                static_cast<size_t>(shared), stream, step, group, plan);
 }
 
-cudaError_t PreloadWindowFewDispatch() {
+cudaError_t PreloadWindowLowLatencyDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
     if (error != cudaSuccess) return;
-    error = PreloadShared(WindowFewDispatchKernel<Format>, kMostSharedBytes);
+    error = PreloadShared(WindowLowLatencyDispatchKernel<Format>, kMostSharedBytes);
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                              \
-  template bool TakesFewTokens<Format>(const WindowDispatchStep&, const WindowGroup&);          \
-  template cudaError_t WindowFewDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
-                                                 cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                   \
+  template bool IsLowLatency<Format>(const WindowDispatchStep&, const WindowGroup&); \
+  template cudaError_t WindowLowLatencyDispatch<Format>(const WindowDispatchStep&,   \
+                                                        const WindowGroup&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

@@ -18,21 +18,22 @@ namespace jax_ep::cuda {
 
 // The workers as placers.
 template <typename Format>
-class FewPlacer {
+class LowLatencyReceiver {
  public:
-  using Range = FewDispatchPlan::Range;
+  using Range = LowLatencyDispatchPlan::Range;
 
   // In shared memory: `tables` of the GroupTable and, of formats with scales, `first_tiles` [L + 1]
   // and `zeros` [kZeroBytes].
-  __device__ FewPlacer(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
-                       uint8_t* tables, int32_t* first_tiles, const uint8_t* zeros)
+  __device__ LowLatencyReceiver(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
+                                WindowCall& call, const LowLatencyCrew& crew,
+                                LowLatencyShared<Format>& shared, uint8_t* tables,
+                                int32_t* first_tiles, const uint8_t* zeros)
       : step_(step),
         plan_(plan),
         call_(call),
         crew_(crew),
         shared_(shared),
-        groups_(step.shape, kFewWarps, tables),
+        groups_(step.shape, kLowLatencyWarps, tables),
         scales_(step, plan.scales, groups_, first_tiles, zeros) {}
 
   // Looks for all that comes at once: each look takes half a microsecond.
@@ -120,7 +121,7 @@ class FewPlacer {
                                const CountCell** from) const {
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
-      const uint32_t cell = first + threadIdx.x + i * kFewWorkers;
+      const uint32_t cell = first + threadIdx.x + i * kLowLatencyWorkers;
       from[i] = cell < message.payload.end ? message.cells + plan_.payload_begin() + cell : nullptr;
     }
   }
@@ -150,7 +151,7 @@ class FewPlacer {
     JAX_EP_NO_UNROLL
     for (uint32_t first = message.payload.begin; ok;) {
       StoreCells(first, message.payload.end, cells, lanes, row, scales);
-      first += kCellsAtOnce * kFewWorkers;
+      first += kCellsAtOnce * kLowLatencyWorkers;
       if (first >= message.payload.end) break;
       const CountCell* from[kCellsAtOnce];
       uint32_t sources[kCellsAtOnce];
@@ -186,7 +187,7 @@ class FewPlacer {
       const uint64_t scale_words = FromLowest(lanes, reinterpret_cast<uint64_t>(scales));
 #pragma unroll
       for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
-        const uint32_t at = first + threadIdx.x + i * kFewWorkers;
+        const uint32_t at = first + threadIdx.x + i * kLowLatencyWorkers;
 #pragma unroll
         for (uint32_t j = 0; j < 3; ++j) {
           const uint32_t word = at * 3 + j;
@@ -207,7 +208,7 @@ class FewPlacer {
   // An equal share of everything that no message fills: padding, the tail, slots without a token.
   __device__ void FillShare(uint32_t item) const {
     const EpShape& shape = step_.shape;
-    const int64_t items = plan_.call.work.place_items;
+    const int64_t items = plan_.call.work.receive_items;
     bool by_group = shape.expert_alignment > 1;
     if constexpr (kEncodes) by_group |= plan_.scales.tiled();
     if (by_group) {
@@ -238,12 +239,12 @@ class FewPlacer {
 
   __device__ void Clear(const GroupTable::Range& range, bool payload) const {
     JAX_EP_NO_UNROLL
-    for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kFewWorkers) {
+    for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kLowLatencyWorkers) {
       step_.row_slot[row] = -1;
       step_.row_weights[row] = 0.0f;
     }
     JAX_EP_NO_UNROLL
-    for (int64_t i = range.begin * 3 + threadIdx.x; i < range.end * 3; i += kFewWorkers) {
+    for (int64_t i = range.begin * 3 + threadIdx.x; i < range.end * 3; i += kLowLatencyWorkers) {
       step_.src_info[i] = -1;
     }
     if (!payload) return;
@@ -255,18 +256,18 @@ class FewPlacer {
     auto* rows = reinterpret_cast<uint4*>(step_.rows);
     JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * vectors + threadIdx.x; i < range.end * vectors;
-         i += kFewWorkers) {
+         i += kLowLatencyWorkers) {
       rows[i] = make_uint4(0, 0, 0, 0);
     }
   }
 
   const WindowDispatchStep& step_;
-  const FewDispatchPlan& plan_;
+  const LowLatencyDispatchPlan& plan_;
   WindowCall& call_;
-  const FewCrew& crew_;
-  FewShared<Format>& shared_;
+  const LowLatencyCrew& crew_;
+  LowLatencyShared<Format>& shared_;
   GroupTable groups_;
-  std::conditional_t<kEncodes, ScalePlacer<Format>, NoScales> scales_;
+  std::conditional_t<kEncodes, ScaleWriter<Format>, NoScales> scales_;
   bool built_ = false;
 };
 

@@ -18,12 +18,12 @@ namespace jax_ep::cuda {
 // Cells of a payload that a worker has in its registers at once.
 inline constexpr uint32_t kCellsAtOnce = 3;
 template <typename Format>
-inline constexpr int64_t kFewTokens =
-    QuantizedFormat<Format> ? kFewEncodedTokens : kFewDispatchTokens;
+inline constexpr int64_t kLowLatencyTokens =
+    QuantizedFormat<Format> ? kLowLatencyEncodedTokens : kLowLatencyDispatchTokens;
 // Warps that count ids: one up to the block's token, one all of them.
 inline constexpr uint32_t kRouters = 2;
 
-struct FewDispatchPlan {
+struct LowLatencyDispatchPlan {
   CallPlan call;
   Divisor count_cells;
   Divisor top_k;
@@ -59,10 +59,10 @@ struct FewDispatchPlan {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 template <typename Format>
-struct FewShared {
-  static constexpr int64_t kEntries = kFewTokens<Format> * kMaxTopK;
+struct LowLatencyShared {
+  static constexpr int64_t kEntries = kLowLatencyTokens<Format> * kMaxTopK;
 
-  FewBlock block;
+  LowLatencyBlock block;
   bool counts_arrived;
   int32_t ids[kEntries];
   float weights[kEntries];
@@ -73,10 +73,10 @@ struct FewShared {
 
 // Whole block, before a barrier. Beside the loads of Begin, which take as long.
 template <typename Format>
-__device__ void LoadEntries(const WindowDispatchStep& step, FewShared<Format>& shared) {
+__device__ void LoadEntries(const WindowDispatchStep& step, LowLatencyShared<Format>& shared) {
   const uint32_t entries = static_cast<uint32_t>(step.shape.tokens * step.shape.top_k);
   JAX_EP_NO_UNROLL
-  for (uint32_t i = threadIdx.x; i < entries; i += kFewThreads) {
+  for (uint32_t i = threadIdx.x; i < entries; i += kLowLatencyThreads) {
     shared.ids[i] = step.ids[i];
     shared.weights[i] = step.weights[i];
   }
@@ -84,14 +84,15 @@ __device__ void LoadEntries(const WindowDispatchStep& step, FewShared<Format>& s
 
 // The workers as senders.
 template <typename Format>
-class FewSender {
+class LowLatencySender {
  public:
-  using Range = FewDispatchPlan::Range;
+  using Range = LowLatencyDispatchPlan::Range;
 
   // `router_rows` [kRouters, E] and, of formats that encode, `message` in shared memory.
-  __device__ FewSender(const WindowDispatchStep& step, const FewDispatchPlan& plan,
-                       WindowCall& call, const FewCrew& crew, FewShared<Format>& shared,
-                       int32_t* router_rows, uint8_t* message)
+  __device__ LowLatencySender(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
+                              WindowCall& call, const LowLatencyCrew& crew,
+                              LowLatencyShared<Format>& shared, int32_t* router_rows,
+                              uint8_t* message)
       : step_(step),
         plan_(plan),
         call_(call),
@@ -151,7 +152,7 @@ class FewSender {
     const uint32_t* message = MessageOf(token);
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
-      LoadCell(message, cells.begin + threadIdx.x + i * kFewWorkers, words[i]);
+      LoadCell(message, cells.begin + threadIdx.x + i * kLowLatencyWorkers, words[i]);
     }
   }
 
@@ -174,7 +175,8 @@ class FewSender {
     const int64_t parts = DivideUp(row_bytes, int64_t{kPartVectors} * kVectorBytes);
     // The first warps, which route, have the fewest parts.
     JAX_EP_NO_UNROLL
-    for (int64_t part = static_cast<int>(kFewWarps) - 1 - Warp(); part < parts; part += kFewWarps) {
+    for (int64_t part = static_cast<int>(kLowLatencyWarps) - 1 - Warp(); part < parts;
+         part += kLowLatencyWarps) {
       EncodedPart<Format, Element> encoded(part, row_bytes);
       encoded.Load(row, input_scale);
       encoded.Store(message_, message_ + plan_.scales_word * 4);
@@ -220,7 +222,8 @@ class FewSender {
   __device__ void PostAllCounts(uint32_t first_turn) const {
     const int32_t* rows = Router(1).rows();
     JAX_EP_NO_UNROLL
-    for (uint32_t i = threadIdx.x; i < plan_.turns * plan_.count_cells.value; i += kFewWorkers) {
+    for (uint32_t i = threadIdx.x; i < plan_.turns * plan_.count_cells.value;
+         i += kLowLatencyWorkers) {
       uint32_t cell;
       const uint32_t rank = Destination(first_turn + plan_.count_cells.Divide(i, cell));
       PostCountCell(step_, call_, rank, cell, shared_.all_slots[rank], rows);
@@ -240,13 +243,13 @@ class FewSender {
     cells += plan_.payload_begin();
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
-      const uint32_t cell = piece.begin + threadIdx.x + i * kFewWorkers;
+      const uint32_t cell = piece.begin + threadIdx.x + i * kLowLatencyWorkers;
       if (cell < piece.end) call_.PostCell(cells + cell, words[i]);
     }
     const uint32_t* message = MessageOf(token);
     JAX_EP_NO_UNROLL
-    for (uint32_t cell = piece.begin + threadIdx.x + kCellsAtOnce * kFewWorkers; cell < piece.end;
-         cell += kFewWorkers) {
+    for (uint32_t cell = piece.begin + threadIdx.x + kCellsAtOnce * kLowLatencyWorkers;
+         cell < piece.end; cell += kLowLatencyWorkers) {
       uint32_t more[3];
       LoadCell(message, cell, more);
       call_.PostCell(cells + cell, more);
@@ -254,10 +257,10 @@ class FewSender {
   }
 
   const WindowDispatchStep& step_;
-  const FewDispatchPlan& plan_;
+  const LowLatencyDispatchPlan& plan_;
   WindowCall& call_;
-  const FewCrew& crew_;
-  FewShared<Format>& shared_;
+  const LowLatencyCrew& crew_;
+  LowLatencyShared<Format>& shared_;
   int32_t* router_rows_;
   uint8_t* message_;
 };

@@ -183,16 +183,16 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
 }
 
 void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
-                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch) {
+                const InternodeLayout& internode, const WindowSizes& sizes, uint64_t first_epoch) {
   OnDevice(ordinal, [&] {
     Stream stream;
     stream.Fill(block, 0, static_cast<size_t>(bytes));
     stream.Wait();
     WriteStart(block, layout, sizes, first_epoch);
-    WriteStart(block + far.staged, layout, sizes, first_epoch);
+    WriteStart(block + internode.staged, layout, sizes, first_epoch);
     const auto regions = static_cast<size_t>(sizes.depth * sizes.ranks);
-    const std::vector<uint64_t> marks(regions * kFarShares, StartMark(first_epoch));
-    for (const FarGroupLayout& group : far.groups) {
+    const std::vector<uint64_t> marks(regions * kInternodeShares, StartMark(first_epoch));
+    for (const InternodeGroupLayout& group : internode.groups) {
       stream.Copy(block + group.arrived, marks.data(), marks.size() * sizeof(uint64_t));
       stream.Copy(block + group.returned, marks.data(), regions * sizeof(uint64_t));
     }

@@ -84,7 +84,7 @@ void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
 
 // Likewise a block that has more than the window (protocol/internode.h).
 void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
-                const FarLayout& far, const WindowSizes& sizes, uint64_t first_epoch);
+                const InternodeLayout& internode, const WindowSizes& sizes, uint64_t first_epoch);
 
 // What other processes map a window by.
 struct ExportedWindow {

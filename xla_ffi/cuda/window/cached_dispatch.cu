@@ -123,14 +123,14 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   if (ok && helps) {
     if constexpr (kHelperWarps<Format> != 0) {
       ok = HelpSenders<Format>(call, plan.encode, memory.jobs, nullptr);
-      if (ok) HelpPlacers<Format>(plan, step, memory.jobs);
+      if (ok) HelpReceivers<Format>(plan, step, memory.jobs);
     }
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
     const bool sends = warp < call.senders();
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
     // Senders need nothing of the others, and place what is left.
-    if (ok) ok = worker.Place(call.First(Queue::kPlace));
+    if (ok) ok = worker.Place(call.First(Queue::kReceive));
     AddToSum(*memory.block, worker.rows_left());
   }
   EndRows(
@@ -168,14 +168,14 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowCachedPlaceKernel(const __grid_constant__ WindowCachedDispatchStep step,
-                            const __grid_constant__ WindowGroup group,
-                            const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
+    WindowCachedReceiveKernel(const __grid_constant__ WindowCachedDispatchStep step,
+                              const __grid_constant__ WindowGroup group,
+                              const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const CachedShared memory(shared + kOwnPlanBytes, plan);
-  WindowPlaceHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);
+  WindowReceiveHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin(*pending);
   const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
@@ -185,10 +185,10 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok && helps) {
-    if constexpr (kHelperWarps<Format> != 0) HelpPlacers<Format>(plan, step, memory.jobs);
+    if constexpr (kHelperWarps<Format> != 0) HelpReceivers<Format>(plan, step, memory.jobs);
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
-    ok = worker.Place(call.First(Queue::kPlace));
+    ok = worker.Place(call.First(Queue::kReceive));
     AddToSum(*memory.block, worker.rows_left());
   }
   EndRows(
@@ -209,7 +209,7 @@ bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t sp
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
   plan.call.work = {0, static_cast<uint32_t>(chunks),
-                    PlaceItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
+                    ReceiveItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag =
       CallTag(TagKind::kCachedDispatch, shape.tokens, message.bytes, step.num_weights, step.site);
@@ -248,8 +248,8 @@ cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, Pendi
                                      const WindowGroup& group, cudaStream_t stream) {
   CachedPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
-  plan.call.at_once = true;
-  plan.call.work.place_items = 0;
+  plan.call.of_whole_call = true;
+  plan.call.work.receive_items = 0;
   plan.call.roles = SendingRoles(group, kRowWarps, plan.call.work, QuantizedFormat<Format>);
   return Launch(WindowCachedSendKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan,
@@ -257,14 +257,14 @@ cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, Pendi
 }
 
 template <typename Format>
-cudaError_t WindowCachedDispatchPlace(const WindowCachedDispatchStep& step,
-                                      const PendingCall* pending, const WindowGroup& group,
-                                      cudaStream_t stream) {
+cudaError_t WindowCachedDispatchReceive(const WindowCachedDispatchStep& step,
+                                        const PendingCall* pending, const WindowGroup& group,
+                                        cudaStream_t stream) {
   CachedPlan plan{};
   if (!MakePlan<Format>(step, plan, kOwnPlanBytes)) return cudaErrorInvalidConfiguration;
   plan.call.work.send_items = 0;
-  plan.call.roles = PlacingRoles(group, kRowWarps, plan.call.work);
-  return Launch(WindowCachedPlaceKernel<Format>, dim3(plan.call.roles.blocks),
+  plan.call.roles = ReceivingRoles(group, kRowWarps, plan.call.work);
+  return Launch(WindowCachedReceiveKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan, kOwnPlanBytes), stream, step,
                 group, plan, pending);
 }
@@ -272,13 +272,13 @@ cudaError_t WindowCachedDispatchPlace(const WindowCachedDispatchStep& step,
 cudaError_t PreloadWindowCachedDispatch() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if constexpr (kAlongRoutes<Format>) {
+    if constexpr (kCachedFormat<Format>) {
       const auto preload = [&](auto kernel) {
         if (error == cudaSuccess) error = PreloadShared(kernel, kMaxSharedBytes);
       };
       preload(WindowCachedDispatchKernel<Format>);
       preload(WindowCachedSendKernel<Format>);
-      preload(WindowCachedPlaceKernel<Format>);
+      preload(WindowCachedReceiveKernel<Format>);
     }
   });
   return error;
@@ -289,7 +289,7 @@ cudaError_t PreloadWindowCachedDispatch() {
                                                     const WindowGroup&, cudaStream_t);  \
   template cudaError_t WindowCachedDispatchSend<Format>(                                \
       const WindowCachedDispatchStep&, PendingCall*, const WindowGroup&, cudaStream_t); \
-  template cudaError_t WindowCachedDispatchPlace<Format>(                               \
+  template cudaError_t WindowCachedDispatchReceive<Format>(                             \
       const WindowCachedDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
 JAX_EP_INSTANTIATE(Bf16Format)
 JAX_EP_INSTANTIATE(CombineFormat)

@@ -84,7 +84,7 @@ class CachedWorker {
         // Of senders alone; other blocks have none.
         send_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()),
                    call.senders() == 0 ? 1 : call.senders()),
-        place_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
+        receive_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
@@ -109,14 +109,14 @@ class CachedWorker {
 
   __device__ bool Place(WorkItem item) {
     const bool ok =
-        ForEachItem(call_, Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
+        ForEachItem(call_, Queue::kReceive, item, [&](WorkItem current, NextTicket& next) {
           ClearShare(current.index);
           next.DrawAhead();
           const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
           return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
         });
     // Even where a wait failed.
-    if constexpr (kEncodes) place_team_.Dismiss();
+    if constexpr (kEncodes) receive_team_.Dismiss();
     return ok;
   }
 
@@ -320,10 +320,10 @@ class CachedWorker {
   __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
-    if (row >= 0) place_team_.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
-    if (Lane() == 0) place_team_.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
-    place_team_.Start();
-    place_team_.AwaitDone();
+    if (row >= 0) receive_team_.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) receive_team_.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
+    receive_team_.Start();
+    receive_team_.AwaitDone();
   }
 
   // Of sets of rows, sums of it differ where the sets do, but for one case in 2^32; never 0.
@@ -335,7 +335,7 @@ class CachedWorker {
 
   // An equal share of the rows that no token reaches.
   __device__ void ClearShare(uint32_t item) {
-    const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.place_items;
+    const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.receive_items;
     const int64_t bytes = kEncodes ? step_.shape.row_bytes() : plan_.rows.payload_bytes;
     const int64_t end = rows * (item + 1) / items;
     JAX_EP_NO_UNROLL
@@ -363,7 +363,7 @@ class CachedWorker {
   const uint8_t* zeros_;
   // Helpers serve the block's senders first, and then all row warps.
   HelperTeam send_team_;
-  HelperTeam place_team_;
+  HelperTeam receive_team_;
   int32_t tokens_;
   int32_t top_k_;
   uint32_t rows_left_ = 0;

@@ -52,9 +52,9 @@ class WindowCall {
   // Whole warp: what the block has drawn for it, or else the next one.
   __device__ WorkItem First(Queue queue) {
     const uint32_t warp = static_cast<uint32_t>(Warp());
-    const uint32_t place = plan_.roles.PlaceOf(warp, block_.senders, queue);
-    if (place == BlockRoles::kNoPlace) return Take(queue);
-    return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + place);
+    const uint32_t ticket = plan_.roles.TicketOf(warp, block_.senders, queue);
+    if (ticket == BlockRoles::kNoTicket) return Take(queue);
+    return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + ticket);
   }
 
   // Whole warp: the next item, in one step or in two.
@@ -74,7 +74,7 @@ class WindowCall {
 
   __device__ uint32_t rank() const { return group_.rank; }
   __device__ uint32_t ranks() const { return group_.ranks; }
-  __device__ bool IsFar(uint32_t rank) const { return (group_.far >> rank & 1) != 0; }
+  __device__ bool IsInternode(uint32_t rank) const { return (group_.internode >> rank & 1) != 0; }
   __device__ const Divisor& by_ranks() const { return plan_.ranks; }
 
   // ---- Addresses: in the window of `owner`, for this call's region ----
@@ -82,7 +82,7 @@ class WindowCall {
   // What this rank sends lies in the destination's part of its own number; in what is staged for
   // another node, in the part of the destination's.
   __device__ uint32_t PartAt(uint32_t destination) const {
-    return IsFar(destination) ? destination : group_.rank;
+    return IsInternode(destination) ? destination : group_.rank;
   }
 
   __device__ uint8_t* Region(uint32_t owner, uint32_t source) const {
@@ -121,7 +121,7 @@ class WindowCall {
   // Any lanes, each for its own source. Bulk loads of what arrived need a FenceProxyAsyncGlobal.
   __device__ bool AwaitFlag(uint32_t source, int64_t index, FlagCell& flag) const {
     const FlagCell* cell = Flag(group_.rank, source, index);
-    return Await(Phase::kPlace, source,
+    return Await(Phase::kReceive, source,
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
@@ -166,7 +166,7 @@ class WindowCall {
     for (int i = kCells - 1; i >= 0; --i) {
       if ((missing >> i & 1) != 0) awaited = sources[i];
     }
-    GiveUp(Phase::kPlace, awaited, status);
+    GiveUp(Phase::kReceive, awaited, status);
     return false;
   }
 
@@ -195,7 +195,7 @@ class WindowCall {
   // Any lanes, each for its own cell. The tag is in the first.
   __device__ bool AwaitCounts(uint32_t source, int64_t cell, CountCell& counts) const {
     const CountCell* from = Counts(group_.rank, source) + cell;
-    return Await(Phase::kPlace, source, [&] {
+    return Await(Phase::kReceive, source, [&] {
       const Observation seen = ObserveCounts(memory_, from, lease_.epoch, counts);
       const bool differs =
           seen == Observation::kArrived && cell == 0 && counts.counts[1] != plan_.tag;
@@ -294,17 +294,18 @@ class WindowCall {
   // One thread.
   __device__ void DrawFirst(const BlockRoles& roles) const {
     const uint32_t senders = roles.Senders(roles.ByBlock() ? EnterCall(memory_, state_) : 0);
-    const uint32_t placers = roles.Placers(senders);
+    const uint32_t placers = roles.Receivers(senders);
     const uint32_t send = senders == 0 ? 0 : DrawTickets(memory_, state_, Queue::kSend, senders);
-    const uint32_t place = placers == 0 ? 0 : DrawTickets(memory_, state_, Queue::kPlace, placers);
+    const uint32_t place =
+        placers == 0 ? 0 : DrawTickets(memory_, state_, Queue::kReceive, placers);
     block_.senders = senders;
     block_.first_tickets[static_cast<uint32_t>(Queue::kSend)] = send;
-    block_.first_tickets[static_cast<uint32_t>(Queue::kPlace)] = place;
+    block_.first_tickets[static_cast<uint32_t>(Queue::kReceive)] = place;
   }
   // Out of line: it is cold. Tells every rank and this one's host; a later failure of the rank
   // overwrites the report, and each of them is true.
   __device__ __noinline__ void GiveUp(Phase phase, uint32_t awaited, WaitStatus status) const {
-    if (status == WaitStatus::kTimedOut && IsFar(awaited)) {
+    if (status == WaitStatus::kTimedOut && IsInternode(awaited)) {
       // Perhaps for want of a rank that passes its messages on, which its neighbours can tell.
       const WaitBound bound{Min<uint64_t>(group_.timeout_ns / 8, kGraceNs), Poison(group_.rank)};
       status = WaitUntil(memory_, bound, [] { return Observation::kPending; });
@@ -353,7 +354,7 @@ class WindowCall {
     ReturnCredits(thread, lease_.region, lease_.epoch);
     if (thread == 0) {
       CommitSend(state_, lease_);
-      CommitPlace(state_, lease_);
+      CommitReceive(state_, lease_);
     }
   }
 

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     const bool sends = static_cast<uint32_t>(Warp()) < call.senders();
     ok = sends ? SendSums<Element, Wire, kOptions>(combine, call.First(Queue::kSend))
                : call.AwaitCredits();
-    if (ok) ok = PlaceSums<Element, Wire, kOptions>(combine);
+    if (ok) ok = ReceiveSums<Element, Wire, kOptions>(combine);
   }
   bool failed;
   if (!call.Leave(ok, failed)) return;
@@ -44,18 +44,18 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 
 // A sender has a fence to wait for and more terms than a placer, so most blocks send first: more
 // that place would wait for what is not yet sent.
-constexpr uint32_t kMostPlacingBlocks = 16;
+constexpr uint32_t kMostReceivingBlocks = 16;
 BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);
   if (tokens <= kShortCombine) return BlockRoles::Alike(limit, kSumWarps, kSumWarps, work);
-  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostPlacingBlocks));
+  return BlockRoles::ByArrival(limit, kSumWarps, limit - std::min(limit / 4, kMostReceivingBlocks));
 }
 
 }  // namespace
 
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream) {
-  if (TakesFewTokens(step, group)) return WindowFewCombine(step, group, stream);
+  if (IsLowLatency(step, group)) return WindowLowLatencyCombine(step, group, stream);
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.roles = SumRoles(group, plan.call.work, step.shape.tokens);
   const dim3 grid(plan.call.roles.blocks);
@@ -66,7 +66,7 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 }
 
 cudaError_t PreloadWindowCombine() {
-  const cudaError_t error = PreloadWindowFewCombine();
+  const cudaError_t error = PreloadWindowLowLatencyCombine();
   if (error != cudaSuccess) return error;
   return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
     return Preload(WindowCombineKernel<E, W, O::value>);

@@ -22,7 +22,7 @@ inline constexpr uint32_t kSumThreads = kSumWarps * kWarpSize;
 // Up to so many tokens a call is a matter of latency: all warps send, and then all place.
 inline constexpr int64_t kShortCombine = 256;
 // Tokens of a place item.
-inline constexpr ChunkRule kPlaceTokens{kShortCombine, 8};
+inline constexpr ChunkRule kReceiveTokens{kShortCombine, 8};
 
 struct CombinePlan {
   CallPlan call;
@@ -33,7 +33,7 @@ struct CombinePlan {
   Divisor top_k;
   Divisor pieces;
   Divisor chunk_slots;
-  int32_t place_tokens;
+  int32_t receive_tokens;
   int32_t batch;  // sums whose terms a warp looks up at a time
 };
 
@@ -50,11 +50,11 @@ inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
   plan.top_k = Divisor::Of(shape.top_k);
   plan.pieces = Divisor::Of(pieces);
   plan.chunk_slots = Divisor::Of(kCombineChunks.Tokens(messages));
-  plan.place_tokens = static_cast<int32_t>(kPlaceTokens.Tokens(shape.tokens));
+  plan.receive_tokens = static_cast<int32_t>(kReceiveTokens.Tokens(shape.tokens));
   plan.batch = static_cast<int32_t>(kWarpSize / shape.top_k);
   plan.message = CombineMessageOf(step);
   plan.call.work = {0, static_cast<uint32_t>(chunks * pieces * shape.ranks),
-                    static_cast<uint32_t>(kPlaceTokens.Count(shape.tokens) * pieces)};
+                    static_cast<uint32_t>(kReceiveTokens.Count(shape.tokens) * pieces)};
   plan.call.tag =
       CallTag(TagKind::kCombine, messages, plan.message.bytes, step.num_weights, step.site);
   return plan;

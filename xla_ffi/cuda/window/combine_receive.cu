@@ -12,19 +12,20 @@ namespace {
 
 template <typename Element, typename Wire, bool kOptions>
 __global__ void __launch_bounds__(kSumThreads, 1)
-    WindowCombinePlaceKernel(const __grid_constant__ WindowCombineStep step,
-                             const __grid_constant__ WindowGroup group,
-                             const __grid_constant__ CombinePlan plan, const PendingCall* pending) {
+    WindowCombineReceiveKernel(const __grid_constant__ WindowCombineStep step,
+                               const __grid_constant__ WindowGroup group,
+                               const __grid_constant__ CombinePlan plan,
+                               const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   auto& block = SharedObject<CallBlock>();
   auto& own = SharedObject<CallPlan>();
-  WindowPlaceHalf call(group, CallKind::kCombine, plan.call, block, own);
+  WindowReceiveHalf call(group, CallKind::kCombine, plan.call, block, own);
   call.Begin(*pending);
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
     const Combine combine{step, plan, call};
-    ok = PlaceSums<Element, Wire, kOptions>(combine);
+    ok = ReceiveSums<Element, Wire, kOptions>(combine);
   }
   bool failed;
   if (!call.Leave(ok, failed)) return;
@@ -36,21 +37,21 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 
 }  // namespace
 
-cudaError_t WindowCombinePlace(const WindowCombineStep& step, const PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream) {
+cudaError_t WindowCombineReceive(const WindowCombineStep& step, const PendingCall* pending,
+                                 const WindowGroup& group, cudaStream_t stream) {
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.work.send_items = 0;
-  plan.call.roles = PlacingRoles(group, kSumWarps, plan.call.work);
+  plan.call.roles = ReceivingRoles(group, kSumWarps, plan.call.work);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
-    return Launch(WindowCombinePlaceKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,
+    return Launch(WindowCombineReceiveKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,
                   group, plan, pending);
   });
 }
 
-cudaError_t PreloadWindowCombinePlace() {
+cudaError_t PreloadWindowCombineReceive() {
   return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
-    return Preload(WindowCombinePlaceKernel<E, W, O::value>);
+    return Preload(WindowCombineReceiveKernel<E, W, O::value>);
   });
 }
 

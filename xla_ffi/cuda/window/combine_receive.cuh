@@ -16,16 +16,16 @@ namespace jax_ep::cuda {
 // With options rows that travel one by one are weighted and added in the order of entries, and
 // those of a shared expert after them.
 template <typename Element, typename Wire, bool kOptions>
-class PlaceJob {
+class ReceiveJob {
  public:
   static constexpr int kCount = kVectorElements<Element, Wire>;
   // Options have registers of their own.
   static constexpr int kWords =
       (QuantizedFormat<Wire> ? kWordsWhileDecoding : kWordsInFlight) * (kOptions ? 2 : 3) / 3;
 
-  __device__ __forceinline__ PlaceJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
-    token_ = static_cast<int32_t>(c.plan.pieces.Divide(item, piece_)) * c.plan.place_tokens;
-    end_ = Min(token_ + c.plan.place_tokens, c.plan.tokens.int_value());
+  __device__ __forceinline__ ReceiveJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
+    token_ = static_cast<int32_t>(c.plan.pieces.Divide(item, piece_)) * c.plan.receive_tokens;
+    end_ = Min(token_ + c.plan.receive_tokens, c.plan.tokens.int_value());
   }
 
   // False where a wait fails. Rows are not in flight across waits: too much would have to be kept.
@@ -144,12 +144,12 @@ class PlaceJob {
 
 // A placer, until there is nothing left to place. False where a wait fails.
 template <typename Element, typename Wire, bool kOptions>
-__device__ bool PlaceSums(const Combine& c) {
-  const WorkItem first = c.call.First(Queue::kPlace);
-  return ForEachItem(c.call, Queue::kPlace, first, [&](WorkItem item, NextTicket& next) {
+__device__ bool ReceiveSums(const Combine& c) {
+  const WorkItem first = c.call.First(Queue::kReceive);
+  return ForEachItem(c.call, Queue::kReceive, first, [&](WorkItem item, NextTicket& next) {
     // In a whole call not as it begins: most warps have sent something before.
     next.DrawAhead();
-    return PlaceJob<Element, Wire, kOptions>(c, item.index).Run();
+    return ReceiveJob<Element, Wire, kOptions>(c, item.index).Run();
   });
 }
 

@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 }  // namespace
 
 cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
-                              const WindowGroup& group, cudaStream_t stream, bool at_once) {
+                              const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
   CombinePlan plan = MakeCombinePlan(step);
-  plan.call.work.place_items = 0;
-  plan.call.at_once = at_once;
+  plan.call.work.receive_items = 0;
+  plan.call.of_whole_call = of_whole_call;
   plan.call.roles = SendingRoles(group, kSumWarps, plan.call.work, false);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {

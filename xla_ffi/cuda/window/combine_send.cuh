@@ -13,13 +13,13 @@ namespace jax_ep::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // What an item sends to whom.
-struct SendPlace {
+struct SendTarget {
   uint32_t piece;
   uint32_t chunk;
   uint32_t source;
 
-  __device__ __forceinline__ static SendPlace Of(const Combine& c, uint32_t item) {
-    SendPlace place;
+  __device__ __forceinline__ static SendTarget Of(const Combine& c, uint32_t item) {
+    SendTarget place;
     const uint32_t part = c.plan.pieces.Divide(item, place.piece);
     uint32_t turn;
     place.chunk = c.plan.call.ranks.Divide(part, turn);
@@ -39,7 +39,7 @@ class SendJob {
 
   // Look-ups are under way once it exists.
   __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
-    const SendPlace place = SendPlace::Of(c, item);
+    const SendTarget place = SendTarget::Of(c, item);
     piece_ = place.piece;
     chunk_ = place.chunk;
     source_ = place.source;
@@ -157,7 +157,7 @@ class SendEntriesJob {
   static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
   __device__ __forceinline__ SendEntriesJob(const Combine& c, uint32_t item)
-      : c_(&c), place_(SendPlace::Of(c, item)) {
+      : c_(&c), place_(SendTarget::Of(c, item)) {
     // A lane has a slot.
     static_assert(kCombineChunks.most <= kWarpSize);
     const int32_t messages = c.plan.messages.int_value();
@@ -225,7 +225,7 @@ class SendEntriesJob {
   }
 
   const Combine* c_;
-  SendPlace place_;
+  SendTarget place_;
   int32_t row_;    // of this lane's slot, or -1
   int32_t count_;  // slots
   unsigned rows_;  // lanes that have one

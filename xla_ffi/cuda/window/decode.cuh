@@ -13,9 +13,8 @@ namespace jax_ep::cuda {
 
 // A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
 template <typename Format, typename Element>
-__device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper,
-                                               const TeamJob& job, const uint8_t* codes,
-                                               const RowPlan& plan,
+__device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, const TeamJob& job,
+                                               const uint8_t* codes, const RowPlan& plan,
                                                const WindowCachedDispatchStep& step) {
   static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
   constexpr int kCount = kLaneElements<Element>;
@@ -52,11 +51,11 @@ __device__ __forceinline__ void DecodeElements(const HelperPlace<Format>& helper
 
 // A helper: for placers, when its senders have dismissed it.
 template <typename Format>
-__device__ void HelpPlacers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
-                            TeamJob* jobs) {
+__device__ void HelpReceivers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
+                              TeamJob* jobs) {
   // The barriers of teams of senders are those of other teams now.
-  HelperPlace<Format>::AwaitAll();
-  const auto helper = HelperPlace<Format>::Of(jobs, kRowWarps);
+  Helper<Format>::AwaitAll();
+  const auto helper = Helper<Format>::Of(jobs, kRowWarps);
   helper.team.Help([&](const TeamJob& job, const uint8_t* stage) {
     if (step.element == ElementType::kBFloat16) {
       DecodeElements<Format, BFloat16>(helper, job, stage, plan.rows, step);

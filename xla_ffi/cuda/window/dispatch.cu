@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     }
     // Only credits can have failed, which is the same for the whole block.
     Team team;
-    const bool places = PlacingTeam<kHelperWarps<Format> != 0>(plan.call.roles, senders, team);
+    const bool places = ReceivingTeam<kHelperWarps<Format> != 0>(plan.call.roles, senders, team);
     if (ok) {
-      Placer<Format> placer(step, plan, call, stages, memory);
+      Receiver<Format> placer(step, plan, call, stages, memory);
       ok = places ? placer.Build(team) : placer.AwaitTables();
-      if (ok) ok = placer.Run(call.First(Queue::kPlace));
+      if (ok) ok = placer.Run(call.First(Queue::kReceive));
     }
   }
   EndRows(call, ok, [] {}, [&] { Fail<Format>(step, plan.scales); });
@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
-  if (TakesFewTokens<Format>(step, group)) return WindowFewDispatch<Format>(step, group, stream);
+  if (IsLowLatency<Format>(step, group))
+    return WindowLowLatencyDispatch<Format>(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   const WorkPlan& work = plan.call.work;
@@ -77,7 +78,7 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
 }
 
 cudaError_t PreloadWindowDispatch() {
-  cudaError_t error = PreloadWindowFewDispatch();
+  cudaError_t error = PreloadWindowLowLatencyDispatch();
   ForEachFormat([&]<typename Format>(Format) {
     if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
   });

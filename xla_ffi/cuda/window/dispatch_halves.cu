@@ -49,15 +49,15 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowThreads, 1)
-    WindowDispatchPlaceKernel(const __grid_constant__ WindowDispatchStep step,
-                              const __grid_constant__ WindowGroup group,
-                              const __grid_constant__ DispatchPlan plan,
-                              const PendingCall* pending) {
+    WindowDispatchReceiveKernel(const __grid_constant__ WindowDispatchStep step,
+                                const __grid_constant__ WindowGroup group,
+                                const __grid_constant__ DispatchPlan plan,
+                                const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const DispatchShared<Format> memory(shared + kOwnPlanBytes, step.shape, plan.rows);
-  WindowPlaceHalf call(group, CallKind::kDispatch, plan.call, *memory.call, own);
+  WindowReceiveHalf call(group, CallKind::kDispatch, plan.call, *memory.call, own);
   call.Begin(*pending);
   BulkStages stages(plan.rows.stages, memory.stages, static_cast<uint32_t>(Warp()), kRowWarps);
   FillWords(memory.zeros, kZeroBytes, 0);
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
-    Placer<Format> placer(step, plan, call, stages, memory);
-    ok = placer.Build({threadIdx.x, kRowThreads, 0}) && placer.Run(call.First(Queue::kPlace));
+    Receiver<Format> placer(step, plan, call, stages, memory);
+    ok = placer.Build({threadIdx.x, kRowThreads, 0}) && placer.Run(call.First(Queue::kReceive));
   }
   EndRows(call, ok, [] {}, [&] { Fail<Format>(step, plan.scales); });
 #endif
@@ -82,12 +82,12 @@ int64_t SharedBytes(const WindowDispatchStep& step, const DispatchPlan& plan) {
 
 template <typename Format>
 cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream, bool at_once) {
+                               const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   WorkPlan& work = plan.call.work;
-  work.place_items = 0;
-  plan.call.at_once = at_once;
+  work.receive_items = 0;
+  plan.call.of_whole_call = of_whole_call;
   plan.call.roles = SendingRoles(group, kRowWarps, work, QuantizedFormat<Format>);
   return LaunchAhead(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
                      kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
@@ -95,14 +95,14 @@ cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pend
 }
 
 template <typename Format>
-cudaError_t WindowDispatchPlace(const WindowDispatchStep& step, const PendingCall* pending,
-                                const WindowGroup& group, cudaStream_t stream) {
+cudaError_t WindowDispatchReceive(const WindowDispatchStep& step, const PendingCall* pending,
+                                  const WindowGroup& group, cudaStream_t stream) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan, kOwnPlanBytes)) return cudaErrorInvalidConfiguration;
   WorkPlan& work = plan.call.work;
   work.route_items = work.send_items = 0;
-  plan.call.roles = PlacingRoles(group, kRowWarps, work);
-  return Launch(WindowDispatchPlaceKernel<Format>, dim3(plan.call.roles.blocks), kRowThreads,
+  plan.call.roles = ReceivingRoles(group, kRowWarps, work);
+  return Launch(WindowDispatchReceiveKernel<Format>, dim3(plan.call.roles.blocks), kRowThreads,
                 static_cast<size_t>(kOwnPlanBytes + SharedBytes<Format>(step, plan)), stream, step,
                 group, plan, pending);
 }
@@ -114,17 +114,17 @@ cudaError_t PreloadWindowDispatchHalves() {
       error = PreloadShared(WindowDispatchSendKernel<Format>, kMaxSharedBytes);
     }
     if (error == cudaSuccess) {
-      error = PreloadShared(WindowDispatchPlaceKernel<Format>, kMaxSharedBytes);
+      error = PreloadShared(WindowDispatchReceiveKernel<Format>, kMaxSharedBytes);
     }
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                                \
-  template cudaError_t WindowDispatchSend<Format>(const WindowDispatchStep&, PendingCall*,        \
-                                                  const WindowGroup&, cudaStream_t, bool);        \
-  template cudaError_t WindowDispatchPlace<Format>(const WindowDispatchStep&, const PendingCall*, \
-                                                   const WindowGroup&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                         \
+  template cudaError_t WindowDispatchSend<Format>(const WindowDispatchStep&, PendingCall*, \
+                                                  const WindowGroup&, cudaStream_t, bool); \
+  template cudaError_t WindowDispatchReceive<Format>(                                      \
+      const WindowDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

@@ -84,7 +84,7 @@ bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare 
     plan.scales = ScalePlan::Of<Format>(step);
     clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
   }
-  work.place_items = PlaceItems(plan.chunk_items, clear_bytes);
+  work.receive_items = ReceiveItems(plan.chunk_items, clear_bytes);
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, message.bytes, shape.top_k, step.site);
   const int64_t budget = kMaxSharedBytes - DispatchShared<Format>::FixedBytes(shape) - spare;

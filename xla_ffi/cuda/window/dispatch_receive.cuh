@@ -17,12 +17,12 @@
 namespace jax_ep::cuda {
 
 template <typename Format>
-class Placer {
+class Receiver {
   static constexpr bool kEncoded = QuantizedFormat<Format>;
 
  public:
-  __device__ Placer(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
-                    BulkStages& stages, const DispatchShared<Format>& memory)
+  __device__ Receiver(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
+                      BulkStages& stages, const DispatchShared<Format>& memory)
       : step_(step),
         plan_(plan),
         call_(call),
@@ -50,7 +50,7 @@ class Placer {
   }
 
   __device__ bool Run(WorkItem item) {
-    return ForEachItem(call_, Queue::kPlace, item, [&](WorkItem current, NextTicket& next) {
+    return ForEachItem(call_, Queue::kReceive, item, [&](WorkItem current, NextTicket& next) {
       next.DrawAhead();
       if (current.index == 0) {
         groups_.Write(step_);
@@ -65,7 +65,7 @@ class Placer {
   // An equal share of everything that no message fills: padding, the tail, slots without a token.
   __device__ void FillShare(uint32_t item) {
     const EpShape& shape = step_.shape;
-    const int64_t items = plan_.call.work.place_items;
+    const int64_t items = plan_.call.work.receive_items;
     bool by_group = shape.expert_alignment > 1;
     if constexpr (kEncoded) by_group |= plan_.scales.tiled();
     if (by_group) {
@@ -188,7 +188,7 @@ class Placer {
   WindowCall& call_;
   BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
   GroupTable groups_;
-  std::conditional_t<kEncoded, ScalePlacer<Format>, NoScales> scales_;
+  std::conditional_t<kEncoded, ScaleWriter<Format>, NoScales> scales_;
   const DispatchShared<Format>& memory_;
 };
 

@@ -86,7 +86,7 @@ inline constexpr uint32_t kHelperVectors = 2;
 // before the elements of the next, which nobody has read yet. The same is not true of scales, so
 // they are apart.
 template <typename Format, typename Element>
-__device__ __forceinline__ void EncodeElements(const HelperPlace<Format>& helper, uint8_t* stage,
+__device__ __forceinline__ void EncodeElements(const Helper<Format>& helper, uint8_t* stage,
                                                uint32_t elements, float input_scale) {
   // Neighbours, so that fewer lanes share a block, and work out its scale.
   constexpr int kCount = kHelperVectors * kLaneElements<Element>;
@@ -112,7 +112,7 @@ __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, Team
   if (call.senders() == 0) return true;
   float input_scale = kNoInputScale;
   if constexpr (Format::kTakesInputScale) input_scale = *input_scale_at;
-  const auto helper = HelperPlace<Format>::Of(jobs, call.senders());
+  const auto helper = Helper<Format>::Of(jobs, call.senders());
   helper.team.Help([&](const TeamJob& job, uint8_t* stage) {
     const uint32_t elements = plan.Elements(job.piece);
     if (plan.element == ElementType::kBFloat16) {

@@ -23,9 +23,9 @@ inline BlockRoles SendingRoles(const WindowGroup& group, uint32_t warps, const W
   return BlockRoles::Alike(BlockLimit(group, most), warps, warps, work);
 }
 // Every warp places; nothing runs beside it that is worth waiting for.
-inline BlockRoles PlacingRoles(const WindowGroup& group, uint32_t warps, const WorkPlan& work) {
+inline BlockRoles ReceivingRoles(const WindowGroup& group, uint32_t warps, const WorkPlan& work) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);
-  const auto wanted = std::clamp<int64_t>(DivideUp(work.place_items, warps), 1, limit);
+  const auto wanted = std::clamp<int64_t>(DivideUp(work.receive_items, warps), 1, limit);
   return {static_cast<uint32_t>(wanted), warps, 0, 0};
 }
 
@@ -42,7 +42,7 @@ class WindowSendHalf : public WindowCall {
     if (failed) return EndGroup();
     if (threadIdx.x == 0) CommitSend(state_, lease_);
     // The second half is launched before any other call of the kind.
-    if (plan_.at_once) {
+    if (plan_.of_whole_call) {
       if (threadIdx.x == 0) KeepSum(memory_, state_, block_.end);
       return;
     }
@@ -51,7 +51,7 @@ class WindowSendHalf : public WindowCall {
     if (surplus == kNoRegion) return;
     ReturnCredits(threadIdx.x, surplus, state_.last_epoch[surplus]);
     __syncthreads();
-    if (threadIdx.x == 0) CommitPlace(state_, {0, 0, surplus});
+    if (threadIdx.x == 0) CommitReceive(state_, {0, 0, surplus});
   }
 
   // One thread, after Commit: for the second half.
@@ -60,11 +60,11 @@ class WindowSendHalf : public WindowCall {
   }
 };
 
-class WindowPlaceHalf : public WindowCall {
+class WindowReceiveHalf : public WindowCall {
  public:
   // `own` is the block's, in shared memory: the plan with the tag of the first half.
-  __device__ WindowPlaceHalf(const WindowGroup& group, CallKind kind, const CallPlan& plan,
-                             CallBlock& block, CallPlan& own)
+  __device__ WindowReceiveHalf(const WindowGroup& group, CallKind kind, const CallPlan& plan,
+                               CallBlock& block, CallPlan& own)
       : WindowCall(group, kind, own, block), given_(plan), own_(own) {}
 
   // As those of a whole call.
@@ -75,14 +75,14 @@ class WindowPlaceHalf : public WindowCall {
   __device__ bool Join() {
     if (WindowCall::Join()) return true;
     if (block_.gate == Gate::kOpen && threadIdx.x == 0) {
-      GiveUp(Phase::kPlace, group_.rank, WaitStatus::kNotPending);
+      GiveUp(Phase::kReceive, group_.rank, WaitStatus::kNotPending);
     }
     return false;
   }
   __device__ void Commit(bool failed) {
     if (failed) return EndGroup();
     ReturnCredits(threadIdx.x, lease_.region, lease_.epoch);
-    if (threadIdx.x == 0) CommitPlace(state_, lease_);
+    if (threadIdx.x == 0) CommitReceive(state_, lease_);
   }
 
  private:

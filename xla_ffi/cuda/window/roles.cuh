@@ -20,13 +20,13 @@ struct BlockRoles {
   uint32_t senders;        // of a block's warps, the first ones, where blocks are alike
   uint32_t sender_blocks;  // 0: blocks are alike
 
-  static constexpr uint32_t kNoPlace = UINT32_MAX;
+  static constexpr uint32_t kNoTicket = UINT32_MAX;
 
   // No more blocks than have work.
   static BlockRoles Alike(uint32_t limit, uint32_t warps, uint32_t senders, const WorkPlan& work) {
     BlockRoles roles{limit, warps, senders, 0};
     const int64_t wanted = std::max(DivideUp(work.route_items + work.send_items, senders),
-                                    DivideUp(work.place_items, roles.Placers(senders)));
+                                    DivideUp(work.receive_items, roles.Receivers(senders)));
     roles.blocks = static_cast<uint32_t>(std::clamp<int64_t>(wanted, 1, limit));
     return roles;
   }
@@ -43,7 +43,7 @@ struct BlockRoles {
   }
   // Warps of a block with so many senders for which place tickets are drawn as it begins. Not those
   // of a block that sends for long.
-  __host__ __device__ uint32_t Placers(uint32_t block_senders) const {
+  __host__ __device__ uint32_t Receivers(uint32_t block_senders) const {
     if (block_senders < warps) return warps - block_senders;
     return ByBlock() ? 0 : warps;
   }
@@ -52,13 +52,13 @@ struct BlockRoles {
   __device__ bool DrawnAtOnce(const WorkPlan& work, Queue queue) const {
     if (ByBlock()) return false;
     return queue == Queue::kSend ? work.route_items + work.send_items <= blocks * senders
-                                 : work.place_items <= blocks * Placers(senders);
+                                 : work.receive_items <= blocks * Receivers(senders);
   }
   // The place of a warp among those of its block for which tickets of a queue were drawn.
-  __device__ uint32_t PlaceOf(uint32_t warp, uint32_t block_senders, Queue queue) const {
-    if (queue == Queue::kSend) return warp < block_senders ? warp : kNoPlace;
-    if (block_senders == warps) return ByBlock() ? kNoPlace : warp;
-    return warp < block_senders ? kNoPlace : warp - block_senders;
+  __device__ uint32_t TicketOf(uint32_t warp, uint32_t block_senders, Queue queue) const {
+    if (queue == Queue::kSend) return warp < block_senders ? warp : kNoTicket;
+    if (block_senders == warps) return ByBlock() ? kNoTicket : warp;
+    return warp < block_senders ? kNoTicket : warp - block_senders;
   }
 };
 
@@ -68,7 +68,7 @@ struct CallPlan {
   BlockRoles roles;
   Divisor ranks;
   uint16_t tag;
-  bool at_once;  // of a first half: it is that of a whole call
+  bool of_whole_call;  // of a first half: it is that of a whole call
 };
 
 // What the warps of a block share of a call; in shared memory. One thread a block asks for each: in

@@ -18,7 +18,7 @@ namespace jax_ep::cuda {
 inline constexpr uint32_t kRowWarps = 5;
 inline constexpr uint32_t kRowThreads = kRowWarps * kWarpSize;
 // Named barriers: among the placers; and for senders that wait until placers have their tables.
-inline constexpr uint32_t kPlacerBarrier = 1;
+inline constexpr uint32_t kReceiversBarrier = 1;
 inline constexpr uint32_t kTablesBarrier = 2;
 // And of a block whose senders are done, above those of WindowCall.
 inline constexpr uint32_t kSentBarrier = kCreditsBarrier + 1;
@@ -27,7 +27,7 @@ inline constexpr uint32_t kSentBarrier = kCreditsBarrier + 1;
 inline constexpr int64_t kClearBytes = int64_t{64} << 10;
 
 // Enough items for the chunks, and for clearing in case that is more.
-inline uint32_t PlaceItems(int64_t chunk_items, int64_t clear_bytes) {
+inline uint32_t ReceiveItems(int64_t chunk_items, int64_t clear_bytes) {
   return static_cast<uint32_t>(
       std::max({int64_t{1}, chunk_items, DivideUp(clear_bytes, kClearBytes)}));
 }
@@ -73,14 +73,14 @@ __device__ inline void AwaitSent() {
 // any, are done. False in a sender that stays one. `kHelpers`: there are warps behind these
 // (window/team.cuh), which wait in AwaitSenders meanwhile.
 template <bool kHelpers>
-__device__ inline bool PlacingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
+__device__ inline bool ReceivingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
   if (roles.ByBlock()) {
     if (senders != 0) AwaitSent();
-    team = {threadIdx.x, kRowThreads, kHelpers ? kPlacerBarrier : 0};
+    team = {threadIdx.x, kRowThreads, kHelpers ? kReceiversBarrier : 0};
     return true;
   }
   const uint32_t sending = senders * kWarpSize;
-  team = {threadIdx.x - sending, kRowThreads - sending, kPlacerBarrier};
+  team = {threadIdx.x - sending, kRowThreads - sending, kReceiversBarrier};
   return threadIdx.x >= sending;
 }
 

@@ -39,13 +39,13 @@ struct NoScales {
 
 // `first_tiles` [L + 1] is shared by the block. All but Build are for a warp.
 template <typename Format>
-class ScalePlacer {
+class ScaleWriter {
   // What scales are stored in, where they are not stored in bulk.
   using Unit = typename Format::Scale;
   static constexpr bool kMayTile = sizeof(Unit) == 1;
 
  public:
-  __device__ ScalePlacer(const WindowDispatchStep& step, const ScalePlan& plan,
+  __device__ ScaleWriter(const WindowDispatchStep& step, const ScalePlan& plan,
                          const GroupTable& groups, int32_t* first_tiles, const uint8_t* zeros)
       : step_(step), plan_(plan), groups_(groups), first_tiles_(first_tiles), zeros_(zeros) {}
 

@@ -119,11 +119,11 @@ class HelperTeam {
 
 // A helper's team, and its place there.
 template <typename Format>
-struct HelperPlace {
+struct Helper {
   HelperTeam team;
   uint32_t member;
 
-  __device__ static HelperPlace Of(TeamJob* jobs, uint32_t leaders) {
+  __device__ static Helper Of(TeamJob* jobs, uint32_t leaders) {
     const uint32_t helper = static_cast<uint32_t>(Warp()) - kRowWarps;
     return {HelperTeam(jobs, kHelperWarps<Format>, helper % leaders, leaders), helper / leaders};
   }
