@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "cuda/collective/steps.h"
+#include "cuda/init.h"
 #include "cuda/internode/calls.h"
 #include "cuda/window/calls.h"
 #include "ffi/window_aside_operands.h"

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/common/divisor.h"
 #include "cuda/common/primitives.cuh"
+#include "cuda/common/token_walk.cuh"
 #include "protocol/routing.h"
 
 namespace jax_ep::cuda {
@@ -42,29 +42,6 @@ inline int64_t RouteWarps(const EpShape& shape) {
   const int64_t fitting = kRouteSharedBytes / RouteShared::BytesPerWarp(shape.local_experts);
   return std::clamp(Min(steps, fitting), kMinRouteWarps, kMaxRouteWarps);
 }
-
-// How a warp walks over tokens: whole tokens a step, lane l holds entry l of them. Dedup then needs
-// no more than a ballot.
-struct TokenWalk {
-  int32_t top_k;
-  int32_t tokens;    // a step
-  int32_t in_step;   // this lane's, of the tokens of a step
-  bool used;         // false in the lanes past the last whole token
-  unsigned earlier;  // lanes before this one that hold the same token
-
-  __device__ explicit TokenWalk(int32_t k) : TokenWalk(k, kWarpSize / k, Lane() / k) {}
-  __device__ explicit TokenWalk(const Divisor& k)
-      : TokenWalk(k.int_value(), static_cast<int32_t>(k.Quotient(kWarpSize)),
-                  static_cast<int32_t>(k.Quotient(static_cast<uint32_t>(Lane())))) {}
-
- private:
-  __device__ TokenWalk(int32_t k, int32_t a_step, int32_t token)
-      : top_k(k), tokens(a_step), in_step(token) {
-    const int lane = Lane();
-    used = lane < tokens * top_k;
-    earlier = LanesBelow(lane) & ~LanesBelow(in_step * top_k);
-  }
-};
 
 struct TokenRun {
   int64_t begin;

@@ -13,6 +13,70 @@
 namespace jax_ep::cuda {
 namespace {
 
+// Whole team, after a barrier behind row_offsets and group_sizes: where the scales of each group
+// start.
+__device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int64_t* totals) {
+  const int64_t groups = step.shape.local_experts;
+  const int64_t length = DivideUp(groups, team.threads);
+  const int64_t begin = Min(team.thread * length, groups);
+  const int64_t end = Min(begin + length, groups);
+  int64_t tiles = 0;
+  for (int64_t group = begin; group < end; ++group) tiles += TilesOfGroup(step.group_sizes[group]);
+  int64_t first_tile = ExclusiveSum(team, tiles, totals);
+  for (int64_t group = begin; group < end; ++group) {
+    // The first of row_offsets is written by another thread without a barrier behind it.
+    const int32_t offset = group == 0 ? 0 : step.row_offsets[group];
+    step.scales_offsets[group] = ScalesOffset(static_cast<int32_t>(first_tile), offset);
+    first_tile += TilesOfGroup(step.group_sizes[group]);
+  }
+}
+
+// One block: with the counts of all sources every row's place is known.
+__device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
+                            int64_t region_bytes) {
+  __shared__ unsigned long long all_dropped;  // zeroed before the barrier of ExclusiveSum
+  __shared__ int64_t totals[kWarpsPerBlock];
+  if (threadIdx.x == 0) all_dropped = 0;
+  const EpShape& shape = step.shape;
+  // No source has more rows than entries; no count may move a group out of [0, N].
+  const int64_t entries = shape.tokens * shape.top_k;
+  const auto count_of = [&](int64_t source, int64_t expert) -> int64_t {
+    const int64_t count = Int32At(step.recv + source * region_bytes, header.expert_counts)[expert];
+    return count < 0 ? 0 : Min(count, entries);
+  };
+  int64_t dropped = 0;
+  const Team block{threadIdx.x, blockDim.x, 0};
+  ForEachGroup(block, shape, totals, count_of, [&](int64_t expert, int64_t start, int64_t rows) {
+    int64_t base = start;
+    for (int64_t source = 0; source < shape.ranks; ++source) {
+      step.row_base[source * shape.local_experts + expert] =
+          static_cast<int32_t>(Min(base, kMaxIndex));
+      base += count_of(source, expert);
+    }
+    const int64_t next = NextGroupStart(start, rows, shape.expert_alignment);
+    const int32_t offset = static_cast<int32_t>(Min(start, shape.recv_rows));
+    const int32_t next_offset = static_cast<int32_t>(Min(next, shape.recv_rows));
+    dropped += DroppedRows(start, rows, shape.recv_rows);
+    step.expert_counts[expert] = static_cast<int32_t>(rows);
+    step.expert_ids[expert] = static_cast<int32_t>(expert);
+    step.row_offsets[expert + 1] = next_offset;
+    step.group_sizes[expert] = next_offset - offset;
+  });
+  // A sum of integers: the same in any order.
+  atomicAdd(&all_dropped, static_cast<unsigned long long>(dropped));
+  for (int64_t source = threadIdx.x; source < shape.ranks; source += kBlockThreads) {
+    const int32_t num_slots = *Int32At(step.recv + source * region_bytes, header.num_slots);
+    const int32_t tokens = static_cast<int32_t>(shape.tokens);
+    step.slot_counts[source] = num_slots < 0 ? 0 : Min(num_slots, tokens);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    step.row_offsets[0] = 0;
+    *step.num_dropped = static_cast<int32_t>(all_dropped);
+  }
+  if (step.scale_layout == ScaleLayout::kTiled128x4) PlaceTilesOfGroups(block, step, totals);
+}
+
 // Whole block: the groups, and what the pack has counted, of an unpack whose sources were in
 // different calls. An id of -1 for an expert tells the kernels behind it.
 __device__ void PlaceNoGroups(const UnpackStep& step) {

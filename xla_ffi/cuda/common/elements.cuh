@@ -1,5 +1,5 @@
 // Elements of a row in a lane's registers, for sums and for codes. Used by combine.cu,
-// quantize.cuh, window/columns.cuh, window/decode.cuh and low_latency/combine.cu.
+// quantize.cuh, window/columns.cuh, window/cached_dispatch.cu and low_latency/combine.cu.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -284,7 +284,4 @@ auto VisitPlacedPart(ElementType element, Visit&& visit) {
   }
 }
 
-inline constexpr ElementType kElementTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
-                                                ElementType::kFloat16};
-
 }  // namespace jax_ep::cuda

@@ -266,10 +266,8 @@ cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowG
 
 cudaError_t PreloadWindowLowLatencyCombine() {
   cudaError_t error = cudaSuccess;
-  constexpr ElementType kTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
-                                    ElementType::kFloat16};
-  for (const ElementType element : kTypes) {
-    for (const ElementType wire : kTypes) {
+  for (const ElementType element : kElementTypes) {
+    for (const ElementType wire : kElementTypes) {
       if (error != cudaSuccess) return error;
       error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
         if constexpr (sizeof(Element) == sizeof(Wire)) {

@@ -1,15 +1,433 @@
 // The fused dispatch along a known route, for backward passes: no routing and no counts. And its
 // halves, for groups over several nodes.
+#include <cstdint>
+
+#include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/quantize.cuh"
 #include "cuda/common/shared_memory.cuh"
-#include "cuda/window/cached_worker.cuh"
+#include "cuda/window/call.cuh"
 #include "cuda/window/calls.h"
-#include "cuda/window/decode.cuh"
+#include "cuda/window/encode.cuh"
 #include "cuda/window/grid.h"
+#include "cuda/window/groups.cuh"
 #include "cuda/window/halves.cuh"
+#include "cuda/window/items.cuh"
+#include "cuda/window/rows.cuh"
+#include "cuda/window/team.cuh"
+#include "formats/combine_wire.h"
 #include "formats/registry.h"
+#include "protocol/window_steps.h"
 
 namespace jax_ep::cuda {
+
+struct CachedPlan {
+  CallPlan call;
+  RowPlan rows;
+  EncodePlan encode;  // of quantised formats
+  int32_t chunk_tokens;
+  uint32_t chunk_items;  // place items that have a chunk; the others only clear
+};
+
+// Pieces of codes are whole blocks.
+constexpr int64_t kPayloadAlign = CombineFormat::kBlock;
+
+// Entries (slot or token, k) of a run, a step of 32 / K slots at a time; the next step's loads are
+// under way while one is in use.
+template <typename Value, typename LoadEntry>
+class EntrySteps {
+ public:
+  __device__ EntrySteps(int32_t top_k, uint32_t count, LoadEntry load)
+      : load_(load),
+        top_k_(top_k),
+        a_step_(kWarpSize / top_k),
+        count_(static_cast<int32_t>(count)) {
+    next_ = Load(0);
+  }
+  // Whole warp, for indexes that rise by one: afterwards value() is that of the step of `index`.
+  // Returns the lane of its first entry.
+  __device__ int32_t Seek(int32_t index) {
+    const int32_t in_step = index % a_step_;
+    if (in_step == 0) {
+      value_ = next_;
+      next_ = Load(index + a_step_);
+    }
+    return in_step * top_k_;
+  }
+  __device__ const Value& value() const { return value_; }
+
+ private:
+  __device__ Value Load(int32_t first) {
+    const int32_t lane = Lane();
+    const bool active = lane < a_step_ * top_k_ && first + lane / top_k_ < count_;
+    return load_(active ? first + lane / top_k_ : -1, lane % top_k_);
+  }
+
+  LoadEntry load_;
+  int32_t top_k_;
+  int32_t a_step_;
+  int32_t count_;
+  Value value_;
+  Value next_;
+};
+
+template <typename Format>
+class CachedWorker {
+  static constexpr bool kEncodes = QuantizedFormat<Format>;
+
+ public:
+  // `jobs` are those of quantised formats.
+  __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
+                          WindowCall& call, BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
+      : step_(step),
+        plan_(plan),
+        call_(call),
+        stages_(stages),
+        zeros_(zeros),
+        // Of senders alone; other blocks have none.
+        send_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()),
+                   call.senders() == 0 ? 1 : call.senders()),
+        receive_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
+        tokens_(static_cast<int32_t>(step.shape.tokens)),
+        top_k_(static_cast<int32_t>(step.shape.top_k)) {}
+
+  // False where a wait failed, as Place. The block's wait for credits is part of it.
+  __device__ bool Send(WorkItem item) {
+    bool ok = true;
+    if (item.phase == Phase::kNone) {
+      ok = AwaitCredits(call_);
+    } else {
+      bool first = true;
+      ok = ForEachItem(call_, Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
+        const bool sent = SendChunk(current.index, first, next);
+        first = false;
+        return sent;
+      });
+    }
+    if constexpr (kEncodes) {
+      if (ok) send_team_.Dismiss();
+    }
+    return ok;
+  }
+
+  __device__ bool Place(WorkItem item) {
+    const bool ok =
+        ForEachItem(call_, Queue::kReceive, item, [&](WorkItem current, NextTicket& next) {
+          ClearShare(current.index);
+          next.DrawAhead();
+          const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
+          return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
+        });
+    // Even where a wait failed.
+    if constexpr (kEncodes) receive_team_.Dismiss();
+    return ok;
+  }
+
+  // Of all warps of a call it adds up to 0 where the rows with a slot have been stored, each once.
+  __device__ uint32_t rows_left() const { return rows_left_; }
+
+ private:
+  // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
+  struct Target {
+    int32_t rank;
+    int32_t slot;
+    int32_t own_row;
+    float weight;
+  };
+
+  __device__ int32_t RowOf(uint32_t source, int32_t slot, int32_t k) const {
+    const int64_t flat = static_cast<int64_t>(source) * tokens_ + slot;
+    return RowOrDropped(step_.row_of[flat * top_k_ + k], step_.shape.recv_rows);
+  }
+
+  __device__ float WeightOf(int64_t entry) const {
+    return step_.num_weights != 0 ? step_.weights[entry] : 0.0f;
+  }
+
+  // The tables come back from the caller's program, so what is out of range is skipped.
+  __device__ Target LoadTarget(int32_t token, int32_t k) const {
+    if (token < 0) return {-1, -1, -1, 0.0f};
+    const int64_t entry = int64_t{token} * top_k_ + k;
+    const uint32_t flat = static_cast<uint32_t>(step_.slot_of[entry]);
+    const uint32_t tokens = static_cast<uint32_t>(tokens_);
+    if (flat >= call_.ranks() * tokens) return {-1, -1, -1, WeightOf(entry)};
+    return {static_cast<int32_t>(flat / tokens), static_cast<int32_t>(flat % tokens), -1,
+            WeightOf(entry)};
+  }
+
+  __device__ bool SendChunk(uint32_t chunk, bool first, NextTicket& next) {
+    const RowPlan& rows = plan_.rows;
+    const Divisor& pieces = kEncodes ? plan_.encode.pieces : rows.pieces;
+    const int32_t begin = static_cast<int32_t>(chunk) * plan_.chunk_tokens;
+    const int32_t end = Min(begin + plan_.chunk_tokens, tokens_);
+    const auto load = [&](uint32_t unit) {
+      uint32_t piece;
+      const int64_t token = begin + pieces.Divide(unit, piece);
+      if constexpr (kEncodes) {
+        LoadTokenPiece(stages_, plan_.encode, step_.tokens, token, piece);
+      } else {
+        LoadPiece(stages_, rows, piece,
+                  static_cast<const uint8_t*>(step_.tokens) + token * rows.payload_bytes, nullptr);
+      }
+    };
+    const uint32_t units = static_cast<uint32_t>(end - begin) * pieces.value;
+    const uint32_t primed = stages_.Prime(units, load);
+    EntrySteps<Target, Targets> targets(top_k_, static_cast<uint32_t>(end - begin),
+                                        Targets{this, begin});
+    if (first && !AwaitCredits(call_)) {
+      stages_.Abandon(primed);
+      return false;
+    }
+    const uint32_t destination = DestinationOf(call_, chunk);
+    uint32_t first_slot = 0;  // at this lane's destination
+    uint32_t sent = 0;        // there, a bit for each slot from the first on
+    int32_t slot = -1;        // of the token, there
+    int32_t own_row = -1;     // of the entry of this lane's number
+    stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
+      uint32_t piece;
+      const uint32_t index = pieces.Divide(unit, piece);
+      uint8_t* side = stage + rows.piece_bytes;
+      if constexpr (kEncodes) StartEncoding(send_team_, stage, piece);
+      if (piece == 0) {
+        const int32_t base = targets.Seek(static_cast<int32_t>(index));
+        const Target& target = targets.value();
+        slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
+        // Between them lie slots of entries that go elsewhere. Only a changed route has them
+        // further apart, and then they count as not sent.
+        if (slot >= 0) {
+          if (sent == 0) first_slot = static_cast<uint32_t>(slot);
+          const uint32_t place = static_cast<uint32_t>(slot) - first_slot;
+          sent |= place < kMaxSlotSpan ? 1u << place : 0;
+        }
+        if constexpr (kEncodes) {
+          side = FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
+        }
+        own_row = Annotate(base, target, side);
+      } else if constexpr (kEncodes) {
+        FinishEncoding<Format>(send_team_, plan_.encode, stage, piece);
+        FenceProxyAsyncShared();
+        __syncwarp();
+      }
+      if (!kEncodes && own_row >= 0) StoreRow(own_row, piece, stage);
+      if (slot < 0 || (!kEncodes && destination == call_.rank())) return;
+      uint8_t* message =
+          call_.Region(destination, call_.PartAt(destination)) + int64_t{slot} * rows.message_bytes;
+      if constexpr (kEncodes) {
+        StoreEncoded<Format>(plan_.encode, piece, message, stage);
+      } else {
+        StorePiece(rows, piece, message, stage);
+      }
+    });
+    const uint32_t count = kWarpSize - static_cast<uint32_t>(__clz(static_cast<int>(sent)));
+    next.DrawAhead();
+    PublishChunk(call_, chunk, first_slot, sent << kSlotCountBits | count);
+    return true;
+  }
+
+  struct Targets {
+    const CachedWorker* worker;
+    int32_t begin;
+    __device__ Target operator()(int32_t index, int32_t k) const {
+      Target target = worker->LoadTarget(index < 0 ? -1 : begin + index, k);
+      if constexpr (kEncodes) return target;
+      // The slot of the token here is that of any of its entries, as for other ranks.
+      const uint32_t rank = worker->call_.rank();
+      const int32_t base = Lane() - k;
+      const unsigned here =
+          __ballot_sync(kFullWarp, target.rank == static_cast<int32_t>(rank)) >> base &
+          ((2u << (worker->top_k_ - 1)) - 1);
+      const int32_t slot = __shfl_sync(kFullWarp, target.slot, base + __ffs(here) - 1);
+      if (index >= 0 && here != 0) target.own_row = worker->RowOf(rank, slot, k);
+      return target;
+    }
+  };
+
+  // Whole warp: weights beside the payload and, for own rows, at their place. Returns the own row
+  // of the entry of this lane's number.
+  __device__ int32_t Annotate(int32_t base, const Target& target, uint8_t* side) {
+    const int32_t k = Lane() - base;
+    const bool here = k >= 0 && k < top_k_;
+    if (here && step_.num_weights != 0) reinterpret_cast<float*>(side)[k] = target.weight;
+    if (here && target.own_row >= 0) {
+      rows_left_ -= TraceOf(target.own_row);
+      if (step_.num_weights != 0) step_.row_weights[target.own_row] = target.weight;
+    }
+    FenceProxyAsyncShared();
+    __syncwarp();
+    return here ? target.own_row : -1;
+  }
+
+  __device__ void StoreRow(int32_t row, uint32_t piece, const uint8_t* stage) {
+    BulkStore(step_.rows + int64_t{row} * plan_.rows.payload_bytes +
+                  static_cast<int64_t>(piece) * plan_.rows.piece_bytes,
+              stage, plan_.rows.PieceBytes(piece));
+  }
+
+  struct Rows {
+    const CachedWorker* worker;
+    uint32_t source;
+    int32_t first_slot;
+    uint32_t sent;
+    __device__ int32_t operator()(int32_t index, int32_t k) const {
+      // What lies at the place of another slot is of an earlier call.
+      if (index < 0 || (sent >> index & 1) == 0) return -1;
+      return worker->RowOf(source, first_slot + index, k);
+    }
+  };
+
+  __device__ bool PlaceChunk(uint32_t item) {
+    const RowPlan& rows = plan_.rows;
+    const Arrival chunk = AwaitChunk(call_, item, tokens_);
+    if (!chunk.ok) return false;
+    const uint8_t* messages =
+        call_.Region(call_.rank(), chunk.source) + int64_t{chunk.first_slot} * rows.message_bytes;
+    const auto load = [&](uint32_t unit) {
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
+      const uint8_t* from = messages + int64_t{index} * rows.message_bytes;
+      if constexpr (kEncodes) {
+        LoadWithSide(stages_, rows, piece, from);
+      } else {
+        LoadPiece(stages_, rows, piece, from, rows.side_bytes == 0 ? nullptr : from);
+      }
+    };
+    const uint32_t units = chunk.count * rows.pieces.value;
+    const uint32_t primed = stages_.Prime(units, load);
+    EntrySteps<int32_t, Rows> row_of(
+        top_k_, chunk.count,
+        Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot), chunk.sent});
+    int32_t row = -1;  // of the entry of this lane's number
+    stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
+      uint32_t piece;
+      const uint32_t index = rows.pieces.Divide(unit, piece);
+      if (piece == 0) {
+        const int32_t k = Lane() - row_of.Seek(static_cast<int32_t>(index));
+        row = k >= 0 && k < top_k_ ? row_of.value() : -1;
+        if (row >= 0) rows_left_ -= TraceOf(row);
+        if (row >= 0 && step_.num_weights != 0) {
+          const uint32_t weight = kEncodes ? plan_.encode.rest - plan_.encode.scales : 0;
+          step_.row_weights[row] = FloatAt(stage + rows.piece_bytes, weight)[k];
+        }
+      }
+      if constexpr (kEncodes) {
+        Decode(row, piece, stage);
+      } else if (row >= 0) {
+        StoreRow(row, piece, stage);
+      }
+    });
+    return true;
+  }
+
+  // Whole warp: its helpers store a piece of a message in elements to the rows of the lanes that
+  // have one.
+  __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
+    const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
+    if (lanes == 0) return;
+    if (row >= 0) receive_team_.job().rows[__popc(lanes & LanesBelow(Lane()))] = row;
+    if (Lane() == 0) receive_team_.SetJob(stage, piece, static_cast<uint32_t>(__popc(lanes)));
+    receive_team_.Start();
+    receive_team_.AwaitDone();
+  }
+
+  // Of sets of rows, sums of it differ where the sets do, but for one case in 2^32; never 0.
+  __device__ static uint32_t TraceOf(int32_t row) {
+    uint32_t trace = (static_cast<uint32_t>(row) + 1) * 0x9E3779B1u;
+    trace = (trace ^ trace >> 15) * 0x85EBCA77u;
+    return trace ^ trace >> 13;
+  }
+
+  // An equal share of the rows that no token reaches.
+  __device__ void ClearShare(uint32_t item) {
+    const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.receive_items;
+    const int64_t bytes = kEncodes ? step_.shape.row_bytes() : plan_.rows.payload_bytes;
+    const int64_t end = rows * (item + 1) / items;
+    JAX_EP_NO_UNROLL
+    for (int64_t first = rows * item / items; first < end; first += kWarpSize) {
+      const int64_t row = first + Lane();
+      const bool clear = row < end && step_.row_slot[row] < 0;
+      if (row < end && !clear) rows_left_ += TraceOf(static_cast<int32_t>(row));
+      if (clear && step_.num_weights != 0) step_.row_weights[row] = 0.0f;
+      unsigned left = __ballot_sync(kFullWarp, clear);
+      while (left != 0) {
+        const int begin = __ffs(static_cast<int>(left)) - 1;
+        const unsigned kept = ~left & ~LanesBelow(begin);
+        const int stop = kept == 0 ? kWarpSize : __ffs(static_cast<int>(kept)) - 1;
+        StoreZeros(step_.rows + (first + begin) * bytes, step_.rows + (first + stop) * bytes,
+                   zeros_);
+        left = stop == kWarpSize ? 0 : left & ~LanesBelow(stop);
+      }
+    }
+  }
+
+  const WindowCachedDispatchStep& step_;
+  const CachedPlan& plan_;
+  WindowCall& call_;
+  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  const uint8_t* zeros_;
+  // Helpers serve the block's senders first, and then all row warps.
+  HelperTeam send_team_;
+  HelperTeam receive_team_;
+  int32_t tokens_;
+  int32_t top_k_;
+  uint32_t rows_left_ = 0;
+};
+
+// A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
+template <typename Format, typename Element>
+__device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, const TeamJob& job,
+                                               const uint8_t* codes, const RowPlan& plan,
+                                               const WindowCachedDispatchStep& step) {
+  static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
+  constexpr int kCount = kLaneElements<Element>;
+  const int64_t begin = static_cast<int64_t>(job.piece) * plan.piece_bytes;
+  const uint8_t* scales = codes + plan.piece_bytes + Format::ScaleBytes(begin);
+  uint8_t* piece = step.rows + begin * static_cast<int64_t>(sizeof(Element));
+  const int64_t row_bytes = step.shape.row_bytes();
+  const uint32_t vectors = plan.PieceBytes(job.piece) / kCount, threads = helper.team.threads();
+  const uint32_t num_rows = job.num_rows;
+  JAX_EP_NO_UNROLL
+  for (uint32_t first = helper.thread(); first < vectors; first += kHelperVectors * threads) {
+    Elements<Element, kCount> elements[kHelperVectors];
+#pragma unroll
+    for (uint32_t i = 0; i < kHelperVectors; ++i) {
+      // Past the end the first one again.
+      const uint32_t vector = first + i * threads;
+      DecodedVector<Format, kCount> decoded;
+      decoded.Load(codes, scales, vector < vectors ? vector : first);
+      float values[kCount];
+      decoded.Restore(values);
+      elements[i] = Elements<Element, kCount>::Round(values);
+    }
+    JAX_EP_NO_UNROLL
+    for (uint32_t row = 0; row < num_rows; ++row) {
+      uint8_t* to = piece + job.rows[row] * row_bytes;
+#pragma unroll
+      for (uint32_t i = 0; i < kHelperVectors; ++i) {
+        const uint32_t vector = first + i * threads;
+        if (vector < vectors) elements[i].Store(to + int64_t{vector} * kVectorBytes);
+      }
+    }
+  }
+}
+
+// A helper: for placers, when its senders have dismissed it.
+template <typename Format>
+__device__ void HelpReceivers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
+                              TeamJob* jobs) {
+  // The barriers of teams of senders are those of other teams now.
+  Helper<Format>::AwaitAll();
+  const auto helper = Helper<Format>::Of(jobs, kRowWarps);
+  helper.team.Help([&](const TeamJob& job, const uint8_t* stage) {
+    if (step.element == ElementType::kBFloat16) {
+      DecodeElements<Format, BFloat16>(helper, job, stage, plan.rows, step);
+    } else if (step.element == ElementType::kFloat16) {
+      DecodeElements<Format, Float16>(helper, job, stage, plan.rows, step);
+    } else {
+      DecodeElements<Format, float>(helper, job, stage, plan.rows, step);
+    }
+  });
+}
+
 namespace {
 
 template <typename Format>

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/divisor.h"
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/signal_memory.cuh"
@@ -17,6 +18,27 @@ namespace jax_ep::cuda {
 inline constexpr uint32_t kCreditsBarrier = 14;
 // What a wait for a rank of another node may take longer than others.
 inline constexpr uint64_t kGraceNs = 1'000'000'000;
+
+// What every kind of call is told.
+struct CallPlan {
+  WorkPlan work;
+  BlockRoles roles;
+  Divisor ranks;
+  uint16_t tag;
+  bool of_whole_call;  // of a first half: it is that of a whole call
+};
+
+// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
+// a short call hundreds of warps that did would queue for microseconds at one address.
+struct CallBlock {
+  Gate gate;
+  bool free;  // every destination's region is
+  RegionLease lease;
+  uint32_t senders;
+  uint32_t first_tickets[kQueues];
+  uint32_t part;  // of the block, of the sum of a call
+  Departure end;
+};
 
 // Every warp has its own.
 class WindowCall {

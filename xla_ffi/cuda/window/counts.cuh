@@ -1,5 +1,5 @@
 // What sending warps tell each other of a part of the ids of a call, and all ranks once all are
-// counted. Used by window/dispatch_send.cuh and low_latency/send.cuh.
+// counted. Used by window/dispatch_send.cuh and low_latency/dispatch.cu.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The receiving rank's tables of a window dispatch: where the rows of each (source, expert) start,
 // and what lies between and behind the real rows. Used by window/dispatch_receive.cuh,
-// low_latency/receive.cuh and window/scales.cuh; the zeros by window/cached_worker.cuh as well.
+// low_latency/dispatch.cu and window/scales.cuh; the zeros by window/cached_dispatch.cu as well.
 #pragma once
 
 #include <cstdint>

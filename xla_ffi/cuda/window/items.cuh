@@ -1,5 +1,5 @@
 // How a warp takes one item after the other from a queue of a window call. Used by
-// window/dispatch_{send,receive}.cuh, window/combine_receive.cuh and window/cached_worker.cuh.
+// window/dispatch_{send,receive}.cuh, window/combine_receive.cuh and window/cached_dispatch.cu.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/common/divisor.h"
 #include "protocol/window.h"
 
 namespace jax_ep::cuda {
@@ -60,27 +59,6 @@ struct BlockRoles {
     if (block_senders == warps) return ByBlock() ? kNoTicket : warp;
     return warp < block_senders ? kNoTicket : warp - block_senders;
   }
-};
-
-// What every kind of call is told.
-struct CallPlan {
-  WorkPlan work;
-  BlockRoles roles;
-  Divisor ranks;
-  uint16_t tag;
-  bool of_whole_call;  // of a first half: it is that of a whole call
-};
-
-// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
-// a short call hundreds of warps that did would queue for microseconds at one address.
-struct CallBlock {
-  Gate gate;
-  bool free;  // every destination's region is
-  RegionLease lease;
-  uint32_t senders;
-  uint32_t first_tickets[kQueues];
-  uint32_t part;  // of the block, of the sum of a call
-  Departure end;
 };
 
 }  // namespace jax_ep::cuda

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda/collective/route.cuh"
 #include "cuda/common/primitives.cuh"
+#include "cuda/common/token_walk.cuh"
 #include "protocol/routing.h"
 
 namespace jax_ep::cuda {

@@ -1,6 +1,6 @@
 // The scales of a window dispatch's rows: by row, or in the tiles of scale_layout "tiled_128x4",
 // and zeros where no row is. Used by window/dispatch_receive.cuh
-// and low_latency/receive.cuh.
+// and low_latency/dispatch.cu.
 #pragma once
 
 #include <cstdint>

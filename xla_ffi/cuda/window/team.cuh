@@ -1,6 +1,6 @@
 // Warps that help the row warps of a block with the arithmetic of codes: a row warp loads and
 // stores, and its helpers encode or decode what is in its stage. Used by window/encode.cuh,
-// window/decode.cuh and window/*dispatch*.
+// window/*dispatch*.
 //
 // One warp would take longer for a token than its link does, and five warps a block leave most of a
 // multiprocessor's issue slots empty.
