@@ -16,7 +16,7 @@ emulated_test(races_internode_layers "${OVER_NODES}" internode_test layers 1 5)
 foreach(ONLY IN ITEMS abandoned drops silent mixed)
   emulated_test(races_internode_${ONLY} "${OVER_NODES}" internode_test ${ONLY} 1 1)
 endforeach()
-# Waits that fail, of few tokens and of more.
+# Waits that fail, in low-latency calls and in longer ones.
 foreach(TOKENS IN ITEMS 5 25)
   wait_test(races_missing_${TOKENS} "EMULATED_RESIDENT=2 EMULATED_SMS=1 EMULATED_MISSING=1:4"
             ${TOKENS})

@@ -1,7 +1,7 @@
-// The device side of ep_init: its results, and the loading of every kernel.
-#include "cuda/collective/steps.h"
+// The device side of ep_init: writing its results and loading every kernel.
 #include "cuda/init.h"
 
+#include "cuda/collective/steps.h"
 #include "cuda/common/launch.h"
 #include "cuda/window/calls.h"
 

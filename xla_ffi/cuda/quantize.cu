@@ -1,4 +1,4 @@
-// Rows to codes and scales and back, without a dispatch.
+// Stand-alone quantisation: rows of elements to codes and scales, and back.
 #include "cuda/common/quantize.cuh"
 
 #include "cuda/collective/steps.h"

@@ -1,8 +1,8 @@
-// Dispatches over several nodes: a token crosses to a node once, in a bundle for all ranks there
-// that need it. The bundle goes to the rank that has the sender's place on that node, its relay,
-// which stores the messages on into its neighbours' windows. Messages of a token are the same for
-// all destinations, so results are those of one message for each rank. tests/cc/internode_test.cc
-// has it beside internode.h.
+// Dispatches across nodes in bundles: a token crosses to a node only once, for all ranks there that
+// need it. A bundle goes to the rank with the sender's local rank on that node, its relay, which
+// stores the messages into the windows of the node. A token's message is the same for all
+// destinations, so results equal those of one message per rank. tests/cc/internode_test.cc tests it
+// together with internode.h.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,23 @@
 
 namespace jax_ep {
 
-// The ranks of a group by node, where all nodes have as many; else `nodes` is 0.
+// The ranks of a group by node. `nodes` is 0 unless all nodes have equally many ranks.
 struct NodeMap {
   uint32_t nodes;
   uint32_t size;
   uint8_t node_of[kMaxWindowRanks];
-  uint8_t local_rank_of[kMaxWindowRanks];  // among the ranks of its node
+  uint8_t local_rank_of[kMaxWindowRanks];  // index among the ranks of its node
   uint8_t rank_at[kMaxWindowRanks];        // [nodes, size]
 
   JAX_EP_HOST_DEVICE uint32_t RankAt(uint32_t node, uint32_t local_rank) const {
     return rank_at[node * size + local_rank];
   }
-  // Whether bundles for the node of `to` go there.
+  // Whether this rank sends bundles for the node of `to` to `to` itself.
   JAX_EP_HOST_DEVICE bool Relays(uint32_t rank, uint32_t to) const {
     return node_of[rank] != node_of[to] && local_rank_of[rank] == local_rank_of[to];
   }
 
-  // From any numbers that ranks of a node have in common.
+  // `numbers` may be any numbers that exactly the ranks of a node have in common.
   static constexpr NodeMap Of(const int32_t* numbers, uint32_t ranks) {
     NodeMap map{};
     uint32_t sizes[kMaxWindowRanks] = {};
@@ -53,25 +53,25 @@ struct NodeMap {
 
 // ---- Layout -------------------------------------------------------------------------------------
 
-// A bundle's table: how many messages it has, then of each the slots that it has at the ranks of
+// A bundle's table: the number of its messages, and then for each message its slot at every rank of
 // the node, or -1.
 inline constexpr int64_t kTableHeaderBytes = 16;
 
-// What of a bundle one side holds; offsets from the start of a rank's block, parts [depth, nodes].
+// What one side holds of a bundle: offsets from the start of a rank's block, parts [depth, nodes].
 struct BundleSide {
   int64_t messages;
   int64_t tables;
 };
 
 struct BundleLayout {
-  BundleSide staged;  // by destination's node
-  BundleSide inbox;   // by source's node
+  BundleSide staged;  // by the destination's node
+  BundleSide inbox;   // by the source's node
   int64_t flags;      // FlagCell [depth, nodes, size, flags_per_source], of the inbox
-  int64_t counts;     // CountCell [depth, nodes, size, count_cells], likewise
+  int64_t counts;     // CountCell [depth, nodes, size, count_cells], of the inbox
   int64_t table_bytes;
   int64_t bytes;  // of a block
 
-  // Behind all else in the block.
+  // Comes last in the block.
   static constexpr BundleLayout Of(const InternodeLayout& internode, const WindowLayout& window,
                                    const WindowSizes& sizes, int64_t nodes, int64_t size) {
     constexpr int64_t kAlign = 128;
@@ -96,7 +96,7 @@ struct BundleLayout {
   }
 };
 
-// Where things lie in a block.
+// Offsets in a block.
 struct BundleOffsets {
   const BufferGroupLayout& window;
   const BundleLayout& layout;
@@ -116,7 +116,7 @@ struct BundleOffsets {
                                  int64_t message) const {
     return Table(side, region, node) + kTableHeaderBytes + message * map.size * kIndexBytes;
   }
-  // For the rank at a place, from a source's node.
+  // Those for the given rank of this node, from a source's node.
   JAX_EP_HOST_DEVICE int64_t Flags(uint32_t region, uint32_t node, uint32_t local_rank) const {
     return layout.flags + (Part(region, node) * map.size + local_rank) * window.flags_per_source *
                               int64_t{sizeof(FlagCell)};
@@ -129,9 +129,9 @@ struct BundleOffsets {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-// Which tokens go where, as a first half tells it, or a route.
+// Which tokens go where, as a send half or a route says.
 struct TokenSlots {
-  const int32_t* slot_of;  // [n, K] rank * n + slot, or anything else for none
+  const int32_t* slot_of;  // [n, K] rank * n + slot; any other value means none
   int64_t tokens;
   int64_t top_k;
 };
@@ -157,8 +157,8 @@ JAX_EP_HOST_DEVICE bool GoesTo(const NodeMap& map, uint32_t ranks, const TokenSl
   return goes;
 }
 
-// Writes a token's row of a table. Returns where its message is staged for one of the ranks: the
-// offset in the staging area.
+// Writes a token's row of a table. Returns the offset in the staging area where the token's message
+// is staged for one of the node's ranks.
 JAX_EP_HOST_DEVICE int64_t WriteRow(const NodeMap& map, const InternodeOffsets& offsets,
                                     const InternodeShape& shape, const TokenSlots& slots,
                                     int64_t token, uint32_t node, uint32_t region, int32_t* row) {
@@ -172,8 +172,9 @@ JAX_EP_HOST_DEVICE int64_t WriteRow(const NodeMap& map, const InternodeOffsets& 
   return staged;
 }
 
-// As ForwardShare, for a bundle of `messages` to its relay `to`; `staged` is the staging area of
-// `block`, where the cells for all ranks of that node are. After all stores to the bundle.
+// Like ForwardShare, for a bundle of `messages` messages to its relay `to`. `staged` is the staging
+// area of `block`, which has the cells for all ranks of that node. Call it after all stores to the
+// bundle.
 template <PutAccess P>
 JAX_EP_HOST_DEVICE void ForwardBundle(const P& puts, const InternodeOffsets& offsets,
                                       const BundleOffsets& bundles, const uint8_t* block,

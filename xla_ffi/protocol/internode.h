@@ -1,7 +1,7 @@
-// Regions for ranks of other nodes: what must hold of the puts that carry them, where things lie,
-// and the steps on both sides. A region is staged in the source's own memory as it is to lie at its
-// destination, put there as a whole, and announced by signals; its cells come through an inbox,
-// because a put may tear them. tests/cc/internode_test.cc runs it over puts that do whatever is not
+// Regions for ranks on other nodes: what the protocol requires of puts, the layout, and the steps
+// on both sides. The source stages a region in its own memory in the layout of the destination,
+// puts it there as a whole, and announces it by signals. Cells pass through an inbox, because a put
+// may tear them. tests/cc/internode_test.cc runs this over puts that do everything that is not
 // forbidden here.
 #pragma once
 
@@ -16,16 +16,17 @@
 
 namespace jax_ep {
 
-// `at` is an offset in the block of a rank. This is all that the protocol needs of a back end:
-// * Put: the bytes arrive at any later time, in any order, in pieces of any size, and are read from
-//   `from` when they leave. Puts are ordered neither with each other nor with signals.
-// * Fence: what this lane signals to a rank after it arrives there after all that this lane has
-//   put and signalled to that rank before it. A lane is a thread, or several that call together;
-//   it goes on in those at the same place of the stream's later kernels.
+// `at` is an offset in a rank's block. The protocol requires no more than this of a back end:
+// * Put: the bytes arrive at any later time, in any order and in pieces of any size, and are read
+//   from `from` when they leave. Puts are ordered neither with each other nor with signals.
+// * Fence: whatever this lane signals to a rank after the fence arrives there after all that this
+//   lane has put and signalled to that rank before it. A lane is one thread, or several threads
+//   that make the call together; it continues in the corresponding threads of later kernels on the
+//   stream.
 // * Signal: one aligned word that arrives whole, at any later time, and after all that this lane
-//   has read. Two signals without a fence between are not ordered.
-// * Settle, by whoever has acquired a signal's value at the destination: what had arrived before
-//   it may now be read there.
+//   has read. Two signals without a fence between them are not ordered.
+// * Settle, called by whoever has acquired a signal's value at the destination: what arrived before
+//   the signal may now be read there.
 template <typename P>
 concept PutAccess =
     requires(const P& puts, uint32_t rank, int64_t at, const void* from, int64_t bytes) {
@@ -37,20 +38,20 @@ concept PutAccess =
 
 // ---- Layout -------------------------------------------------------------------------------------
 
-// A region's messages travel in so many shares, side by side, each by a lane of its own and with a
+// A region's messages travel in this many shares side by side, each on a lane of its own and with a
 // signal of its own.
 inline constexpr uint32_t kInternodeShares = 8;
 
 // One buffer group; offsets from the start of a rank's block.
 struct InternodeGroupLayout {
-  int64_t arrived;   // uint64 [depth, R sources, kInternodeShares]: the last epoch that has come
-  int64_t returned;  // uint64 [depth, R sources], own: the last credit that went back
+  int64_t arrived;   // uint64 [depth, R sources, kInternodeShares]: the last epoch that arrived
+  int64_t returned;  // uint64 [depth, R sources], own: the last credit that was returned
   int64_t flags;     // FlagCell [depth, R sources, flags_per_source]: the inbox
-  int64_t counts;    // CountCell [depth, R sources, count_cells]: likewise
+  int64_t counts;    // CountCell [depth, R sources, count_cells]: the inbox
 };
 
-// The block of a rank is its window, then a staging area that is laid out like a window, its parts
-// by destination instead of source, then what is here.
+// A rank's block is its window, then a staging area in the layout of a window but with parts by
+// destination, then the groups below.
 struct InternodeLayout {
   int64_t staged;
   InternodeGroupLayout groups[kBufferGroups];
@@ -78,7 +79,7 @@ struct InternodeLayout {
   }
 };
 
-// Where things of one kind of call lie in a block. `peer` is the source or, in what is staged, the
+// Offsets in a block for one kind of call. `peer` is the source or, in the staging area, the
 // destination.
 struct InternodeOffsets {
   const BufferGroupLayout& window;
@@ -128,8 +129,8 @@ struct InternodeShape {
   int64_t message_bytes;
   uint32_t flags;
   uint32_t counts;
-  uint32_t pieces;       // flags of a chunk
-  uint32_t chunk_slots;  // 0: a flag says itself where its slots start
+  uint32_t pieces;       // flags per chunk
+  uint32_t chunk_slots;  // 0: flags themselves say where their slots start
 
   static constexpr InternodeShape OfDispatch(int64_t tokens, int64_t message_bytes,
                                              int64_t counts) {
@@ -146,7 +147,7 @@ struct InternodeShape {
 
 // ---- The source ---------------------------------------------------------------------------------
 
-// Behind the last slot that flags first, first + step, ... announce in this epoch.
+// Returns the end of the slots that flags first, first + step, ... announce in this epoch.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE int64_t SlotsEnd(const M& memory, const FlagCell* flags,
                                     const InternodeShape& shape, uint64_t epoch, uint32_t first,
@@ -176,9 +177,9 @@ struct ShareOf {
   }
 };
 
-// Sends a share of a staged region off, of which the first `slots` messages are there. After all
-// stores to the staged parts, which in turn came after ObserveCredit of the region: so the
-// destination has seen the puts of the region's last epoch arrive, and nothing reads them any more.
+// Sends a share of a staged region, which has `slots` messages. Call it after all stores to the
+// staged parts. Those stores came after ObserveCredit of the region, so the destination has seen
+// the puts of the region's last epoch arrive, and nothing reads the staged parts any more.
 template <PutAccess P>
 JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const InternodeOffsets& offsets,
                                      const uint8_t* staged, uint32_t rank, uint32_t to,
@@ -201,8 +202,8 @@ JAX_EP_HOST_DEVICE void ForwardShare(const P& puts, const InternodeOffsets& offs
   puts.Signal(to, offsets.Arrived(call.region, rank, share), call.epoch);
 }
 
-// Ends the group at a rank of another node, whose poison cell is at `cell`. The half with the
-// status comes last: a report that is there at all says so.
+// Ends the group at a rank on another node, whose poison cell is at offset `cell`. The half with
+// the status is sent last, because a nonzero status declares the report complete.
 template <PutAccess P>
 JAX_EP_HOST_DEVICE void SpreadInternodePoison(const P& puts, uint32_t rank, int64_t cell,
                                               const WaitReport& report) {
@@ -228,8 +229,8 @@ JAX_EP_HOST_DEVICE Observation ObserveShare(const M& memory, const uint64_t* arr
   return ahead > 0 ? Observation::kProtocolError : Observation::kArrived;
 }
 
-// Passes cells first, first + step, ... from the inbox to where placers look for them, whole; as if
-// the source had posted them there itself. After the region was observed.
+// Copies cells first, first + step, ... from the inbox to where receivers look for them, each in
+// one access, as if the source had posted them there. Call it after the region was observed.
 template <typename Cell, SignalMemory M>
 JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbox, uint32_t count,
                                      uint32_t first, uint32_t step) {
@@ -238,10 +239,11 @@ JAX_EP_HOST_DEVICE void DeliverCells(const M& memory, Cell* to, const Cell* inbo
   for (uint32_t i = first; i < count; i += step) memory.Post(to + i, memory.Peek(inbox + i));
 }
 
-// As ReturnCredit, to a source on another node: `credit` is in the source's window. Of a region of
-// which all shares were observed and have settled, also where nothing of it was needed: a credit
-// must say that its puts are over. Where a relay observes it instead (bundle.h), after a Fence: the
-// region's last credit may be under way still, and must not come over this one.
+// Like ReturnCredit, to a source on another node, in whose window `credit` is. A credit declares
+// that the puts of its region are over, so all shares of the region must have been observed and
+// settled before, even if none of them was needed. Where a relay observes them instead (bundle.h),
+// call Fence before: the region's previous credit may still be in flight and must not overtake this
+// one.
 template <PutAccess P, SignalMemory M>
 JAX_EP_HOST_DEVICE void ReturnInternodeCredit(const P& puts, const M& memory, uint32_t source,
                                               int64_t credit, uint64_t epoch) {

@@ -1,6 +1,7 @@
-// The steps of protocol/internode.h and bundle.h over NVSHMEM's puts: what a call of a group with
-// ranks on other nodes runs behind its first half and before its second. Linked with NVSHMEM's
-// device library into an image that kernels.cc loads; docs/protocol.md, "Ranks of other nodes".
+// The steps of protocol/internode.h and bundle.h over NVSHMEM's puts: the kernels that run after
+// the send half and before the receive half of a call with ranks on other nodes. They are linked
+// with NVSHMEM's device library into an image that kernels.cc loads. See docs/protocol.md, "Ranks
+// of other nodes".
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -14,7 +15,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-// A block is a lane: all of its threads call together.
+// A block is one lane: all its threads make each call together.
 struct BlockPuts {
   const InternodeGroup& internode;
 
@@ -34,8 +35,8 @@ struct BlockPuts {
     nvshmemx_signal_op(reinterpret_cast<uint64_t*>(At(at)), value, NVSHMEM_SIGNAL_SET,
                        internode.pes[rank]);
   }
-  // Whoever has passed one of NVSHMEM's own tests may read what a network has written. The wait was
-  // ours, so this test is one that anything passes.
+  // NVSHMEM lets a thread read what the network has written only after one of its own tests has
+  // succeeded. Our wait was not one of them, so this test, which always succeeds, follows it.
   __device__ void Settle() const {
     __syncthreads();
     auto* word = reinterpret_cast<uint64_t*>(At(internode.layout.groups[0].arrived));
@@ -48,8 +49,8 @@ static_assert(PutAccess<BlockPuts>);
 constexpr uint32_t kWarp = 32, kWarps = kInternodeThreads / kWarp;
 constexpr int64_t kVector = sizeof(uint4);
 
-// Whole warp: copies a message, to where `to(i)` says for each i below `copies` that is not
-// nullptr.
+// Called by the whole warp: copies a message to `to(i)` for each i below `copies`, except where
+// `to(i)` is nullptr.
 template <typename To>
 __device__ void CopyMessage(const uint8_t* from, int64_t bytes, uint32_t copies, To to) {
   constexpr int kAtOnce = 4;
@@ -76,19 +77,19 @@ __device__ void CopyMessage(const uint8_t* from, int64_t bytes, uint32_t copies,
   }
 }
 
-// What the threads of a block have in common.
+// What the threads of a block share.
 struct InternodeShared {
   Gate gate;
   WaitReport report;
   unsigned long long slots;
-  // Of the tokens of a bundle: those before the block's, its own, and where their messages are
-  // staged.
+  // While bundling: how many tokens of the bundle come before this block's, how many this block
+  // has, and where their messages are staged.
   uint32_t before;
   uint32_t count;
   int64_t from[kBundleTokens];
 };
 
-// One block, and the far rank that it is for.
+// A block and its peer, the internode rank that it serves.
 class InternodeBlock {
  public:
   __device__ InternodeBlock(const InternodeGroup& internode, const InternodeCall& call)
@@ -105,10 +106,10 @@ class InternodeBlock {
         bundled_(Bundled(internode, call.kind)),
         shared_(SharedObject<InternodeShared>()) {}
 
-  // Whether this rank puts to the peer, and the peer to it.
+  // Whether this rank and its peer put to each other directly.
   __device__ bool Hears() const { return !bundled_ || internode_.map.Relays(group_.rank, peer_); }
 
-  // The same for the whole block: another one may poison the group meanwhile.
+  // Read once for the whole block, because another block may poison the group meanwhile.
   __device__ Gate LoadGate() const {
     __syncthreads();
     if (threadIdx.x == 0) shared_.gate = *static_cast<const volatile Gate*>(&group_.control->gate);
@@ -116,7 +117,7 @@ class InternodeBlock {
     return shared_.gate;
   }
 
-  // The block's tokens: their messages, one behind the other, and their rows of the table.
+  // Gathers the messages of this block's tokens and writes their rows of the table.
   __device__ void Bundle(const PendingCall& pending) const {
     const TokenSlots& slots = call_.slots;
     const uint32_t node = internode_.map.node_of[peer_], region = pending.region;
@@ -163,7 +164,7 @@ class InternodeBlock {
     }
   }
 
-  // The block's share.
+  // Sends this block's share.
   __device__ void Forward(const PendingCall& pending) const {
     if (bundled_) {
       const uint8_t* table = own_ + bundles_.Table(internode_.bundles.staged, pending.region,
@@ -184,7 +185,8 @@ class InternodeBlock {
                  static_cast<int64_t>(shared_.slots), blockIdx.x);
   }
 
-  // What this rank has returned, into the staging area, and the source has not been told.
+  // Sends the credits that receive halves have returned into the staging area and that sources have
+  // not been told yet.
   __device__ void ReturnDueCredits() const {
     const bool combines = call_.kind == CallKind::kCombine;
     const uint16_t tag = KindTag(combines ? TagKind::kCombine : TagKind::kDispatch);
@@ -212,7 +214,7 @@ class InternodeBlock {
               offsets_.InboxCounts(region, peer_));
   }
 
-  // Some of the messages of the peer's bundle, a warp each.
+  // Stores some of the messages of the peer's bundle, one per warp.
   __device__ void Relay(const PendingCall& pending) const {
     const BundleSide& side = internode_.bundles.inbox;
     const uint32_t from = internode_.map.node_of[peer_], here = internode_.map.node_of[group_.rank];
@@ -236,7 +238,7 @@ class InternodeBlock {
     }
   }
 
-  // The cells of the peer's bundle, after all of its messages.
+  // Delivers the cells of the peer's bundle. Call it after all of its messages were stored.
   __device__ void Deliver(const PendingCall& pending) const {
     const uint32_t from = internode_.map.node_of[peer_], here = internode_.map.node_of[group_.rank];
     const uint32_t region = pending.region;
@@ -248,9 +250,9 @@ class InternodeBlock {
     }
   }
 
-  // After a failure that this rank has told the ranks of its node.
+  // Passes a failure on that this rank has already told the ranks of its node.
   __device__ void TellFailure() const {
-    // Likewise.
+    // Read once for the whole block, as in LoadGate.
     __syncthreads();
     if (threadIdx.x == 0) shared_.report = memory_.Peek(Poison(staged_));
     __syncthreads();
@@ -260,7 +262,7 @@ class InternodeBlock {
   }
 
  private:
-  // The n-th of those with a bit.
+  // Returns the n-th rank whose bit is set.
   __device__ uint32_t NthInternodeRank(uint32_t n) const {
     uint32_t left = group_.internode;
     for (; n > 0; --n) left &= left - 1;
@@ -273,7 +275,7 @@ class InternodeBlock {
     return reinterpret_cast<WaitReport*>(window + group_.layout.poison);
   }
 
-  // To a window of this node, from the inbox.
+  // Delivers cells from the inbox to a window of this node.
   __device__ void DeliverTo(uint8_t* window, uint32_t region, int64_t flags, int64_t counts) const {
     DeliverCells(memory_, reinterpret_cast<FlagCell*>(window + offsets_.Flags(region, peer_)),
                  reinterpret_cast<const FlagCell*>(own_ + flags), call_.shape.flags, threadIdx.x,
@@ -283,7 +285,7 @@ class InternodeBlock {
                  blockDim.x);
   }
 
-  // For the whole block: whether all shares of the peer's region are there.
+  // Called by the whole block: returns whether all shares of the peer's region have arrived.
   __device__ bool AwaitRegion(const PendingCall& call) const {
     bool ok = true;
     if (threadIdx.x < kInternodeShares) {
@@ -299,7 +301,7 @@ class InternodeBlock {
     return true;
   }
 
-  // As WindowCall::GiveUp and EndGroup: the second half, launched behind this, finds the gate.
+  // Like WindowCall::GiveUp and EndGroup. The receive half that follows finds the gate poisoned.
   __device__ void GiveUp(const PendingCall& call, WaitStatus status) const {
     WaitReport report{call.epoch,
                       static_cast<uint16_t>(group_.rank),
@@ -331,7 +333,7 @@ class InternodeBlock {
   const DeviceSignalMemory memory_{};
 };
 
-// Whether the call is one to go on with. One that is not pending is left to its second half.
+// Whether to go on with the call. If it is not pending, its receive half reports that.
 __device__ bool Goes(const InternodeBlock& block, const InternodeGroup& internode,
                      const InternodeCall& call) {
   if (block.LoadGate() != Gate::kOpen || !block.Hears()) return false;
@@ -341,7 +343,7 @@ __device__ bool Goes(const InternodeBlock& block, const InternodeGroup& internod
 
 }  // namespace
 
-// Behind a first half.
+// Follows a send half.
 extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
     JaxEpInternodeBundle(const __grid_constant__ InternodeGroup internode,
                          const __grid_constant__ InternodeCall call) {
@@ -349,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
   if (Goes(block, internode, call)) block.Bundle(*call.pending);
 }
 
-// Behind a first half, or with no call behind a second.
+// Follows a send half or, without a call, a receive half.
 extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
     JaxEpInternodeSend(const __grid_constant__ InternodeGroup internode,
                        const __grid_constant__ InternodeCall call) {
@@ -362,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
   block.TellFailure();
 }
 
-// Before a second half, like what follows.
+// Precedes a receive half, as do the next two kernels.
 extern "C" __global__ void __launch_bounds__(kInternodeThreads, 1)
     JaxEpInternodeArrive(const __grid_constant__ InternodeGroup internode,
                          const __grid_constant__ InternodeCall call) {

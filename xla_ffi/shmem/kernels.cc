@@ -1,4 +1,4 @@
-// The image of shmem/internode.cu's kernels, and its start by the driver and NVSHMEM.
+// Loads the image of the kernels in internode.cu through the driver and NVSHMEM.
 #include "shmem/kernels.h"
 
 #include <stdexcept>
@@ -7,7 +7,7 @@
 #include "shmem/heap.h"
 
 #if defined(JAX_EP_INTERNODE_IMAGE)
-// A file that the build has made, whole.
+// Embeds a file that the build has made.
 asm(".section .rodata\n"
     ".balign 64\n"
     "jax_ep_internode_image:\n"
@@ -22,7 +22,7 @@ namespace jax_ep::shmem {
 
 cuda::InternodeKernels LoadKernels() {
 #if defined(JAX_EP_INTERNODE_IMAGE)
-  // Never unloaded: captured graphs keep its kernels.
+  // Never unloaded, because captured graphs keep its kernels.
   static const cuda::InternodeKernels kernels = [] {
     cuda::InternodeKernels loaded{};
     OnStarted([&loaded] {

@@ -11,7 +11,8 @@ inline constexpr bool kHasKernels = true;
 inline constexpr bool kHasKernels = false;
 #endif
 
-// For the device of Start, after it; the same ones each time. Throws std::runtime_error.
+// Loads them for the device of Start, which must have been called; returns the same ones each time.
+// Throws std::runtime_error.
 cuda::InternodeKernels LoadKernels();
 
 }  // namespace jax_ep::shmem

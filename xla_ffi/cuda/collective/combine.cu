@@ -1,5 +1,7 @@
-// Combine on the GPU: sum a slot's rows at the expert rank, sum the ranks at the source. A lane
-// holds the float32 sums of one 16-byte vector of elements; terms come in the order of the CPU.
+// The combine of the collective transport. CombinePackKernel sums a slot's rows at the expert rank,
+// and CombineUnpackKernel sums what the ranks have sent at the source. A lane holds the float32
+// sums of one 16-byte vector of elements. Terms are added in the same order as on the CPU, so
+// results are equal bit for bit.
 #include "cuda/collective/mixed_calls.cuh"
 #include "cuda/collective/steps.h"
 #include "cuda/common/elements.cuh"
@@ -15,18 +17,18 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Rows in flight a lane.
+// Rows in flight per lane.
 constexpr int kRowsAtOnce = 4;
 static_assert(kWarpSize % kRowsAtOnce == 0);
 
-// The terms of a sum in their order: lane i holds the index and the weight of the i-th row.
+// The terms of a sum in order: lane i holds the index and the weight of the i-th row.
 struct TermList {
   int32_t row = 0;
   float weight = 1.0f;
   int count = 0;
 };
 
-// The lanes with a row, in their order.
+// The rows of the lanes that have one, in lane order.
 __device__ TermList TermsOfLanes(int32_t row, float weight) {
   TermList terms;
   for (unsigned left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
@@ -38,7 +40,7 @@ __device__ TermList TermsOfLanes(int32_t row, float weight) {
   return terms;
 }
 
-// Adds a vector of each listed row, which `load(vector, row)` fills; `in_row` is false in lanes
+// Adds a vector of each listed row, which `load(vector, row)` fills. `in_row` is false in lanes
 // past the row's end, which only take part in the collectives.
 template <typename Vector, int kCount, typename Load>
 __device__ void AddTerms(float (&sum)[kCount], const TermList& terms, bool in_row, Load load) {
@@ -70,11 +72,12 @@ template <int kCount>
 struct WireVectorOf<CombineFormat, kCount> {
   using type = DecodedVector<CombineFormat, kCount>;
 };
-// kCount elements of a row on the wire.
+// kCount elements of a row as they travel.
 template <typename Wire, int kCount>
 using WireVector = typename WireVectorOf<Wire, kCount>::type;
 
-// Calls visit(vector, in_row) for this lane's vectors of a part, with all lanes.
+// Calls visit(vector, in_row) for this lane's vectors of a part. All lanes make the same number of
+// calls.
 template <typename Visit>
 __device__ void ForEachVector(int64_t part, int64_t row_bytes, Visit visit) {
   const int64_t vectors = row_bytes / kVectorBytes;
@@ -132,8 +135,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-// Where the sum of a slot, numbered rank * slots + slot, begins, in lines of kMessageStrideBytes;
-// -1 where its rank has sent none. 31 bits of lines are 256 GiB.
+// Returns where the sum of `slot` (rank * slots + slot) begins in `recv`, in lines of
+// kMessageStrideBytes, or -1 if that rank sent none. 31 bits of lines cover 256 GiB.
 __device__ int32_t LineOfSlot(const CombineUnpackStep& step, const CombineRegion& region,
                               const CombineMessage& message, int32_t slot) {
   if (slot < 0 || slot >= step.messages()) return -1;
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       const bool weighted = line >= 0 && step.entry_weights != nullptr;
       terms = TermsOfLanes(line, weighted ? step.entry_weights[entry] : 1.0f);
     } else {
-      // The distinct messages, ascending, which is by rank.
+      // The distinct messages in ascending order, which is the order of ranks.
       for (int32_t floor = 0;; ++terms.count) {
         const unsigned candidate = line >= floor ? static_cast<unsigned>(line) : UINT32_MAX;
         const unsigned next = __reduce_min_sync(kFullWarp, candidate);
@@ -213,7 +216,7 @@ cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const CombineMessage message = CombineMessageOf(step);
   return VisitWire(step, [&]<typename Element, typename Wire>(Element, Wire) {
-    // Without slots as well: the regions have tags.
+    // Also without slots, because the regions' tags must be written.
     return Launch(CombinePackKernel<Element, Wire>, SomeRowGrid(shape.slots(), shape.row_bytes()),
                   kBlockThreads, 0, stream, step, CombineRegion::Of(shape.tokens, message.bytes),
                   message);

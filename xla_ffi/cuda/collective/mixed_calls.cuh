@@ -1,4 +1,4 @@
-// Tags of calls on the GPU: writing them, and what the kernels of an unpack do where they differ.
+// Tags of calls on the GPU: writing them, and what an unpack does where they differ.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_ep::cuda {
 
-// Regions are whole units of 16 bytes, so that one access takes a tag.
+// Regions are aligned to 16 bytes, so one access takes the whole tag.
 __device__ inline void WriteTag(uint8_t* region, RegionTag tag) {
   *reinterpret_cast<uint2*>(region + kTagOffset) = make_uint2(tag.handle, tag.call);
 }
@@ -18,11 +18,11 @@ __device__ inline RegionTag TagOf(const uint8_t* region) {
   return {tag.x, tag.y};
 }
 
-// One thread of the call, in one store of the whole report.
+// Called by one thread of the call; stores the whole report at once.
 __device__ __noinline__ inline void ReportMixedCall(const MixedCallCheck& check,
                                                     const uint8_t* recv, int64_t ranks,
                                                     int64_t region_bytes) {
-  // The host clears it between calls.
+  // Keep an earlier report: the host clears it between calls.
   if (check.report == nullptr ||
       *static_cast<const volatile int32_t*>(&check.report->state) != MixedCallReport::kFree) {
     return;
@@ -39,8 +39,8 @@ __device__ __noinline__ inline void ReportMixedCall(const MixedCallCheck& check,
   }
 }
 
-// Whole block, before its first store: whether the regions of all sources come from one call; else
-// the first block reports that they do not.
+// Called by the whole block before its first store. Returns whether the regions of all sources come
+// from one call; if not, the first block reports it.
 __device__ inline bool OfOneCall(const MixedCallCheck& check, const uint8_t* recv, int64_t ranks,
                                  int64_t region_bytes) {
   if (ranks == 1) return true;
@@ -56,7 +56,7 @@ __device__ inline bool OfOneCall(const MixedCallCheck& check, const uint8_t* rec
   return false;
 }
 
-// Whole grid: all ones, as kNoValue.
+// Called by the whole grid: fills `to` with all ones, the bytes of kNoValue.
 __device__ inline void FillNoValue(void* to, int64_t bytes) {
   const int64_t block = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * blockDim.x;

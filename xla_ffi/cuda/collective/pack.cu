@@ -1,4 +1,5 @@
-// Route and encode on the GPU, for a first dispatch and along a known route.
+// Packing on the collective transport: routing and encoding for a first dispatch, encoding alone
+// for a cached one.
 #include "cuda/collective/mixed_calls.cuh"
 #include "cuda/collective/route.cuh"
 #include "cuda/collective/steps.h"
@@ -12,7 +13,8 @@
 namespace jax_ep::cuda {
 namespace {
 
-// One thread of the call: the count, and the first bad id in one store of the whole report.
+// Called by one thread of the call. Writes the count, and the first bad id in one store of the
+// whole report.
 __device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warps, int warps) {
   InvalidIds invalid;
   for (int warp = 0; warp < warps; ++warp) {
@@ -21,7 +23,7 @@ __device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warp
   }
   *step.num_invalid = invalid.count;
   if (invalid.count == 0 || step.report == nullptr) return;
-  // The host clears it between calls.
+  // Keep an earlier report: the host clears it between calls.
   if (*static_cast<const volatile int32_t*>(&step.report->state) != InvalidIdReport::kFree) return;
   const int32_t top_k = static_cast<int32_t>(step.shape.top_k);
   *reinterpret_cast<int4*>(step.report) =
@@ -67,10 +69,10 @@ __global__ void __launch_bounds__(kMaxRouteWarps* kWarpSize)
              {step.slot_of, step.position});
 }
 
-// Encodes a part of a token once and stores it to the messages of all its slots;
-// `annotate(message, slot, lane_slot)` runs once a message, with all lanes, for what lies beside
-// the payload and the scales. Tables come back from the caller's program, so a slot out of range is
-// skipped.
+// Encodes a part of a token once and stores it to the messages of all its slots. `annotate(message,
+// slot, lane_slot)` runs once per message in all lanes and writes what lies beside the payload and
+// the scales. The tables have passed through the caller's program, so slots that are out of range
+// are skipped.
 template <typename Part, typename Message, typename MessageAt, typename Annotate>
 __device__ void SendToken(const EpShape& shape, const void* tokens, const int32_t* slot_of,
                           const Message& layout, float input_scale, int64_t token, int64_t part,
@@ -184,7 +186,7 @@ cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream) {
                               stream);
   if (error != cudaSuccess) return error;
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
-    // Without tokens as well: the regions have tags.
+    // Also without tokens, because the regions' tags must be written.
     return Launch(CachedPackKernel<Part>, SomeRowGrid(shape.tokens, shape.row_bytes()),
                   kBlockThreads, 0, stream, step, region, message);
   });

@@ -1,7 +1,6 @@
-// Routing by warps, for collective/pack.cu: each block routes for one destination rank, each of its
-// warps a run of tokens: count, sum over the warps before, assign. Gives exactly the tables of
-// RouteTokens (protocol/routing.h), whatever the number of warps. window/route.cuh walks over
-// tokens likewise.
+// Routing by warps, for pack.cu. Each block routes for one destination rank and each of its warps a
+// run of tokens: the warps count, sum up the warps before them, and assign. The tables equal those
+// of RouteTokens (protocol/routing.h) for any number of warps.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +14,15 @@ namespace jax_ep::cuda {
 
 inline constexpr int64_t kMaxRouteWarps = 32;
 inline constexpr int64_t kMinRouteWarps = 4;
-// What every GPU gives a block without asking.
+// The shared memory that every GPU gives a block without an opt-in.
 inline constexpr int64_t kRouteSharedBytes = int64_t{48} << 10;
 
-// A block's counters, in shared memory: of each warp while counting, then of all warps before it.
+// A block's counters in shared memory: while counting, those of each warp; afterwards the sums over
+// all warps before it.
 struct RouteShared {
   int32_t* rows;        // [warps, L] by local expert
   int32_t* slots;       // [warps]
-  InvalidIds* invalid;  // [warps], of the warp alone
+  InvalidIds* invalid;  // [warps], found by that warp alone
 
   static constexpr int64_t BytesPerWarp(int64_t local_experts) {
     return (local_experts + 1) * static_cast<int64_t>(sizeof(int32_t)) +
@@ -36,7 +36,7 @@ struct RouteShared {
 static_assert(RouteShared::BytesPerWarp(kMaxExperts) * kMinRouteWarps <= kRouteSharedBytes);
 static_assert(alignof(InvalidIds) == alignof(int32_t));
 
-// As many warps as have work and whose counters fit.
+// As many warps as have work and as have room for their counters.
 inline int64_t RouteWarps(const EpShape& shape) {
   const int64_t steps = DivideUp(shape.tokens, kWarpSize / shape.top_k);
   const int64_t fitting = kRouteSharedBytes / RouteShared::BytesPerWarp(shape.local_experts);
@@ -54,8 +54,8 @@ __device__ inline TokenRun RunOf(const TokenWalk& walk, int64_t tokens, int64_t 
   return {Min(warp * length, tokens), Min((warp + 1) * length, tokens)};
 }
 
-// Calls visit(entry, id, active) for every step of a run, with all lanes. The id is -1 where the
-// lane is not active. Loads run one step ahead.
+// Calls visit(entry, id, active) in all lanes for every step of a run; the id is -1 where the lane
+// is inactive. Ids are loaded one step ahead.
 template <typename Visit>
 __device__ void ForEachStep(const TokenWalk& walk, const int32_t* ids, const TokenRun& run,
                             Visit visit) {
@@ -72,13 +72,13 @@ __device__ void ForEachStep(const TokenWalk& walk, const int32_t* ids, const Tok
 
 // What the entries of a step are to one rank.
 struct RankLanes {
-  int32_t expert;  // local expert of this lane's row, -1 where it goes elsewhere
-  unsigned opens;  // lanes that open a slot: the first of their token to go to the rank
+  int32_t expert;  // local expert of this lane's row, or -1 if it goes to another rank
+  unsigned opens;  // lanes that open a slot: the first entry of their token for this rank
 };
 
 __device__ inline RankLanes LanesOf(const TokenWalk& walk, int32_t id, int32_t rank,
                                     int32_t local_experts) {
-  // Unsigned, so that ids below the rank's and negative ones are refused too.
+  // The unsigned difference also rejects negative ids and those of lower ranks.
   const uint32_t expert = static_cast<uint32_t>(id) - static_cast<uint32_t>(rank * local_experts);
   const bool here = expert < static_cast<uint32_t>(local_experts);
   const unsigned all = __ballot_sync(kFullWarp, here);
@@ -91,7 +91,7 @@ struct RankCounts {
   InvalidIds invalid;
 };
 
-// Counts a run's slots and rows (into `rows` [L], zeroed) of one rank, and its invalid ids.
+// Counts a run's slots and rows for one rank and its invalid ids. `rows` [L] must be zero before.
 __device__ inline RankCounts CountRank(const EpShape& shape, const TokenWalk& walk,
                                        const int32_t* ids, const TokenRun& run, int32_t rank,
                                        int32_t* rows) {
@@ -113,8 +113,8 @@ __device__ inline RankCounts CountRank(const EpShape& shape, const TokenWalk& wa
   return counts;
 }
 
-// Fills the tables of the run's entries that go to `rank`, and with `absent` those that go nowhere.
-// `slots` and `rows` count what earlier runs hold.
+// Fills the table entries of the run that go to `rank` and, if `absent` is set, those that go
+// nowhere. `slots` and `rows` hold the counts of earlier runs.
 __device__ inline void AssignRank(const EpShape& shape, const TokenWalk& walk, const int32_t* ids,
                                   const TokenRun& run, int32_t rank, bool absent, int32_t slots,
                                   int32_t* rows, const SourceTables& tables) {
@@ -127,10 +127,10 @@ __device__ inline void AssignRank(const EpShape& shape, const TokenWalk& walk, c
     const RankLanes lanes = LanesOf(walk, id, rank, local_experts);
     const unsigned peers = __match_any_sync(kFullWarp, lanes.expert);
     const int32_t base = lanes.expert >= 0 ? rows[lanes.expert] : 0;
-    // Every lane has read its counter before one of its peers moves it on.
+    // All lanes must read their counter before one of its users advances it.
     __syncwarp();
     if (lanes.expert >= 0) {
-      // The last slot opened up to this lane is its token's.
+      // This lane's token has the last slot that was opened up to this lane.
       tables.slot_of[entry] = first_slot + slots + __popc(lanes.opens & (below | self)) - 1;
       tables.position[entry] = base + __popc(peers & below);
       if ((peers & below) == 0) rows[lanes.expert] = base + __popc(peers);
@@ -143,7 +143,7 @@ __device__ inline void AssignRank(const EpShape& shape, const TokenWalk& walk, c
   });
 }
 
-// Replaces the values by the sums of those before them; returns the sum of all.
+// Replaces each value by the sum of those before it; returns the total.
 __device__ inline int32_t ExclusiveSum(int32_t* values, int64_t stride, int64_t count) {
   int32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {

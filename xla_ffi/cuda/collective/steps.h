@@ -1,6 +1,6 @@
-// The steps of the collective transport on a CUDA stream, as cpu/steps.h has them for the host.
-// Each enqueues its kernels and returns. None of them allocates, waits or reads device memory, so
-// all may run under graph capture.
+// The steps of the collective transport on a CUDA stream, as cpu/steps.h declares them for the
+// host. Each enqueues its kernels and returns. None of them allocates, waits or reads device
+// memory, so all may run under graph capture.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream);
 template <typename Format>
 cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream);
 
-// Rows to codes and scales, and back; of quantised formats.
+// Stand-alone quantisation, for quantised formats only.
 template <typename Format>
 cudaError_t Quantize(const QuantizeStep& step, cudaStream_t stream);
 template <typename Format>
@@ -29,7 +29,7 @@ cudaError_t Dequantize(const DequantizeStep& step, cudaStream_t stream);
 cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream);
 cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream);
 
-// For PreloadKernels of cuda/init.h.
+// Called by PreloadKernels (cuda/init.h).
 cudaError_t PreloadPackKernels();
 cudaError_t PreloadUnpackKernels();
 cudaError_t PreloadCombineKernels();

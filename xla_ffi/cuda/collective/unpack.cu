@@ -1,5 +1,5 @@
-// Place on the GPU: messages to rows, and the expert rank's tables, for a first dispatch and along
-// a known route.
+// Unpacking on the collective transport: moves messages to rows and, for a first dispatch, builds
+// the expert rank's tables.
 #include "cuda/collective/mixed_calls.cuh"
 #include "cuda/collective/steps.h"
 #include "cuda/common/groups.cuh"
@@ -13,8 +13,8 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Whole team, after a barrier behind row_offsets and group_sizes: where the scales of each group
-// start.
+// Called by the whole team after a barrier behind the writes of row_offsets and group_sizes:
+// computes where the scales of each group start.
 __device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int64_t* totals) {
   const int64_t groups = step.shape.local_experts;
   const int64_t length = DivideUp(groups, team.threads);
@@ -24,21 +24,22 @@ __device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int
   for (int64_t group = begin; group < end; ++group) tiles += TilesOfGroup(step.group_sizes[group]);
   int64_t first_tile = ExclusiveSum(team, tiles, totals);
   for (int64_t group = begin; group < end; ++group) {
-    // The first of row_offsets is written by another thread without a barrier behind it.
+    // Another thread writes row_offsets[0], and no barrier has come since.
     const int32_t offset = group == 0 ? 0 : step.row_offsets[group];
     step.scales_offsets[group] = ScalesOffset(static_cast<int32_t>(first_tile), offset);
     first_tile += TilesOfGroup(step.group_sizes[group]);
   }
 }
 
-// One block: with the counts of all sources every row's place is known.
+// Called by one block: the counts of all sources determine the place of every row.
 __device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
                             int64_t region_bytes) {
-  __shared__ unsigned long long all_dropped;  // zeroed before the barrier of ExclusiveSum
+  __shared__ unsigned long long all_dropped;  // zeroed before the barrier in ExclusiveSum
   __shared__ int64_t totals[kWarpsPerBlock];
   if (threadIdx.x == 0) all_dropped = 0;
   const EpShape& shape = step.shape;
-  // No source has more rows than entries; no count may move a group out of [0, N].
+  // A source cannot have more rows than entries. Clamping keeps corrupt counts from moving a group
+  // out of [0, N].
   const int64_t entries = shape.tokens * shape.top_k;
   const auto count_of = [&](int64_t source, int64_t expert) -> int64_t {
     const int64_t count = Int32At(step.recv + source * region_bytes, header.expert_counts)[expert];
@@ -62,7 +63,7 @@ __device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
     step.row_offsets[expert + 1] = next_offset;
     step.group_sizes[expert] = next_offset - offset;
   });
-  // A sum of integers: the same in any order.
+  // Integers, so the order of the additions does not matter.
   atomicAdd(&all_dropped, static_cast<unsigned long long>(dropped));
   for (int64_t source = threadIdx.x; source < shape.ranks; source += kBlockThreads) {
     const int32_t num_slots = *Int32At(step.recv + source * region_bytes, header.num_slots);
@@ -77,8 +78,8 @@ __device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
   if (step.scale_layout == ScaleLayout::kTiled128x4) PlaceTilesOfGroups(block, step, totals);
 }
 
-// Whole block: the groups, and what the pack has counted, of an unpack whose sources were in
-// different calls. An id of -1 for an expert tells the kernels behind it.
+// Called by the whole block when the sources were in different calls: empties the groups and what
+// the pack has counted. The expert id of -1 tells the later kernels of the call.
 __device__ void PlaceNoGroups(const UnpackStep& step) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts;
@@ -96,7 +97,7 @@ __device__ void PlaceNoGroups(const UnpackStep& step) {
 }
 __device__ bool HasNoGroups(const int32_t* expert_ids) { return expert_ids[0] < 0; }
 
-// Block 0 places the groups while the others clear the tables by row.
+// Block 0 places the groups while the other blocks clear the tables by row.
 __global__ void __launch_bounds__(kBlockThreads)
     PrepareKernel(const __grid_constant__ UnpackStep step, RegionHeader header,
                   int64_t region_bytes) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-// One thread an entry (source, slot, k): the tables by row and by slot.
+// One thread per entry (source, slot, k): fills the tables by row and by slot.
 __global__ void __launch_bounds__(kBlockThreads)
     ScatterKernel(const __grid_constant__ UnpackStep step, DispatchMessage message,
                   int64_t header_bytes, int64_t region_bytes) {
@@ -150,34 +151,35 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-// Messages to rows, for both kinds of dispatch. A first call has written the weights already and
-// gives num_weights = 0; along a route rows are of elements, and no scales are kept.
+// Operands of PlaceKernel, for both kinds of dispatch. In a first dispatch ScatterKernel has
+// already written the weights, so num_weights is 0. In a cached one rows are elements and no scales
+// are kept.
 struct PlaceStep {
   EpShape shape;
   const int32_t*
-      expert_ids;  // of a first call, as HasNoGroups; nullptr: the tags are to be checked
+      expert_ids;  // first dispatch: see HasNoGroups; nullptr: the kernel must check the tags
   MixedCallCheck check;
   const uint8_t* recv;      // [R, region]
-  const uint8_t* sent;      // of source 0, [n]: whether a slot has a message; nullptr: all have
+  const uint8_t* sent;      // of source 0, [n]: whether a slot has a message; nullptr: all have one
   const uint8_t* messages;  // of source 0
-  int64_t region_bytes;     // from one source's messages to the next one's
+  int64_t region_bytes;     // stride between the messages of two sources
   int64_t message_bytes;
   int64_t payload;      // offset in a message
   int64_t scales;       // offset in a message
   int64_t row_bytes;    // of an output row
-  int64_t scale_bytes;  // of a row of output scales; 0: none is kept by row
+  int64_t scale_bytes;  // of a row of output scales; 0: none are kept by row
   int64_t weight;       // offset in a message
   int64_t num_weights;
   const int32_t* row_of;        // [R, n, K]
   const int32_t* row_slot;      // [N]
-  const int32_t* end_of_zeros;  // rows from here on are left alone; nullptr: none is
+  const int32_t* end_of_zeros;  // rows from here on are not cleared; nullptr: all are
   uint8_t* rows;
   uint8_t* scale_rows;
   float* row_weights;
 };
 
-// Whole warp: stores units of a message's scales to the rows that `left` has lanes of, or zeros to
-// the row of this lane where `from` is nullptr.
+// Called by the whole warp: copies a message's scales, in units of Unit, to the rows of the given
+// lanes; if `from` is nullptr, clears them.
 template <typename Unit>
 __device__ void PlaceScaleUnits(const uint8_t* from, uint8_t* scale_rows, int64_t scale_bytes,
                                 unsigned lanes, int32_t row) {
@@ -205,8 +207,8 @@ __device__ bool IsSent(const PlaceStep& step, uint32_t slot) {
   return step.sent[(slot / tokens) * step.region_bytes + slot % tokens] != 0;
 }
 
-// Whole warp: whether an item of slots writes the row. Along a known route the tables come back
-// from the caller's program, each changed by itself perhaps.
+// Called by the whole warp: whether some slot writes the row. In a cached dispatch the tables have
+// passed through the caller's program, which may have changed each of them separately.
 __device__ bool IsFilled(const PlaceStep& step, int64_t row) {
   const int32_t slot = step.row_slot[row];
   if (slot < 0 || step.sent == nullptr) return slot >= 0;
@@ -216,7 +218,8 @@ __device__ bool IsFilled(const PlaceStep& step, int64_t row) {
   return __any_sync(kFullWarp, names) != 0;
 }
 
-// Items are slots, whose payload is read once for all its rows, then rows that nothing fills.
+// The items are first the slots, each of whose payloads is read once for all its rows, and then the
+// rows that no slot fills.
 template <typename Part>
 __global__ void __launch_bounds__(kBlockThreads)
     PlaceKernel(const __grid_constant__ PlaceStep step) {
@@ -268,17 +271,17 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <typename Part>
 cudaError_t LaunchPlace(const PlaceStep& step, cudaStream_t stream) {
   const int64_t items = step.shape.slots() + step.shape.recv_rows;
-  // A kernel that checks the tags has something to do without rows too.
+  // A kernel that must check the tags has work even without rows.
   if (step.shape.recv_rows == 0 && step.expert_ids != nullptr) return cudaSuccess;
   return Launch(PlaceKernel<Part>, SomeRowGrid(items, step.row_bytes), kBlockThreads, 0, stream,
                 step);
 }
 
-// Column words of a tile that a warp takes.
+// Column words of a tile per warp.
 constexpr int64_t kTileWords = 8;
 
-// A warp gathers some columns of a tile: lane i has the words of rows i, i + 32, i + 64 and i + 96,
-// which are neighbours there. Those of rows that nothing fills become zero.
+// A warp gathers some columns of a tile. Lane i has the words of rows i, i + 32, i + 64 and i + 96,
+// which are adjacent in a tile. The words of rows that no message fills become zero.
 __global__ void __launch_bounds__(kBlockThreads)
     PlaceTilesKernel(const __grid_constant__ UnpackStep step, ScaleTiles tiles,
                      DispatchMessage message, int64_t header_bytes, int64_t region_bytes) {

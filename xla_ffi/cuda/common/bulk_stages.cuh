@@ -1,5 +1,5 @@
-// A warp's stages in shared memory, through which it passes rows: bulk loads fill them, bulk stores
-// empty them, several of both in flight. Used by dispatches of window/.
+// A warp's stages: buffers in shared memory through which it passes rows. Bulk loads fill them and
+// bulk stores empty them, with several of both in flight. Used by the dispatches in window/.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace jax_ep::cuda {
 
-// Stages of a warp, at most: 8 bytes of barrier each.
+// An upper bound per warp; each stage costs another 8 bytes for its barrier.
 inline constexpr uint32_t kMaxStages = 8;
 
-// The stages and their barriers of all warps of a block. A stage is a multiple of 128 bytes.
+// Sizes of the stages and barriers of a block. A stage is a multiple of 128 bytes.
 struct StagePlan {
   uint32_t stage_bytes;
-  uint32_t stages;  // a warp
+  uint32_t stages;  // per warp
 
   __host__ __device__ uint32_t bytes(uint32_t warps) const {
     return warps * stages * (stage_bytes + static_cast<uint32_t>(sizeof(uint64_t)));
@@ -24,8 +24,8 @@ struct StagePlan {
 
 class BulkStages {
  public:
-  // Whole warp. `memory` has plan.bytes(warps) and is aligned to 128. A warp beyond those has no
-  // `use` for stages, and none.
+  // Called by the whole warp. `memory` has plan.bytes(warps) bytes, aligned to 128. Pass `use` =
+  // false for warps from `warps` on: they have no stages.
   __device__ BulkStages(const StagePlan& plan, uint8_t* memory, uint32_t warp, uint32_t warps,
                         bool use = true)
       : stages_(memory + warp * plan.stages * plan.stage_bytes),
@@ -43,8 +43,9 @@ class BulkStages {
 
   // ---- One stage at a time ----
 
-  // Lane 0, for a stage that nothing reads or writes any more: `issue(stage, barrier)` issues bulk
-  // loads of `bytes` in all. Every lane counts on.
+  // Loads the next stage, which nothing may be reading or writing any more. Lane 0 calls
+  // `issue(stage, barrier)`, which issues bulk loads of `bytes` in total; the other lanes only
+  // advance the index.
   template <typename Issue>
   __device__ void Load(uint32_t bytes, Issue issue) {
     if (Lane() == 0) {
@@ -54,8 +55,8 @@ class BulkStages {
     if (++load_ == count_) load_ = 0;
   }
 
-  // The stage loaded first of those not yet awaited. The load ends without anybody's help, so the
-  // wait has no bound of its own.
+  // Returns the oldest stage that has not been awaited yet. This wait needs no time limit: a bulk
+  // load that was issued completes without help from any other thread or rank.
   __device__ uint8_t* Await() {
     while (!MbarrierTryWait(&barriers_[use_], parity_)) {
     }
@@ -66,13 +67,13 @@ class BulkStages {
 
   // ---- All of a run ----
 
-  // Passes `units` through the stages: `load(unit)` calls Load once, `use(unit, stage)` issues bulk
-  // stores from the stage, any lane any number. Prime starts the first loads and Pass does the
-  // rest; it returns while the last stores may be under way, so that a warp whose run was its last
-  // need not wait for them.
+  // Passes `units` through the stages. `load(unit)` calls Load once; `use(unit, stage)` issues bulk
+  // stores from the stage, any number from any lane. Prime starts the first loads and Pass does the
+  // rest. Pass returns while the last stores may still be reading, so that a warp without further
+  // work does not wait for them.
   template <typename LoadUnit>
   __device__ uint32_t Prime(uint32_t units, LoadUnit load) {
-    // All that the last run stored and read comes before the loads that overwrite it.
+    // The last run's stores and reads must come before the loads that overwrite its stages.
     BulkWaitRead<0>();
     FenceProxyAsyncShared();
     __syncwarp();
@@ -84,7 +85,7 @@ class BulkStages {
   template <typename LoadUnit, typename UseUnit>
   __device__ void Pass(uint32_t units, uint32_t primed, LoadUnit load, UseUnit use) {
     uint32_t next = primed;
-    // A stage is loaded again when the stores of `lag` later units have been issued.
+    // How many units later a stage is reloaded, so that its stores have time to read it.
     const uint32_t lag = count_ > kLongLag + 1 ? kLongLag : 1;
     JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < units; ++unit) {
@@ -96,13 +97,14 @@ class BulkStages {
       } else {
         BulkWaitRead<kLongLag>();
       }
-      // What lanes have read of the stage comes before the load that overwrites it.
+      // The lanes' reads of the stage must come before the load that overwrites it.
       FenceProxyAsyncShared();
       __syncwarp();
       load(next++);
     }
   }
-  // Instead of Pass: lets the first loads end.
+  // Call this instead of Pass to give a run up: it waits for the primed loads, which would
+  // otherwise write into stages that are in use again.
   __device__ void Abandon(uint32_t primed) {
     JAX_EP_NO_UNROLL
     for (uint32_t unit = 0; unit < primed; ++unit) Await();

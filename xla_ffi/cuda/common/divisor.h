@@ -1,5 +1,5 @@
-// Division by numbers that the host knows: on the device an integer division takes some thirty
-// instructions, and in a short call every one of them is fetched for the first time.
+// Division by a number that the host knows. An integer division takes some thirty instructions on a
+// GPU, and in a short call each of them must first be fetched from memory.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace jax_ep::cuda {
 
-// Of numbers below 2^31, with a multiplication.
+// Divides numbers below 2^31 by one multiplication.
 struct Divisor {
   uint32_t value;
   uint32_t multiplier;
   uint32_t shift;
 
-  // Divisors below 1 become 1.
+  // Values below 1 count as 1.
   static constexpr Divisor Of(int64_t value) {
     Divisor divisor{static_cast<uint32_t>(value < 1 ? 1 : value), 0, 31};
     while (uint64_t{1} << (divisor.shift - 31) < divisor.value) ++divisor.shift;
-    // Rounded up: the error stays below 1 / value for all such numbers.
+    // Rounding up keeps the error below 1 / value for all numbers below 2^31.
     divisor.multiplier =
         static_cast<uint32_t>(((uint64_t{1} << divisor.shift) + divisor.value - 1) / divisor.value);
     return divisor;

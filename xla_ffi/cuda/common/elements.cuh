@@ -1,5 +1,4 @@
-// Elements of a row in a lane's registers, for sums and for codes. Used by combine.cu,
-// quantize.cuh, window/columns.cuh, window/cached_dispatch.cu and low_latency/combine.cu.
+// Elements of a row in a lane's registers, to be summed or encoded.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +13,7 @@
 
 namespace jax_ep::cuda {
 
-// Both rounded to nearest even, the first in the low half.
+// Rounds two floats to nearest even; `low` goes to the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t RoundTwo(float low, float high) {
   using Pair = std::conditional_t<std::is_same_v<T, Float16>, __half2, __nv_bfloat162>;
@@ -29,7 +28,7 @@ __device__ __forceinline__ uint32_t RoundTwo(float low, float high) {
   return bits;
 }
 
-// Consecutive elements of a row, in accesses of at most 16 bytes.
+// kCount consecutive elements of a row, loaded and stored in accesses of at most 16 bytes.
 template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
@@ -71,7 +70,7 @@ struct Elements {
       return ToFloat(T{bits});
     }
   }
-  // The largest of the absolute float32 bits. Those of a NaN are at least 0x7F800000.
+  // Returns the float32 bits of the largest absolute value. A NaN gives at least 0x7F800000.
   __device__ uint32_t AmaxBits() const {
     if constexpr (sizeof(T) == 4) {
       uint32_t amax = 0;
@@ -79,7 +78,7 @@ struct Elements {
       for (uint32_t word : words) amax = max(amax, word & 0x7FFFFFFFu);
       return amax;
     } else {
-      // Bits of 16-bit floats are in the order of the floats, too.
+      // The bits of 16-bit floats, too, are ordered as the floats are.
       uint32_t pair = 0;
 #pragma unroll
       for (uint32_t word : words) pair = __vmaxu2(pair, word & 0x7FFF7FFFu);
@@ -93,7 +92,7 @@ struct Elements {
     bool nan = false;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) nan |= sum[i] != sum[i];
-    // The hardware's conversions are those of FromFloat but for the bits of a NaN.
+    // The hardware's conversions agree with FromFloat except in the bits of a NaN.
     if constexpr (sizeof(T) == 2) {
       if (!nan) {
 #pragma unroll
@@ -116,8 +115,8 @@ struct Elements {
   }
 };
 
-// A vector of the element type decides how many elements a lane takes; the other type's accesses
-// follow, since a row of either holds the same number of elements.
+// Elements per lane: as many of the element type as one vector holds. The accesses in the other
+// type follow from that, since both rows have the same number of elements.
 template <typename Element>
 inline constexpr int kLaneElements = static_cast<int>(kVectorBytes / sizeof(Element));
 

@@ -1,5 +1,5 @@
-// From the counts of all sources to where each group and each (source, expert) starts. Used by
-// collective/unpack.cu, by one block, and by window/groups.cuh, by some warps of each block.
+// Computes from the counts of all sources where each group of rows starts. In collective/unpack.cu
+// one block does this; in window/groups.cuh some warps of every block.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,15 @@
 
 namespace jax_ep::cuda {
 
-// Whole warps of a block that work together: all of them, or those that meet at a named barrier.
+// Whole warps of a block that work together: the whole block, or the warps that meet at a named
+// barrier.
 struct Team {
   uint32_t thread;
   uint32_t threads;
-  uint32_t barrier;  // 0: the whole block
+  uint32_t barrier;  // 0 means the whole block, by __syncthreads
 
   __device__ void Sync() const {
-    __syncwarp();  // barriers want whole warps
+    __syncwarp();  // barriers count whole warps
     if (barrier == 0) {
       __syncthreads();
     } else {
@@ -28,7 +29,8 @@ struct Team {
   }
 };
 
-// The sum of the values of lower threads of the team. `totals` [warps of the team] is scratch.
+// Returns the sum of the values of the team's lower threads. `totals` is scratch of one element per
+// warp of the team.
 __device__ inline int64_t ExclusiveSum(const Team& team, int64_t value, int64_t* totals) {
   const uint32_t team_warp = team.thread / kWarpSize;
   int64_t sum = value;
@@ -45,9 +47,9 @@ __device__ inline int64_t ExclusiveSum(const Team& team, int64_t value, int64_t*
   return sum;
 }
 
-// Whole team: calls visit(expert, start, rows) for the experts of this thread, with
-// count_of(source, expert) rows from each source; `start` is not yet cut by N. Returns the end of
-// the last of them.
+// Called by the whole team. Calls visit(expert, start, rows) for this thread's experts, where
+// count_of(source, expert) is the number of rows from a source; `start` is not yet clamped to N.
+// Returns the end of this thread's last expert.
 template <typename CountOf, typename Visit>
 __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t* totals,
                                 CountOf count_of, Visit visit) {
@@ -57,7 +59,7 @@ __device__ int64_t ForEachGroup(const Team& team, const EpShape& shape, int64_t*
     for (int64_t source = 0; source < shape.ranks; ++source) rows += count_of(source, expert);
     return rows;
   };
-  // Each thread has a run of experts, so that the order of the sums is the order of the groups.
+  // Each thread takes consecutive experts, so that summing by thread sums in the order of groups.
   const int64_t length =
       shape.local_experts <= team.threads ? 1 : DivideUp(shape.local_experts, team.threads);
   const int64_t begin = Min(team.thread * length, shape.local_experts);

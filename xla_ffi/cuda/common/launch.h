@@ -1,5 +1,5 @@
-// Checked launches and loads of kernels, and the grids of kernels that work on rows. Host side of
-// every .cu file.
+// Host side of the .cu files: launching and preloading kernels, and grids for kernels that work on
+// rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,28 +16,28 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpsPerBlock = 8;
 inline constexpr int kBlockThreads = kWarpsPerBlock * kWarpSize;
 
-// Enough to fill any GPU several times over; kernels stride over what is left.
+// Enough blocks to fill any GPU several times over; kernels loop over the rest.
 inline constexpr int64_t kMaxGridX = 8192;
 inline constexpr int64_t kMaxGridY = 64;
 
-// A warp takes one part of one row: 16-byte vectors, of which each lane has kVectorsPerLane.
+// A warp takes one part of one row: 16-byte vectors, kVectorsPerLane of them per lane.
 inline constexpr int64_t kVectorBytes = 16;
 inline constexpr int kVectorsPerLane = 4;
 inline constexpr int64_t kPartVectors = kVectorsPerLane * kWarpSize;
 
-// One thread an item.
+// One thread per item.
 inline dim3 ItemGrid(int64_t items) {
   return dim3(static_cast<unsigned>(Min(DivideUp(items, kBlockThreads), kMaxGridX)));
 }
 
-// One warp a (row, part); ForEachPart of primitives.cuh walks it.
+// One warp per (row, part), as ForEachPart of primitives.cuh walks them.
 inline dim3 RowGrid(int64_t rows, int64_t row_bytes) {
   return dim3(
       static_cast<unsigned>(Min(DivideUp(rows, kWarpsPerBlock), kMaxGridX)),
       static_cast<unsigned>(Min(DivideUp(row_bytes, kPartVectors * kVectorBytes), kMaxGridY)));
 }
 
-// Of at least one block, for kernels that do more than work on rows.
+// At least one block, for kernels that do more than work on rows.
 inline dim3 SomeRowGrid(int64_t rows, int64_t row_bytes) {
   return RowGrid(rows == 0 ? 1 : rows, row_bytes);
 }
@@ -50,9 +50,9 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
                           dim3(static_cast<unsigned>(threads)), pointers, shared_bytes, stream);
 }
 
-// As Launch, but its blocks go before those of other streams' kernels that have not begun. What an
-// exchange sends is awaited on other GPUs; and a kernel whose blocks fill the device many times
-// over would hold it up to its own end.
+// Like Launch, but its blocks start before waiting blocks of kernels on other streams. Other GPUs
+// wait for what an exchange sends, and a kernel with enough blocks to fill the device many times
+// would otherwise delay it until its own end.
 template <typename... Params>
 cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
                         cudaStream_t stream, std::type_identity_t<Params>... params) {

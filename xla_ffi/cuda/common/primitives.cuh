@@ -1,5 +1,5 @@
-// What a warp does to rows: read a part once and write it to several places, walk the parts of all
-// rows; and what all kernels know of lanes. Nothing here knows about experts. Used by all of them.
+// Lanes and warps, and what a warp does to rows: read a part once and write it to several places,
+// or walk over the parts of all rows. Nothing here knows about experts.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ __device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % k
 __device__ __forceinline__ int Warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ unsigned LanesBelow(int lane) { return (1u << lane) - 1; }
 
-// The value of the lowest lane in `lanes`.
+// Returns the value of the lowest lane in `lanes`.
 template <typename T>
 __device__ __forceinline__ T FromLowest(unsigned lanes, T value) {
   return __shfl_sync(kFullWarp, value, __ffs(static_cast<int>(lanes)) - 1);
@@ -33,7 +33,8 @@ __device__ __forceinline__ const float* FloatAt(const uint8_t* base, int64_t off
   return reinterpret_cast<const float*>(base + offset);
 }
 
-// The part of a row that a warp holds in registers. Rows lie on 16 bytes and fill whole vectors.
+// The part of a row that a warp holds in registers. Rows are aligned to 16 bytes and consist of
+// whole vectors.
 class RowPart {
  public:
   __device__ RowPart(int64_t part, int64_t row_bytes)
@@ -66,8 +67,8 @@ class RowPart {
   uint4 vectors_[kVectorsPerLane];
 };
 
-// Calls visit(row, part) for this warp's share of a RowGrid. The loops are uniform in a warp, so
-// `visit` may use warp collectives.
+// Calls visit(row, part) for this warp's share of a RowGrid. All lanes of a warp make the same
+// calls, so `visit` may use warp collectives.
 template <typename Visit>
 __device__ void ForEachPart(int64_t rows, int64_t row_bytes, Visit visit) {
   const int64_t parts = DivideUp(row_bytes, kPartVectors * kVectorBytes);
@@ -80,13 +81,14 @@ __device__ void ForEachPart(int64_t rows, int64_t row_bytes, Visit visit) {
   }
 }
 
-// Calls visit(item) for this thread's share of `items` among `threads`.
+// Calls visit(item) for this thread's share of the items.
 template <typename Visit>
 __device__ void ForEachItem(int64_t thread, int64_t threads, int64_t items, Visit visit) {
   for (int64_t item = thread; item < items; item += threads) visit(item);
 }
 
-// Whole block: what a failed call returns. All ones is NaN in every float type and -1 in every id.
+// What a failed call returns everywhere: all ones, which is NaN in every float type and -1 in every
+// integer type. FillWords is for a whole block.
 inline constexpr uint32_t kNoValue = 0xFFFFFFFFu;
 
 template <typename T>

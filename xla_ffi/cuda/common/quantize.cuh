@@ -1,7 +1,6 @@
-// Blocks of a format in a warp: a lane holds one 16-byte vector of elements or two, a block lies
-// in one lane or in neighbouring ones, and its largest element goes round them in registers. Used
-// by collective/pack.cu, collective/unpack.cu, combine.cu, quantize.cu and
-// window_{encode,decode,columns,few_send}.cuh.
+// Encoding and decoding blocks of a format within a warp. A lane holds one or two 16-byte vectors
+// of elements; a block lies in one lane or in neighbouring ones, which find its largest element by
+// shuffles.
 #pragma once
 
 #include <cmath>
@@ -15,7 +14,7 @@
 
 namespace jax_ep::cuda {
 
-// The codes of kCount elements of a row, and the lanes that share their scale. `vector` counts
+// The codes of kCount elements of a row, and how many lanes share their scale. `vector` counts
 // groups of kCount elements from the start of the row.
 template <typename Format, int kCount>
 struct CodedVector {
@@ -57,7 +56,6 @@ struct CodedVector {
     const int bit = i * Code::kBits;
     return Code::Decode((words[bit / 32] >> (bit % 32)) & ((1u << Code::kBits) - 1));
   }
-  // All at once.
   __device__ void Decode(float (&values)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
@@ -67,7 +65,7 @@ struct CodedVector {
   }
 };
 
-// kCount elements on their way to codes and a scale.
+// kCount elements as codes and a scale.
 template <typename Format, int kCount>
 struct EncodedVector {
   using Codes = CodedVector<Format, kCount>;
@@ -75,8 +73,8 @@ struct EncodedVector {
   Codes codes;
   typename Format::Scale scale;
 
-  // Whole warp, with lanes in the order of a row's vectors from a whole block on. Lanes past the
-  // row's end bring anything: no block lies across it.
+  // Called by the whole warp, whose lanes hold consecutive vectors of a row, starting with a whole
+  // block. Lanes past the row's end may hold anything: no block crosses it.
   __device__ static EncodedVector Of(const float (&values)[kCount], float input_scale) {
     uint32_t amax_bits = 0;
 #pragma unroll
@@ -85,8 +83,8 @@ struct EncodedVector {
     }
     return Of<2>(values, amax_bits, input_scale);
   }
-  // Likewise. Of elements of 16 bits one correction makes the quotient exact: quantized_test.cc
-  // tries them all.
+  // The same. For 16-bit elements one correction makes the quotient exact;
+  // tests/cc/quantized_test.cc tries them all.
   template <typename Element>
   __device__ static EncodedVector Of(const Elements<Element, kCount>& elements, float input_scale) {
     float values[kCount];
@@ -95,7 +93,7 @@ struct EncodedVector {
     return Of<sizeof(Element) == 2 ? 1 : 2>(values, elements.AmaxBits(), input_scale);
   }
 
-  // The first lane of a block stores its scale.
+  // The first lane of each block stores its scale.
   __device__ void Store(uint8_t* payload, uint8_t* scales, int64_t vector) const {
     codes.Store(payload, vector);
     if (vector % Codes::kLanes != 0) return;
@@ -103,7 +101,7 @@ struct EncodedVector {
   }
 
  private:
-  // `amax_bits` is that of the lane.
+  // `amax_bits` covers this lane's values.
   template <int kCorrections>
   __device__ static EncodedVector Of(const float (&values)[kCount], uint32_t amax_bits,
                                      float input_scale) {
@@ -124,8 +122,8 @@ struct EncodedVector {
     float of[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of[i] = scaled(values[i]);
-    // NaN and infinity among the elements make the factor a NaN; if it is infinite itself, it makes
-    // a NaN of zero.
+    // A NaN or an infinity among the elements makes the factor NaN; an infinite factor would turn
+    // zeros into NaN.
     const bool numbers = fabsf(factor) < INFINITY;
     using Code = typename Format::Code;
     constexpr int kWordCodes = Min(32 / Code::kBits, kCount);
@@ -137,7 +135,7 @@ struct EncodedVector {
   }
 };
 
-// kCount elements as codes and a scale stand for them.
+// kCount elements to be restored from codes and a scale.
 template <typename Format, int kCount>
 struct DecodedVector {
   using Codes = CodedVector<Format, kCount>;
@@ -162,7 +160,7 @@ struct DecodedVector {
 
 // ---- Parts of rows, as RowPart ------------------------------------------------------------------
 
-// A part that is sent as it is.
+// A part that is sent unchanged.
 class PlainPart {
  public:
   static constexpr bool kTakesInputScale = false;
@@ -175,7 +173,7 @@ class PlainPart {
   RowPart row_;
 };
 
-// A part that is sent as codes and scales. `row_bytes` are those of the elements.
+// A part that is sent as codes and scales. `row_bytes` is the size of a row of elements.
 template <typename Format, typename Element>
 class EncodedPart {
  public:
@@ -184,7 +182,7 @@ class EncodedPart {
   __device__ EncodedPart(int64_t part, int64_t row_bytes)
       : first_(part * kPartVectors + Lane()), end_(row_bytes / kVectorBytes) {}
 
-  // Whole warp.
+  // Called by the whole warp.
   __device__ void Load(const uint8_t* row, float input_scale) {
 #pragma unroll
     for (int i = 0; i < kVectorsPerLane; ++i) {
@@ -209,7 +207,7 @@ class EncodedPart {
   EncodedVector<Format, kCount> vectors_[kVectorsPerLane];
 };
 
-// A part of a message that goes into rows as it is.
+// A part of a message that is copied to rows unchanged.
 class PlacedPart {
  public:
   __device__ PlacedPart(int64_t part, int64_t row_bytes) : row_(part, row_bytes) {}
@@ -220,7 +218,7 @@ class PlacedPart {
   RowPart row_;
 };
 
-// A part that goes into rows as elements.
+// A part of a message that is decoded into rows of elements.
 template <typename Format, typename Element>
 class DecodedPart {
  public:
@@ -259,8 +257,8 @@ struct TypeTag {
   using type = T;
 };
 
-// Calls visit(TypeTag<Part>{}) for the part in which a format sends elements, and the one in which
-// it places them as elements.
+// VisitSentPart calls visit(TypeTag<Part>{}) with the part type in which a format sends elements,
+// VisitPlacedPart with the one that turns a message into elements.
 template <typename Format, typename Visit>
 auto VisitSentPart(ElementType element, Visit&& visit) {
   if constexpr (QuantizedFormat<Format>) {

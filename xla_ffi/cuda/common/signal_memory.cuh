@@ -1,5 +1,5 @@
-// SignalMemory for ranks that are GPUs: signals.h over the accesses of ptx.cuh. The kernels of the
-// window transports use it; docs/protocol.md, "Memory order", has the table.
+// The SignalMemory of GPUs: what protocol/signals.h needs, over the accesses of ptx.cuh.
+// docs/protocol.md, "Memory order", has the table.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace jax_ep::cuda {
 
-// The access that moves a cell whole.
+// The type in which a cell is moved in one access.
 template <typename Cell>
 struct CellBits {
   static_assert(sizeof(Cell) == 8 || sizeof(Cell) == 16);
@@ -19,15 +19,15 @@ struct CellBits {
   using Type = std::conditional_t<sizeof(Cell) == 8, uint64_t, Bits128>;
 };
 
-// One thread: later calls touch no window. Unless the host has closed it, which is for good: the
-// group's memory may be another's soon.
+// Called by one thread, so that later calls touch no window. A gate that the host has closed stays
+// closed: the group's memory may soon belong to somebody else.
 __device__ inline void PoisonGate(Gate& gate) {
   atomicCAS(reinterpret_cast<unsigned*>(&gate), static_cast<unsigned>(Gate::kOpen),
             static_cast<unsigned>(Gate::kPoisoned));
 }
 
 struct DeviceSignalMemory {
-  // Covers the thread's own bulk copies only once BulkWait has returned.
+  // Covers this thread's bulk copies only after BulkWait has returned.
   __device__ void ReleaseFence() const {
     FenceAcqRelSystem();  // Release; pairs with Acquire below on another GPU.
   }
@@ -68,7 +68,7 @@ struct DeviceSignalMemory {
 
   __device__ uint64_t NowNs() const { return GlobalTimerNs(); }
 
-  // A poll is already as slow as L2; sleeping would only add to the latency.
+  // A poll already takes as long as an access to L2; sleeping would only add latency.
   __device__ void Pause() const {}
 };
 

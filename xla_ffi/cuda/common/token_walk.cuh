@@ -1,4 +1,4 @@
-// Used by collective/route.cuh and window/route.cuh.
+// How a warp walks over the routing entries of consecutive tokens.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace jax_ep::cuda {
 
-// How a warp walks over tokens: whole tokens a step, lane l holds entry l of them. Dedup then needs
-// no more than a ballot.
+// Each step covers whole tokens, and lane l holds entry l of the step. A ballot then suffices to
+// find the first entry of a token for a rank.
 struct TokenWalk {
   int32_t top_k;
-  int32_t tokens;    // a step
-  int32_t in_step;   // this lane's, of the tokens of a step
-  bool used;         // false in the lanes past the last whole token
-  unsigned earlier;  // lanes before this one that hold the same token
+  int32_t tokens;    // per step
+  int32_t in_step;   // index of this lane's token within the step
+  bool used;         // false in the lanes past the step's last whole token
+  unsigned earlier;  // lower lanes that hold the same token
 
   __device__ explicit TokenWalk(int32_t k) : TokenWalk(k, kWarpSize / k, Lane() / k) {}
   __device__ explicit TokenWalk(const Divisor& k)

@@ -1,4 +1,4 @@
-// Launches of kernels that another module has loaded.
+// Launches kernels that another module has loaded.
 #include "cuda/internode/calls.h"
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace jax_ep::cuda {
 
-// Ahead of other streams' work, as the half that it is behind (launch.h, LaunchAhead).
+// Starts before other streams' waiting blocks, as the send half before it does (LaunchAhead in
+// launch.h).
 cudaError_t InternodeRank::Send(const InternodeCall& call, cudaStream_t stream) const {
   int least = 0;
   int greatest = 0;
@@ -25,7 +26,7 @@ cudaError_t InternodeRank::Send(const InternodeCall& call, cudaStream_t stream) 
 cudaError_t InternodeRank::Arrive(const InternodeCall& call, cudaStream_t stream) const {
   const cudaError_t error = Launch(InternodeKernel::kArrive, 1, call, stream);
   if (error != cudaSuccess || !Bundled(internode_, call.kind)) return error;
-  // Cells after all messages, which launches keep in order.
+  // Cells must come after all messages; the order of launches ensures it.
   const cudaError_t relayed = Launch(InternodeKernel::kRelay, kRelayBlocks, call, stream);
   return relayed == cudaSuccess ? Launch(InternodeKernel::kDeliver, 1, call, stream) : relayed;
 }
@@ -54,7 +55,7 @@ cudaError_t InternodeRank::Launch(InternodeKernel kernel, int64_t blocks, const 
   config.attrs = &attribute;
   config.numAttrs = 1;
   const CUresult result = launch(&config, reinterpret_cast<CUfunction>(function), params, nullptr);
-  // The two kinds of errors have the same numbers.
+  // cudaError_t and CUresult use the same numbers.
   return static_cast<cudaError_t>(result);
 }
 

@@ -1,6 +1,5 @@
-// Calls of a rank with ranks on other nodes, on a stream: the halves of window/calls.h with the
-// steps of protocol/internode.h and bundle.h between them, as kernels of the native module of
-// NVSHMEM.
+// Calls of a rank with ranks on other nodes, on a stream: the halves of window/calls.h and between
+// them the steps of protocol/internode.h and bundle.h, whose kernels the NVSHMEM module has loaded.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,21 +15,21 @@ class InternodeRank {
   InternodeRank(const InternodeGroup& internode, const InternodeKernels& kernels)
       : internode_(internode), kernels_(kernels) {}
 
-  // A first half, which `half()` launches, of `call.pending`, and what is behind it.
+  // Launches the send half of `call.pending`, by `half()`, and what follows it.
   template <typename Half>
   cudaError_t SendHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     const cudaError_t error = half();
     return error == cudaSuccess ? Send(call, stream) : error;
   }
-  // A second half, and what is around it.
+  // Launches the receive half, by `half()`, and what surrounds it.
   template <typename Half>
   cudaError_t ReceiveHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     cudaError_t error = Arrive(call, stream);
     if (error == cudaSuccess) error = half();
     return error == cudaSuccess ? Return(call.kind, stream) : error;
   }
-  // A whole call: `send(pending)` and `receive(pending)` launch its halves. All ranks send off what
-  // they have before any of them waits for what others send.
+  // Launches a whole call; `send(pending)` and `receive(pending)` launch its halves. Every rank
+  // sends all it has before it waits for what others send.
   template <typename SendHalf_, typename ReceiveHalf_>
   cudaError_t Whole(InternodeCall call, cudaStream_t stream, SendHalf_ send,
                     ReceiveHalf_ receive) const {
@@ -45,7 +44,7 @@ class InternodeRank {
   cudaError_t Send(const InternodeCall& call, cudaStream_t stream) const;
   cudaError_t Arrive(const InternodeCall& call, cudaStream_t stream) const;
   cudaError_t Return(CallKind kind, cudaStream_t stream) const;
-  // A row of so many blocks for each far rank. Priority 0 is that of streams by default.
+  // The grid has `blocks` blocks for each internode rank. Priority 0 is the default of streams.
   cudaError_t Launch(InternodeKernel kernel, int64_t blocks, const InternodeCall& call,
                      cudaStream_t stream, int priority = 0) const;
 

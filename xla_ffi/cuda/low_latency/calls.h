@@ -1,5 +1,5 @@
-// The window calls of few tokens, which window/dispatch.cu and window/combine.cu hand on. Which
-// calls are theirs is the same on every rank: it follows from what ranks agree on.
+// The low-latency calls, for few tokens. window/dispatch.cu and window/combine.cu hand calls over
+// to them; all ranks decide alike, because the conditions use only values on which they agree.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,9 @@
 
 namespace jax_ep::cuda {
 
-// Whether so many messages of so many cells have a place in windows. They have in those of the
-// call's own config; a handler lets others pass as well whose messages fit in regions.
+// Whether windows have room for `messages` messages of `cells` cells each. They always have for
+// calls of the group's own config, but handlers also accept other calls whose messages fit into
+// regions.
 inline bool HasCells(const WindowGroup& group, CallKind kind, int64_t messages, int64_t cells) {
   const BufferGroupLayout& layout = group.layout.groups[static_cast<int>(kind)];
   return cells <= layout.message_cells &&

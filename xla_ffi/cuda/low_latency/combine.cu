@@ -1,5 +1,5 @@
-// The combine of calls with few tokens: as window/combine.cu, but sums travel in cells that need no
-// flag. A block has a piece of a sum, and a worker the elements of one cell.
+// The low-latency combine: as window/combine.cu, but sums travel in cells that need no flags. An
+// item is a piece of a sum, and each worker has the elements of one cell.
 #include <algorithm>
 #include <cstdint>
 
@@ -17,7 +17,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Rows, and ranks, whose loads a worker has under way at once.
+// Rows and ranks whose loads a worker has in flight at once.
 constexpr int kRowsAtOnce = 6;
 constexpr int kRanksAtOnce = 4;
 
@@ -27,12 +27,12 @@ struct LowLatencyCombinePlan {
   Divisor pieces;
   int64_t row_bytes;
   uint32_t row_words;
-  uint32_t cells;  // of a row
+  uint32_t cells;  // per row
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// What a cell holds of a row.
+// The elements of a row that one cell holds.
 template <typename T>
 using CellElements = Elements<T, 12 / static_cast<int>(sizeof(T))>;
 
@@ -60,7 +60,7 @@ class LowLatencyCombine {
     const uint32_t slot = call_.by_ranks().Divide(part, turn);
     const uint32_t source = call_.by_ranks().Rest(call_.rank() + 1 + turn);
     const uint32_t cell = piece * kLowLatencyWorkers + threadIdx.x;
-    // Beside the count, though they hold nothing where there is no such slot.
+    // Loaded at the same time as the count; unused where there is no such slot.
     const int32_t row = LaneRow(source, slot);
     const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
     float sums[kCount] = {};
@@ -77,7 +77,7 @@ class LowLatencyCombine {
     crew_.ReadsOver();
   }
 
-  __device__ void Place(uint32_t item) {
+  __device__ void Receive(uint32_t item) {
     uint32_t piece;
     const uint32_t token = plan_.pieces.Divide(item, piece);
     const uint32_t cell = piece * kLowLatencyWorkers + threadIdx.x;
@@ -91,7 +91,7 @@ class LowLatencyCombine {
  private:
   static constexpr int kCount = 12 / static_cast<int>(sizeof(Element));
 
-  // The row of this lane's k, or -1.
+  // Returns the row of this lane's k, or -1.
   __device__ int32_t LaneRow(uint32_t source, uint32_t slot) const {
     const EpShape& shape = step_.shape;
     if (Lane() >= shape.top_k) return -1;
@@ -130,10 +130,10 @@ class LowLatencyCombine {
     }
   }
 
-  // Adds what came for a token, rank after rank. False where a wait failed. In the call's first
-  // item also for the tags: sums that are not this call's end it.
+  // Adds what came for a token, rank after rank. Returns false if a wait failed. The call's first
+  // item also checks the tags, so that sums of another call end this one.
   __device__ bool Gather(uint32_t item, uint32_t token, uint32_t cell, float (&sums)[kCount]) {
-    // rank * n + slot of this lane's entry.
+    // rank * n + slot of this lane's entry
     uint32_t flat = UINT32_MAX;
     if (Lane() < step_.shape.top_k) {
       flat = static_cast<uint32_t>(step_.slot_of[int64_t{token} * step_.shape.top_k + Lane()]);
@@ -161,7 +161,7 @@ class LowLatencyCombine {
       from[kRanksAtOnce] = looks_at_tag ? call_.Counts(call_.rank(), threadIdx.x) : nullptr;
       CountCell cells[kRanksAtOnce + 1];
       ok = ok && call_.AwaitCells(from, sources, cells);
-      // Another call's: this says so.
+      // The cell belongs to another call; this reports it.
       if (ok && looks_at_tag && !call_.HasCounts(0, cells[kRanksAtOnce])) {
         ok = call_.AwaitCounts(threadIdx.x, 0, cells[kRanksAtOnce]);
       }
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   LowLatencyCrew crew(call, block);
   LowLatencyCombine<Element, Wire> combine(step, plan, call, crew, block);
   const bool fills = crew.Run([&](uint32_t item) { combine.Send(item); },
-                              [&](uint32_t item) { combine.Place(item); });
+                              [&](uint32_t item) { combine.Receive(item); });
   if (!fills) return;
   call.EndGroup();
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),

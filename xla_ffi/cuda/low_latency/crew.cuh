@@ -1,9 +1,9 @@
-// How a block works in a call of few tokens: a clerk beside its workers. Used by low_latency/*.cu.
+// How a block works in a low-latency call: a clerk warp beside its workers.
 //
-// Everything that has to be asked for takes half a microsecond or more, so the clerk asks for it
-// beside the work: it waits for credits while tokens are routed, draws the next item while one is
-// in hand, and leaves the call as soon as the workers have read what they need of the window, while
-// they still write rows.
+// Every request to memory takes half a microsecond or more, so the clerk makes them while the
+// workers are busy: it waits for credits while tokens are routed, draws the next item while one is
+// in progress, and leaves the call as soon as the workers have read what they need from the window,
+// while they still write rows.
 #pragma once
 
 #include <cstdint>
@@ -22,25 +22,25 @@ inline constexpr uint32_t kLowLatencyThreads = kLowLatencyWorkers + kWarpSize;
 struct LowLatencyBlock {
   CallBlock call;
   WorkItem item;
-  bool failed;  // set by any thread of which a wait failed
+  bool failed;  // set by any thread whose wait failed
 };
 
-// A worker or the clerk, in each thread.
+// Each thread is a worker's or the clerk's.
 class LowLatencyCrew {
  public:
   __device__ LowLatencyCrew(WindowCall& call, LowLatencyBlock& block)
       : call_(call), block_(block) {}
 
-  // Whole block, after BeginInOrder and a barrier. `send(index)` and `place(index)` are the
-  // workers' parts of an item. Each calls ReadsOver once; `send` calls AwaitCredits once, before
-  // the first store to a peer, and stops if that is false. Where a wait of theirs fails they set
-  // `failed` before ReadsOver. True where the block is the last to leave, and has failed or finds
-  // that another has.
-  template <typename Send, typename Place>
-  __device__ bool Run(Send send, Place place) {
+  // Called by the whole block after BeginInOrder and a barrier. `send(index)` and `receive(index)`
+  // are the workers' parts of an item. Each must call ReadsOver once. `send` must call AwaitCredits
+  // once before its first store to a peer, and return if that is false. If a wait of theirs fails,
+  // they set `failed` before ReadsOver. Returns true in the last block to leave, if any block has
+  // failed.
+  template <typename Send, typename Receive>
+  __device__ bool Run(Send send, Receive receive) {
     const bool clerk = threadIdx.x >= kLowLatencyWorkers;
     const bool open = call_.Join();
-    // A block may come when the others have taken everything.
+    // A block may start only when the others have taken all items.
     if (!open || block_.item.phase == Phase::kNone) {
       if (clerk) call_.WarpLeaves(!open);
       __syncthreads();
@@ -53,35 +53,35 @@ class LowLatencyCrew {
       } else if (item.phase == Phase::kSend) {
         send(item.index);
       } else {
-        place(item.index);
+        receive(item.index);
       }
-      // The next item, and the end, are there; workers have stored all of this one.
+      // The next item has been drawn, and the workers have stored all of this one.
       __syncthreads();
     }
     return block_.call.end.last && block_.call.end.failed;
   }
 
-  // Whole workers: false where a wait of the block has failed.
+  // For all workers: returns false if a wait of the block has failed.
   __device__ bool AwaitCredits() const {
-    __syncwarp();  // barriers want whole warps
+    __syncwarp();  // barriers count whole warps
     NamedBarrierApart(kCreditsBarrier, kLowLatencyThreads);
     return !block_.failed;
   }
-  // Whole workers; they do not wait here.
+  // For all workers; they do not wait here.
   __device__ void ReadsOver() const {
     __syncwarp();
     ArriveAtBarrier(kReadsBarrier, kLowLatencyThreads);
   }
-  // Whole workers; orders their accesses of shared memory.
+  // For all workers; orders their accesses to shared memory.
   __device__ void Sync() const { team().Sync(); }
   __device__ Team team() const { return {threadIdx.x, kLowLatencyWorkers, kWorkersBarrier}; }
 
  private:
   static constexpr uint32_t kWorkersBarrier = 1, kReadsBarrier = 2;
 
-  // The clerk.
+  // The clerk's part of an item.
   __device__ void Assist(WorkItem item) {
-    // Under way during all that follows.
+    // In flight during all that follows.
     const uint32_t ticket = call_.Draw(Queue::kSend);
     if (item.phase == Phase::kSend) {
       if (!call_.WarpAwaitsCredits()) StoreSame(&block_.failed, true);

@@ -1,6 +1,6 @@
-// The dispatch of calls with few tokens: as window/dispatch.cu, but messages travel in cells that
-// need no flag. A block sends a piece of a token, or places one; its workers go from registers to
-// the link and from the window to rows.
+// The low-latency dispatch: as window/dispatch.cu, but messages travel in cells that need no flags.
+// An item is a piece of a token to send or to receive; workers store from registers to the link and
+// from the window to rows.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -25,12 +25,12 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Cells of a payload that a worker has in its registers at once.
+// Cells of a payload that a worker keeps in registers.
 constexpr uint32_t kCellsAtOnce = 3;
 template <typename Format>
 constexpr int64_t kLowLatencyTokens =
     QuantizedFormat<Format> ? kLowLatencyEncodedTokens : kLowLatencyDispatchTokens;
-// Warps that count ids: one up to the block's token, one all of them.
+// Warps that count ids: one counts up to the block's token, one counts all.
 constexpr uint32_t kRouters = 2;
 
 struct LowLatencyDispatchPlan {
@@ -38,20 +38,20 @@ struct LowLatencyDispatchPlan {
   Divisor count_cells;
   Divisor top_k;
   RankOfExpert rank_of{1};
-  // A message is payload and, from `scales_word` on, scales, as in DispatchMessage.
+  // A message is a payload and, from `scales_word` on, scales, as in DispatchMessage.
   uint32_t payload_words;
   uint32_t scales_word;
   uint32_t message_words;
-  uint32_t payload_cells;  // of both
+  uint32_t payload_cells;  // of payload and scales
   ElementType element;     // of tokens that are encoded
   ScalePlan scales;
   Divisor pieces;
   uint32_t piece_cells;
   Divisor sends;           // items that share the destinations of a piece
-  uint32_t turns;          // destinations of each
+  uint32_t turns;          // destinations of each of them
   uint32_t messages;       // that a rank receives
-  uint32_t message_items;  // place items that have a piece; the others only clear
-  bool reads_at_once;      // no item reads the window again after its first look
+  uint32_t message_items;  // receive items that have a piece; the others only clear
+  bool reads_at_once;      // whether an item never reads the window after its first look
 
   // Cells of a payload.
   struct Range {
@@ -77,11 +77,12 @@ struct LowLatencyShared {
   int32_t ids[kEntries];
   float weights[kEntries];
   int32_t slots[kMaxWindowRanks];      // of the block's token at each rank, or -1
-  int32_t all_slots[kMaxWindowRanks];  // of the call at each rank
+  int32_t all_slots[kMaxWindowRanks];  // of the whole call at each rank
   uint32_t entries[kMaxTopK][3];       // expert, position, weight
 };
 
-// Whole block, before a barrier. Beside the loads of Begin, which take as long.
+// Called by the whole block before a barrier. These loads overlap those of BeginInOrder, which take
+// as long.
 template <typename Format>
 __device__ void LoadEntries(const WindowDispatchStep& step, LowLatencyShared<Format>& shared) {
   const uint32_t entries = static_cast<uint32_t>(step.shape.tokens * step.shape.top_k);
@@ -92,13 +93,13 @@ __device__ void LoadEntries(const WindowDispatchStep& step, LowLatencyShared<For
   }
 }
 
-// The workers as senders.
+// What the workers do as senders.
 template <typename Format>
 class LowLatencySender {
  public:
   using Range = LowLatencyDispatchPlan::Range;
 
-  // `router_rows` [kRouters, E] and, of formats that encode, `message` in shared memory.
+  // In shared memory: `router_rows` [kRouters, E] and, in formats that encode, `message`.
   __device__ LowLatencySender(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
                               WindowCall& call, const LowLatencyCrew& crew,
                               LowLatencyShared<Format>& shared, int32_t* router_rows,
@@ -126,7 +127,7 @@ class LowLatencySender {
     if (Warp() == 0) Assign(token, part == static_cast<uint32_t>(token) * plan_.sends.value);
     if (Warp() == 1 && counts) CountAll(first_turn == 0);
     if (crew_.AwaitCredits()) {
-      // What others have encoded is there.
+      // AwaitCredits was also a barrier: the other workers have encoded their parts.
       if constexpr (kEncodes) LoadCells(token, cells, words);
       if (counts) PostAllCounts(first_turn);
       JAX_EP_NO_UNROLL
@@ -140,12 +141,12 @@ class LowLatencySender {
  private:
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
-  // Nearer ranks first, this one last.
+  // Starts with the next rank and ends with this one.
   __device__ uint32_t Destination(uint32_t turn) const {
     return call_.by_ranks().Rest(call_.rank() + 1 + turn);
   }
 
-  // What is sent of a token, as words.
+  // A token's message as words.
   __device__ const uint32_t* MessageOf(int32_t token) const {
     if constexpr (kEncodes) return reinterpret_cast<const uint32_t*>(message_);
     const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
@@ -166,7 +167,7 @@ class LowLatencySender {
     }
   }
 
-  // All workers: the token's codes and scales, in shared memory before AwaitCredits.
+  // For all workers: encodes the token into shared memory. Read the result after AwaitCredits.
   __device__ void Encode(int32_t token) const {
     if (plan_.element == ElementType::kBFloat16) {
       EncodeAs<BFloat16>(token);
@@ -183,7 +184,7 @@ class LowLatencySender {
     float input_scale = kNoInputScale;
     if constexpr (Format::kTakesInputScale) input_scale = *step_.input_scale;
     const int64_t parts = DivideUp(row_bytes, int64_t{kPartVectors} * kVectorBytes);
-    // The first warps, which route, have the fewest parts.
+    // In reverse order, because the first warps also route.
     JAX_EP_NO_UNROLL
     for (int64_t part = static_cast<int>(kLowLatencyWarps) - 1 - Warp(); part < parts;
          part += kLowLatencyWarps) {
@@ -198,7 +199,8 @@ class LowLatencySender {
     return WarpRouter(step_.shape, plan_.rank_of, shared_.ids, rows);
   }
 
-  // A warp: the token's entries, in shared memory and, where `writes`, in the route.
+  // Called by one warp: writes the token's entries to shared memory and, if `writes` is set, to the
+  // route.
   __device__ void Assign(int32_t token, bool writes) {
     WarpRouter router = Router(0);
     InvalidIds invalid;
@@ -219,7 +221,7 @@ class LowLatencySender {
     if (writes) step_.slot_of[at] = entry.rank < 0 ? -1 : entry.rank * tokens + entry.slot;
   }
 
-  // A warp: what every rank gets of the call.
+  // Called by one warp: counts what every rank gets in this call.
   __device__ void CountAll(bool reports) {
     WarpRouter router = Router(1);
     InvalidIds invalid;
@@ -240,7 +242,8 @@ class LowLatencySender {
     }
   }
 
-  // A piece of the token's message to one rank. Where it does not go only its slot and entries.
+  // Posts a piece of the token's message to one rank, or only its slot and entries if the token
+  // does not go there.
   __device__ void Post(uint32_t destination, int32_t token, const Range& piece,
                        const uint32_t (&words)[kCellsAtOnce][3]) const {
     const int32_t slot = shared_.slots[destination];
@@ -278,13 +281,13 @@ class LowLatencySender {
 // The warp that clears scales.
 constexpr int kScalesWarp = 2;
 
-// The workers as placers.
+// What the workers do as receivers.
 template <typename Format>
 class LowLatencyReceiver {
  public:
   using Range = LowLatencyDispatchPlan::Range;
 
-  // In shared memory: `tables` of the GroupTable and, of formats with scales, `first_tiles` [L + 1]
+  // In shared memory: `tables` of the GroupTable and, in formats with scales, `first_tiles` [L + 1]
   // and `zeros` [kZeroBytes].
   __device__ LowLatencyReceiver(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
                                 WindowCall& call, const LowLatencyCrew& crew,
@@ -298,8 +301,9 @@ class LowLatencyReceiver {
         groups_(step.shape, kLowLatencyWarps, tables),
         scales_(step, plan.scales, groups_, first_tiles, zeros) {}
 
-  // Looks for all that comes at once: each look takes half a microsecond.
-  __device__ void Place(uint32_t item) {
+  // Waits for everything that can arrive at the same time, because each look takes half a
+  // microsecond.
+  __device__ void Receive(uint32_t item) {
     const bool has_message = item < plan_.message_items;
     const Message message = MessageOf(has_message ? item : 0);
     const CountCell* from[kSeen] = {};
@@ -320,7 +324,7 @@ class LowLatencyReceiver {
     bool ok = call_.AwaitCells(from, sources, seen, [&](const CountCell(&cells)[kSeen]) {
       return cells[kHead].counts[0] < 0 ? kPayload : kSeen;
     });
-    // Another call's: this says so.
+    // The cell belongs to another call; this reports it.
     if (ok && from[kCounts] != nullptr && !call_.HasCounts(cell, seen[kCounts])) {
       ok = call_.AwaitCounts(sources[kCounts], cell, seen[kCounts]);
     }
@@ -343,7 +347,7 @@ class LowLatencyReceiver {
       }
       FillShare(item);
     } else if (threadIdx.x == 0 && !plan_.reads_at_once) {
-      Fail();  // where it was Build that waited in vain
+      Fail();  // the failed wait was in Build
     }
     if (!plan_.reads_at_once) crew_.ReadsOver();
   }
@@ -351,7 +355,7 @@ class LowLatencyReceiver {
  private:
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
-  // What a worker sees of a message, and of the counts before the first.
+  // What a worker reads of a message, and of the counts in front of it.
   static constexpr uint32_t kHead = 0, kEntry = 1, kCounts = 2, kPayload = 3;
   static constexpr uint32_t kSeen = kPayload + kCellsAtOnce;
 
@@ -377,7 +381,7 @@ class LowLatencyReceiver {
     return {call_.Cells(call_.rank(), source, token), source, token, plan_.Piece(piece),
             piece == 0};
   }
-  // This worker's cells of a message's payload from cell `first` on.
+  // Fills in this worker's cells of a message's payload, from cell `first` on.
   __device__ void PayloadCells(const Message& message, uint32_t first,
                                const CountCell** from) const {
 #pragma unroll
@@ -387,7 +391,7 @@ class LowLatencyReceiver {
     }
   }
 
-  // False in workers of which a wait failed.
+  // Returns false in workers whose wait failed.
   __device__ bool PlaceMessage(const Message& message, const CountCell (&seen)[kSeen]) const {
     const EpShape& shape = step_.shape;
     const int32_t slot = seen[kHead].counts[0];
@@ -395,7 +399,7 @@ class LowLatencyReceiver {
     int32_t row = -1, expert = 0;
     if (HasEntry()) {
       const CountCell& entry = seen[kEntry];
-      // Without a sign, so that whatever a peer has stored wraps.
+      // Unsigned, so that whatever a peer has stored wraps around instead of overflowing.
       const auto first = static_cast<uint32_t>(call_.rank() * shape.local_experts);
       expert = static_cast<int32_t>(static_cast<uint32_t>(entry.counts[0]) - first);
       row = groups_.RowOf(message.source, expert, entry.counts[1]);
@@ -438,7 +442,8 @@ class LowLatencyReceiver {
     step_.row_weights[row] = __int_as_float(entry.counts[2]);
   }
 
-  // Whole warp: cells of a message from `first` on, to the rows of its lanes and their scales.
+  // Called by the whole warp: stores a message's cells, from `first` on, to the rows of the lanes
+  // and to their scales.
   __device__ void StoreCells(uint32_t first, uint32_t end, const CountCell (&cells)[kCellsAtOnce],
                              unsigned lanes, int32_t row, uint8_t* scales) const {
     const int64_t row_bytes = Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes);
@@ -466,7 +471,8 @@ class LowLatencyReceiver {
     }
   }
 
-  // An equal share of everything that no message fills: padding, the tail, slots without a token.
+  // Fills this item's equal share of whatever no message fills: padding, the tail, and slots
+  // without a token.
   __device__ void FillShare(uint32_t item) const {
     const EpShape& shape = step_.shape;
     const int64_t items = plan_.call.work.receive_items;
@@ -487,7 +493,7 @@ class LowLatencyReceiver {
     if constexpr (kEncodes) {
       if (Warp() == kScalesWarp) {
         scales_.ClearTailTiles(item, items);
-        // The kernel may end and its zeros with it.
+        // The zeros disappear with the block.
         BulkWaitRead<0>();
       }
     }
@@ -534,12 +540,12 @@ class LowLatencyReceiver {
 
 #endif  // sm_90
 
-// What a block keeps in shared memory beside LowLatencyShared.
+// A block's shared memory beside LowLatencyShared.
 template <typename Format>
 struct LowLatencyMemory {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
-  int64_t message;  // of formats that encode, like the next two
+  int64_t message;  // this and the next two: of formats that encode
   int64_t zeros;
   int64_t first_tiles;
   int64_t router_rows;
@@ -561,7 +567,7 @@ struct LowLatencyMemory {
   }
 };
 
-// Longer messages are encoded by senders of window/dispatch.cu.
+// Longer messages are better encoded by the senders of window/dispatch.cu.
 constexpr int64_t kMostMessageBytes = int64_t{48} << 10;
 constexpr int64_t kMostSharedBytes = int64_t{128} << 10;
 
@@ -590,11 +596,11 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   LowLatencySender<Format> sender(step, plan, call, crew, shared,
                                   reinterpret_cast<int32_t*>(memory + at.router_rows),
                                   memory + at.message);
-  LowLatencyReceiver<Format> placer(step, plan, call, crew, shared, memory + at.tables,
-                                    reinterpret_cast<int32_t*>(memory + at.first_tiles),
-                                    memory + at.zeros);
+  LowLatencyReceiver<Format> receiver(step, plan, call, crew, shared, memory + at.tables,
+                                      reinterpret_cast<int32_t*>(memory + at.first_tiles),
+                                      memory + at.zeros);
   const bool fills = crew.Run([&](uint32_t item) { sender.Send(item); },
-                              [&](uint32_t item) { placer.Place(item); });
+                              [&](uint32_t item) { receiver.Receive(item); });
   if (!fills) return;
   call.EndGroup();
   Fail<Format>(step, plan.scales);
@@ -605,8 +611,8 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 
 template <typename Format>
 bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
-  // An item each for as many multiprocessors as there are at least: a block's second item comes
-  // later than a flag would. Very few tokens win even so.
+  // As long as every item has a multiprocessor of its own: a block's second item comes later than a
+  // flag would. Very few tokens gain even so.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
   if (shape.tokens <= 0 || shape.tokens > kLowLatencyTokens<Format>) return false;
@@ -644,7 +650,7 @@ cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const Windo
   }
   plan.payload_cells = static_cast<uint32_t>(CellsOf(int64_t{plan.message_words} * 4));
   plan.messages = tokens * ranks;
-  // A multiprocessor stores no faster than 50 GB/s: as many of them as there are.
+  // A multiprocessor stores at most 50 GB/s, so spread the work over as many as there are.
   const bool split = 2 * plan.messages <= blocks;
   plan.sends = Divisor::Of(split ? ranks : 1);
   plan.turns = split ? 1 : ranks;

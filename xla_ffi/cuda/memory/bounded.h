@@ -1,4 +1,4 @@
-// Waits that have no limit of their own, given one. Used where windows are closed.
+// Gives a time limit to waits that have none of their own. Used when windows are closed.
 #pragma once
 
 #include <chrono>
@@ -13,8 +13,8 @@
 
 namespace jax_ep::cuda {
 
-// Whether `act` has ended, without an exception, within the limit. One that has not goes on by
-// itself on a thread that nobody joins, since no wait of CUDA's can be given up: it must own all
+// Returns whether `act` ended within the limit and without an exception. CUDA's waits cannot be
+// cancelled, so one that takes longer continues on a thread that nobody joins; `act` must own all
 // that it uses.
 inline bool EndsWithin(std::chrono::nanoseconds limit, std::function<void()> act) {
   struct Outcome {
@@ -36,7 +36,7 @@ inline bool EndsWithin(std::chrono::nanoseconds limit, std::function<void()> act
       outcome->changed.notify_all();
     }).detach();
   } catch (const std::exception&) {
-    return false;  // the process has no thread to give
+    return false;  // no thread could be started
   }
   std::unique_lock<std::mutex> lock(outcome->mutex);
   outcome->changed.wait_for(lock, limit, [&] { return outcome->ended_well.has_value(); });

@@ -1,4 +1,4 @@
-// Entry points of the CUDA driver, and threads that use it.
+// Looks up the CUDA driver's functions, and runs threads that use them.
 #include "cuda/memory/driver.h"
 
 #include <exception>
@@ -13,7 +13,7 @@ namespace {
   throw std::runtime_error(std::string("jax_ep: ") + what + ": " + why);
 }
 
-// The version is the driver API's that first had the function in the form of cuda.h.
+// `version` is the version of the driver API that first had the function in the form of cuda.h.
 template <typename Function>
 void Find(const char* name, unsigned version, Function& function) {
   void* entry = nullptr;
@@ -43,7 +43,7 @@ const Driver& Driver::Get() {
     constexpr unsigned kFirst = 7000;
     constexpr unsigned kVirtualMemory = 10020;
     constexpr unsigned kLibraries = 12000;
-    constexpr unsigned kUuidOfInstances = 11040;  // its second form, which knows MIG
+    constexpr unsigned kUuidOfInstances = 11040;  // its second form, which supports MIG
     constexpr unsigned kLaunchAttributes = 11060;
     Driver d{};
     Find("cuGetErrorName", kFirst, d.get_error_name);
@@ -82,7 +82,7 @@ void OnDevice(int device, const std::function<void()>& work) {
   std::exception_ptr thrown;
   std::thread([&] {
     try {
-      // Other threads may be capturing graphs; this one has no part in them.
+      // Other threads may be capturing graphs, which must not restrict this one.
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
       Check(cudaThreadExchangeStreamCaptureMode(&mode), "a thread for CUDA");
       Check(cudaSetDevice(device), "opening a device");

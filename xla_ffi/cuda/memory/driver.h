@@ -1,6 +1,6 @@
-// CUDA calls for init and close: on threads of their own, so that the caller's current device stays
-// what it is, with errors as exceptions. Handlers of calls use its launches of NVSHMEM's image
-// alone.
+// CUDA calls for init and close: on threads of their own, so that the caller's current device does
+// not change, and with errors as exceptions. The only user in handlers of calls is the launch of
+// NVSHMEM's kernels.
 #pragma once
 
 #include <cuda.h>
@@ -10,12 +10,12 @@
 
 namespace jax_ep::cuda {
 
-// Throws std::runtime_error "jax_ep: <what>: <CUDA's words>" unless the call succeeded.
+// Throws std::runtime_error "jax_ep: <what>: <CUDA's message>" unless the call succeeded.
 void Check(cudaError_t error, const char* what);
 void Check(CUresult result, const char* what);
 
-// The driver's functions, found at run time: the module is not linked to libcuda, so that it
-// imports where there is no driver. nullptr where the driver lacks one.
+// The driver's functions, looked up at run time: the module does not link to libcuda, so that it
+// can be imported without a driver. A function that the driver lacks is nullptr.
 struct Driver {
   decltype(&cuGetErrorName) get_error_name;
   decltype(&cuDeviceGetAttribute) device_get_attribute;
@@ -41,21 +41,21 @@ struct Driver {
   bool shares_memory() const;  // between processes
 };
 
-// Of memory that other processes map by file descriptors, and, where fabrics work, by their
-// handles.
+// Kinds of handles for memory that is shared with other processes by file descriptors and, where
+// fabrics work, also by fabric handles.
 inline constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 inline constexpr auto kDescriptorAndFabric =
     static_cast<CUmemAllocationHandleType>(kDescriptor | CU_MEM_HANDLE_TYPE_FABRIC);
 
-// Runs `work` on a new thread where `device` is current, and waits for it. Exceptions pass.
+// Runs `work` on a new thread with `device` current, and waits for it. Exceptions propagate.
 void OnDevice(int device, const std::function<void()>& work);
 
-// A device on which this process already has a context. Work that any device could do, done with
-// another one current, would open a context there: hundreds of megabytes on a GPU that belongs to
-// another process.
+// Returns a device on which this process already has a context. Use it for work that any device
+// could do: another device would get a new context, which takes hundreds of megabytes on a GPU that
+// may belong to another process.
 int OpenDevice();
 
-// A stream that waits for no other.
+// A stream that does not synchronise with any other.
 class Stream {
  public:
   Stream() { Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream"); }
@@ -66,7 +66,7 @@ class Stream {
   void Fill(void* to, int value, size_t bytes) {
     Check(cudaMemsetAsync(to, value, bytes, stream_), "filling memory");
   }
-  // `from` stays until Wait.
+  // Keep `from` alive until Wait.
   void Copy(void* to, const void* from, size_t bytes) {
     Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "copying to a device");
   }

@@ -1,4 +1,4 @@
-// The driver's and its management library's answers about fabrics.
+// Asks the driver and its management library (NVML) about fabrics.
 #include "cuda/memory/fabric.h"
 
 #include <dlfcn.h>
@@ -17,7 +17,7 @@ namespace {
 
 static_assert(sizeof(FabricHandle) == sizeof(CUmemFabricHandle));
 
-// The part of NVML's binary interface that is used here: not every toolkit brings its header.
+// The part of NVML's binary interface used here, because not every toolkit has its header.
 using NvmlDevice = void*;
 constexpr int kNvmlSuccess = 0;
 constexpr uint8_t kNvmlFabricCompleted = 3;
@@ -25,7 +25,7 @@ constexpr uint8_t kNvmlFabricCompleted = 3;
 // nvmlGpuFabricInfo_t.
 struct FabricInfo {
   uint8_t cluster[16];
-  int status;  // of the registration, once it is completed
+  int status;  // of the registration, valid once that is completed
   unsigned clique;
   uint8_t state;
 };
@@ -45,11 +45,11 @@ constexpr unsigned kFabricInfo2 = sizeof(FabricInfo2) | 2u << 24;
 struct Nvml {
   int (*start)();
   int (*by_bus)(const char*, NvmlDevice*);
-  int (*fabric)(NvmlDevice, FabricInfo*);    // nullptr in drivers that lack it
-  int (*fabric2)(NvmlDevice, FabricInfo2*);  // likewise
+  int (*fabric)(NvmlDevice, FabricInfo*);    // nullptr if the driver lacks it
+  int (*fabric2)(NvmlDevice, FabricInfo2*);  // nullptr if the driver lacks it
   bool started;
 
-  // Opened once, and never closed: other parts of the process use it too.
+  // Never closed, because other parts of the process use the library too.
   static const Nvml& Get() {
     static const Nvml nvml = [] {
       Nvml n{};
@@ -84,7 +84,7 @@ bool AskFabric(NvmlDevice device, FabricInfo& info) {
   return nvml.fabric != nullptr && nvml.fabric(device, &info) == kNvmlSuccess;
 }
 
-// On a thread where the device is current. Nothing is left of it.
+// Call it on a thread where the device is current. Everything that it allocates is released.
 bool TryHandle(int device) {
   const Driver& driver = Driver::Get();
   CUmemAllocationProp kind{};
@@ -118,14 +118,14 @@ std::string FabricOf(int32_t ordinal) {
                      Nvml::Get().by_bus(bus, &device) == kNvmlSuccess && AskFabric(device, info) &&
                      info.state == kNvmlFabricCompleted && info.status == kNvmlSuccess;
   const auto is_zero = [](uint8_t byte) { return byte == 0; };
-  // GPUs behind the switches of one host alone are in a completed fabric that has no name.
+  // GPUs behind the switches of a single host are in a completed fabric without a name.
   if (!found || std::all_of(std::begin(info.cluster), std::end(info.cluster), is_zero)) return "";
   return Hex(info.cluster, sizeof(info.cluster)) + "." + std::to_string(info.clique);
 }
 
 bool SharesByFabric(int32_t ordinal) {
   static std::mutex mutex;
-  static auto* const known = new std::set<int32_t>;  // an obstacle may pass
+  static auto* const known = new std::set<int32_t>;  // successes only: an obstacle may disappear
   std::lock_guard<std::mutex> lock(mutex);
   if (known->contains(ordinal)) return true;
   const Driver& driver = Driver::Get();

@@ -1,5 +1,5 @@
-// NVLink between hosts: which GPUs are linked by it, and whether this process may share memory over
-// it. For init, which chooses the transport by it, and for windows.
+// NVLink between hosts: which GPUs it connects, and whether this process may share memory over it.
+// init chooses the transport by it.
 #pragma once
 
 #include <array>
@@ -8,17 +8,17 @@
 
 namespace jax_ep::cuda {
 
-// What a process of any host in the same fabric maps memory by: a CUmemFabricHandle.
+// The handle by which a process on any host of the same fabric maps memory: a CUmemFabricHandle.
 using FabricHandle = std::array<uint8_t, 64>;
 
-// Cluster and clique of a device as the management library (NVML) tells them: devices whose texts
-// are equal reach each other's memory over NVLink, on whatever hosts. "" for a device in none, or
-// not yet, and where there is no such library.
+// Returns the cluster and clique of a device as NVML reports them. Devices with equal text reach
+// each other's memory over NVLink, even across hosts. Returns "" if the device is in no fabric, has
+// not joined one yet, or NVML is missing.
 std::string FabricOf(int32_t ordinal);
 
-// Whether fabric handles of this device's memory can be made and opened here. The driver's
-// attribute alone says it of drivers; the process also needs an IMEX channel. Tried once for each
-// device.
+// Returns whether fabric handles of this device's memory can be made and opened here. The driver's
+// attribute is not enough, because the process also needs an IMEX channel, so this tries it, once
+// per device.
 bool SharesByFabric(int32_t ordinal);
 
 }  // namespace jax_ep::cuda

@@ -1,4 +1,4 @@
-// Blocks that are cut into cells and never freed.
+// Allocates blocks that are cut into cells and never freed.
 #include "cuda/memory/lasting.h"
 
 #include <algorithm>
@@ -16,7 +16,8 @@ constexpr int64_t kBlockBytes = int64_t{64} << 10;
 
 class Pool {
  public:
-  // `allocate(bytes)` brings a block when this one is used up; `bytes` keep the cells aligned.
+  // `allocate(bytes)` provides a new block when this one is used up. `bytes` must keep the cells
+  // aligned.
   uint8_t* Take(int64_t bytes, const std::function<void*(int64_t)>& allocate) {
     if (bytes > left_) {
       const int64_t size = std::max(bytes, kBlockBytes);
@@ -63,7 +64,7 @@ WindowControl* LastingControl(int device, uint64_t first_epoch) {
   for (CallState& calls : start.calls) calls = StartState(first_epoch);
   WindowControl* control = nullptr;
   OnDevice(device, [&] {
-    // cudaMalloc aligns to 256 bytes.
+    // cudaMalloc aligns blocks to 256 bytes.
     control =
         reinterpret_cast<WindowControl*>((*pools)[device].Take(sizeof(start), [](int64_t size) {
           void* block = nullptr;

@@ -1,6 +1,5 @@
-// Memory that lives as long as the process, and of which no byte is given out twice: a call
-// captured in a CUDA graph keeps its addresses, and may write there long after its group was
-// closed.
+// Memory that is never freed and of which no byte is given out twice. A call captured in a CUDA
+// graph keeps its addresses and may write to them long after its group was closed.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +8,10 @@
 
 namespace jax_ep::cuda {
 
-// Zeroed pinned memory, aligned to 16 bytes, at one address on the host and on every device.
+// Zeroed pinned memory, aligned to 16 bytes, at the same address on the host and on every device.
 void* LastingPinned(int64_t bytes);
 
-// A control on `device`: its gate open, its calls at their start.
+// A control block on `device`, with its gate open and its calls in their initial state.
 WindowControl* LastingControl(int device, uint64_t first_epoch);
 
 }  // namespace jax_ep::cuda

@@ -1,4 +1,4 @@
-// The conditions of docs/architecture.md for windows, asked of driver and devices.
+// Checks driver and devices for the requirements of windows (docs/architecture.md).
 #include "cuda/memory/window_support.h"
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Bulk copies between global and shared memory with barriers for their completion.
+// Bulk copies between global and shared memory, with barriers for their completion.
 constexpr int kMinMajor = 9;
-// kMaxSharedBytes of window/rows.cuh. What calls keep there is cut to fit: the tables of the
-// largest config leave room for stages, and long rows pass in pieces, up to the hidden sizes that
-// jax_ep/_transport/select.py lets pass.
+// kMaxSharedBytes of window/rows.cuh. Kernels adapt to it: the tables of the largest config leave
+// room for stages, and long rows are sent in pieces, up to the hidden sizes that
+// jax_ep/_transport/select.py admits.
 constexpr int kMinSharedKiB = 227;
 
 int Attribute(cudaDeviceAttr attribute, int device) {
@@ -23,7 +23,7 @@ int Attribute(cudaDeviceAttr attribute, int device) {
 
 bool Supports(CUdevice_attribute attribute, int device) {
   int supported = 0;
-  // CUDA's runtime counts devices as the driver does.
+  // The runtime and the driver number devices alike.
   const CUresult result = Driver::Get().device_get_attribute(&supported, attribute, device);
   return result == CUDA_SUCCESS && supported != 0;
 }
@@ -38,7 +38,7 @@ bool SharesMemory(int device) {
          Supports(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device);
 }
 
-// Of `device` and a device of this process, named `peer_name`.
+// Checks a device against a device of this process, which messages call `peer_name`.
 std::optional<Obstacle> FindPairObstacle(int device, int peer, const std::string& peer_name) {
   int reaches = 1;
   if (device != peer) Check(cudaDeviceCanAccessPeer(&reaches, device, peer), "peer access");

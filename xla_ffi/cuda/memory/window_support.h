@@ -1,4 +1,4 @@
-// Which devices can have windows. For init, which chooses the transport by it.
+// Finds out which devices can have windows. init chooses the transport by it.
 #pragma once
 
 #include <cstddef>
@@ -9,28 +9,28 @@
 
 namespace jax_ep::cuda {
 
-// What keeps a group from having windows: "must have <lacks>, got <found>".
+// What prevents a group from having windows: "must have <lacks>, got <found>".
 struct Obstacle {
   std::string lacks;
   std::string found;
 };
 
-// For a group that these devices of this process belong to, whatever its config; `shared`: with
-// devices of other processes.
+// Checks devices of this process that belong to one group, for any config. `shared`: the group has
+// devices of other processes too.
 std::optional<Obstacle> FindObstacle(const std::vector<int32_t>& ordinals, bool shared);
 
-// For the same devices and the group's others, as far as this process sees those: CUDA knows of no
-// device that CUDA_VISIBLE_DEVICES leaves out, and then only mapping a window can tell.
+// Checks the same devices against the group's other devices, as far as this process sees those.
+// CUDA cannot see devices that CUDA_VISIBLE_DEVICES hides; for them only mapping a window can tell.
 std::optional<Obstacle> FindPeerObstacle(const std::vector<int32_t>& ordinals,
                                          const std::vector<std::string>& peer_uuids);
 
-// The same in every process; "" where the driver tells none.
+// Equal in all processes; "" if the driver does not report it.
 std::string DeviceUuid(int32_t ordinal);
 
-// Of bytes.
+// The bytes in hexadecimal.
 std::string Hex(const void* bytes, size_t count);
 
-// The multiprocessors that every one of these devices has.
+// The largest number of multiprocessors that all of these devices have.
 int64_t Multiprocessors(const std::vector<int32_t>& ordinals);
 
 }  // namespace jax_ep::cuda

@@ -1,4 +1,4 @@
-// Windows in CUDA virtual memory: mapping, the start of their signals, and the end of their use.
+// Windows in CUDA virtual memory: mapping them, initialising their signals, and ending their use.
 #include "cuda/memory/windows.h"
 
 #include <chrono>
@@ -22,7 +22,7 @@ CUmemLocation On(int device) {
   return location;
 }
 
-// Flags and credits as StartMark says; all else is zero.
+// Flags and credits start at StartMark, everything else at zero.
 void WriteStart(uint8_t* window, const WindowLayout& layout, const WindowSizes& sizes,
                 uint64_t first_epoch) {
   Stream stream;
@@ -39,8 +39,8 @@ void WriteStart(uint8_t* window, const WindowLayout& layout, const WindowSizes& 
   }
 }
 
-// A device-wide wait is refused while a stream of the device is being captured, which takes
-// milliseconds.
+// CUDA refuses a device-wide wait while a stream of the device is being captured. A capture takes
+// milliseconds, so retry.
 cudaError_t SynchronizeDevice() {
   constexpr int kAttempts = 1000;
   cudaError_t error = cudaDeviceSynchronize();
@@ -82,7 +82,7 @@ Window::Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch,
 
 Window::Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch)
     : bytes_(static_cast<size_t>(bytes)) {
-  // The driver takes the descriptor itself for the address of a handle.
+  // The driver takes the descriptor itself in place of a pointer to a handle.
   Import(reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor, may_touch);
 }
 
@@ -117,7 +117,7 @@ std::optional<FabricHandle> Window::ExportToFabric() const {
   return fabric;
 }
 
-// Frees all where it fails.
+// Frees everything if it fails.
 void Window::Map(const std::vector<int32_t>& may_touch) {
   const Driver& driver = Driver::Get();
   try {
@@ -150,7 +150,7 @@ Window::Window(Window&& other) noexcept
 
 Window::~Window() { Free(); }
 
-// Also of a window whose constructor has failed.
+// Also for a window whose constructor has failed.
 void Window::Free() {
   const Driver& driver = Driver::Get();
   if (mapped_) driver.unmap(address_, bytes_);
@@ -203,7 +203,7 @@ void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayo
 ExportedWindow ExportWindow(const Window& window, int32_t ordinal) {
   ExportedWindow exported{-1, std::nullopt};
   OnDevice(ordinal, [&] {
-    // What may fail without a trace first: the descriptor would stay open.
+    // Export the fabric handle first: if it failed after the descriptor, that would stay open.
     exported.fabric = window.ExportToFabric();
     exported.descriptor = window.Export();
   });
@@ -239,11 +239,11 @@ bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanosecond
       });
     }
   };
-  // Calls that were enqueued run to their end before the gates close; what a graph replays after
-  // that finds them closed, or has found one open and ends by itself. Where a device does not come
-  // to its end the gates close all the same: controls last, and what begins later ends at once.
-  // Where that fails too, for want of a thread even, gates may stay open: the windows behind them
-  // are then never freed, and what begins later waits there in vain.
+  // Calls that were enqueued run to their end before the gates close. A graph that is replayed
+  // later finds them closed, or has found one open and ends by itself. If a device does not finish
+  // in time, close the gates all the same, so that whatever starts later ends at once. If that
+  // fails too, perhaps for want of a thread, gates may stay open; the windows are then never freed,
+  // and calls that start later wait in vain until their time limit.
   const bool ended = EndsWithin(limit, wait);
   const bool shut = EndsWithin(limit, close_gates);
   return ended && shut && EndsWithin(limit, wait);

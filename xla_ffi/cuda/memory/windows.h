@@ -1,6 +1,6 @@
-// The windows of an EP group: CUDA virtual memory that exactly the group's devices may touch, those
-// of other processes by way of file descriptors, or of fabric handles. Opened by jax_ep.init, freed
-// by close().
+// The windows of an EP group: CUDA virtual memory that only the group's devices may touch. Other
+// processes map them by file descriptors or fabric handles. jax_ep.init opens them and close()
+// frees them.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace jax_ep::cuda {
 
-// A device cannot hold its window.
+// A device has no room for its window.
 class OutOfDeviceMemory : public std::exception {
  public:
   OutOfDeviceMemory(int device, int64_t asked_bytes, int64_t free_bytes)
@@ -27,23 +27,24 @@ class OutOfDeviceMemory : public std::exception {
   const int64_t free_bytes;
 };
 
-// With processes of this host, by descriptors; or with some by fabric handles, for which
-// SharesByFabric must hold.
+// With whom a window is shared: with processes of this host, by descriptors, or with some by fabric
+// handles, which requires SharesByFabric.
 enum class Sharing { kThisProcess, kProcesses, kFabric };
 
-// Memory of one device, at one address on all devices of this process that may touch it.
+// Memory of one device, at the same address on all devices of this process that may touch it.
 //
-// Other processes have it at addresses of their own, and each mapping holds the memory itself: CUDA
-// frees it when the last one is gone, whether by close() or by the end of a process, killed or not.
-// So whoever still writes into the window of a rank that has closed or died writes into memory that
-// nobody else has been given. It takes no agreement between processes to close.
+// Other processes have it at addresses of their own. Each mapping keeps the memory alive: CUDA
+// frees it when the last one is gone, whether by close() or by the end of a process, even a killed
+// one. So a peer that still writes into the window of a rank that has closed or died writes into
+// memory that nobody else has been given, and processes need not agree before they close.
 class Window {
  public:
-  // A device of `may_touch` must be current in both. Of at least `bytes`, with any contents.
+  // Allocates at least `bytes`, uninitialised. Like the other two constructors, it needs a device
+  // of `may_touch` to be current.
   Window(int device, int64_t bytes, const std::vector<int32_t>& may_touch, Sharing sharing);
-  // Another process's, of as many bytes as it has there. The descriptor stays the caller's.
+  // Maps another process's window, which has exactly `bytes`. The caller keeps the descriptor.
   Window(int descriptor, int64_t bytes, const std::vector<int32_t>& may_touch);
-  // Likewise, of this host or of another one in the fabric.
+  // The same for a window of this host or of another host in the fabric.
   Window(const FabricHandle& fabric, int64_t bytes, const std::vector<int32_t>& may_touch);
   ~Window();
   Window(Window&& other) noexcept;
@@ -52,11 +53,12 @@ class Window {
 
   uint8_t* data() const { return reinterpret_cast<uint8_t*>(address_); }
   int64_t bytes() const { return static_cast<int64_t>(bytes_); }
-  // A new descriptor of its memory, the caller's to close; until then it holds the memory.
+  // Returns a new descriptor of its memory. The caller must close it; until then it keeps the
+  // memory alive.
   int Export() const;
-  // What holds no memory; nullopt where the window was not made for it.
+  // Returns a handle that keeps nothing alive, or nullopt if the window was not made for fabrics.
   std::optional<FabricHandle> ExportToFabric() const;
-  // Never frees it, because a kernel may still write there.
+  // Leaks the memory on purpose, because a kernel may still write to it.
   void Abandon();
 
  private:
@@ -69,34 +71,34 @@ class Window {
   size_t bytes_ = 0;
   bool has_handle_ = false;
   bool mapped_ = false;
-  bool by_fabric_ = false;  // can be exported so
+  bool by_fabric_ = false;  // whether it can be exported by fabric handle
 };
 
-// One for each of these devices, the members of an EP group in this process, as calls from
-// `first_epoch` on expect them. Throws OutOfDeviceMemory or std::runtime_error, and then holds
+// Opens a window on each of these devices, which are the group's members in this process, ready for
+// calls from `first_epoch` on. Throws OutOfDeviceMemory or std::runtime_error and then holds
 // nothing.
 std::vector<Window> OpenWindows(const std::vector<int32_t>& ordinals, const WindowLayout& layout,
                                 const WindowSizes& sizes, uint64_t first_epoch, Sharing sharing);
 
-// Makes memory of that device the window that calls from `first_epoch` on expect.
+// Initialises memory on that device as a window for calls from `first_epoch` on.
 void StartWindow(int32_t ordinal, uint8_t* window, const WindowLayout& layout,
                  const WindowSizes& sizes, uint64_t first_epoch);
 
-// Likewise a block that has more than the window (protocol/internode.h).
+// The same for a block that holds more than the window (protocol/internode.h).
 void StartBlock(int32_t ordinal, uint8_t* block, int64_t bytes, const WindowLayout& layout,
                 const InternodeLayout& internode, const WindowSizes& sizes, uint64_t first_epoch);
 
-// What other processes map a window by.
+// The handles by which other processes map a window.
 struct ExportedWindow {
-  int descriptor;  // as of Window::Export
+  int descriptor;  // from Window::Export
   std::optional<FabricHandle> fabric;
 };
 
-// Of a window on that device.
+// Exports a window of device `ordinal`.
 ExportedWindow ExportWindow(const Window& window, int32_t ordinal);
 
-// The window of another process, for these devices of an EP group. Throws std::runtime_error, also
-// where they cannot reach it.
+// Maps the window of another process for these devices of the EP group. Throws std::runtime_error,
+// also if they cannot reach it.
 Window ImportWindow(int descriptor, int64_t bytes, const std::vector<int32_t>& ordinals);
 Window ImportWindow(const FabricHandle& fabric, int64_t bytes,
                     const std::vector<int32_t>& ordinals);
@@ -106,10 +108,10 @@ struct DeviceControl {
   WindowControl* control;
 };
 
-// Closes the gates and waits for every device: no call that touches a window runs after it. False
-// where a device did not come to its end within the limit, for each of three waits, or CUDA gave no
-// such answer, or the process has no thread left for them: then the windows must stay where they
-// are, since a gate may still be open.
+// Closes the gates and waits for every device; afterwards no call touches a window. `limit` applies
+// to each of three waits. Returns false if a device did not finish in time, CUDA reported an error,
+// or no thread could be started: then gates may still be open, and the windows must stay where they
+// are.
 bool Quiesce(const std::vector<DeviceControl>& controls, std::chrono::nanoseconds limit);
 
 }  // namespace jax_ep::cuda

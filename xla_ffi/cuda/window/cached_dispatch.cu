@@ -1,5 +1,8 @@
-// The fused dispatch along a known route, for backward passes: no routing and no counts. And its
-// halves, for groups over several nodes.
+// The cached dispatch of the window transports, which backward passes use: it follows a known
+// route, so it neither routes nor exchanges counts. Tokens that travel unchanged to the own rank
+// are stored to their rows by the senders themselves, since the route says where they go; in
+// quantised formats receivers decode all rows, own ones too. The send and receive halves are for
+// groups that span several nodes.
 #include <cstdint>
 
 #include "cuda/common/elements.cuh"
@@ -26,14 +29,14 @@ struct CachedPlan {
   RowPlan rows;
   EncodePlan encode;  // of quantised formats
   int32_t chunk_tokens;
-  uint32_t chunk_items;  // place items that have a chunk; the others only clear
+  uint32_t chunk_items;  // receive items that have a chunk; the others only clear rows
 };
 
-// Pieces of codes are whole blocks.
+// Pieces of codes consist of whole blocks.
 constexpr int64_t kPayloadAlign = CombineFormat::kBlock;
 
-// Entries (slot or token, k) of a run, a step of 32 / K slots at a time; the next step's loads are
-// under way while one is in use.
+// The entries (slot or token, k) of a run, in steps of 32 / K slots. The next step is loaded while
+// one is in use.
 template <typename Value, typename LoadEntry>
 class EntrySteps {
  public:
@@ -44,8 +47,8 @@ class EntrySteps {
         count_(static_cast<int32_t>(count)) {
     next_ = Load(0);
   }
-  // Whole warp, for indexes that rise by one: afterwards value() is that of the step of `index`.
-  // Returns the lane of its first entry.
+  // Called by the whole warp with indexes that rise by one. Afterwards value() belongs to the step
+  // of `index`. Returns the lane of the index's first entry.
   __device__ int32_t Seek(int32_t index) {
     const int32_t in_step = index % a_step_;
     if (in_step == 0) {
@@ -76,7 +79,7 @@ class CachedWorker {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
  public:
-  // `jobs` are those of quantised formats.
+  // `jobs` is used by quantised formats only.
   __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
                           WindowCall& call, BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
       : step_(step),
@@ -84,14 +87,14 @@ class CachedWorker {
         call_(call),
         stages_(stages),
         zeros_(zeros),
-        // Of senders alone; other blocks have none.
+        // Only blocks with senders have send teams.
         send_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()),
                    call.senders() == 0 ? 1 : call.senders()),
         receive_team_(jobs, kHelperWarps<Format>, static_cast<uint32_t>(Warp()), kRowWarps),
         tokens_(static_cast<int32_t>(step.shape.tokens)),
         top_k_(static_cast<int32_t>(step.shape.top_k)) {}
 
-  // False where a wait failed, as Place. The block's wait for credits is part of it.
+  // Returns false if a wait failed, as does Receive. Send includes the block's wait for credits.
   __device__ bool Send(WorkItem item) {
     bool ok = true;
     if (item.phase == Phase::kNone) {
@@ -110,7 +113,7 @@ class CachedWorker {
     return ok;
   }
 
-  __device__ bool Place(WorkItem item) {
+  __device__ bool Receive(WorkItem item) {
     const bool ok =
         ForEachItem(call_, Queue::kReceive, item, [&](WorkItem current, NextTicket& next) {
           ClearShare(current.index);
@@ -118,16 +121,18 @@ class CachedWorker {
           const bool own = !kEncodes && call_.by_ranks().Rest(current.index) == 0;
           return own || current.index >= plan_.chunk_items || PlaceChunk(current.index);
         });
-    // Even where a wait failed.
+    // Dismiss the helpers even after a failed wait, because they are still waiting for a job.
     if constexpr (kEncodes) receive_team_.Dismiss();
     return ok;
   }
 
-  // Of all warps of a call it adds up to 0 where the rows with a slot have been stored, each once.
+  // A checksum: over all warps of a call it adds up to 0 if each row that has a slot was stored
+  // exactly once.
   __device__ uint32_t rows_left() const { return rows_left_; }
 
  private:
-  // Of an entry of this source: where its token's slot is, and its row if that is at this rank.
+  // Where an entry's token goes: its rank and slot there and, if that is this rank, the entry's
+  // row.
   struct Target {
     int32_t rank;
     int32_t slot;
@@ -144,7 +149,7 @@ class CachedWorker {
     return step_.num_weights != 0 ? step_.weights[entry] : 0.0f;
   }
 
-  // The tables come back from the caller's program, so what is out of range is skipped.
+  // The tables have passed through the caller's program, so whatever is out of range is skipped.
   __device__ Target LoadTarget(int32_t token, int32_t k) const {
     if (token < 0) return {-1, -1, -1, 0.0f};
     const int64_t entry = int64_t{token} * top_k_ + k;
@@ -180,9 +185,9 @@ class CachedWorker {
     }
     const uint32_t destination = DestinationOf(call_, chunk);
     uint32_t first_slot = 0;  // at this lane's destination
-    uint32_t sent = 0;        // there, a bit for each slot from the first on
-    int32_t slot = -1;        // of the token, there
-    int32_t own_row = -1;     // of the entry of this lane's number
+    uint32_t sent = 0;        // bit i: slot first_slot + i was sent there
+    int32_t slot = -1;        // of the current token at this lane's destination
+    int32_t own_row = -1;     // row of the token's entry k in lane k, if at this rank
     stages_.Pass(units, primed, load, [&](uint32_t unit, uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = pieces.Divide(unit, piece);
@@ -192,8 +197,8 @@ class CachedWorker {
         const int32_t base = targets.Seek(static_cast<int32_t>(index));
         const Target& target = targets.value();
         slot = SlotAt(destination, call_.ranks(), base, top_k_, target.rank, target.slot);
-        // Between them lie slots of entries that go elsewhere. Only a changed route has them
-        // further apart, and then they count as not sent.
+        // Gaps between slots belong to tokens of other chunks. They exceed kMaxSlotSpan only if the
+        // route was changed, and such slots then count as not sent.
         if (slot >= 0) {
           if (sent == 0) first_slot = static_cast<uint32_t>(slot);
           const uint32_t place = static_cast<uint32_t>(slot) - first_slot;
@@ -230,7 +235,7 @@ class CachedWorker {
     __device__ Target operator()(int32_t index, int32_t k) const {
       Target target = worker->LoadTarget(index < 0 ? -1 : begin + index, k);
       if constexpr (kEncodes) return target;
-      // The slot of the token here is that of any of its entries, as for other ranks.
+      // A token has one slot at this rank, so any of its entries that go here has it.
       const uint32_t rank = worker->call_.rank();
       const int32_t base = Lane() - k;
       const unsigned here =
@@ -242,8 +247,8 @@ class CachedWorker {
     }
   };
 
-  // Whole warp: weights beside the payload and, for own rows, at their place. Returns the own row
-  // of the entry of this lane's number.
+  // Called by the whole warp. Writes the weights beside the payload and those of own rows to their
+  // place. Returns in lane k the own row of entry k.
   __device__ int32_t Annotate(int32_t base, const Target& target, uint8_t* side) {
     const int32_t k = Lane() - base;
     const bool here = k >= 0 && k < top_k_;
@@ -269,7 +274,7 @@ class CachedWorker {
     int32_t first_slot;
     uint32_t sent;
     __device__ int32_t operator()(int32_t index, int32_t k) const {
-      // What lies at the place of another slot is of an earlier call.
+      // The places of slots that were not sent still hold an earlier call's messages.
       if (index < 0 || (sent >> index & 1) == 0) return -1;
       return worker->RowOf(source, first_slot + index, k);
     }
@@ -296,7 +301,7 @@ class CachedWorker {
     EntrySteps<int32_t, Rows> row_of(
         top_k_, chunk.count,
         Rows{this, chunk.source, static_cast<int32_t>(chunk.first_slot), chunk.sent});
-    int32_t row = -1;  // of the entry of this lane's number
+    int32_t row = -1;  // row of the current slot's entry k, in lane k
     stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = rows.pieces.Divide(unit, piece);
@@ -318,8 +323,8 @@ class CachedWorker {
     return true;
   }
 
-  // Whole warp: its helpers store a piece of a message in elements to the rows of the lanes that
-  // have one.
+  // Called by the whole warp: has its helpers decode a piece of a message and store it to the rows
+  // of all lanes that have one.
   __device__ void Decode(int32_t row, uint32_t piece, const uint8_t* stage) {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return;
@@ -329,14 +334,15 @@ class CachedWorker {
     receive_team_.AwaitDone();
   }
 
-  // Of sets of rows, sums of it differ where the sets do, but for one case in 2^32; never 0.
+  // A hash of a row, never 0. Sums over two different sets of rows are equal only with a
+  // probability of 2^-32.
   __device__ static uint32_t TraceOf(int32_t row) {
     uint32_t trace = (static_cast<uint32_t>(row) + 1) * 0x9E3779B1u;
     trace = (trace ^ trace >> 15) * 0x85EBCA77u;
     return trace ^ trace >> 13;
   }
 
-  // An equal share of the rows that no token reaches.
+  // Clears this item's equal share of the rows that no token reaches.
   __device__ void ClearShare(uint32_t item) {
     const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.receive_items;
     const int64_t bytes = kEncodes ? step_.shape.row_bytes() : plan_.rows.payload_bytes;
@@ -362,9 +368,9 @@ class CachedWorker {
   const WindowCachedDispatchStep& step_;
   const CachedPlan& plan_;
   WindowCall& call_;
-  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
   const uint8_t* zeros_;
-  // Helpers serve the block's senders first, and then all row warps.
+  // Helpers first serve the block's senders, and then all row warps.
   HelperTeam send_team_;
   HelperTeam receive_team_;
   int32_t tokens_;
@@ -372,7 +378,8 @@ class CachedWorker {
   uint32_t rows_left_ = 0;
 };
 
-// A helper, whole warp: its share of a piece of a message, in elements, to all of its rows.
+// A helper, as a whole warp: decodes its share of a piece of a message and stores it to all of the
+// message's rows.
 template <typename Format, typename Element>
 __device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, const TeamJob& job,
                                                const uint8_t* codes, const RowPlan& plan,
@@ -390,7 +397,7 @@ __device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, con
     Elements<Element, kCount> elements[kHelperVectors];
 #pragma unroll
     for (uint32_t i = 0; i < kHelperVectors; ++i) {
-      // Past the end the first one again.
+      // Lanes past the end decode the first vector again and store nothing.
       const uint32_t vector = first + i * threads;
       DecodedVector<Format, kCount> decoded;
       decoded.Load(codes, scales, vector < vectors ? vector : first);
@@ -410,11 +417,11 @@ __device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, con
   }
 }
 
-// A helper: for placers, when its senders have dismissed it.
+// A helper: serves receivers after its senders have dismissed it.
 template <typename Format>
 __device__ void HelpReceivers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
                               TeamJob* jobs) {
-  // The barriers of teams of senders are those of other teams now.
+  // The named barriers of the send teams now belong to other teams.
   Helper<Format>::AwaitAll();
   const auto helper = Helper<Format>::Of(jobs, kRowWarps);
   helper.team.Help([&](const TeamJob& job, const uint8_t* stage) {
@@ -436,25 +443,25 @@ constexpr int64_t kFixedBytes =
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Whole block: what a call returns that did not end.
+// Called by the whole block: fills in the results of a failed call.
 __device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
   FillWords(step.rows, step.shape.recv_rows * step.shape.row_bytes(), kNoValue);
   if (step.num_weights != 0) FillWords(step.row_weights, step.shape.recv_rows, kNoValue);
 }
 
-// Whole block, the last of a call along a route that was changed: clears the rows whose slot has
-// not been sent or does not name them, so that nothing is left of what memory held before. `memory`
-// are the block's zeros.
+// Called by the last block if the route was changed: clears the rows whose slot was not sent or
+// does not name them, so that no result shows what its memory held before. `memory` is the block's
+// area of zeros.
 __device__ __noinline__ void ClearUnsent(const WindowCachedDispatchStep& step,
                                          const CachedPlan& plan, const WindowCall& call,
                                          uint8_t* memory) {
-  constexpr uint32_t kSlots = kZeroBytes * 8;  // at a time, a bit each
+  constexpr uint32_t kSlots = kZeroBytes * 8;  // per pass, one bit each
   auto* const sent = reinterpret_cast<uint32_t*>(memory);
   const EpShape& shape = step.shape;
   const auto tokens = static_cast<uint32_t>(shape.tokens),
              top_k = static_cast<uint32_t>(shape.top_k);
   const uint32_t slots = call.ranks() * tokens;
-  BulkWait<0>();  // which may read the zeros
+  BulkWait<0>();  // earlier bulk stores may still read the zeros
   JAX_EP_NO_UNROLL
   for (uint32_t first = 0;; first += kSlots) {
     __syncthreads();
@@ -547,8 +554,8 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
     const bool sends = warp < call.senders();
     ok = sends ? worker.Send(call.First(Queue::kSend)) : AwaitCredits(call);
-    // Senders need nothing of the others, and place what is left.
-    if (ok) ok = worker.Place(call.First(Queue::kReceive));
+    // Senders are independent of other warps and receive what is left.
+    if (ok) ok = worker.Receive(call.First(Queue::kReceive));
     AddToSum(*memory.block, worker.rows_left());
   }
   EndRows(
@@ -606,7 +613,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     if constexpr (kHelperWarps<Format> != 0) HelpReceivers<Format>(plan, step, memory.jobs);
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);
-    ok = worker.Place(call.First(Queue::kReceive));
+    ok = worker.Receive(call.First(Queue::kReceive));
     AddToSum(*memory.block, worker.rows_left());
   }
   EndRows(
@@ -615,8 +622,8 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 #endif
 }
 
-// All but the roles, where `spare` bytes of shared memory are left for others. False where it does
-// not fit.
+// Makes all of the plan except the roles, leaving `spare` bytes of shared memory for others.
+// Returns false if it does not fit.
 template <typename Format>
 bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;

@@ -1,6 +1,5 @@
-// One fused call at one rank: its place in the window, its work queues, its bounded waits, and how
-// the blocks of its kernel begin and leave it. Used by window/*.cu; protocol/signals.h has the
-// rules.
+// One fused call at one rank: its addresses in the windows, its work queues, its bounded waits, and
+// how the blocks of its kernel enter and leave it. protocol/signals.h has the rules.
 #pragma once
 
 #include <cstdint>
@@ -14,33 +13,34 @@
 
 namespace jax_ep::cuda {
 
-// Kernels have the others for themselves.
+// The named barrier of AwaitCredits. Kernels may use all lower ones.
 inline constexpr uint32_t kCreditsBarrier = 14;
-// What a wait for a rank of another node may take longer than others.
+// How much longer a rank waits, at most, for a rank on another node than for others.
 inline constexpr uint64_t kGraceNs = 1'000'000'000;
 
-// What every kind of call is told.
+// What every kind of call needs to know.
 struct CallPlan {
   WorkPlan work;
   BlockRoles roles;
   Divisor ranks;
   uint16_t tag;
-  bool of_whole_call;  // of a first half: it is that of a whole call
+  bool of_whole_call;  // of a send half: the receive half follows as part of one whole call
 };
 
-// What the warps of a block share of a call; in shared memory. One thread a block asks for each: in
-// a short call hundreds of warps that did would queue for microseconds at one address.
+// What the warps of a block share of a call, in shared memory. One thread per block fetches it: in
+// a short call, hundreds of warps asking for themselves would queue at one address for
+// microseconds.
 struct CallBlock {
   Gate gate;
-  bool free;  // every destination's region is
+  bool free;  // whether every destination's region is free
   RegionLease lease;
   uint32_t senders;
   uint32_t first_tickets[kQueues];
-  uint32_t part;  // of the block, of the sum of a call
+  uint32_t part;  // of this block, of the call's sum
   Departure end;
 };
 
-// Every warp has its own.
+// Each warp has one.
 class WindowCall {
  public:
   __device__ WindowCall(const WindowGroup& group, CallKind kind, const CallPlan& plan,
@@ -51,27 +51,28 @@ class WindowCall {
         state_(group.control->calls[static_cast<int>(kind)]),
         layout_(group.layout.groups[static_cast<int>(kind)]) {}
 
-  // Whole block, before a barrier and Join.
+  // Called by the whole block. A barrier and Join follow.
   __device__ void Begin() {
     if (threadIdx.x == 0) Lease();
-    // Beside it, in another warp.
+    // In another warp, so that the two wait for memory at the same time.
     if (threadIdx.x == kWarpSize) DrawFirst(plan_.roles);
   }
-  // Likewise where blocks take items in order; `first` is in shared memory.
+  // The same for kernels whose blocks take all items from one queue; `first` is in shared memory.
   __device__ void BeginInOrder(WorkItem& first) {
     if (threadIdx.x == 0) Lease();
     if (threadIdx.x != kWarpSize) return;
     first = ItemInOrder(plan_.work, DrawTickets(memory_, state_, Queue::kSend, 1));
   }
 
-  // False where the group is closed or poisoned, for all of a block: then no window may be touched.
+  // Returns false in the whole block if the group is closed or poisoned; then no window may be
+  // touched.
   __device__ bool Join() {
     lease_ = block_.lease;
     return block_.gate == Gate::kOpen && lease_.region != kNoRegion;
   }
   __device__ uint32_t senders() const { return block_.senders; }
 
-  // Whole warp: what the block has drawn for it, or else the next one.
+  // Called by the whole warp: returns the item that the block has drawn for it, or else draws one.
   __device__ WorkItem First(Queue queue) {
     const uint32_t warp = static_cast<uint32_t>(Warp());
     const uint32_t ticket = plan_.roles.TicketOf(warp, block_.senders, queue);
@@ -79,7 +80,7 @@ class WindowCall {
     return ItemOf(plan_.work, queue, block_.first_tickets[static_cast<uint32_t>(queue)] + ticket);
   }
 
-  // Whole warp: the next item, in one step or in two.
+  // Called by the whole warp: takes the next item, in one step or in two.
   __device__ WorkItem Take(Queue queue) { return Resolve(queue, Draw(queue)); }
   __device__ uint32_t Draw(Queue queue) const {
     return Lane() == 0 ? DrawTickets(memory_, state_, queue, 1) : 0;
@@ -101,8 +102,8 @@ class WindowCall {
 
   // ---- Addresses: in the window of `owner`, for this call's region ----
 
-  // What this rank sends lies in the destination's part of its own number; in what is staged for
-  // another node, in the part of the destination's.
+  // At the destination, this rank's data lie in the part numbered by this rank. What is staged for
+  // another node lies in the part numbered by the destination.
   __device__ uint32_t PartAt(uint32_t destination) const {
     return IsInternode(destination) ? destination : group_.rank;
   }
@@ -114,7 +115,7 @@ class WindowCall {
     return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.counts) +
            Part(source) * layout_.count_cells;
   }
-  // Of the message of a token or slot, where calls have few: never for other nodes.
+  // The cells of a token's or slot's message in a low-latency call, which never crosses nodes.
   __device__ CountCell* Cells(uint32_t owner, uint32_t source, int64_t message) const {
     return reinterpret_cast<CountCell*>(group_.windows[owner] + layout_.cells) +
            Part(source) * layout_.cells_per_source + message * layout_.message_cells;
@@ -132,35 +133,38 @@ class WindowCall {
 
   // ---- Signals ----
 
-  // For one lane a destination, after this warp's stores: the lane that issued bulk copies to the
-  // destination, once they are complete; plain stores of other lanes before a __syncwarp.
+  // For one lane per destination, after this warp's stores. Bulk copies to the destination must be
+  // complete and must have been issued by this very lane; plain stores of other lanes need a
+  // __syncwarp before.
   __device__ void Publish(uint32_t destination, int64_t index, uint32_t first_slot,
                           uint32_t count) const {
     PublishFlag(memory_, Flag(destination, PartAt(destination), index),
                 {lease_.epoch, first_slot, static_cast<uint16_t>(count), plan_.tag});
   }
 
-  // Any lanes, each for its own source. Bulk loads of what arrived need a FenceProxyAsyncGlobal.
+  // For any lanes, each for its own source. Bulk loads of what arrived need FenceProxyAsyncGlobal
+  // after it.
   __device__ bool AwaitFlag(uint32_t source, int64_t index, FlagCell& flag) const {
     const FlagCell* cell = Flag(group_.rank, source, index);
     return Await(Phase::kReceive, source,
                  [&] { return ObserveFlag(memory_, cell, lease_.epoch, plan_.tag, flag); });
   }
 
-  // What a flag of this rank holds that has been awaited.
+  // Returns a flag of this rank that was awaited before.
   __device__ FlagCell SeenFlag(uint32_t source, int64_t index) const {
     return memory_.Peek(Flag(group_.rank, source, index));
   }
 
-  // After AwaitCredits.
+  // Only after AwaitCredits.
   __device__ void PostCell(CountCell* cell, const uint32_t (&words)[3]) const {
     memory_.Post(cell, {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]),
                          static_cast<int32_t>(words[2])},
                         CellStamp(lease_.epoch)});
   }
 
-  // Any lanes, each for its own cells, all at once; nullptr for none. `sources` are the ranks that
-  // they come from. Waits for cells [0, needed(cells)) as soon as cell 0 is there.
+  // For any lanes: waits for several cells per lane at once. `from` may hold nullptr for no cell;
+  // `sources` are the ranks that the cells come from. As soon as cell 0 has arrived, only cells [0,
+  // needed(cells)) are waited for.
   template <int kCells, typename Needed>
   __device__ bool AwaitCells(const CountCell* const (&from)[kCells],
                              const uint32_t (&sources)[kCells], CountCell (&cells)[kCells],
@@ -174,7 +178,7 @@ class WindowCall {
 #pragma unroll
       for (int i = 0; i < kCells; ++i) {
         if (from[i] == nullptr) continue;
-        // Again where it is there already: all loads are under way at once.
+        // Load cells again even if they have arrived, so that all loads are in flight at once.
         const bool there =
             ObserveCounts(memory_, from[i], lease_.epoch, cells[i]) == Observation::kArrived;
         missing &= there ? ~(1u << i) : ~0u;
@@ -198,7 +202,8 @@ class WindowCall {
     return AwaitCells(from, sources, cells, [](const CountCell(&)[kCells]) { return kCells; });
   }
 
-  // In cells of this rank's scratch, for other warps of the call; whether one is there yet.
+  // Cells in this rank's scratch, for other warps of the call: PostHere writes one, LookAt returns
+  // whether it has arrived. Relaxed on both sides, because a cell carries its whole meaning.
   __device__ void PostHere(CountCell* cell, const int32_t (&counts)[3]) const {
     const CountCell all{{counts[0], counts[1], counts[2]}, CellStamp(lease_.epoch)};
     StoreRelaxedGpu(reinterpret_cast<Bits128*>(cell), __builtin_bit_cast(Bits128, all));
@@ -208,13 +213,13 @@ class WindowCall {
     return cell.stamp == CellStamp(lease_.epoch);
   }
 
-  // Any lane, after AwaitCredit: one cell of this rank's counts for a destination.
+  // For any lane, after AwaitCredit: posts one cell of this rank's counts to a destination.
   __device__ void PostCounts(uint32_t destination, int64_t cell, const int32_t (&counts)[3]) const {
     memory_.Post(Counts(destination, PartAt(destination)) + cell,
                  {{counts[0], counts[1], counts[2]}, CellStamp(lease_.epoch)});
   }
 
-  // Any lanes, each for its own cell. The tag is in the first.
+  // For any lanes, each for its own cell. The first cell has the tag, which is checked.
   __device__ bool AwaitCounts(uint32_t source, int64_t cell, CountCell& counts) const {
     const CountCell* from = Counts(group_.rank, source) + cell;
     return Await(Phase::kReceive, source, [&] {
@@ -224,27 +229,29 @@ class WindowCall {
       return differs ? Observation::kProtocolError : seen;
     });
   }
-  // Whether a cell holds this call's counts. Where it holds another call's, AwaitCounts says so.
+  // Returns whether a cell holds this call's counts. If it holds those of another call, AwaitCounts
+  // reports that.
   __device__ bool HasCounts(int64_t cell, const CountCell& counts) const {
     return counts.stamp == CellStamp(lease_.epoch) &&
            (cell != 0 || counts.counts[1] == static_cast<int32_t>(plan_.tag));
   }
   __device__ uint16_t tag() const { return plan_.tag; }
 
-  // Whole block, each warp once, where its own work has come to the first store: every
-  // destination's region is free. Even where there is nothing to send, or ranks that need nothing
-  // of each other could get further apart than credits tell. `kCalled`: for kernels that wait in
-  // several places, each of which is fetched. Combine, whose last warp sends and has loads under
-  // way, is faster without.
+  // Called by the whole block, once per warp, just before the warp's first store: waits until every
+  // destination's region is free. Needed even if there is nothing to send, because otherwise ranks
+  // that need nothing from each other could drift further apart than credits can express.
+  // `kCalled`: makes the wait an out-of-line function, for kernels that wait in several places and
+  // would fetch each copy. Combine is faster without, because its last warp sends and has loads in
+  // flight.
   template <bool kCalled = false>
   __device__ bool AwaitCredits() const {
-    // In the last warp, which has the least else to do.
+    // The last warp has the least other work.
     if (threadIdx.x >= blockDim.x - kWarpSize) kCalled ? CallLook() : LookForCredits();
     __syncwarp();
     NamedBarrierApart(kCreditsBarrier, blockDim.x);
     return block_.free;
   }
-  // Whole warp, for its block.
+  // Called by a whole warp on behalf of its block.
   __device__ bool WarpAwaitsCredits() const {
     const uint32_t rank = static_cast<uint32_t>(Lane());
     return __all_sync(kFullWarp, rank >= group_.ranks || AwaitCredit(rank)) != 0;
@@ -252,10 +259,10 @@ class WindowCall {
 
   // ---- The end ----
 
-  __device__ uint32_t Sum() const { return block_.end.sum; }  // in the last block
-  // Whole block, when all of its reads of the window are over, or after a wait of this thread was
-  // not `ok`. True in the one block that is the last of all; `failed` then says whether a wait of
-  // the call failed anywhere.
+  __device__ uint32_t Sum() const { return block_.end.sum; }  // valid in the last block
+  // Called by the whole block when all of its reads of the window are over, or after a wait of this
+  // thread failed (`ok` is false). Returns true in the last block to leave; `failed` then says
+  // whether any wait of the call failed.
   __device__ bool Leave(bool ok, bool& failed) {
     const bool block_failed = __syncthreads_and(ok) == 0;
     if (threadIdx.x == 0) {
@@ -266,26 +273,27 @@ class WindowCall {
     return block_.end.last;
   }
 
-  // Whole warp, for its block: Leave, when the other warps read nothing of the window any more, and
-  // what Commit does where no wait has failed.
+  // Called by a whole warp on behalf of its block, when no other warp reads the window any more:
+  // does the work of Leave and, if no wait failed, of Commit.
   __device__ void WarpLeaves(bool failed) {
     if (Lane() == 0) block_.end = LeaveCall(memory_, state_, gridDim.x, failed);
     __syncwarp();
     if (block_.end.last && !block_.end.failed) EndCall(static_cast<uint32_t>(Lane()));
   }
 
-  // The last block, after Leave: gives the regions back and makes the next call possible, or ends
-  // the group.
+  // In the last block, after Leave: returns the credits and makes the next call possible or, after
+  // a failure, ends the group.
   __device__ void Commit(bool failed) { failed ? EndGroup() : EndCall(threadIdx.x); }
 
-  // The last block, of a call that failed: what it fills its results with comes after what others
-  // have stored there.
+  // In the last block of a failed call. Returns when no other block stores results any more, so
+  // that they can be filled in.
   __device__ void EndGroup() {
-    const volatile Gate& gate = group_.control->gate;  // the window may be gone
+    const volatile Gate& gate = group_.control->gate;  // reads no window, which may be gone
     if (threadIdx.x == 0) PoisonGate(group_.control->gate);
     __syncthreads();
-    // Blocks that had no part in the failure may still store. A look takes half a microsecond, and
-    // they run whenever this one does, so no clock has to tell when they are done.
+    // Blocks that had no part in the failure may still be storing. They run whenever this block
+    // runs, so a number of looks, each about half a microsecond long, bounds their time better than
+    // a clock does.
     constexpr int kLooks = 2'000;
     JAX_EP_NO_UNROLL
     for (int look = 0; look < kLooks && gate != Gate::kOpen; ++look) {
@@ -293,13 +301,14 @@ class WindowCall {
   }
 
  protected:
-  // Threads below the number of ranks, in the last block.
+  // In the last block: thread i returns the credit of rank i.
   __device__ void ReturnCredits(uint32_t thread, uint32_t region, uint64_t epoch) const {
     if (thread < group_.ranks) {
       ReturnCredit(memory_, Credit(thread, region, PartAt(thread)), epoch);
     }
   }
-  // All words at once: the region depends on the epoch, and a load takes most of a microsecond.
+  // Loads all words at once: the region depends on the epoch, and each load takes most of a
+  // microsecond.
   __device__ CallState LoadState() const {
     static_assert(sizeof(CallState) % sizeof(uint64_t) == 0);
     struct Words {
@@ -316,19 +325,20 @@ class WindowCall {
   // One thread.
   __device__ void DrawFirst(const BlockRoles& roles) const {
     const uint32_t senders = roles.Senders(roles.ByBlock() ? EnterCall(memory_, state_) : 0);
-    const uint32_t placers = roles.Receivers(senders);
+    const uint32_t receivers = roles.Receivers(senders);
     const uint32_t send = senders == 0 ? 0 : DrawTickets(memory_, state_, Queue::kSend, senders);
     const uint32_t place =
-        placers == 0 ? 0 : DrawTickets(memory_, state_, Queue::kReceive, placers);
+        receivers == 0 ? 0 : DrawTickets(memory_, state_, Queue::kReceive, receivers);
     block_.senders = senders;
     block_.first_tickets[static_cast<uint32_t>(Queue::kSend)] = send;
     block_.first_tickets[static_cast<uint32_t>(Queue::kReceive)] = place;
   }
-  // Out of line: it is cold. Tells every rank and this one's host; a later failure of the rank
-  // overwrites the report, and each of them is true.
+  // Tells every rank, and the host of this one. Out of line because it is cold. A later failure of
+  // this rank overwrites the report; both are true.
   __device__ __noinline__ void GiveUp(Phase phase, uint32_t awaited, WaitStatus status) const {
     if (status == WaitStatus::kTimedOut && IsInternode(awaited)) {
-      // Perhaps for want of a rank that passes its messages on, which its neighbours can tell.
+      // Perhaps the rank that relays messages from there is missing. Its neighbours can name it, so
+      // let them report first.
       const WaitBound bound{Min<uint64_t>(group_.timeout_ns / 8, kGraceNs), Poison(group_.rank)};
       status = WaitUntil(memory_, bound, [] { return Observation::kPending; });
     }
@@ -350,17 +360,17 @@ class WindowCall {
   DeviceSignalMemory memory_;
 
  private:
-  // Whole warp.
+  // Called by a whole warp.
   __device__ void LookForCredits() const {
     const bool free = WarpAwaitsCredits();
     if (Lane() == 0) block_.free = free;
   }
   __device__ __noinline__ void CallLook() const { LookForCredits(); }
 
-  // A rank that comes when the others have given up sends nothing.
+  // Looks for poison too: a rank that comes after the others have given up must not send.
   __device__ bool AwaitCredit(uint32_t destination) const {
     const uint64_t* credit = Credit(group_.rank, lease_.region, destination);
-    // Both loads are under way before either is looked at.
+    // Both loads are in flight before either result is used.
     const WaitReport report = memory_.Peek(Poison(group_.rank));
     const Observation first = ObserveCredit(memory_, credit, lease_);
     if (report.status != WaitStatus::kArrived) {
@@ -371,7 +381,7 @@ class WindowCall {
     return Await(Phase::kSend, destination, [&] { return ObserveCredit(memory_, credit, lease_); });
   }
 
-  // As ReturnCredits; the first one also ends the call.
+  // Returns a rank's credit; thread 0 also ends the call.
   __device__ void EndCall(uint32_t thread) {
     ReturnCredits(thread, lease_.region, lease_.epoch);
     if (thread == 0) {

@@ -1,6 +1,6 @@
-// The fused calls of the window transports on a stream: a kernel each, or for each half, which
-// allocates nothing and may run under graph capture. Every wait in them is bounded by the group's
-// timeout.
+// The fused calls of the window transports on a stream. Each call, or half of one, is one kernel
+// that allocates nothing and may run under graph capture. All waits in it are bounded by the
+// group's timeout.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 
 namespace jax_ep::cuda {
 
-// What goes along a known route: rows as they are, or in grad_format.
+// The formats of cached dispatches: rows travel unchanged or in grad_format.
 template <typename Format>
 inline constexpr bool kCachedFormat =
     !QuantizedFormat<Format> || std::is_same_v<Format, CombineFormat>;
@@ -23,17 +23,18 @@ inline constexpr bool kCachedFormat =
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream);
-// Of the formats of kCachedFormat.
+// For formats with kCachedFormat.
 template <typename Format>
 cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
                                  cudaStream_t stream);
 cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
                           cudaStream_t stream);
 
-// In two halves, with the results of the whole calls. A first half takes what senders of the step
-// read and writes what they write, and what the second is to be given; that takes and writes what
-// placers do, and of unquantised tokens the tokens again. `of_whole_call`: the second half follows
-// at once, as a whole call, which along a route there is no other use of.
+// The same calls in two halves, with the same results. A send half takes the operands that senders
+// read, writes the results that they write, and leaves in `pending` what its receive half needs. A
+// receive half takes and writes what receivers do and, if tokens are not quantised, takes the
+// tokens again. `of_whole_call`: the receive half follows at once, as part of one whole call.
+// Cached dispatches have halves for that purpose only.
 template <typename Format>
 cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
                                const WindowGroup& group, cudaStream_t stream,
@@ -54,7 +55,7 @@ cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pendin
 cudaError_t WindowCombineReceive(const WindowCombineStep& step, const PendingCall* pending,
                                  const WindowGroup& group, cudaStream_t stream);
 
-// As PreloadKernels of steps.h.
+// See PreloadWindowKernels (cuda/init.h).
 cudaError_t PreloadWindowDispatch();
 cudaError_t PreloadWindowCachedDispatch();
 cudaError_t PreloadWindowCombine();

@@ -1,5 +1,5 @@
-// A lane's share of a piece of a row in registers: elements, or codes with their scales, which come
-// from expert_out, windows and residuals and go to windows and outputs. Used by window/sum.cuh.
+// A lane's share of a piece of a row in registers, as elements or as codes with their scales. It is
+// loaded from expert_out, windows and residuals and stored to windows and outputs.
 #pragma once
 
 #include <cstdint>
@@ -15,25 +15,27 @@
 
 namespace jax_ep::cuda {
 
-// Of an element, or of the code of one.
+// Bytes of an element, or of its code.
 template <typename T>
 inline constexpr int64_t kElementBytes = static_cast<int64_t>(sizeof(T));
 template <QuantizedFormat Format>
 inline constexpr int64_t kElementBytes<Format> = Format::Code::kBits / 8;
 
-// Elements of a vector: one access in either type, and the lanes' accesses leave no gaps.
+// Elements per vector: one access suffices in either type, and the accesses of a warp leave no
+// gaps.
 template <typename A, typename B>
 inline constexpr int kVectorElements = static_cast<int>(
     kVectorBytes / (kElementBytes<A> > kElementBytes<B> ? kElementBytes<A> : kElementBytes<B>));
 
-// A piece is columns of one vector a lane.
+// A piece consists of columns, each of which has one vector per lane.
 template <int kCount>
 inline constexpr int kPieceColumns = static_cast<int>(kPieceElements) / (kWarpSize * kCount);
 
 template <int kCount, int kColumns>
 using ColumnSums = float[kColumns][kCount];
 
-// From the start of a row of T to a piece, and from there to this lane's first vector.
+// PieceBytes leads from the start of a row to a piece, LaneBytes from there to this lane's first
+// vector.
 template <typename T>
 __device__ int64_t PieceBytes(uint32_t piece) {
   return piece * (kPieceElements * kElementBytes<T>);
@@ -43,7 +45,7 @@ __device__ uint32_t LaneBytes() {
   return static_cast<uint32_t>(Lane() * kCount) * static_cast<uint32_t>(kElementBytes<T>);
 }
 
-// Around L1, which may hold what lay there in an earlier call.
+// Bypasses L1, which may still hold an earlier call's data.
 template <typename Vector>
 __device__ __forceinline__ void LoadVector(Vector& vector, const uint8_t* from) {
   uint32_t* words = vector.words;
@@ -66,17 +68,17 @@ __device__ __forceinline__ void AddVector(float (&sums)[kCount], const Vector& v
   }
 }
 
-// Equal in all lanes but for the lane's offset in `from`.
+// A row to be added. Equal in all lanes except for the lane's offset in `from`.
 struct Term {
   bool last;     // of its sum
-  bool present;  // else zeros
+  bool present;  // if false, the term is zero
   const uint8_t* from;
   float weight = 1.0f;
-  int32_t to_scale = 0;  // from `from`, of codes
+  int32_t to_scale = 0;  // offset from `from`; for codes
 };
 
-// A lane's vectors of some columns. Pointers are to its first one; a piece that is not whole is
-// taken by single columns, of which a lane may have none.
+// A lane's vectors of some columns. Pointers refer to its first vector. Partial pieces are
+// processed one column at a time, of which a lane may have no vector.
 template <typename T, int kCount, int kColumns>
 struct Columns {
   using Vector = Elements<T, kCount>;
@@ -113,7 +115,7 @@ struct Columns {
     }
   }
 
-  // Two vectors at a time, because rows in flight have the other registers; so below.
+  // Two vectors at a time, because rows in flight occupy the other registers. So does AddAndStore.
   __device__ __forceinline__ static void AddRow(ColumnSums<kCount, kColumns>& sums,
                                                 const uint8_t* row) {
     constexpr int kTogether = kColumns < 2 ? 1 : 2;
@@ -126,7 +128,7 @@ struct Columns {
     }
   }
 
-  // As Store, after the addition of a row that may be nullptr.
+  // Like Store, after adding a row if `row` is not nullptr.
   __device__ __forceinline__ static void AddAndStore(ColumnSums<kCount, kColumns>& sums,
                                                      const uint8_t* row, uint8_t* to) {
     constexpr int kTogether = kColumns < 2 ? 1 : 2;
@@ -146,7 +148,7 @@ struct Columns {
   }
 };
 
-// From this lane's first code of a piece of a sum to the scale of it.
+// The offset from this lane's first code of a piece to the scale of that code.
 template <QuantizedFormat Format, int kCount>
 __device__ __forceinline__ int32_t ScaleFromCode(const CombineMessage& message, uint32_t piece) {
   using Scale = typename Format::Scale;
@@ -157,7 +159,7 @@ __device__ __forceinline__ int32_t ScaleFromCode(const CombineMessage& message, 
          static_cast<int32_t>(LaneBytes<Format, kCount>());
 }
 
-// As Columns, of codes, with the scale of each.
+// The same for codes, each with its scale.
 template <QuantizedFormat Format, int kCount, int kColumns>
 struct Columns<Format, kCount, kColumns> {
   using Codes = CodedVector<Format, kCount>;
@@ -208,7 +210,7 @@ struct Columns<Format, kCount, kColumns> {
     }
   }
 
-  // Whole warp; lanes that are not `in_row` store nothing.
+  // Called by the whole warp; lanes with `in_row` false store nothing.
   __device__ __forceinline__ static void Store(const ColumnSums<kCount, kColumns>& sums,
                                                uint8_t* to, int32_t to_scale, int column,
                                                bool in_row) {

@@ -1,5 +1,5 @@
-// The fused combine of the window transports: senders sum a slot's rows and store the sum into the
-// window of the slot's source, placers add up what the ranks have sent for a token.
+// The combine of the window transports: senders sum a slot's rows and store the sum into the window
+// of the slot's source, and receivers add up what the ranks have sent for each token.
 #include <algorithm>
 #include <cstdint>
 
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 #endif
 }
 
-// A sender has a fence to wait for and more terms than a placer, so most blocks send first: more
-// that place would wait for what is not yet sent.
+// Most blocks start as senders: a sender waits for a fence and has more terms than a receiver, and
+// more receivers would only wait for what has not been sent.
 constexpr uint32_t kMostReceivingBlocks = 16;
 BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);

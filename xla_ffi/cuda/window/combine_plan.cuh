@@ -1,5 +1,5 @@
-// How a window combine is cut into work, and what its warps share. Rows are cut into pieces, and a
-// warp holds the float32 sums of one piece. Used by window/combine*.
+// How a window combine is cut into work, and what its warps share. Rows are cut into pieces,
+// because a warp keeps the float32 sums of a piece in registers.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace jax_ep::cuda {
 
-// As many as 128 registers a thread allow.
+// As many warps as a limit of 128 registers per thread allows.
 inline constexpr uint32_t kSumWarps = 16;
 inline constexpr uint32_t kSumThreads = kSumWarps * kWarpSize;
 
-// Up to so many tokens a call is a matter of latency: all warps send, and then all place.
+// Up to this many tokens latency decides: all warps send and then all receive.
 inline constexpr int64_t kShortCombine = 256;
-// Tokens of a place item.
+// Tokens of a receive item.
 inline constexpr ChunkRule kReceiveTokens{kShortCombine, 8};
 
 struct CombinePlan {
@@ -29,7 +29,7 @@ struct CombinePlan {
   CombineMessage message;
   int64_t row_bytes;
   Divisor tokens;
-  Divisor messages;  // of one rank for another, at most
+  Divisor messages;  // the most that one rank sends another
   Divisor top_k;
   Divisor pieces;
   Divisor chunk_slots;
@@ -37,7 +37,7 @@ struct CombinePlan {
   int32_t batch;  // sums whose terms a warp looks up at a time
 };
 
-// All but the roles of the call.
+// Makes all of the plan except the roles.
 inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
   const EpShape& shape = step.shape;
   const int64_t messages = step.messages();
@@ -60,7 +60,7 @@ inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
   return plan;
 }
 
-// `visit(Element, Wire, kOptions)`: which kernel a step takes.
+// Calls visit(Element, Wire, kOptions) with the types of the kernel that a step needs.
 template <typename Visit>
 cudaError_t VisitCombine(const WindowCombineStep& step, Visit visit) {
   return VisitWire(step, [&](auto element, auto wire) {
@@ -69,7 +69,7 @@ cudaError_t VisitCombine(const WindowCombineStep& step, Visit visit) {
   });
 }
 
-// As it, for all that a combine may have, until one fails.
+// Calls preload(Element, Wire, kOptions) for all kernels of combines until one fails.
 template <typename Preload>
 cudaError_t PreloadCombines(Preload preload) {
   cudaError_t error = cudaSuccess;
@@ -97,8 +97,9 @@ struct Combine {
     return int64_t{chunk} * plan.pieces.value + piece;
   }
 
-  // Whole warp: each lane with a slot waits for its chunk of a source. `sent` is then what the
-  // chunk's flag says of the slot: what was not sent is what an earlier call has left there.
+  // Called by the whole warp: each lane with a slot waits for its chunk from a source. Sets `sent`
+  // to whether the chunk's flag announces the slot; where it does not, the slot still holds an
+  // earlier call's data. Returns false in all lanes if any wait failed.
   __device__ bool AwaitChunks(bool by_entry, bool has_slot, uint32_t source, uint32_t slot,
                               uint32_t piece, bool& sent) const {
     bool arrived = true;
@@ -113,7 +114,7 @@ struct Combine {
 
   __device__ static bool AllSucceed(bool succeeded) {
     const bool all = __all_sync(kFullWarp, succeeded) != 0;
-    // From the acquires of the lanes to the accesses of every lane; a vote is no barrier.
+    // From the acquires of single lanes to the accesses of all: a vote is not a barrier.
     __syncwarp();
     return all;
   }

@@ -1,4 +1,4 @@
-// The second half of a combine of the window transports: what the placers of window/combine.cu do.
+// The receive half of a combine of the window transports.
 #include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/window/calls.h"

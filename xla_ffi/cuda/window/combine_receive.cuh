@@ -1,5 +1,4 @@
-// The placers of a window combine: they add up what the ranks have sent for a token. Used by
-// window/combine*.cu.
+// The receivers of a window combine: they add up what the ranks have sent for each token.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +11,14 @@ namespace jax_ep::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// The sums of some tokens, a piece of them: what the ranks have sent, each rank's once, by rank.
-// With options rows that travel one by one are weighted and added in the order of entries, and
-// those of a shared expert after them.
+// Sums a piece of some tokens: what the ranks have sent, one row per rank, in the order of ranks.
+// With options, rows that travel one by one are weighted and added in the order of entries instead,
+// and a shared expert's rows come last.
 template <typename Element, typename Wire, bool kOptions>
 class ReceiveJob {
  public:
   static constexpr int kCount = kVectorElements<Element, Wire>;
-  // Options have registers of their own.
+  // Options need registers of their own.
   static constexpr int kWords =
       (QuantizedFormat<Wire> ? kWordsWhileDecoding : kWordsInFlight) * (kOptions ? 2 : 3) / 3;
 
@@ -28,7 +27,8 @@ class ReceiveJob {
     end_ = Min(token_ + c.plan.receive_tokens, c.plan.tokens.int_value());
   }
 
-  // False where a wait fails. Rows are not in flight across waits: too much would have to be kept.
+  // Returns false if a wait fails. No rows are in flight across waits, because too many registers
+  // would have to be kept.
   __device__ __forceinline__ bool Run() {
 #pragma unroll 1
     for (int32_t next = LoadSlot(token_); token_ < end_; token_ += c_->plan.batch) {
@@ -39,14 +39,15 @@ class ReceiveJob {
           c_->plan.messages.Divide(slot < 0 ? 0 : static_cast<uint32_t>(slot), at);
       const uint8_t* message =
           c_->call.Region(c_->call.rank(), source) + at * c_->plan.message.bytes;
-      // By rank: a token's slots at one rank are one slot.
+      // A token's entries at one rank share a slot; each slot is added once, in the order of ranks.
       const bool by_entry = kOptions && c_->step.by_entry;
       int from = by_entry ? Lane() : SortedDistinct(lanes_, c_->plan.top_k.int_value(), slot);
       bool sent = false;
       if (!c_->AwaitChunks(by_entry, slot >= 0, source, at, piece_, sent)) return false;
       if constexpr (kOptions) from = Entry(slot >= 0, sent, from);
       if (piece_ == 0 && c_->step.num_weights != 0) PlaceWeightGrad(sent, message);
-      // Of a lane's own slot, and then of the slot whose turn it has.
+      // The address of this lane's own slot and, after the shuffle, of the slot whose turn this
+      // lane has.
       message_ = sent ? reinterpret_cast<uint64_t>(message) : 0;
       message_ = __shfl_sync(kFullWarp, message_, from);
       if (from < 0) message_ = 0;
@@ -99,7 +100,7 @@ class ReceiveJob {
   }
 
  private:
-  // rank * n + slot of this lane's entry, or -1.
+  // Returns rank * n + slot of this lane's entry, or -1.
   __device__ int32_t LoadSlot(int32_t token) const {
     if (!lanes_.In(end_ - token)) return -1;
     const int32_t slot = c_->step.slot_of[token * c_->plan.top_k.int_value() + Lane()];
@@ -107,8 +108,8 @@ class ReceiveJob {
     return static_cast<uint32_t>(slot) < slots ? slot : -1;
   }
 
-  // Of rows that travel one by one, what this lane's entry adds: where its row lies, or -1. A row
-  // that its rank has dropped adds its weight times zero.
+  // For rows that travel one by one: sets this lane's weight and returns the lane that holds the
+  // row's address, or -1. A row that its rank has dropped adds its weight times zero.
   __device__ int Entry(bool has_slot, bool sent, int from) {
     options_.weight = 1.0f;
     options_.dropped = c_->step.by_entry && has_slot && !sent;
@@ -129,31 +130,31 @@ class ReceiveJob {
   const Combine* c_;
   uint32_t piece_;
   TermLanes lanes_;
-  int32_t token_;  // of the batch
+  int32_t token_;  // first token of the batch
   int32_t end_;
-  uint64_t message_ = 0;  // where the piece of this lane's message starts; 0: none
-  int64_t at_ = 0;        // of this lane's first vector in output and residual
+  uint64_t message_ = 0;  // where the piece of this lane's message starts, or 0
+  int64_t at_ = 0;        // offset of this lane's first vector in output and residual
   struct Options {
     float weight;   // of this lane's entry
-    bool dropped;   // likewise
+    bool dropped;   // whether this lane's row was dropped
     int32_t token;  // the next one to be stored
   };
   struct None {};
   std::conditional_t<kOptions, Options, None> options_{};
 };
 
-// A placer, until there is nothing left to place. False where a wait fails.
+// A receiver: works until there is nothing left to receive. Returns false if a wait fails.
 template <typename Element, typename Wire, bool kOptions>
 __device__ bool ReceiveSums(const Combine& c) {
   const WorkItem first = c.call.First(Queue::kReceive);
   return ForEachItem(c.call, Queue::kReceive, first, [&](WorkItem item, NextTicket& next) {
-    // In a whole call not as it begins: most warps have sent something before.
+    // In a whole call this is not the beginning: most warps have sent something before.
     next.DrawAhead();
     return ReceiveJob<Element, Wire, kOptions>(c, item.index).Run();
   });
 }
 
-// Whole block: what a call returns that did not end.
+// Called by the whole block: fills in the results of a failed call.
 __device__ __noinline__ inline void FailCombine(const WindowCombineStep& step) {
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
             kNoValue);

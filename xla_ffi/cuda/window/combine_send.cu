@@ -1,4 +1,4 @@
-// The first half of a combine of the window transports: what the senders of window/combine.cu do.
+// The send half of a combine of the window transports.
 #include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/window/calls.h"

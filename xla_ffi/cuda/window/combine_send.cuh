@@ -1,6 +1,6 @@
-// The senders of a window combine: a slot's rows are summed and stored into the window of the
-// slot's source. Where rows travel one by one a slot is that of an entry, which has one row or, at
-// this rank, none; a chunk's flag says which have. Used by window/combine*.cu.
+// The senders of a window combine: they sum a slot's rows and store the sum into the window of the
+// slot's source. Where rows travel one by one each entry has its own slot, which has a row or, if
+// it belongs to another rank, none; a chunk's flag says which slots have one.
 #pragma once
 
 #include <cstdint>
@@ -12,42 +12,43 @@ namespace jax_ep::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// What an item sends to whom.
+// What an item sends, and to which rank.
 struct SendTarget {
   uint32_t piece;
   uint32_t chunk;
   uint32_t source;
 
   __device__ __forceinline__ static SendTarget Of(const Combine& c, uint32_t item) {
-    SendTarget place;
-    const uint32_t part = c.plan.pieces.Divide(item, place.piece);
+    SendTarget target;
+    const uint32_t part = c.plan.pieces.Divide(item, target.piece);
     uint32_t turn;
-    place.chunk = c.plan.call.ranks.Divide(part, turn);
-    // Ranks start with different ones, and with themselves last.
+    target.chunk = c.plan.call.ranks.Divide(part, turn);
+    // Each rank starts with its successor and ends with itself, so that they start with different
+    // ranks.
     const uint32_t after = c.call.rank() + 1 + turn, ranks = c.plan.call.ranks.value;
-    place.source = after < ranks ? after : after - ranks;
-    return place;
+    target.source = after < ranks ? after : after - ranks;
+    return target;
   }
 };
 
-// The sums of the rows of a chunk's slots, a piece of them, on their way to the slots' source.
+// Sums a piece of the rows of a chunk's slots and stores the sums to the slots' source.
 template <typename Element, typename Wire>
 class SendJob {
  public:
   static constexpr int kCount = kVectorElements<Element, Wire>;
   static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
-  // Look-ups are under way once it exists.
+  // The constructor starts the look-ups.
   __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
-    const SendTarget place = SendTarget::Of(c, item);
-    piece_ = place.piece;
-    chunk_ = place.chunk;
-    source_ = place.source;
-    // Rows do not wait for the count: entries of no slot are read, but not used.
+    const SendTarget target = SendTarget::Of(c, item);
+    piece_ = target.piece;
+    chunk_ = target.chunk;
+    source_ = target.source;
+    // Load rows before the number of slots is known: those of entries without a slot are not used.
     end_ = Min(First() + c.plan.chunk_slots.int_value(), c.plan.tokens.int_value());
     slot_ = First();
     next_row_ = LoadRow();
-    // Comes back from the caller's program: below zero as well.
+    // Has passed through the caller's program, so it may even be negative.
     const int32_t count = c.step.slot_counts[source_];
     end_ = count < slot_ ? slot_ : Min(end_, count);
   }
@@ -57,10 +58,10 @@ class SendJob {
     SumPiece<Element, kCount, true>(c_->step.shape.hidden, piece_, *this);
   }
 
-  // After Run: one lane announces the stores of all.
+  // After Run: one lane announces the stores of all lanes.
   __device__ __forceinline__ void Publish() const {
     __syncwarp();
-    // Nobody waits for a chunk without slots.
+    // Receivers do not wait for chunks without slots.
     if (Lane() == 0 && end_ > First()) {
       c_->call.Publish(source_, c_->FlagOf(chunk_, piece_), static_cast<uint32_t>(First()),
                        static_cast<uint32_t>(end_ - First()));
@@ -110,7 +111,7 @@ class SendJob {
   __device__ int32_t First() const {
     return static_cast<int32_t>(chunk_ * c_->plan.chunk_slots.value);
   }
-  // R * n * K fits int32 (Validate).
+  // R * n * K fits into int32 (Validate).
   __device__ int32_t Entry(int32_t slot) const {
     const uint32_t first = source_ * c_->plan.tokens.value + static_cast<uint32_t>(slot);
     return static_cast<int32_t>(first * c_->plan.top_k.value);
@@ -118,7 +119,7 @@ class SendJob {
   __device__ int32_t LoadRow() const {
     return lanes_.In(end_ - slot_) ? c_->step.row_of[Entry(slot_) + Lane()] : -1;
   }
-  // From the chunk's first slot on.
+  // Begins at the chunk's first slot.
   __device__ uint8_t* Messages() const {
     return c_->call.Region(source_, c_->call.PartAt(source_)) + First() * c_->plan.message.bytes;
   }
@@ -149,7 +150,7 @@ class SendJob {
   uint8_t* to_ = nullptr;
 };
 
-// As SendJob: each row of a chunk is a sum of its own, and only those that are there are stored.
+// Like SendJob, but each row of a chunk is a sum of its own, and only rows that exist are stored.
 template <typename Element, typename Wire>
 class SendEntriesJob {
  public:
@@ -157,41 +158,41 @@ class SendEntriesJob {
   static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
   __device__ __forceinline__ SendEntriesJob(const Combine& c, uint32_t item)
-      : c_(&c), place_(SendTarget::Of(c, item)) {
-    // A lane has a slot.
+      : c_(&c), target_(SendTarget::Of(c, item)) {
+    // Each lane has one slot.
     static_assert(kCombineChunks.most <= kWarpSize);
     const int32_t messages = c.plan.messages.int_value();
     const int32_t slot = First() + Lane();
     const int32_t end = Min(First() + c.plan.chunk_slots.int_value(), messages);
-    const uint32_t flat = place_.source * c.plan.messages.value + static_cast<uint32_t>(slot);
+    const uint32_t flat = target_.source * c.plan.messages.value + static_cast<uint32_t>(slot);
     const int32_t row = slot < end ? c.step.row_of[flat] : -1;
-    // Comes back from the caller's program: below zero as well.
-    const int32_t slots = c.step.slot_counts[place_.source];
+    // Has passed through the caller's program, so it may even be negative.
+    const int32_t slots = c.step.slot_counts[target_.source];
     row_ = slot < slots ? RowOrDropped(row, c.step.shape.recv_rows) : -1;
     count_ = slots <= First() ? 0 : Min(end, slots) - First();
     rows_ = __ballot_sync(kFullWarp, row_ >= 0);
   }
 
   __device__ __forceinline__ void Run() {
-    SumPiece<Element, kCount, false>(c_->step.shape.hidden, place_.piece, *this);
+    SumPiece<Element, kCount, false>(c_->step.shape.hidden, target_.piece, *this);
   }
 
-  // After Run: one lane announces the stores of all.
+  // After Run: one lane announces the stores of all lanes.
   __device__ __forceinline__ void Publish() const {
     __syncwarp();
     if (Lane() == 0 && count_ > 0) {
-      c_->call.Publish(place_.source, c_->FlagOf(place_.chunk, place_.piece), rows_,
+      c_->call.Publish(target_.source, c_->FlagOf(target_.chunk, target_.piece), rows_,
                        static_cast<uint32_t>(count_));
     }
   }
 
   __device__ __forceinline__ void Start(bool) {
     to_load_ = to_store_ = rows_;
-    from_ = static_cast<const uint8_t*>(c_->step.expert_out) + PieceBytes<Element>(place_.piece) +
+    from_ = static_cast<const uint8_t*>(c_->step.expert_out) + PieceBytes<Element>(target_.piece) +
             LaneBytes<Element, kCount>();
-    to_ = c_->call.Region(place_.source, c_->call.PartAt(place_.source)) +
-          First() * c_->plan.message.bytes + c_->plan.message.row + PieceBytes<Wire>(place_.piece) +
-          LaneBytes<Wire, kCount>();
+    to_ = c_->call.Region(target_.source, c_->call.PartAt(target_.source)) +
+          First() * c_->plan.message.bytes + c_->plan.message.row +
+          PieceBytes<Wire>(target_.piece) + LaneBytes<Wire, kCount>();
   }
 
   __device__ __forceinline__ bool Next(Term& term) {
@@ -207,7 +208,7 @@ class SendEntriesJob {
     using Sums = Columns<Wire, kCount, kColumns>;
     uint8_t* to = to_ + Pop(to_store_) * c_->plan.message.bytes;
     if constexpr (QuantizedFormat<Wire>) {
-      const int32_t to_scale = ScaleFromCode<Wire, kCount>(c_->plan.message, place_.piece);
+      const int32_t to_scale = ScaleFromCode<Wire, kCount>(c_->plan.message, target_.piece);
       Sums::Store(sums, to, to_scale, column, in_row);
     } else if (in_row) {
       Sums::Store(sums, to + column * Sums::kColumnBytes);
@@ -216,7 +217,7 @@ class SendEntriesJob {
 
  private:
   __device__ int32_t First() const {
-    return static_cast<int32_t>(place_.chunk * c_->plan.chunk_slots.value);
+    return static_cast<int32_t>(target_.chunk * c_->plan.chunk_slots.value);
   }
   __device__ static int Pop(unsigned& lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
@@ -225,17 +226,17 @@ class SendEntriesJob {
   }
 
   const Combine* c_;
-  SendTarget place_;
+  SendTarget target_;
   int32_t row_;    // of this lane's slot, or -1
-  int32_t count_;  // slots
-  unsigned rows_;  // lanes that have one
+  int32_t count_;  // number of slots
+  unsigned rows_;  // bit of each lane that has a row
   unsigned to_load_ = 0;
   unsigned to_store_ = 0;
   const uint8_t* from_ = nullptr;
   uint8_t* to_ = nullptr;
 };
 
-// A sender, until there is nothing left to send. False where a wait fails.
+// A sender: works until there is nothing left to send. Returns false if a wait fails.
 template <typename Job>
 __device__ bool SendAll(const Combine& c, WorkItem item) {
   if (item.phase == Phase::kNone) return c.call.AwaitCredits();
@@ -243,10 +244,12 @@ __device__ bool SendAll(const Combine& c, WorkItem item) {
   if (!c.call.AwaitCredits()) return false;
   const bool ahead = c.call.DrawsAhead(Queue::kSend);
   for (;;) {
-    // Where it is likely to be the last one the flag need not wait for the next ticket either.
+    // When the queue is nearly empty, draw before the work: this item is probably the last one,
+    // whose flag then need not wait for the ticket.
     uint32_t ticket = ahead ? c.call.Draw(Queue::kSend) : 0;
     job.Run();
-    // Before the fence, so that it and the next item's look-ups wait for memory together.
+    // Otherwise draw before Publish, so that its fence and the next item's look-ups wait for memory
+    // at the same time.
     if (!ahead) ticket = c.call.Draw(Queue::kSend);
     item = c.call.Resolve(Queue::kSend, ticket);
     if (item.phase == Phase::kNone) break;
@@ -258,7 +261,7 @@ __device__ bool SendAll(const Combine& c, WorkItem item) {
   return true;
 }
 
-// With options: rows one by one, or sums.
+// With options, sends rows one by one or as sums.
 template <typename Element, typename Wire, bool kOptions>
 __device__ bool SendSums(const Combine& c, WorkItem item) {
   if constexpr (kOptions) {

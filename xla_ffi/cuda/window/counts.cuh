@@ -1,5 +1,5 @@
-// What sending warps tell each other of a part of the ids of a call, and all ranks once all are
-// counted. Used by window/dispatch_send.cuh and low_latency/dispatch.cu.
+// How sending warps share their counts of the ids: each part of them among the senders of the rank,
+// and the total with all ranks.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace jax_ep::cuda {
 
-// One lane.
+// Called by one lane.
 __device__ inline void ReportInvalid(const WindowDispatchStep& step, const InvalidIds& invalid) {
   *step.num_invalid = invalid.count;
   InvalidIdReport* report = step.report;
-  // The host clears it between calls.
+  // Keep an earlier report: the host clears it between calls.
   if (invalid.count == 0 || report == nullptr ||
       *static_cast<const volatile int32_t*>(&report->state) != InvalidIdReport::kFree) {
     return;
@@ -24,7 +24,8 @@ __device__ inline void ReportInvalid(const WindowDispatchStep& step, const Inval
       make_int4(entry / top_k, entry % top_k, step.ids[entry], InvalidIdReport::kSet);
 }
 
-// Any thread, after AwaitCredits: a cell of a destination's counts, of its slots and `rows` [E].
+// For any thread, after AwaitCredits: posts a cell of a destination's counts, from its slots and
+// `rows` [E].
 __device__ inline void PostCountCell(const WindowDispatchStep& step, const WindowCall& call,
                                      uint32_t destination, uint32_t cell, int32_t slots,
                                      const int32_t* rows) {
@@ -42,7 +43,7 @@ __device__ inline void PostCountCell(const WindowDispatchStep& step, const Windo
   call.PostCounts(destination, cell, counts);
 }
 
-// Whole warp, after AwaitCredits: every destination's counts, from the router.
+// Called by the whole warp after AwaitCredits: posts every destination's counts from the router.
 __device__ inline void PostRouted(const WindowDispatchStep& step, const WindowCall& call,
                                   const WarpRouter& router, const InvalidIds& invalid) {
   const uint32_t cells = static_cast<uint32_t>(CountCells(step.shape.local_experts));
@@ -68,7 +69,7 @@ __device__ inline uint32_t BeforePart(uint32_t part) {
   return static_cast<uint32_t>(kRouteParts) + part;
 }
 
-// Whole warp: what the router has counted.
+// Called by the whole warp: posts what the router has counted.
 __device__ inline void PostCounted(const WindowCall& call, const WarpRouter& router,
                                    int32_t experts, uint32_t row) {
   constexpr uint32_t kPerCell = static_cast<uint32_t>(kCountsPerCell);
@@ -89,16 +90,16 @@ __device__ inline void PostCounted(const WindowCall& call, const WarpRouter& rou
   call.PostHere(cells + row_cells + rank, {router.slots(), 0, 0});
 }
 
-// Any lanes, each for its own `count` cells from `first` on: whether they came soon.
+// For any lanes, each for its own `count` cells from `first` on: whether they arrive soon.
 template <uint32_t kCells>
 __device__ inline bool LookForCells(const WindowCall& call, const CountCell* first, uint32_t count,
                                     uint32_t stride, CountCell (&cells)[kCells]) {
-  // Each takes most of a microsecond, where counting a part takes a few.
+  // A look takes most of a microsecond, and counting a part a few microseconds.
   constexpr int kLooks = 64;
   bool there = false;
   JAX_EP_NO_UNROLL
   for (int look = 0; look < kLooks && !there; ++look) {
-    // All loads are under way before one is looked at.
+    // All loads are in flight before the first result is used.
     bool arrived[kCells];
 #pragma unroll
     for (uint32_t i = 0; i < kCells; ++i) {
@@ -111,16 +112,17 @@ __device__ inline bool LookForCells(const WindowCall& call, const CountCell* fir
   return there;
 }
 
-// Whole warp, all of it at the same cells: fills the router from `counts_of(cell, count, counts)`,
-// which gives this lane the counts of cells `cell`, `cell` + 32, .. and says whether they are
-// there. The router has then counted the tokens up to `end`; where it is false, that means nothing.
+// Called by the whole warp: fills the router with counts. `counts_of(cell, count, counts)` gives
+// this lane the counts of cells `cell`, `cell` + 32, ... and returns whether they are there. If all
+// were, the router has counted the tokens up to `end`; if the result is false, the router's counts
+// are meaningless.
 template <uint32_t kCells, typename CountsOf>
 __device__ inline bool FillRouter(const WindowCall& call, WarpRouter& router, int32_t experts,
                                   int32_t end, CountsOf counts_of) {
   constexpr uint32_t kPerCell = static_cast<uint32_t>(kCountsPerCell);
   const uint32_t row_cells = static_cast<uint32_t>(RoutePart::RowCells(experts));
   const uint32_t all_cells = static_cast<uint32_t>(RoutePart::Cells(experts, call.ranks()));
-  __syncwarp();  // lanes may still read rows that they post
+  __syncwarp();  // lanes may still be reading rows to post them
   bool there = true;
   int32_t slots = 0;  // of the rank of this lane's last cell
   JAX_EP_NO_UNROLL
@@ -139,15 +141,16 @@ __device__ inline bool FillRouter(const WindowCall& call, WarpRouter& router, in
       }
     }
   }
-  // Those of the ranks are the last cells and no more than lanes: a lane has one, as its last.
+  // The ranks' cells come last and are at most as many as lanes, so each is the last cell of one
+  // lane.
   const uint32_t lane = (row_cells + static_cast<uint32_t>(Lane())) % kWarpSize;
   router.SetSlots(__shfl_sync(kFullWarp, slots, static_cast<int>(lane)));
   router.SetCounted(end);
   return __all_sync(kFullWarp, there) != 0;
 }
 
-// Whole warp: posts what is before part `part`, which begins with token `begin`; nothing where the
-// parts before it do not come soon. The router counts something else afterwards.
+// Called by the whole warp: posts the counts before part `part`, which begins with token `begin`,
+// unless the earlier parts' counts do not arrive soon. Overwrites the router.
 __device__ inline void PostBefore(const WindowCall& call, WarpRouter& router, int32_t experts,
                                   uint32_t part, int32_t begin) {
   constexpr uint32_t kAtOnce = 8;
@@ -172,8 +175,9 @@ __device__ inline void PostBefore(const WindowCall& call, WarpRouter& router, in
   }
 }
 
-// Whole warp: the router has then counted what is before part `part`, which begins with token
-// `begin`. False where nobody posted that soon; then what it has counted means nothing.
+// Called by the whole warp: fills the router with the counts before part `part`, which begins with
+// token `begin`. Returns false if they do not arrive soon; the router's counts are then
+// meaningless.
 __device__ inline bool CountBefore(const WindowCall& call, WarpRouter& router, int32_t experts,
                                    uint32_t part, int32_t begin) {
   const CountCell* const cells = call.RouteCells(experts, BeforePart(part));

@@ -1,5 +1,5 @@
-// The fused dispatch of the window transports: senders store messages into the destinations'
-// windows while placers move what has arrived to its rows.
+// The dispatch of the window transports: senders store messages into the destinations' windows
+// while receivers move what has arrived to its rows.
 #include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/low_latency/calls.h"
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
     } else {
       ok = AwaitCredits(call);
     }
-    // Only credits can have failed, which is the same for the whole block.
+    // Only the wait for credits can have failed, and that affects the whole block.
     Team team;
-    const bool places = ReceivingTeam<kHelperWarps<Format> != 0>(plan.call.roles, senders, team);
+    const bool receives = ReceivingTeam<kHelperWarps<Format> != 0>(plan.call.roles, senders, team);
     if (ok) {
-      Receiver<Format> placer(step, plan, call, stages, memory);
-      ok = places ? placer.Build(team) : placer.AwaitTables();
-      if (ok) ok = placer.Run(call.First(Queue::kReceive));
+      Receiver<Format> receiver(step, plan, call, stages, memory);
+      ok = receives ? receiver.Build(team) : receiver.AwaitTables();
+      if (ok) ok = receiver.Run(call.First(Queue::kReceive));
     }
   }
   EndRows(call, ok, [] {}, [&] { Fail<Format>(step, plan.scales); });

@@ -1,5 +1,4 @@
-// A dispatch of the window transports in two halves: the kernels of window/dispatch.cu, cut between
-// sending and placing.
+// The send half and the receive half of a dispatch of the window transports.
 #include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/window/calls.h"
@@ -66,8 +65,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
-    Receiver<Format> placer(step, plan, call, stages, memory);
-    ok = placer.Build({threadIdx.x, kRowThreads, 0}) && placer.Run(call.First(Queue::kReceive));
+    Receiver<Format> receiver(step, plan, call, stages, memory);
+    ok = receiver.Build({threadIdx.x, kRowThreads, 0}) && receiver.Run(call.First(Queue::kReceive));
   }
   EndRows(call, ok, [] {}, [&] { Fail<Format>(step, plan.scales); });
 #endif

@@ -1,5 +1,4 @@
-// How a window dispatch is cut into work and what its blocks keep in shared memory. Used by
-// window/dispatch*.
+// How a window dispatch is cut into work and what its blocks keep in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +16,24 @@ struct DispatchPlan {
   CallPlan call;
   RowPlan rows;
   EncodePlan encode;  // of quantised formats
-  ScalePlan scales;   // likewise
+  ScalePlan scales;   // of quantised formats
   Divisor count_cells;
   Divisor top_k;
   RankOfExpert rank_of{1};
-  int32_t route_tokens;  // of a part
+  int32_t route_tokens;  // per part
   int32_t chunk_tokens;
-  uint32_t chunk_items;  // place items that have a chunk; the others only fill
+  uint32_t chunk_items;  // receive items that have a chunk; the others only fill
 };
 
-// The block's shared memory: zeros, stages, counters of senders, groups of placers and, of formats
-// with scales, the groups' tiles.
+// A block's shared memory: zeros, stages, the senders' counters, the receivers' group tables and,
+// in formats with scales, the groups' first tiles.
 template <typename Format>
 struct DispatchShared {
   uint8_t* zeros;
   uint8_t* stages;
   int32_t* router_rows;  // [kRowWarps, E]
   CallBlock* call;
-  TeamJob* jobs;  // [kRowWarps], of quantised formats
+  TeamJob* jobs;  // [kRowWarps], in quantised formats
   uint8_t* groups;
   bool* counts_arrived;
   int32_t* first_tiles;  // [L + 1]
@@ -62,8 +61,8 @@ JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const EpShape& shape) {
                              Format::ScaleBytes(shape.hidden), shape.top_k);
 }
 
-// All but the roles of the call, where `spare` bytes of shared memory are left for others. False
-// where it does not fit.
+// Makes all of the plan except the roles, leaving `spare` bytes of shared memory for others.
+// Returns false if it does not fit.
 template <typename Format>
 bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;

@@ -1,6 +1,5 @@
-// The placing warps of a window dispatch: from the counts of all sources to the tables of the
-// groups, and from arrived messages to rows. Used by window/dispatch.cu and
-// window/dispatch_halves.cu; what a failed call returns by low_latency/dispatch.cu as well.
+// The receivers of a window dispatch: they build the tables of the groups from the counts of all
+// sources, and move arrived messages to rows.
 #pragma once
 
 #include <cstdint>
@@ -31,18 +30,18 @@ class Receiver {
         scales_(step, plan.scales, groups_, memory.first_tiles, memory.zeros),
         memory_(memory) {}
 
-  // Whole team: makes the tables. False where a wait failed.
+  // Called by the whole team: builds the tables. Returns false if a wait failed.
   __device__ bool Build(const Team& team) {
     groups_.Build(call_, plan_.count_cells, team, *memory_.counts_arrived);
     if constexpr (kEncoded) {
       if (*memory_.counts_arrived) scales_.Build(team);
     }
-    // For the senders beside this team.
+    // Releases the senders in AwaitTables.
     if (team.threads < kRowThreads) ArriveAtBarrier(kTablesBarrier, kRowThreads);
     return *memory_.counts_arrived;
   }
 
-  // For a sender beside such a team, when it has sent.
+  // For senders beside a receiving team, after sending.
   __device__ bool AwaitTables() {
     __syncwarp();
     NamedBarrier(kTablesBarrier, kRowThreads);
@@ -62,7 +61,8 @@ class Receiver {
   }
 
  private:
-  // An equal share of everything that no message fills: padding, the tail, slots without a token.
+  // Fills this item's equal share of whatever no message fills: padding, the tail, and slots
+  // without a token.
   __device__ void FillShare(uint32_t item) {
     const EpShape& shape = step_.shape;
     const int64_t items = plan_.call.work.receive_items;
@@ -116,11 +116,11 @@ class Receiver {
     const Arrival chunk = AwaitChunk(call_, item, shape.tokens);
     if (!chunk.ok) return false;
     const auto message = MessageOf<Format>(shape);
-    // Own tokens that are sent as they are do not go through the window.
+    // Own tokens that travel unchanged do not pass through the window.
     const bool own = !kEncoded && chunk.source == call_.rank();
     const uint8_t* messages =
         call_.Region(call_.rank(), chunk.source) + int64_t{chunk.first_slot} * rows.message_bytes;
-    uint32_t token = 0;  // of the message of this lane's number
+    uint32_t token = 0;  // of message i, in lane i
     if (own && static_cast<uint32_t>(Lane()) < chunk.count) {
       const uint8_t* from = messages + Lane() * int64_t{rows.message_bytes};
       token = Min(static_cast<uint32_t>(LoadAroundL1(Int32At(from, message.source_token))),
@@ -137,7 +137,7 @@ class Receiver {
     };
     const uint32_t units = chunk.count * rows.pieces.value;
     const uint32_t primed = stages_.Prime(units, load);
-    Place place{-1, 0};  // of the entry of this lane's number
+    Place place{-1, 0};  // of entry k, in lane k
     stages_.Pass(units, primed, load, [&](uint32_t unit, const uint8_t* stage) {
       uint32_t piece;
       const uint32_t index = rows.pieces.Divide(unit, piece);
@@ -154,20 +154,20 @@ class Receiver {
     return true;
   }
 
-  // Of an entry: its row or -1, and the group it is in.
+  // An entry's row, or -1, and its group.
   struct Place {
     int32_t row;
     int32_t group;
   };
 
-  // Whole warp: the tables of a slot. Returns the place of the entry of this lane's number.
+  // Called by the whole warp: writes a slot's tables. Returns in lane k the place of entry k.
   __device__ Place Record(uint32_t source, uint32_t slot, const uint8_t* stage) {
     const EpShape& shape = step_.shape;
     const auto message = MessageOf<Format>(shape);
     const int k = Lane();
     if (k >= shape.top_k) return {-1, 0};
     const int64_t flat = source * shape.tokens + slot;
-    // Without a sign, so that whatever a peer has stored wraps.
+    // Unsigned, so that whatever a peer has stored wraps around instead of overflowing.
     const auto first = static_cast<uint32_t>(call_.rank() * shape.local_experts);
     const auto stored = static_cast<uint32_t>(Int32At(stage, message.expert)[k]);
     const auto expert = static_cast<int32_t>(stored - first);
@@ -186,19 +186,19 @@ class Receiver {
   const WindowDispatchStep& step_;
   const DispatchPlan& plan_;
   WindowCall& call_;
-  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
   GroupTable groups_;
   std::conditional_t<kEncoded, ScaleWriter<Format>, NoScales> scales_;
   const DispatchShared<Format>& memory_;
 };
 
-// Whole block: all ones, as kNoValue.
+// Called by the whole block: fills memory with all ones, the bytes of kNoValue.
 __device__ inline void FillBytes(uint8_t* to, int64_t count) {
   JAX_EP_NO_UNROLL
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = 0xFF;
 }
 
-// Whole block: what a call, or its second half, returns that did not end.
+// Called by the whole block: fills in the results of a failed call or receive half.
 template <typename Format>
 __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePlan& scales) {
   const EpShape& shape = step.shape;
@@ -221,7 +221,7 @@ __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePla
   FillWords(step.expert_counts, experts, 0);
   FillWords(step.slot_counts, shape.ranks, 0);
   FillWords(step.num_dropped, 1, 0);
-  // The first half's.
+  // The results of a send half belong to that.
   if (step.slot_of == nullptr) return;
   FillWords(step.slot_of, entries, kNoValue);
   FillWords(step.num_invalid, 1, 0);

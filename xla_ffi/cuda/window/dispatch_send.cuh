@@ -1,5 +1,5 @@
-// The sending warps of a window dispatch: route, post the counts, encode and store messages into
-// the destinations' windows. Used by window/dispatch.cu and window/dispatch_halves.cu.
+// The senders of a window dispatch: they route, post counts, encode tokens and store messages into
+// the destinations' windows.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Sender {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
  public:
-  // `jobs` are those of quantised formats.
+  // `jobs` is used by quantised formats only.
   __device__ Sender(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
                     BulkStages& stages, int32_t* router_rows, TeamJob* jobs)
       : step_(step),
@@ -31,7 +31,7 @@ class Sender {
         walk_(plan.top_k),
         router_(step.shape, plan.rank_of, step.ids, router_rows) {}
 
-  // False where a wait failed. The block's wait for credits is part of it.
+  // Returns false if a wait failed. Includes the block's wait for credits.
   __device__ bool Run(WorkItem item) {
     const bool sent =
         ForEachItem(call_, Queue::kSend, item, [&](WorkItem current, NextTicket& next) {
@@ -54,14 +54,14 @@ class Sender {
  private:
   __device__ int32_t experts() const { return static_cast<int32_t>(step_.shape.experts()); }
 
-  // Once before the first store: later ones are free.
+  // Waits for credits before the first store; later calls return at once.
   __device__ bool MayStore() {
     if (!may_store_) free_ = AwaitCredits(call_);
     may_store_ = true;
     return free_;
   }
 
-  // The tokens of a route item, or those before a chunk.
+  // Counts the tokens of a route item, or those before a chunk.
   __device__ InvalidIds Count(bool routes, uint32_t item) {
     const int32_t tokens = static_cast<int32_t>(step_.shape.tokens), part = plan_.route_tokens;
     const int32_t begin =
@@ -79,7 +79,7 @@ class Sender {
     return invalid;
   }
 
-  // A part of the tokens is counted; whoever adds the last part posts the counts of all.
+  // Adds a counted part to the rank's totals; the sender that adds the last part posts the totals.
   __device__ bool Route(uint32_t item, InvalidIds invalid) {
     const EpShape& shape = step_.shape;
     if (plan_.call.work.route_items == 1) return PostCounts(invalid);
@@ -100,12 +100,12 @@ class Sender {
     if (Lane() == 0) {
       last = LastOf(DeviceSignalMemory{}, totals.finished, plan_.call.work.route_items);
     }
-    // Passes the acquire in LastOf on to the warp.
+    // From the acquire in LastOf to the accesses of every lane.
     __syncwarp();
     if (__shfl_sync(kFullWarp, static_cast<int>(last), 0) == 0) {
       return true;
     }
-    // The scratch is left at zero for the next call.
+    // Leave the scratch at zero for the next call.
     JAX_EP_NO_UNROLL
     for (int32_t expert = Lane(); expert < experts(); expert += kWarpSize) {
       router_.Set(expert, LoadAroundL1(totals.rows + expert));
@@ -123,26 +123,26 @@ class Sender {
     return PostCounts(invalid);
   }
 
-  // What is before a part, for its chunks.
+  // Posts the counts before a part, for the senders of its chunks.
   __device__ void TellBefore(uint32_t part) {
     const int32_t begin = static_cast<int32_t>(part) * plan_.route_tokens;
     PostBefore(call_, router_, experts(), part, begin);
   }
 
-  // What the router has counted is all of the call's.
+  // Posts the router's counts as those of the whole call.
   __device__ bool PostCounts(const InvalidIds& invalid) {
     if (!MayStore()) return false;
     PostRouted(step_, call_, router_, invalid);
     return true;
   }
 
-  // A chunk whose first loads are under way.
+  // A chunk whose first loads are in flight.
   struct Chunk {
     int32_t begin;
     int32_t end;
     uint32_t units;
     uint32_t primed;
-    float weight;  // of this lane's entry of the first step
+    float weight;  // of this lane's entry in the first step
     int32_t id;    // likewise
   };
 
@@ -173,11 +173,11 @@ class Sender {
     return chunk;
   }
 
-  // The tokens before the chunk are counted.
+  // Sends a chunk. The tokens before it have been counted.
   __device__ bool Send(uint32_t item, const Chunk& chunk, NextTicket& next) {
     const int32_t first_slot = router_.slots();
     const uint32_t destination = DestinationOf(call_, item);
-    // While the first token is on its way.
+    // Assign while the first token is being loaded.
     RoutedEntry entry = router_.Assign(walk_, chunk.end, chunk.id);
     float weight = chunk.weight;
     int32_t slot = -1;  // of the token at this lane's destination
@@ -190,7 +190,7 @@ class Sender {
       uint32_t piece;
       const int32_t in_chunk = static_cast<int32_t>(pieces().Divide(unit, piece));
       const int32_t token = chunk.begin + in_chunk;
-      // A chunk is mostly one step.
+      // Most chunks are a single step; a comparison is cheaper than a division.
       const int32_t in_step = in_chunk < walk_.tokens ? in_chunk : in_chunk % walk_.tokens;
       uint8_t* side = stage + plan_.rows.piece_bytes;
       if constexpr (kEncodes) StartEncoding(team_, stage, piece);
@@ -209,10 +209,11 @@ class Sender {
         __syncwarp();
       }
       if (slot >= 0) Store(destination, piece, slot, stage);
-      // After the stores: the fence before them would wait for this one.
+      // Only after the bulk stores: the fence in front of those would have to wait for these stores
+      // too.
       if (piece == 0 && in_step == 0) RecordSlots(token, chunk.end, entry);
     });
-    // The router counts by rank, in the lane of its number.
+    // Lane r of the router has the count of rank r.
     const int32_t at = static_cast<int32_t>(destination);
     const int32_t first = __shfl_sync(kFullWarp, first_slot, at);
     const int32_t count = __shfl_sync(kFullWarp, router_.slots() - first_slot, at);
@@ -234,8 +235,8 @@ class Sender {
         entry.rank < 0 ? -1 : entry.rank * tokens + entry.slot;
   }
 
-  // Writes what lies beside the payload and the scales of a token whose entries are in the lanes
-  // from `base` on. The same for all destinations: experts are global.
+  // Writes what lies beside the payload and the scales of a token, whose entries are in the lanes
+  // from `base` on. Expert ids are global here, so that the same message serves all destinations.
   __device__ void Annotate(int32_t token, int32_t base, const RoutedEntry& entry, float weight,
                            uint8_t* side) {
     const auto message = MessageOf<Format>(step_.shape);
@@ -260,7 +261,7 @@ class Sender {
     } else if (destination != call_.rank()) {
       StorePiece(rows, piece, message, stage);
     } else if (piece == 0) {
-      // Own rows come from the tokens themselves.
+      // Own rows are copied from the tokens themselves.
       BulkStore(message + rows.side, stage + rows.piece_bytes, rows.side_bytes);
     }
   }
@@ -268,11 +269,11 @@ class Sender {
   const WindowDispatchStep& step_;
   const DispatchPlan& plan_;
   WindowCall& call_;
-  BulkStages& stages_;  // one for both roles: it knows the phases of the barriers
+  BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
   HelperTeam team_;     // of quantised formats
   TokenWalk walk_;
   WarpRouter router_;
-  bool counts_ = false;  // the router does, from token 0 on
+  bool counts_ = false;  // whether the router counts from token 0 on
   bool may_store_ = false;
   bool free_ = false;
 };

@@ -1,5 +1,5 @@
-// Tokens that are sent as codes and scales: a sender's helpers encode them where they lie in its
-// stage. Used by window/*dispatch*.
+// Encoding tokens that travel as codes and scales: a sender's helpers encode them in place, in the
+// sender's stage.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,9 @@
 
 namespace jax_ep::cuda {
 
-// How tokens pass through stages: in as elements, out as a message's payload, scales and, from
-// `rest` on, what travels beside them. Pieces of a message are not the placer's.
+// How tokens pass through stages: they come in as elements and go out as a message's payload,
+// scales and, from `rest` on, what travels beside them. The pieces differ from the receiver's
+// (RowPlan).
 struct EncodePlan {
   Divisor pieces;
   uint32_t piece_elements;
@@ -23,7 +24,7 @@ struct EncodePlan {
   uint32_t element_bytes;
   ElementType element;
   uint32_t scales;  // offset in a message
-  uint32_t rest;    // likewise
+  uint32_t rest;    // offset in a message
   uint32_t message_bytes;
 
   __device__ uint32_t Elements(uint32_t piece) const {
@@ -31,7 +32,7 @@ struct EncodePlan {
   }
 };
 
-// Codes and scales of so many elements are whole vectors.
+// The smallest number of elements whose codes and scales are whole vectors.
 template <typename Format>
 constexpr int64_t EncodeElements() {
   int64_t elements = Format::kBlock;
@@ -42,8 +43,8 @@ constexpr int64_t EncodeElements() {
   return elements;
 }
 
-// Fits the pieces of tokens into `stages`, whose stages may become larger and fewer; false where
-// there is no room for two.
+// Fits the pieces of tokens into `stages`, which may make the stages larger and fewer. Returns
+// false if there is no room for two.
 template <typename Format>
 bool PlanEncoding(int64_t hidden, ElementType element, int64_t scales, int64_t rest,
                   int64_t message_bytes, int64_t budget, EncodePlan& plan, StagePlan& stages) {
@@ -68,7 +69,7 @@ bool PlanEncoding(int64_t hidden, ElementType element, int64_t scales, int64_t r
   return false;
 }
 
-// Whole warp: loads a piece of token `token`.
+// Called by the whole warp: loads a piece of a token.
 __device__ inline void LoadTokenPiece(BulkStages& stages, const EncodePlan& plan,
                                       const void* tokens, int64_t token, uint32_t piece) {
   const uint32_t bytes = plan.Elements(piece) * plan.element_bytes;
@@ -79,16 +80,16 @@ __device__ inline void LoadTokenPiece(BulkStages& stages, const EncodePlan& plan
   });
 }
 
-// Vectors that a helper has in its registers at a time.
+// Vectors that a helper keeps in registers at a time.
 inline constexpr uint32_t kHelperVectors = 2;
 
-// A helper, whole warp: its share of a stage's elements. Rounds ascending: the codes of a round end
-// before the elements of the next, which nobody has read yet. The same is not true of scales, so
-// they are apart.
+// A helper, as a whole warp: encodes its share of a stage's elements. The rounds ascend, so a
+// round's codes end before the elements of the next one, which have not been read yet. That is not
+// true of scales, so they are written behind the elements.
 template <typename Format, typename Element>
 __device__ __forceinline__ void EncodeElements(const Helper<Format>& helper, uint8_t* stage,
                                                uint32_t elements, float input_scale) {
-  // Neighbours, so that fewer lanes share a block, and work out its scale.
+  // Adjacent vectors, so that fewer lanes share a block and compute its scale.
   constexpr int kCount = kHelperVectors * kLaneElements<Element>;
   static_assert(Format::kBlock % kCount == 0);
   uint8_t* scales = stage + elements * sizeof(Element);
@@ -104,7 +105,8 @@ __device__ __forceinline__ void EncodeElements(const Helper<Format>& helper, uin
   }
 }
 
-// A helper: the block's wait for credits is part of it. False where that failed.
+// A helper: serves senders until they dismiss it. Includes the block's wait for credits; returns
+// false if that failed.
 template <typename Format>
 __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, TeamJob* jobs,
                             const float* input_scale_at) {
@@ -126,10 +128,11 @@ __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, Team
   return true;
 }
 
-// The sizes of an encoded piece in its stage: codes, scales, and then what travels beside them.
+// The sizes of an encoded piece in its stage, which holds codes, scales and then what travels
+// beside them.
 struct EncodedSizes {
   uint32_t codes;
-  uint32_t scales;  // whole vectors
+  uint32_t scales;  // rounded up to whole vectors
 };
 template <typename Format>
 __device__ __forceinline__ EncodedSizes SizesOfPiece(const EncodePlan& plan, uint32_t piece) {
@@ -138,15 +141,15 @@ __device__ __forceinline__ EncodedSizes SizesOfPiece(const EncodePlan& plan, uin
           static_cast<uint32_t>(RoundUp(Format::ScaleBytes(elements), kRowAlignBytes))};
 }
 
-// Sender, whole warp: its helpers begin with a piece.
+// A sender, as a whole warp: has its helpers start to encode a piece.
 __device__ inline void StartEncoding(const HelperTeam& team, const uint8_t* stage, uint32_t piece) {
   if (Lane() == 0) team.SetJob(stage, piece, 0);
   team.Start();
 }
 
-// And end: elements have become codes and, behind them, scales, with nothing between. Ordinary
-// stores: a FenceProxyAsyncShared and a __syncwarp come before bulk stores. Returns where what
-// travels beside them goes.
+// A sender, as a whole warp: waits for its helpers and moves the scales directly behind the codes.
+// Returns where what travels beside them goes. These are ordinary stores, so FenceProxyAsyncShared
+// and __syncwarp must come before bulk stores.
 template <typename Format>
 __device__ __forceinline__ uint8_t* FinishEncoding(const HelperTeam& team, const EncodePlan& plan,
                                                    uint8_t* stage, uint32_t piece) {
@@ -159,12 +162,12 @@ __device__ __forceinline__ uint8_t* FinishEncoding(const HelperTeam& team, const
        at += kWarpSize * kVectorBytes) {
     *reinterpret_cast<uint4*>(scales + at) = *reinterpret_cast<const uint4*>(apart + at);
   }
-  // What is written next may lie where scales were read.
+  // What the caller writes next may overwrite where scales were read.
   __syncwarp();
   return scales + sizes.scales;
 }
 
-// One lane: as StorePiece, of an encoded one.
+// Called by one lane: like StorePiece, for an encoded piece.
 template <typename Format>
 __device__ __forceinline__ void StoreEncoded(const EncodePlan& plan, uint32_t piece,
                                              uint8_t* message, const uint8_t* stage) {

@@ -1,4 +1,4 @@
-// How many blocks a window call gets, and the preloading of its kernel. Host side of window/*.cu.
+// Host side of the window kernels: how many blocks a call gets, and the preloading of its kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 
 namespace jax_ep::cuda {
 
-// Blocks are so large that a multiprocessor holds one; more would wait for the first to leave.
+// Blocks are so large that a multiprocessor holds only one; more would wait for the first ones to
+// end.
 inline unsigned Processors() {
   int device = 0, processors = 1;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -21,7 +22,7 @@ inline unsigned Processors() {
   return static_cast<unsigned>(processors);
 }
 
-// What the config gives, else `most`, as far as the device has them.
+// The number that the config gives, or `most`; never more than the device has multiprocessors.
 inline unsigned BlockLimit(const WindowGroup& group, unsigned most) {
   return std::min(group.num_sms != 0 ? group.num_sms : most, Processors());
 }

@@ -1,6 +1,5 @@
-// The receiving rank's tables of a window dispatch: where the rows of each (source, expert) start,
-// and what lies between and behind the real rows. Used by window/dispatch_receive.cuh,
-// low_latency/dispatch.cu and window/scales.cuh; the zeros by window/cached_dispatch.cu as well.
+// The receiving rank's tables of a dispatch: where the rows of each (source, expert) start, and
+// what lies between and behind the real rows.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +13,18 @@ namespace jax_ep::cuda {
 // Zeros in shared memory, from which ranges of rows are cleared.
 inline constexpr uint32_t kZeroBytes = 2048;
 
-// Bulk stores of zeros over [begin, end), by all lanes. Multiples of 16.
+// Called by all lanes: bulk stores of zeros over [begin, end). Addresses are multiples of 16.
 __device__ inline void StoreZeros(uint8_t* begin, uint8_t* end, const uint8_t* zeros) {
   JAX_EP_NO_UNROLL
   for (uint8_t* to = begin + Lane() * int64_t{kZeroBytes}; to < end;
        to += kWarpSize * int64_t{kZeroBytes}) {
     BulkStore(to, zeros, static_cast<uint32_t>(Min<int64_t>(kZeroBytes, end - to)));
   }
-  // In a group of their own: waits cover only groups that are closed.
+  // Close the group, because waits cover closed groups only.
   BulkCommit();
 }
 
-// In shared memory, one a block.
+// In shared memory, one per block.
 class GroupTable {
  public:
   __host__ __device__ static int64_t Bytes(const EpShape& shape, int64_t warps) {
@@ -40,8 +39,9 @@ class GroupTable {
         end_(rows_ + shape.local_experts),
         slots_(end_ + 1) {}
 
-  // Whole team: waits for the counts of all sources. `arrived` is shared by the team, true before.
-  // `first` is what the thread has seen in its first cell if it looked there before, or nullptr.
+  // Called by the whole team: waits for the counts of all sources. `arrived` is shared by the team
+  // and must be true before; it becomes false if a wait fails. `first` is what this thread has
+  // already read of its first cell, or nullptr.
   __device__ void Build(const WindowCall& call, const Divisor& cells, const Team& team,
                         bool& arrived, const CountCell* first = nullptr) {
     const int64_t entries = shape_.tokens * shape_.top_k;
@@ -59,7 +59,8 @@ class GroupTable {
         slots_[source] = static_cast<int32_t>(Clamp(seen.counts[0], shape_.tokens));
         continue;
       }
-      // No source has more rows than entries; no count may move a group out of [0, N].
+      // A source cannot have more rows than entries. Clamping keeps corrupt counts from moving a
+      // group out of [0, N].
       const uint32_t first = (cell - 1) * static_cast<uint32_t>(kCountsPerCell);
 #pragma unroll
       for (uint32_t j = 0; j < kCountsPerCell; ++j) {
@@ -75,7 +76,7 @@ class GroupTable {
     };
     const int64_t end = ForEachGroup(
         team, shape_, totals_, count_of, [&](int64_t expert, int64_t start, int64_t rows) {
-          // From counts to first rows, in place.
+          // Turns counts into first rows, in place.
           int64_t base = start;
           JAX_EP_NO_UNROLL
           for (int64_t source = 0; source < shape_.ranks; ++source) {
@@ -89,7 +90,8 @@ class GroupTable {
     team.Sync();
   }
 
-  // Whole team, after Build: the first tile of each group's scales, and behind the last one.
+  // Called by the whole team after Build: computes the first tile of each group's scales, and the
+  // end of the last one.
   __device__ void BuildTiles(const Team& team, int32_t* first_tiles) const {
     const int64_t groups = shape_.local_experts, length = DivideUp(groups, team.threads);
     const int64_t begin = Min(team.thread * length, groups), end = Min(begin + length, groups);
@@ -109,7 +111,7 @@ class GroupTable {
     team.Sync();
   }
 
-  // The row of an entry that came from `source`, or -1.
+  // Returns the row of an entry from `source`, or -1.
   __device__ int32_t RowOf(uint32_t source, int32_t expert, int32_t position) const {
     if (expert < 0 || expert >= shape_.local_experts) return -1;
     const int64_t base = base_[source * shape_.local_experts + expert];
@@ -119,12 +121,12 @@ class GroupTable {
   // Rows from here on belong to no group.
   __device__ int64_t End() const { return Min<int64_t>(*end_, shape_.recv_rows); }
   __device__ int32_t Slots(int64_t source) const { return slots_[source]; }
-  // Where a group begins, or the last one ends, cut by N.
+  // Where a group begins, or where the last one ends, clamped to N.
   __device__ int32_t Offset(int64_t group) const {
     return static_cast<int32_t>(Min<int64_t>(Start(group), shape_.recv_rows));
   }
 
-  // The padding of a group: rows [begin, end).
+  // Rows [begin, end).
   struct Range {
     int64_t begin;
     int64_t end;
@@ -134,7 +136,7 @@ class GroupTable {
             Min<int64_t>(Start(expert + 1), shape_.recv_rows)};
   }
 
-  // One warp.
+  // Called by one warp.
   __device__ void Write(const WindowDispatchStep& step) const {
     unsigned dropped = 0;
     JAX_EP_NO_UNROLL
@@ -165,9 +167,9 @@ class GroupTable {
 
   const EpShape& shape_;
   int64_t* totals_;  // [warps] scratch
-  int32_t* base_;    // [R, L] first row of each (source, expert), before the cut by N
+  int32_t* base_;    // [R, L] first row of each (source, expert), not clamped to N
   int32_t* rows_;    // [L] real rows
-  int32_t* end_;     // end of the last group, before the cut by N
+  int32_t* end_;     // end of the last group, not clamped to N
   int32_t* slots_;   // [R]
 };
 

@@ -1,6 +1,5 @@
-// The halves of a window call that is cut in two: the first routes and sends and leaves the call
-// pending, the second places what has arrived. Used by window/dispatch_halves.cu,
-// window/combine_{send,receive}.cu and window/cached_dispatch.cu; protocol/pending.h has the rules.
+// Calls in halves: the send half routes, sends and leaves the call pending; the receive half
+// receives what has arrived. protocol/pending.h has the rules.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +11,25 @@
 
 namespace jax_ep::cuda {
 
-// Blocks of a first half: work beside it has the other multiprocessors. They fill the link; senders
-// that encode need twice as many for it.
+// Blocks of a send half: enough to saturate the link, which leaves the other multiprocessors to
+// concurrent work. Encoding senders need twice as many.
 inline constexpr uint32_t kSendingBlocks = 24;
 
-// Every warp sends.
+// In a send half every warp sends.
 inline BlockRoles SendingRoles(const WindowGroup& group, uint32_t warps, const WorkPlan& work,
                                bool encodes) {
   const uint32_t most = encodes ? 2 * kSendingBlocks : kSendingBlocks;
   return BlockRoles::Alike(BlockLimit(group, most), warps, warps, work);
 }
-// Every warp places; nothing runs beside it that is worth waiting for.
+// In a receive half every warp receives. It takes all multiprocessors, because nothing that runs
+// beside it is worth waiting for.
 inline BlockRoles ReceivingRoles(const WindowGroup& group, uint32_t warps, const WorkPlan& work) {
   const uint32_t limit = BlockLimit(group, UINT32_MAX);
   const auto wanted = std::clamp<int64_t>(DivideUp(work.receive_items, warps), 1, limit);
   return {static_cast<uint32_t>(wanted), warps, 0, 0};
 }
 
-// Where a second half keeps its plan in shared memory, before all else.
+// Space at the start of shared memory for a receive half's own plan.
 inline constexpr int64_t kOwnPlanBytes = 128;
 static_assert(sizeof(CallPlan) <= kOwnPlanBytes);
 
@@ -37,11 +37,11 @@ class WindowSendHalf : public WindowCall {
  public:
   using WindowCall::WindowCall;
 
-  // In place of that of a whole call.
+  // Hides the Commit of whole calls.
   __device__ void Commit(bool failed) {
     if (failed) return EndGroup();
     if (threadIdx.x == 0) CommitSend(state_, lease_);
-    // The second half is launched before any other call of the kind.
+    // The receive half is launched before any other call of this kind.
     if (plan_.of_whole_call) {
       if (threadIdx.x == 0) KeepSum(memory_, state_, block_.end);
       return;
@@ -54,7 +54,7 @@ class WindowSendHalf : public WindowCall {
     if (threadIdx.x == 0) CommitReceive(state_, {0, 0, surplus});
   }
 
-  // One thread, after Commit: for the second half.
+  // Called by one thread after Commit: records the call for its receive half.
   __device__ void Note(PendingCall* pending) const {
     *pending = {lease_.epoch, lease_.region, plan_.tag};
   }
@@ -62,12 +62,12 @@ class WindowSendHalf : public WindowCall {
 
 class WindowReceiveHalf : public WindowCall {
  public:
-  // `own` is the block's, in shared memory: the plan with the tag of the first half.
+  // `own` is a copy of the plan in the block's shared memory, which gets the tag of the send half.
   __device__ WindowReceiveHalf(const WindowGroup& group, CallKind kind, const CallPlan& plan,
                                CallBlock& block, CallPlan& own)
       : WindowCall(group, kind, own, block), given_(plan), own_(own) {}
 
-  // As those of a whole call.
+  // Begin, Join and Commit hide those of whole calls.
   __device__ void Begin(const PendingCall& pending) {
     if (threadIdx.x == 0) Resume(pending);
     if (threadIdx.x == kWarpSize) DrawFirst(given_.roles);

@@ -1,5 +1,4 @@
-// How a warp takes one item after the other from a queue of a window call. Used by
-// window/dispatch_{send,receive}.cuh, window/combine_receive.cuh and window/cached_dispatch.cu.
+// How a warp takes item after item from a queue of a window call.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +8,19 @@
 
 namespace jax_ep::cuda {
 
-// Whole warp: the ticket of its next item.
+// The ticket of a warp's next item. All functions are called by the whole warp.
 class NextTicket {
  public:
   __device__ NextTicket(const WindowCall& call, Queue queue)
       : call_(call), queue_(queue), ahead_(call.DrawsAhead(queue)) {}
-  // While the item in hand is waited for, so that the ticket costs no time of its own, if hardly
-  // any are left: elsewhere that would keep items from warps that have nothing else to do. Never as
-  // a call begins: blocks that come a little later would find that their items are taken, by warps
-  // that have another one in hand.
+  // Call this while waiting for the current item. It prefetches the next ticket, but only when the
+  // queue is nearly empty; otherwise it would take work from idle warps. Do not call it as a call
+  // begins: blocks that start a little later would find their items taken by warps that are still
+  // busy with another.
   __device__ void DrawAhead() {
     if (ahead_) ticket_ = call_.Draw(queue_);
   }
-  // After the item in hand.
+  // Returns the next item, when the current one is done.
   __device__ WorkItem Item() {
     if (!ahead_) ticket_ = call_.Draw(queue_);
     return call_.Resolve(queue_, ticket_);
@@ -34,8 +33,8 @@ class NextTicket {
   uint32_t ticket_ = 0;
 };
 
-// Calls `work(item, next)`, from `item` on, as long as there are items and it is true; `work` calls
-// next.DrawAhead() once.
+// Calls `work(item, next)` for `item` and the following ones while there are any and `work` returns
+// true. `work` must call next.DrawAhead() once.
 template <typename Work>
 __device__ bool ForEachItem(const WindowCall& call, Queue queue, WorkItem item, Work work) {
   NextTicket next(call, queue);

@@ -1,9 +1,9 @@
-// Who sends and who places in a window call. Used by window/call.cuh and window/*.cu.
+// Which blocks and warps of a window call send and which receive.
 //
-// Stores that the link cannot take fast enough hold up everything else that their multiprocessor
-// does. So in long calls whole blocks send, the first to come, and the others place; when nothing
-// is left to send they place as well. In short calls, which wait for single flights and not for the
-// link, every block has warps of both kinds, or all of its warps send and then place.
+// Stores that the link cannot take fast enough delay everything else on their multiprocessor. In
+// long calls, therefore, the first blocks to arrive only send and the others receive; when nothing
+// is left to send, senders receive as well. Short calls wait for latency and not for the link, so
+// every block has warps of both kinds, or all its warps send and then receive.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@ namespace jax_ep::cuda {
 
 struct BlockRoles {
   uint32_t blocks;
-  uint32_t warps;          // of a block
-  uint32_t senders;        // of a block's warps, the first ones, where blocks are alike
-  uint32_t sender_blocks;  // 0: blocks are alike
+  uint32_t warps;          // per block
+  uint32_t senders;        // the first warps of each block, where blocks are alike
+  uint32_t sender_blocks;  // 0 if blocks are alike
 
   static constexpr uint32_t kNoTicket = UINT32_MAX;
 
@@ -35,25 +35,26 @@ struct BlockRoles {
 
   __host__ __device__ bool ByBlock() const { return sender_blocks != 0; }
 
-  // Sending warps of the block before which `entered` blocks came.
+  // Returns the number of sending warps of a block that `entered` blocks preceded.
   __device__ uint32_t Senders(uint32_t entered) const {
     if (!ByBlock()) return senders;
     return entered < sender_blocks ? warps : 0;
   }
-  // Warps of a block with so many senders for which place tickets are drawn as it begins. Not those
-  // of a block that sends for long.
+  // Returns for how many warps of a block receive tickets are drawn as it begins: none if the block
+  // sends for a long time.
   __host__ __device__ uint32_t Receivers(uint32_t block_senders) const {
     if (block_senders < warps) return warps - block_senders;
     return ByBlock() ? 0 : warps;
   }
-  // Whether the tickets that are drawn as blocks begin are all there are. No warp may take that as
-  // leave not to ask: some of the blocks may come only when others have ended.
+  // Returns whether the tickets that blocks draw as they begin cover all items. Warps must still
+  // ask for more items: some blocks may start only after others have ended.
   __device__ bool DrawnAtOnce(const WorkPlan& work, Queue queue) const {
     if (ByBlock()) return false;
     return queue == Queue::kSend ? work.route_items + work.send_items <= blocks * senders
                                  : work.receive_items <= blocks * Receivers(senders);
   }
-  // The place of a warp among those of its block for which tickets of a queue were drawn.
+  // Returns the index of a warp's ticket among those that its block drew from a queue, or
+  // kNoTicket.
   __device__ uint32_t TicketOf(uint32_t warp, uint32_t block_senders, Queue queue) const {
     if (queue == Queue::kSend) return warp < block_senders ? warp : kNoTicket;
     if (block_senders == warps) return ByBlock() ? kNoTicket : warp;

@@ -1,6 +1,6 @@
-// Routing inside a sending warp: it counts the tokens before its chunk and assigns slots and
-// positions to those of the chunk, so that no warp waits for another's tables. Gives exactly the
-// tables of RouteTokens (protocol/routing.h). Used by the senders of window/*dispatch*.
+// Routing inside a sending warp. The warp counts the tokens before its chunk and assigns slots and
+// positions to those of the chunk, so it never waits for another warp's tables. The results equal
+// those of RouteTokens (protocol/routing.h).
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@
 
 namespace jax_ep::cuda {
 
-// An entry of a step of tokens, in its lane.
+// A lane's entry of a step of tokens.
 struct RoutedEntry {
   int32_t id;        // -1 where there is no row
-  int32_t rank;      // likewise
+  int32_t rank;      // -1 likewise
   int32_t slot;      // at that rank
-  int32_t position;  // in its expert
+  int32_t position;  // within its expert
 };
 
 class WarpRouter {
  public:
-  // `rows` [E] is this warp's. Restart comes before anything else.
+  // `rows` [E] belongs to this warp alone. Call Restart before anything else.
   __device__ WarpRouter(const EpShape& shape, const RankOfExpert& rank_of, const int32_t* ids,
                         int32_t* rows)
       : ids_(ids),
@@ -31,7 +31,7 @@ class WarpRouter {
         experts_(static_cast<int32_t>(shape.experts())),
         rank_of_(rank_of) {}
 
-  // Counts from token `begin` on, from zero.
+  // Starts counting from zero at token `begin`.
   __device__ void Restart(int32_t begin) {
     JAX_EP_NO_UNROLL
     for (int32_t expert = Lane(); expert < experts_; expert += kWarpSize) rows_[expert] = 0;
@@ -40,21 +40,21 @@ class WarpRouter {
     __syncwarp();
   }
 
-  // Slots counted so far to the rank of this lane's number.
+  // Lane r has the number of slots counted so far for rank r.
   __device__ int32_t slots() const { return slots_; }
   __device__ int32_t rows(int32_t expert) const { return rows_[expert]; }
   __device__ const int32_t* rows() const { return rows_; }
   __device__ void Set(int32_t expert, int32_t rows) { rows_[expert] = rows; }
   __device__ void SetSlots(int32_t slots) { slots_ = slots; }
   __device__ int32_t counted() const { return counted_; }
-  // Afterwards all tokens before `end` are those that were set.
+  // Declares that what was set covers all tokens before `end`.
   __device__ void SetCounted(int32_t end) {
     counted_ = end;
     __syncwarp();
   }
 
-  // Counts up to token `end`, in any order; a token a lane. The next tokens' first ids are loaded
-  // while these are counted: under load that takes microseconds.
+  // Counts the tokens before `end`, in any order, one token per lane. The next tokens' first ids
+  // are loaded meanwhile, because under load a load takes microseconds.
   __device__ void CountTo(int32_t end, InvalidIds& invalid) {
     int32_t ahead[kAhead];
     LoadIds(counted_ + Lane(), end, ahead);
@@ -71,18 +71,20 @@ class WarpRouter {
     __syncwarp();
   }
 
-  // The id of this lane's entry in the step from `token` on, up to token `end`.
+  // Returns the id of this lane's entry in the step that begins with `token`, or -1 from token
+  // `end` on.
   __device__ int32_t LoadId(const TokenWalk& walk, int32_t token, int32_t end) const {
     const bool active = walk.used && token + walk.in_step < end;
     return active ? ids_[int64_t{token} * top_k_ + Lane()] : -1;
   }
 
-  // Counts and assigns the next step's tokens, of `walk`, up to token `end`, with their ids.
+  // Counts the next step's tokens, those before `end`, and assigns their places.
   __device__ RoutedEntry Assign(const TokenWalk& walk, int32_t end, int32_t id) {
     const bool valid = static_cast<uint32_t>(id) < static_cast<uint32_t>(experts_);
     RoutedEntry entry{valid ? id : -1, valid ? rank_of_(id) : -1, -1, -1};
     const unsigned below = LanesBelow(Lane());
-    // Of its expert, then of its token and rank: the first of the latter opens the slot.
+    // Lanes with the same expert, and lanes with the same rank. The first lane of a token for a
+    // rank opens the slot.
     const unsigned same_expert = __match_any_sync(kFullWarp, entry.id);
     const unsigned same_rank = __match_any_sync(kFullWarp, entry.rank);
     const bool opens = valid && (same_rank & walk.earlier) == 0;
@@ -96,7 +98,7 @@ class WarpRouter {
     for (int32_t rank = 0; rank < ranks_; ++rank) {
       const unsigned opened = __ballot_sync(kFullWarp, opens && entry.rank == rank);
       const int32_t first = __shfl_sync(kFullWarp, slots_, rank);
-      // The last slot opened up to this lane is its token's.
+      // This lane's token has the last slot that was opened up to this lane.
       if (entry.rank == rank) entry.slot = first + __popc(opened & (below | 1u << Lane())) - 1;
       if (Lane() == rank) slots_ += __popc(opened);
     }
@@ -108,7 +110,7 @@ class WarpRouter {
  private:
   static constexpr int32_t kAhead = 8;
 
-  // Counts this lane's token, of which the first ids are given.
+  // Counts this lane's token, whose first ids are given.
   __device__ void CountStep(int32_t token, int32_t end, const int32_t (&ids)[kAhead],
                             InvalidIds& invalid) {
     uint32_t goes_to = 0;
@@ -137,7 +139,7 @@ class WarpRouter {
     return ids_[static_cast<int64_t>(token) * top_k_ + k];
   }
 
-  // Whole warp, a token a lane; out of line, because it is cold.
+  // Called by the whole warp, one token per lane. Out of line because it is cold.
   __device__ __noinline__ void CountInvalid(int32_t token, int32_t end, InvalidIds& invalid) const {
     int32_t bad = 0, first_bad = -1;
     for (int32_t k = 0; k < top_k_ && token < end; ++k) {
@@ -147,14 +149,14 @@ class WarpRouter {
     Add(invalid, bad, first_bad);
   }
 
-  // The first ids of a token; -1 where there are none.
+  // Loads the first ids of a token; -1 for those that do not exist.
   __device__ void LoadIds(int32_t token, int32_t end, int32_t (&ids)[kAhead]) const {
     const int32_t* from = ids_ + static_cast<int64_t>(token) * top_k_;
 #pragma unroll
     for (int32_t k = 0; k < kAhead; ++k) ids[k] = token < end && k < top_k_ ? from[k] : -1;
   }
 
-  // Whole warp: the entries of a warp's lanes are in order of tokens.
+  // Called by the whole warp, whose lanes hold entries in the order of tokens.
   __device__ static void Add(InvalidIds& invalid, int32_t bad, int32_t first_bad) {
     const unsigned lanes = __ballot_sync(kFullWarp, bad > 0);
     if (lanes == 0) return;

@@ -1,6 +1,6 @@
-// How rows pass through the stages of a warp on their way to windows and from windows to their
-// places: whole messages, or in pieces where a message is too long for a stage. What both kinds of
-// window dispatch share. Used by window/*dispatch*.
+// How rows pass through a warp's stages to the windows and from the windows to their destination:
+// as whole messages or, if a message is too long for a stage, in pieces. Shared by both kinds of
+// window dispatch.
 #pragma once
 
 #include <algorithm>
@@ -14,44 +14,45 @@
 
 namespace jax_ep::cuda {
 
-// Warps of a block. A block has as many stages as shared memory holds: three a warp for 14 KB rows.
+// Row warps per block. A block has as many stages as fit into shared memory, three per warp for
+// rows of 14 KB.
 inline constexpr uint32_t kRowWarps = 5;
 inline constexpr uint32_t kRowThreads = kRowWarps * kWarpSize;
-// Named barriers: among the placers; and for senders that wait until placers have their tables.
+// Named barriers: among receivers, and for senders that wait for the receivers' tables.
 inline constexpr uint32_t kReceiversBarrier = 1;
 inline constexpr uint32_t kTablesBarrier = 2;
-// And of a block whose senders are done, above those of WindowCall.
+// And one where a block's senders meet after sending, above those of WindowCall.
 inline constexpr uint32_t kSentBarrier = kCreditsBarrier + 1;
 
-// A warp clears this much at a time.
+// Bytes that a warp clears per item.
 inline constexpr int64_t kClearBytes = int64_t{64} << 10;
 
-// Enough items for the chunks, and for clearing in case that is more.
+// At least one item per chunk, or more if there is much to clear.
 inline uint32_t ReceiveItems(int64_t chunk_items, int64_t clear_bytes) {
   return static_cast<uint32_t>(
       std::max({int64_t{1}, chunk_items, DivideUp(clear_bytes, kClearBytes)}));
 }
 
-// Of a row, what its tables hold.
+// Bytes of all tables per row.
 inline constexpr int64_t kTableBytes = 20;
 
-// Blocks of long calls. Eight multiprocessors nearly fill the link; with many senders a chunk is
-// whole later. Placing keeps up with the link; more blocks would only take multiprocessors from
-// other work.
+// Numbers of blocks for long calls. Eight multiprocessors nearly saturate the link; with more
+// senders each chunk is complete later. Receivers keep up with the link, so more blocks would only
+// take multiprocessors away from other work.
 struct LongCallBlocks {
   uint32_t most;
   uint32_t senders;
 };
 inline constexpr LongCallBlocks kPlainBlocks{64, 24};
-// Where senders encode, even with helpers (window/team.cuh) it takes more of them to fill the link.
+// Encoding senders need more multiprocessors to saturate the link, even with helpers (team.cuh).
 inline constexpr LongCallBlocks kEncodingBlocks{132, 72};
 
-// In a long call one block of `share` sends; where senders encode, six of eleven.
+// In a long call one block out of `share` sends; if senders encode, six out of eleven.
 inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64_t tokens,
                            uint32_t share, bool encodes) {
   constexpr int64_t kLongCall = 512, kLongerCall = 1024;  // tokens
   if (tokens < kLongCall) {
-    // Two senders a block, but one where that gives most multiprocessors one each.
+    // Two senders per block, or one if that occupies most multiprocessors with one sender each.
     const uint32_t limit = BlockLimit(group, UINT32_MAX);
     const uint32_t items = work.route_items + work.send_items;
     const uint32_t senders = items <= limit && items > limit / 2 ? 1 : 2;
@@ -63,15 +64,16 @@ inline BlockRoles RowRoles(const WindowGroup& group, const WorkPlan& work, int64
   return BlockRoles::ByArrival(blocks, kRowWarps, senders);
 }
 
-// Whole block.
+// Called by the whole block.
 __device__ inline void AwaitSent() {
   __syncwarp();
   NamedBarrierApart(kSentBarrier, blockDim.x);
 }
 
-// The warps of this block that place: those behind the senders, or all of them when the senders, if
-// any, are done. False in a sender that stays one. `kHelpers`: there are warps behind these
-// (window/team.cuh), which wait in AwaitSenders meanwhile.
+// Forms the team that builds the tables from the warps of this block that receive: those behind the
+// senders or, in blocks whose warps all send first, all of them after sending. Returns false in a
+// warp that remains a sender. `kHelpers`: the block has helper warps as well (team.cuh), which wait
+// in AwaitSenders meanwhile.
 template <bool kHelpers>
 __device__ inline bool ReceivingTeam(const BlockRoles& roles, uint32_t senders, Team& team) {
   if (roles.ByBlock()) {
@@ -88,12 +90,12 @@ __device__ inline void AwaitSenders(const BlockRoles& roles, uint32_t senders) {
   if (roles.ByBlock() && senders != 0) AwaitSent();
 }
 
-// What an sm_90 gives a block that asks for it.
+// The most shared memory that a block can get on sm_90.
 inline constexpr int64_t kMaxSharedBytes = int64_t{227} << 10;
 
-// A message is its payload and, from `side` on, its scales, if it has any, and what travels beside
-// it. In a stage the side lies behind the piece, which for a whole payload is where it lies in the
-// message.
+// A message is its payload and, from `side` on, whatever travels beside it: scales, if it has any,
+// and indices. In a stage the side lies behind the piece; if the piece is the whole payload, that
+// is also its place in the message.
 struct RowPlan {
   StagePlan stages;
   Divisor pieces;
@@ -108,8 +110,8 @@ struct RowPlan {
   }
 };
 
-// Fits at least two stages of so many bytes a warp into `budget` bytes; false where even that
-// fails.
+// Fits stages of `stage_bytes` into `budget` bytes; returns false if there is no room for two per
+// warp.
 inline bool FitStages(int64_t stage_bytes, int64_t budget, StagePlan& plan) {
   const int64_t stage = RoundUp(stage_bytes, 128);
   const int64_t stages = budget / (kRowWarps * (stage + static_cast<int64_t>(sizeof(uint64_t))));
@@ -118,7 +120,7 @@ inline bool FitStages(int64_t stage_bytes, int64_t budget, StagePlan& plan) {
   return true;
 }
 
-// In as few pieces as fit, multiples of `align` bytes but for the last.
+// Cuts payloads into as few pieces as fit, all multiples of `align` bytes except the last.
 inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes, int64_t budget,
                      RowPlan& plan, int64_t align = kRowAlignBytes) {
   constexpr int64_t kMinPieceBytes = 1024;
@@ -137,8 +139,8 @@ inline bool PlanRows(int64_t payload_bytes, int64_t side, int64_t message_bytes,
   return false;
 }
 
-// Whole warp: loads a piece of a payload, and with the first one what lies beside it unless
-// `message` is nullptr.
+// Called by the whole warp: loads a piece of a payload and, with the first piece, the message's
+// side unless `message` is nullptr.
 __device__ inline void LoadPiece(BulkStages& stages, const RowPlan& plan, uint32_t piece,
                                  const uint8_t* payload, const uint8_t* message) {
   const uint32_t bytes = plan.PieceBytes(piece);
@@ -156,7 +158,7 @@ __device__ inline void LoadPiece(BulkStages& stages, const RowPlan& plan, uint32
   });
 }
 
-// As LoadPiece, with the side of every piece: the scales of all are in it.
+// Like LoadPiece, but loads the side with every piece, because it holds the scales of all.
 __device__ inline void LoadWithSide(BulkStages& stages, const RowPlan& plan, uint32_t piece,
                                     const uint8_t* message) {
   const uint32_t bytes = plan.PieceBytes(piece);
@@ -170,7 +172,7 @@ __device__ inline void LoadWithSide(BulkStages& stages, const RowPlan& plan, uin
   });
 }
 
-// One lane: stores a piece of a message, and with the first one its side.
+// Called by one lane: stores a piece of a message and, with the first piece, its side.
 __device__ inline void StorePiece(const RowPlan& plan, uint32_t piece, uint8_t* message,
                                   const uint8_t* stage) {
   const uint32_t bytes = plan.PieceBytes(piece);
@@ -184,12 +186,12 @@ __device__ inline void StorePiece(const RowPlan& plan, uint32_t piece, uint8_t* 
   }
 }
 
-// The slot of a token at this lane's `destination`, or -1; the token's entries are in the lanes
-// from `base` on, which hold their ranks and slots.
+// Returns a token's slot at this lane's `destination`, or -1. The token's entries, with their ranks
+// and slots, are in the lanes from `base` on.
 __device__ inline int32_t SlotAt(uint32_t destination, uint32_t ranks, int32_t base, int32_t top_k,
                                  int32_t rank, int32_t slot) {
   const bool of_token = Lane() >= base && Lane() < base + top_k;
-  unsigned lanes = 0;  // that hold this destination
+  unsigned lanes = 0;  // lanes with an entry for this destination
   JAX_EP_NO_UNROLL
   for (uint32_t to = 0; to < ranks; ++to) {
     const unsigned there = __ballot_sync(kFullWarp, of_token && rank == static_cast<int32_t>(to));
@@ -199,43 +201,44 @@ __device__ inline int32_t SlotAt(uint32_t destination, uint32_t ranks, int32_t b
   return lanes == 0 ? -1 : found;
 }
 
-// WindowCall::AwaitCredits before bulk stores.
+// WindowCall::AwaitCredits, followed by the fence that bulk stores need.
 __device__ inline bool AwaitCredits(const WindowCall& call) {
   const bool free = call.AwaitCredits<true>();
   FenceProxyAsyncGlobal();
   return free;
 }
 
-// The rank that this lane stores a chunk to, or the number of ranks for none. Turned by rank and
-// chunk: if all ranks began with the same destination its link would hold up the others'.
+// Returns the rank to which this lane stores a chunk, or the number of ranks if none. Rotated by
+// rank and chunk: if all ranks began with the same destination, its link would slow all of them
+// down.
 __device__ inline uint32_t DestinationOf(const WindowCall& call, uint32_t chunk) {
   const uint32_t lane = static_cast<uint32_t>(Lane()), ranks = call.ranks();
   return lane < ranks ? call.by_ranks().Rest(lane + call.rank() + 1 + chunk) : ranks;
 }
 
-// Whole warp: announces a chunk to every destination, after all its stores. `first_slot` and
-// `count` are those at this lane's destination.
+// Called by the whole warp after all its stores of a chunk: announces the chunk to every
+// destination. `first_slot` and `count` refer to this lane's destination.
 __device__ inline void PublishChunk(const WindowCall& call, uint32_t chunk, uint32_t first_slot,
                                     uint32_t count) {
   const uint32_t destination = DestinationOf(call, chunk);
-  // Each lane for its own stores; a later lane's flag says nothing about them.
+  // Every lane waits for its own stores, because its flag announces only those.
   BulkWait<0>();
   if (destination < call.ranks()) {
     call.Publish(destination, chunk, first_slot, count);
   }
 }
 
-// Whole warp, before EndRows: each lane adds to the sum of the call, of which its last block
-// learns.
+// Called by the whole warp before EndRows: adds the lanes' values to the call's sum, which its last
+// block gets.
 __device__ inline void AddToSum(CallBlock& block, uint32_t value) {
   value = __reduce_add_sync(kFullWarp, value);
   if (Lane() == 0 && value != 0) atomicAdd(&block.part, value);
 }
 
-// Whole block: leaves a call that stores rows, of which this thread's part was `ok`. `fail` writes
-// what the call returns where any part was not, after all that it had stored; `finish` is for one
-// thread of the call. `mend` is for the last block where the sum is not zero, before it gives
-// the region back.
+// Called by the whole block: leaves a call that stores rows; `ok` says whether this thread's part
+// succeeded. If any part failed, `fail` fills in the results after all stores of the call are over.
+// `finish` runs in one thread of the call. `mend` runs in the last block if the sum is not zero,
+// before the region is returned.
 template <typename Call, typename Finish, typename FailCall, typename Mend>
 __device__ void EndRows(Call& call, bool ok, Finish finish, FailCall fail, Mend mend) {
   if (!ok) BulkWait<0>();
@@ -265,12 +268,13 @@ struct Arrival {
   uint32_t source;
   uint32_t first_slot;
   uint32_t count;
-  uint32_t sent;  // along a route: which of them, a bit each
+  uint32_t sent;  // in cached dispatches: bit i says whether slot first_slot + i was sent
 };
 
-// Whole warp: waits for the chunk of place item `index`; its slots lie in [0, tokens).
+// Called by the whole warp: waits for the chunk of receive item `index`. Its slots are clamped to
+// [0, tokens).
 __device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int64_t tokens) {
-  // Own tokens first: they come first.
+  // Start with the own rank's tokens, which arrive first.
   uint32_t turn;
   const uint32_t chunk = call.by_ranks().Divide(index, turn);
   const uint32_t after = call.rank() + turn;
@@ -280,7 +284,7 @@ __device__ inline Arrival AwaitChunk(const WindowCall& call, uint32_t index, int
   if (Lane() == 0) {
     ok = call.AwaitFlag(source, chunk, flag);
   }
-  // From the acquire to the loads of every lane, bulk loads included.
+  // From the acquire to the loads of every lane, including bulk loads.
   __syncwarp();
   FenceProxyAsyncGlobal();
   const uint32_t limit = static_cast<uint32_t>(tokens);

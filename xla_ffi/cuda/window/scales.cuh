@@ -1,6 +1,5 @@
-// The scales of a window dispatch's rows: by row, or in the tiles of scale_layout "tiled_128x4",
-// and zeros where no row is. Used by window/dispatch_receive.cuh
-// and low_latency/dispatch.cu.
+// Writes the scales of a dispatch's rows, by row or in the tiles of scale_layout "tiled_128x4", and
+// zeros where there is no row.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +13,7 @@ namespace jax_ep::cuda {
 
 struct ScalePlan {
   int64_t row_bytes;
-  ScaleTiles tiles;  // none: scales lie by row
+  ScaleTiles tiles;  // none if scales lie by row
 
   template <typename Format>
   static ScalePlan Of(const WindowDispatchStep& step) {
@@ -31,16 +30,16 @@ struct ScalePlan {
   JAX_EP_HOST_DEVICE bool tiled() const { return tiles.tiles != 0; }
 };
 
-// Of formats that have none.
+// For formats without scales.
 struct NoScales {
   template <typename... Ignored>
   __device__ explicit NoScales(const Ignored&...) {}
 };
 
-// `first_tiles` [L + 1] is shared by the block. All but Build are for a warp.
+// `first_tiles` [L + 1] is shared by the block. All functions except Build are for one warp.
 template <typename Format>
 class ScaleWriter {
-  // What scales are stored in, where they are not stored in bulk.
+  // The unit in which scales are stored where bulk stores are impossible.
   using Unit = typename Format::Scale;
   static constexpr bool kMayTile = sizeof(Unit) == 1;
 
@@ -49,7 +48,7 @@ class ScaleWriter {
                          const GroupTable& groups, int32_t* first_tiles, const uint8_t* zeros)
       : step_(step), plan_(plan), groups_(groups), first_tiles_(first_tiles), zeros_(zeros) {}
 
-  // Whole team, when the groups are built.
+  // Called by the whole team after the groups are built.
   __device__ void Build(const Team& team) {
     if (tiled()) groups_.BuildTiles(team, first_tiles_);
   }
@@ -62,7 +61,7 @@ class ScaleWriter {
     }
   }
 
-  // Of rows [range.begin, range.end), which are nobody's.
+  // Clears the scales of rows [range.begin, range.end), which hold no token.
   __device__ void Clear(const GroupTable::Range& range) const {
     if (tiled()) return;
     uint8_t* begin = step_.scales + range.begin * plan_.row_bytes;
@@ -78,7 +77,7 @@ class ScaleWriter {
     }
   }
 
-  // What no row of the group fills of its tiles.
+  // Clears what no row of the group fills in the group's tiles.
   __device__ void ClearTilesOf(int64_t group) const {
     if (!tiled()) return;
     const int32_t rows =
@@ -87,7 +86,7 @@ class ScaleWriter {
     constexpr int32_t kRows = static_cast<int32_t>(kTileRows);
     JAX_EP_NO_UNROLL
     for (int32_t tile = rows / kRows; tile < tiles; ++tile) {
-      // Four rows, a quarter of the tile apart, lie side by side.
+      // Four rows, 32 apart, are adjacent in a tile.
       const int32_t rows_here = rows - tile * kRows, full = rows_here - Lane();
       const int32_t first = full <= 0 ? 0 : (full + kWarpSize - 1) / kWarpSize;
       uint32_t* to = WordsOf(first_tiles_[group] + tile, Lane());
@@ -103,7 +102,7 @@ class ScaleWriter {
     }
   }
 
-  // An equal share of the tiles behind the last group.
+  // Clears this item's equal share of the tiles behind the last group.
   __device__ void ClearTailTiles(int64_t item, int64_t items) const {
     if (!tiled()) return;
     const int64_t end = plan_.tiles.tiles, used = first_tiles_[step_.shape.local_experts];
@@ -112,7 +111,7 @@ class ScaleWriter {
                step_.scales + Min(first + share, end) * plan_.TileBytes(), zeros_);
   }
 
-  // Where those of a row of a group begin; the next word is a StoreWord further.
+  // Returns where the scales of a row of a group begin, for StoreWord.
   __device__ uint8_t* At(int32_t row, int32_t group) const {
     if (!tiled()) return step_.scales + row * plan_.row_bytes;
     constexpr int32_t kRows = static_cast<int32_t>(kTileRows);
@@ -120,7 +119,7 @@ class ScaleWriter {
     return reinterpret_cast<uint8_t*>(
         WordsOf(first_tiles_[group] + in_group / kRows, in_group % kRows));
   }
-  // One thread: a word of the scales of a row that begin there.
+  // Called by one thread: stores a word of a row's scales, which begin at `scales`.
   __device__ void StoreWord(uint8_t* scales, uint32_t word, uint32_t value) const {
     if (tiled()) {
       reinterpret_cast<uint32_t*>(scales)[int64_t{word} * kTileRows] = value;
@@ -136,7 +135,7 @@ class ScaleWriter {
     }
   }
 
-  // From a stage: those of the row of this lane, of a group, if it has one.
+  // Copies scales from a stage to the row of each lane that has one.
   __device__ void Place(int32_t row, int32_t group, const uint8_t* scales) const {
     if (tiled()) {
       PlaceInTiles(row, group, reinterpret_cast<const uint32_t*>(scales));

@@ -1,5 +1,5 @@
-// Sums of pieces of rows in the registers of a warp, with the loads of the next rows on their way
-// while one is added. Used by window/combine*.
+// Sums pieces of rows in a warp's registers, with the loads of the next rows in flight while one is
+// added.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace jax_ep::cuda {
 
-// The terms of a batch of 32 / K sums: lane j * K + i may hold one of sum j's, and within a sum
-// lanes are in the order of addition. A sum without terms gets one of zeros.
+// The terms of a batch of 32 / K sums: lane j * K + i may hold a term of sum j, and lanes of a sum
+// are in the order of addition. A sum without terms gets a term of zeros.
 class TermLanes {
  public:
   // `batch` is 32 / top_k.
@@ -28,11 +28,12 @@ class TermLanes {
 
   // Whether this lane's sum is among the first `count`.
   __device__ bool In(int32_t count) const { return sum_ < count; }
-  // The lanes of this lane's sum before this lane.
+  // The lanes of this lane's sum that come before it.
   __device__ unsigned before() const { return of_sum_ & LanesBelow(Lane()); }
   __device__ int place() const { return __popc(before()); }
 
-  // Whole warp: a batch of the first `count` sums; `present` in lanes that hold a term.
+  // Called by the whole warp: starts a batch of `count` sums; `present` is true in lanes that hold
+  // a term.
   __device__ void Start(int32_t count, bool present) {
     const unsigned given = __ballot_sync(kFullWarp, present);
     left_ = given | __ballot_sync(kFullWarp, In(count) && before() == 0 && (given & of_sum_) == 0);
@@ -40,7 +41,7 @@ class TermLanes {
     last_ = __ballot_sync(kFullWarp, (left_ & after) == 0);
   }
   __device__ bool empty() const { return left_ == 0; }
-  // The lane of the next term.
+  // Returns the lane of the next term.
   __device__ int Pop(bool& last) {
     const int lane = __ffs(static_cast<int>(left_)) - 1;
     last = (last_ >> lane & 1) != 0;
@@ -51,16 +52,16 @@ class TermLanes {
  private:
   static constexpr int32_t kNoSum = INT32_MAX;
 
-  int32_t sum_;  // this lane's
+  int32_t sum_;  // of this lane
   unsigned of_sum_;
   unsigned left_ = 0;
   unsigned last_ = 0;
 };
 
-// Whole warp: in the first of each sum's lanes those that hold its distinct numbers, ascending; -1
-// in the lanes behind. Negative numbers are none.
+// Called by the whole warp: returns, in the first lanes of each sum, the lanes that hold its
+// distinct numbers in ascending order, and -1 in the rest. Negative numbers are ignored.
 __device__ inline int SortedDistinct(const TermLanes& lanes, int32_t top_k, int32_t number) {
-  // The first of equal ones stands for all.
+  // The first of equal numbers stands for all.
   const unsigned equal = __match_any_sync(kFullWarp, number);
   const bool first = number >= 0 && (equal & lanes.before()) == 0;
   const unsigned distinct = __ballot_sync(kFullWarp, first);
@@ -82,20 +83,19 @@ __device__ inline int SortedDistinct(const TermLanes& lanes, int32_t top_k, int3
   return from;
 }
 
-// Columns of a whole piece that are taken at a time, and the registers of a lane for rows in
-// flight: what 128 hold beside the sums.
+// Columns of a whole piece that are summed at a time, and registers per lane for rows in flight:
+// those that a limit of 128 leaves beside the sums.
 inline constexpr int kColumnsAtOnce = 4;
 inline constexpr int kWordsInFlight = 48;
 inline constexpr int kWordsWhileEncoding = 32;
 inline constexpr int kWordsWhileDecoding = 36;
 
-// The sums of some columns, and the rows that come next. Each row has registers of its own, so that
-// a load into them is under way while others are added: no index of a row may be computed at run
-// time.
+// The sums of some columns and the rows to be added next. Each row has its own registers, so that
+// it can be loaded while others are added; hence no row's index may depend on run-time values.
 template <typename From, int kCount, int kColumns, int kRows, bool kWeighted>
 class RowSum {
  public:
-  // `column` is the first; `in_row` is false in lanes past the row's end.
+  // `column` is the first one; `in_row` is false in lanes past the row's end.
   __device__ __forceinline__ RowSum(int column, bool in_row) : column_(column), in_row_(in_row) {}
 
   template <typename Job>
@@ -107,7 +107,7 @@ class RowSum {
   }
 
  private:
-  // Adds a row and loads the next one into its place.
+  // Adds a row and loads the next one in its place.
   template <int kRow, typename Job>
   __device__ __forceinline__ bool Step(Job& job) {
     constexpr unsigned kBit = 1u << kRow;
@@ -146,16 +146,16 @@ class RowSum {
   ColumnSums<kCount, kColumns> sums_ = {};
   Row rows_[kRows];
   float weights_[kRows];
-  // A bit a row.
-  unsigned loaded_ = 0;  // holds a term, or has held one
+  // One bit per row.
+  unsigned loaded_ = 0;  // holds a term, or held one
   unsigned last_ = 0;    // holds the last term of its sum
   unsigned ended_ = 0;   // gets no more terms
 };
 
-// Whole warp: the sums of a piece of rows of `hidden`. As often as its columns take, calls
-// job.Start(first), then job.Next(term) until it is false, from then on always, and
-// job.Store(sums, column, in_row) after the last term of each sum. Job::kWords are for rows in
-// flight.
+// Called by the whole warp: sums a piece of rows of `hidden` elements. For each group of columns it
+// calls job.Start(first), then job.Next(term) until that returns false, which must then stay false,
+// and job.Store(sums, column, in_row) after the last term of each sum. Job::kWords is the number of
+// registers for rows in flight.
 template <typename From, int kCount, bool kWeighted, typename Job>
 __device__ __forceinline__ void SumPiece(int64_t hidden, uint32_t piece, Job& job) {
   const int32_t elements =

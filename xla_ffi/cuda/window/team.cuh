@@ -1,9 +1,7 @@
-// Warps that help the row warps of a block with the arithmetic of codes: a row warp loads and
-// stores, and its helpers encode or decode what is in its stage. Used by window/encode.cuh,
-// window/*dispatch*.
-//
-// One warp would take longer for a token than its link does, and five warps a block leave most of a
-// multiprocessor's issue slots empty.
+// Helper warps, which do the arithmetic of quantised formats for a block's row warps: a row warp
+// loads and stores, and its helpers encode or decode what is in its stage. A single warp would take
+// longer for a token than the link does, and five warps leave most of a multiprocessor's issue
+// slots idle.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +14,23 @@
 
 namespace jax_ep::cuda {
 
-// Of a block, behind its row warps. All share the registers of a multiprocessor: with 15 a thread
-// has 96.
+// Helpers per block, behind its row warps. With 15 of them the registers of a multiprocessor allow
+// 96 per thread.
 template <typename Format>
 inline constexpr uint32_t kHelperWarps = QuantizedFormat<Format> ? 15 : 0;
 static_assert(kHelperWarps<CombineFormat> >= kRowWarps, "each row warp has a helper");
 template <typename Format>
 inline constexpr uint32_t kRowBlockThreads = kRowThreads + kHelperWarps<Format> * kWarpSize;
 
-// Named barriers: two a row warp, and one of all helpers.
+// Named barriers: two per row warp, and one for all helpers.
 inline constexpr uint32_t kTeamBarriers = kTablesBarrier + 1;
 inline constexpr uint32_t kHelpersBarrier = kTeamBarriers + 2 * kRowWarps;
 static_assert(kHelpersBarrier < kCreditsBarrier);
 
-// What a row warp asks of its helpers; in shared memory.
+// What a row warp asks of its helpers, in shared memory.
 struct TeamJob {
-  // Bytes from the block's first job to the stage: an address that the compiler sees to be in
-  // shared memory. kDismissed: there is nothing any more.
+  // The stage, in bytes from the block's first job, so that the compiler knows that the address is
+  // in shared memory. kDismissed: there are no more jobs.
   int32_t stage;
   uint32_t piece;
   uint32_t num_rows;
@@ -57,24 +55,24 @@ class HelperTeam {
 
   // ---- The leader, whole warp ----
 
-  // After AwaitDone: where it fills in the rows of a job, and one lane all else.
+  // Valid after AwaitDone. The whole warp fills in a job's rows, one lane the rest.
   __device__ TeamJob& job() const { return *job_; }
   __device__ void SetJob(const uint8_t* stage, uint32_t piece, uint32_t num_rows) const {
     job_->stage = static_cast<int32_t>(stage - reinterpret_cast<const uint8_t*>(jobs_));
     job_->piece = piece;
     job_->num_rows = num_rows;
   }
-  // What this warp wrote, its stage too, comes before what the helpers read.
+  // What this warp has written, including its stage, comes before what the helpers read.
   __device__ void Start() const {
     __syncwarp();
     ArriveAtBarrier(barrier_, LeaderAndHelpers());
   }
-  // What the helpers read and wrote comes before what this warp does next.
+  // What the helpers have read and written comes before what this warp does next.
   __device__ void AwaitDone() const {
-    __syncwarp();  // barriers want whole warps
+    __syncwarp();  // barriers count whole warps
     NamedBarrier(barrier_ + 1, LeaderAndHelpers());
   }
-  // Afterwards the barriers are free for another team.
+  // Afterwards another team may use the barriers.
   __device__ void Dismiss() const {
     if (Lane() == 0) job_->stage = TeamJob::kDismissed;
     Start();
@@ -83,7 +81,7 @@ class HelperTeam {
 
   // ---- A helper, whole warp ----
 
-  // Calls `work(job, stage)` until it is dismissed.
+  // Calls `work(job, stage)` for each job until dismissed.
   template <typename Work>
   __device__ void Help(Work work) const {
     while (true) {
@@ -94,14 +92,15 @@ class HelperTeam {
       if (!dismissed) {
         work(static_cast<const TeamJob&>(*job_), reinterpret_cast<uint8_t*>(jobs_) + stage);
       }
-      // Bulk stores from the stage, and loads into it, come next.
+      // Bulk stores from the stage and bulk loads into it come next.
       FenceProxyAsyncShared();
       __syncwarp();
       ArriveAtBarrier(barrier_ + 1, LeaderAndHelpers());
       if (dismissed) return;
     }
   }
-  // All helpers of the team. The leader waits elsewhere meanwhile, so the barrier is free.
+  // For all helpers of the team. It can use this barrier, because the leader waits at the other
+  // one.
   __device__ void Sync() const {
     __syncwarp();
     NamedBarrier(barrier_, threads());
@@ -117,7 +116,7 @@ class HelperTeam {
   uint32_t warps_;
 };
 
-// A helper's team, and its place there.
+// A helper warp: its team and its index there.
 template <typename Format>
 struct Helper {
   HelperTeam team;
@@ -127,7 +126,7 @@ struct Helper {
     const uint32_t helper = static_cast<uint32_t>(Warp()) - kRowWarps;
     return {HelperTeam(jobs, kHelperWarps<Format>, helper % leaders, leaders), helper / leaders};
   }
-  // Whole warp: until all helpers of the block have come.
+  // Called by the whole warp: waits for all helpers of the block.
   __device__ static void AwaitAll() {
     __syncwarp();
     NamedBarrier(kHelpersBarrier, kHelperWarps<Format> * kWarpSize);
