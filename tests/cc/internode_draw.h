@@ -57,7 +57,7 @@ inline uint64_t WordOf(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t 
                        uint64_t word) {
   return Bits(epoch, kind, source, kind == 0 ? 0 : to, static_cast<uint64_t>(token) * 8 + word);
 }
-// Not dispatches along a route, nor combines.
+// Neither cached dispatches nor combines.
 inline int64_t CountsOf(uint64_t epoch, uint32_t kind) {
   return kind == 0 && Bits(epoch, kind, 0, 0, 97) % 3 != 0 ? CountCells(kExperts) : 0;
 }

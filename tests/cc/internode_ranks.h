@@ -26,7 +26,7 @@ class InternodeRanks {
                .hidden = kHidden,
                .dispatch_message_bytes = kMessageBytes,
                .combine_message_bytes = kMessageBytes,
-               .low_latency_dispatch_tokens = 0,  // far calls have no messages in cells
+               .low_latency_dispatch_tokens = 0,  // internode calls have no messages in cells
                .low_latency_message_bytes = kMessageBytes,
                .turns = 1,
                .depth = setup.depth},
@@ -103,7 +103,7 @@ class InternodeRanks {
     return setup.bundles ? NodeMap::Of(numbers, setup.ranks) : NodeMap{};
   }
   bool Bundled(uint32_t kind) const { return kind == 0 && map_.nodes > 0; }
-  // Whether this rank waits for what a far source puts.
+  // Whether this rank waits for what an internode source puts.
   bool Hears(uint32_t r, uint32_t source, uint32_t kind) const {
     return IsInternode(r, source) && (!Bundled(kind) || map_.Relays(source, r));
   }

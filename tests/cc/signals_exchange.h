@@ -29,7 +29,7 @@ struct Options {
   bool gives_up = false;  // the oldest pending call, where calls fill all regions
   uint32_t blocks = 1;    // workers of a rank, each with threads of two roles
   uint32_t senders = 1;
-  uint32_t placers = 1;
+  uint32_t receivers = 1;
   uint64_t first_epoch = kFirstEpoch;
   std::chrono::milliseconds timeout = kLong;
   std::vector<uint16_t> tags = {5, 5, 5, 5};  // by rank
@@ -55,7 +55,7 @@ class Exchange {
 
   // Runs ranks [begin, end) to the end of their programs or to their first failure.
   void Run(uint32_t begin, uint32_t end, const std::vector<std::string>& programs) {
-    const uint32_t threads_a_block = options_.senders + options_.placers;
+    const uint32_t threads_a_block = options_.senders + options_.receivers;
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::thread> threads;
     for (uint32_t r = begin; r < end; ++r) {
@@ -63,8 +63,8 @@ class Exchange {
       Rank& rank = *ranks_[r];
       rank.launch = std::make_unique<std::barrier<>>(options_.blocks * threads_a_block);
       for (uint32_t b = 0; b < options_.blocks; ++b) {
-        Block& block =
-            *blocks.emplace_back(std::make_unique<Block>(rank, threads_a_block, options_.placers));
+        Block& block = *blocks.emplace_back(
+            std::make_unique<Block>(rank, threads_a_block, options_.receivers));
         for (uint32_t t = 0; t < threads_a_block; ++t) {
           const uint64_t noise = Mix(options_.first_epoch * 1000 + r * 100 + b * 10 + t);
           threads.emplace_back([this, &block, calls, t, noise] {
@@ -94,15 +94,15 @@ class Exchange {
     uint64_t calls_done = 0;
   };
 
-  // What the threads of a block share; written by the first of them (counts: by the first placer),
-  // read behind a barrier.
+  // What the threads of a block share; written by the first of them (counts: by the first
+  // receiver), read behind a barrier.
   struct Block {
-    Block(Rank& of, uint32_t threads, uint32_t placers)
-        : rank(of), barrier(threads), placer_barrier(placers) {}
+    Block(Rank& of, uint32_t threads, uint32_t receivers)
+        : rank(of), barrier(threads), receiver_barrier(receivers) {}
 
     Rank& rank;
     std::barrier<> barrier;
-    std::barrier<> placer_barrier;
+    std::barrier<> receiver_barrier;
     Call call = {};
     RegionLease lease = {};
     WorkPlan plan = {};
@@ -173,7 +173,7 @@ class Exchange {
     const Block& block = self.block;
     if (!block.call.places) return;
     for (uint32_t source = self.thread; source < options_.ranks;
-         source += options_.senders + options_.placers) {
+         source += options_.senders + options_.receivers) {
       Window& window = ranks_[source]->windows[block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][block.lease.region], block.lease.epoch);
     }
@@ -312,7 +312,7 @@ class Exchange {
     Block& block = self.block;
     if (block.plan.receive_items == 0) return true;
     if (self.thread == options_.senders) block.counts_arrived = AwaitCounts(self);
-    block.placer_barrier.arrive_and_wait();
+    block.receiver_barrier.arrive_and_wait();
     if (!block.counts_arrived) return false;
     for (;;) {
       Skew(self.noise);
@@ -324,7 +324,7 @@ class Exchange {
     }
   }
 
-  // One thread waits; the counts are read by all placers of its block.
+  // One thread waits; the counts are read by all receivers of its block.
   bool AwaitCounts(const Self& self) {
     for (uint32_t i = 0; i < options_.ranks; ++i) {
       const uint32_t source = Peer(self, i);

@@ -141,7 +141,7 @@ void TestLeaving() {
   const Departure end = LeaveCall(memory, state, 1, false);
   CHECK(end.last && !end.failed && LeaveCall(memory, state, 1, true).failed);
   CHECK(LeaveCall(memory, state, 1, false, 7).sum == 7);
-  // A second half goes on from what its first one has left.
+  // A receive half goes on from what its send half has left.
   KeepSum(memory, state, LeaveCall(memory, state, 1, false, 7));
   CHECK(!LeaveCall(memory, state, 2, false, 5).last);
   CHECK(LeaveCall(memory, state, 2, false, 2).sum == 14);
@@ -242,7 +242,7 @@ void TestPrograms() {
                                .depth = depth,
                                .blocks = many,
                                .senders = many,
-                               .placers = many,
+                               .receivers = many,
                                .first_epoch = first});
             exchange.Run(0, ranks, by_rank);
             for (uint32_t r = 0; r < ranks; ++r) {
@@ -301,7 +301,7 @@ void TestLatePeer() {
 }
 
 // The last rank sends its first call and never reads: the others' second call waits for its credit,
-// and their placers for those that wait for it. All give up.
+// and their receivers for those that wait for it. All give up.
 void TestMissingCredit() {
   if (!kWaitForCredit) return;
   Exchange exchange({.ranks = 3, .blocks = 2, .timeout = kShort});

@@ -109,11 +109,11 @@ void CheckLayout(const WindowSizes& sizes) {
   // The number of slots in a cell of its own, then all experts, three in a cell.
   CHECK((dispatch.count_cells - 1) * kCountsPerCell >= sizes.local_experts);
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
-  CHECK(combine.count_cells == 1);  // the tag of calls with few tokens
+  CHECK(combine.count_cells == 1);  // the tag of low-latency calls
   // The messages of a whole call.
   CHECK(dispatch.region_bytes >= sizes.dispatch_tokens * sizes.dispatch_message_bytes);
   CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
-  // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
+  // Those of a low-latency call, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
         std::min(sizes.dispatch_tokens, sizes.low_latency_dispatch_tokens) *
             dispatch.message_cells);
@@ -312,7 +312,7 @@ void TestFlagIndexes() {
     const int64_t pieces = Pieces(sizes.hidden);
     CHECK(kDispatchChunks.Count(n) <= layout.groups[0].flags_per_source);
     CHECK(kCombineChunks.Count(n) * pieces <= layout.groups[1].flags_per_source);
-    // Senders announce a chunk's slots; placers look for the chunk of a slot.
+    // Senders announce a chunk's slots; receivers look for the chunk of a slot.
     const ChunkRule rule = kCombineChunks;
     for (int64_t slot = 0; slot < n; ++slot) {
       const int64_t chunk = slot / rule.Tokens(n), first = chunk * rule.Tokens(n);

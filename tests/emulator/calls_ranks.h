@@ -214,7 +214,7 @@ cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall*
       });
 }
 
-// What the handler of a part has of a call: the first half of rows that travel one by one knows
+// What the handler of a part has of a call: the send half of rows that travel one by one knows
 // them as tokens of one row.
 inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
   if (part == Part::kSend) {
