@@ -36,7 +36,7 @@ BULK_LOAD, BULK_STORE = r"UBLKCP\.S\.G\b", r"UBLKCP\.G\.S\b"
 CREDIT_STORE = r"STG\.E\.64\.STRONG\.SYS\b"
 PROXY_FENCE, SYSTEM_FENCE = r"FENCE\.VIEW\.ASYNC\.G\b", r"MEMBAR\.ALL\.SYS\b"
 
-# Kernels whose flags announce what they store into windows. Those of few tokens send
+# Kernels whose flags announce what they store into windows. Low-latency kernels send
 # cells instead.
 PUBLISHES = r"Window(Cached)?(Dispatch|Combine)?(Send)?Kernel"
 

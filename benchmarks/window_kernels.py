@@ -25,14 +25,14 @@ import gpu_limits
 import recording
 
 KERNELS = (
-    "window_dispatch",
-    "window_cached_dispatch",
-    "window_combine",
-    "window_few_dispatch",
-    "window_few_combine",
-    "window_dispatch_halves",
-    "window_combine_send",
-    "window_combine_place",
+    "window/dispatch",
+    "window/cached_dispatch",
+    "window/combine",
+    "low_latency/dispatch",
+    "low_latency/combine",
+    "window/dispatch_halves",
+    "window/combine_send",
+    "window/combine_receive",
 )
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
 # The host adds up what the GPUs do, and rounds as often.
@@ -47,7 +47,7 @@ def build(program, flags, folder):
     nvcc = gpu_limits.find_nvcc()
     sources = [recording.ROOT / "xla_ffi" / "cuda" / f"{name}.cu" for name in KERNELS]
     sources.append(recording.ROOT / "benchmarks" / "window_kernels.cu")
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{i}-{s.stem}.o" for i, s in enumerate(sources)]
     include = str(recording.ROOT / "xla_ffi")
     common = [nvcc, *FLAGS, HOST_FLAGS, *flags]
     # Side by side: the kernels take a while each.

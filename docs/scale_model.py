@@ -2,7 +2,8 @@
 
 Routing is uniform: each token takes `TOP_K` distinct experts at random. All numbers
 come from the rates below and from the sizes that the native module gives. A call is
-a chain of launches in one stream (xla_ffi/cuda/far_calls.h), so their times add up.
+a chain of launches in one stream (xla_ffi/cuda/internode/calls.h), so their times
+add up.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ RATES = {
 (NVLINK, NETWORK, SEND, SUM, COPY, PUT, REQUEST, HALVES, FAR, FLIGHT, BUNDLE) = (
     value for value, _ in RATES.values()
 )
-SHARES = 8  # kFarShares: each is a put, a fence and a signal
+SHARES = 8  # kInternodeShares: each is a put, a fence and a signal
 
 
 def touched(parts, experts, top_k=TOP_K):
@@ -189,8 +190,8 @@ def over_nvlink(op, tokens, per_node=1):
 def block_bytes(ranks, tokens, pending_calls, most=1.0, most_bundled=1.0):
     """Of what a rank allocates: window, staging area, inboxes and bundles.
 
-    As xla_ffi/protocol has it (window.h, far.h, bundle.h), without what does not grow
-    with calls in flight. `most`: of the messages of a region, as many have room.
+    As xla_ffi/protocol has it (window.h, internode.h, bundle.h), without what does not
+    grow with calls in flight. `most`: of the messages of a region, as many have room.
     """
     # Two regions for short calls even with none pending: ffi/window_sizes.h.
     depth = max(2 if tokens <= 512 else 1, pending_calls + 1)

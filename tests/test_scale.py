@@ -140,7 +140,7 @@ int main() {
       if (!ffi_layer::SizesOf({"bf16", 7168, 2, 2, tokens, tokens, tokens, 8, ranks, 8,
                                pending}, sizes)) return 1;
       const auto window = WindowLayout::Of(sizes);
-      const auto far = FarLayout::Of(window, sizes);
+      const auto far = InternodeLayout::Of(window, sizes);
       const auto all = BundleLayout::Of(far, window, sizes, ranks / 8, 8);
       std::printf("%lld %lld %lld %lld\\n", ranks, tokens, pending,
                   static_cast<long long>(all.bytes));

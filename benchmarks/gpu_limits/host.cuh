@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/launch.h"
+#include "cuda/common/launch.h"
 #include "report.cuh"
 #include "stream.cuh"
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "cuda/primitives.cuh"
-#include "cuda/ptx.cuh"
-#include "cuda/signal_memory.cuh"
+#include "cuda/common/primitives.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/signal_memory.cuh"
 #include "protocol/signals.h"
 
 namespace jax_ep::cuda {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/launch.h"
+#include "cuda/common/launch.h"
 #include "encoded.cuh"
 #include "formats/combine_wire.h"
 #include "formats/numbers.h"

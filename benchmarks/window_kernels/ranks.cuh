@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/launch.h"
-#include "cuda/window_calls.h"
+#include "cuda/common/launch.h"
+#include "cuda/window/calls.h"
 #include "encoded.cuh"
 #include "ffi/window_sizes.h"
 #include "formats/combine_wire.h"
@@ -225,7 +225,7 @@ inline World Open(const Options& options) {
     CHECK_CUDA(cuda::PreloadWindowCombine());
     CHECK_CUDA(cuda::PreloadWindowDispatchHalves());
     CHECK_CUDA(cuda::PreloadWindowCombineSend());
-    CHECK_CUDA(cuda::PreloadWindowCombinePlace());
+    CHECK_CUDA(cuda::PreloadWindowCombineReceive());
   }
   VisitFormat(options.format, [&]<typename Format>(Format) {
     const int64_t words = shape.hidden / Format::kBlock % kTileColumns;
@@ -287,7 +287,8 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
         CHECK_CUDA(cuda::WindowDispatch<Format>(step, rank.group, rank.stream));
       } else {
         CHECK_CUDA(cuda::WindowDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
-        CHECK_CUDA(cuda::WindowDispatchPlace<Format>(step, rank.pending, rank.group, rank.stream));
+        CHECK_CUDA(
+            cuda::WindowDispatchReceive<Format>(step, rank.pending, rank.group, rank.stream));
       }
     });
   } else if (request.call == Call::kCachedDispatch) {
@@ -301,7 +302,7 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
       CHECK_CUDA(
           cuda::WindowCachedDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
       CHECK_CUDA(
-          cuda::WindowCachedDispatchPlace<Format>(step, rank.pending, rank.group, rank.stream));
+          cuda::WindowCachedDispatchReceive<Format>(step, rank.pending, rank.group, rank.stream));
     };
     rank.quantized ? launch(CombineFormat{}) : launch(Bf16Format{});
   } else {
@@ -312,7 +313,7 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
       CHECK_CUDA(cuda::WindowCombine(step, rank.group, rank.stream));
     } else {
       CHECK_CUDA(cuda::WindowCombineSend(step, rank.pending, rank.group, rank.stream));
-      CHECK_CUDA(cuda::WindowCombinePlace(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::WindowCombineReceive(step, rank.pending, rank.group, rank.stream));
     }
   }
 }

@@ -1,6 +1,6 @@
-// PutAccess that does the worst of what protocol/far.h allows: a thread delivers pieces of puts and
-// signals in random order, late, reads a put's source when it delivers, and keeps what has come
-// from being seen until somebody settles. Used by far_test.cc.
+// PutAccess that does the worst of what protocol/internode.h allows: a thread delivers pieces of
+// puts and signals in random order, late, reads a put's source when it delivers, and keeps what has
+// come from being seen until somebody settles. Used by internode_test.cc.
 #pragma once
 
 #include <atomic>

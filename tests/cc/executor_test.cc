@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/bounded.h"
+#include "cuda/memory/bounded.h"
 
 // The pool reports failures through these two types, whose contents are XLA's own.
 struct XLA_FFI_Error {

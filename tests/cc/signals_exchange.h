@@ -29,7 +29,7 @@ struct Options {
   bool gives_up = false;  // the oldest pending call, where calls fill all regions
   uint32_t blocks = 1;    // workers of a rank, each with threads of two roles
   uint32_t senders = 1;
-  uint32_t placers = 1;
+  uint32_t receivers = 1;
   uint64_t first_epoch = kFirstEpoch;
   std::chrono::milliseconds timeout = kLong;
   std::vector<uint16_t> tags = {5, 5, 5, 5};  // by rank
@@ -55,7 +55,7 @@ class Exchange {
 
   // Runs ranks [begin, end) to the end of their programs or to their first failure.
   void Run(uint32_t begin, uint32_t end, const std::vector<std::string>& programs) {
-    const uint32_t threads_a_block = options_.senders + options_.placers;
+    const uint32_t threads_a_block = options_.senders + options_.receivers;
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::thread> threads;
     for (uint32_t r = begin; r < end; ++r) {
@@ -63,8 +63,8 @@ class Exchange {
       Rank& rank = *ranks_[r];
       rank.launch = std::make_unique<std::barrier<>>(options_.blocks * threads_a_block);
       for (uint32_t b = 0; b < options_.blocks; ++b) {
-        Block& block =
-            *blocks.emplace_back(std::make_unique<Block>(rank, threads_a_block, options_.placers));
+        Block& block = *blocks.emplace_back(
+            std::make_unique<Block>(rank, threads_a_block, options_.receivers));
         for (uint32_t t = 0; t < threads_a_block; ++t) {
           const uint64_t noise = Mix(options_.first_epoch * 1000 + r * 100 + b * 10 + t);
           threads.emplace_back([this, &block, calls, t, noise] {
@@ -94,15 +94,15 @@ class Exchange {
     uint64_t calls_done = 0;
   };
 
-  // What the threads of a block share; written by the first of them (counts: by the first placer),
-  // read behind a barrier.
+  // What the threads of a block share; written by the first of them (counts: by the first
+  // receiver), read behind a barrier.
   struct Block {
-    Block(Rank& of, uint32_t threads, uint32_t placers)
-        : rank(of), barrier(threads), placer_barrier(placers) {}
+    Block(Rank& of, uint32_t threads, uint32_t receivers)
+        : rank(of), barrier(threads), receiver_barrier(receivers) {}
 
     Rank& rank;
     std::barrier<> barrier;
-    std::barrier<> placer_barrier;
+    std::barrier<> receiver_barrier;
     Call call = {};
     RegionLease lease = {};
     WorkPlan plan = {};
@@ -128,7 +128,7 @@ class Exchange {
     for (const Call& call : calls) {
       if (self.thread == 0) Begin(self.block, call, pending[{call.kind, call.name}]);
       self.block.barrier.arrive_and_wait();
-      const bool done = self.sender ? RunSender(self) : RunPlacer(self);
+      const bool done = self.sender ? RunSender(self) : RunReceiver(self);
       if (!done) self.rank().failed = self.block.failed = true;
       Leave(self);
       self.rank().launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
@@ -164,8 +164,8 @@ class Exchange {
     if (self.thread != 0) return;
     if (block.call.sends) CommitSend(state, block.lease);
     if (!block.call.places && options_.gives_up) GiveUpSurplus(self);
-    if (block.call.places) CommitPlace(state, block.lease);
-    CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.place_items);
+    if (block.call.places) CommitReceive(state, block.lease);
+    CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.receive_items);
     ++self.rank().calls_done;
   }
 
@@ -173,7 +173,7 @@ class Exchange {
     const Block& block = self.block;
     if (!block.call.places) return;
     for (uint32_t source = self.thread; source < options_.ranks;
-         source += options_.senders + options_.placers) {
+         source += options_.senders + options_.receivers) {
       Window& window = ranks_[source]->windows[block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][block.lease.region], block.lease.epoch);
     }
@@ -188,7 +188,7 @@ class Exchange {
       Window& window = source->windows[self.block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][region], state.last_epoch[region]);
     }
-    CommitPlace(state, {0, 0, region});
+    CommitReceive(state, {0, 0, region});
   }
 
   static void Skew(uint64_t& noise) {
@@ -228,7 +228,7 @@ class Exchange {
   uint16_t TagOf(const Self& self) const { return options_.tags[self.rank().id]; }
 
   bool AwaitFlag(const Self& self, uint32_t source, const FlagCell* cell, FlagCell& flag) {
-    return Await(self, Phase::kPlace, source, [&] {
+    return Await(self, Phase::kReceive, source, [&] {
       return ObserveFlag(memory_, cell, self.block.lease.epoch, TagOf(self), flag);
     });
   }
@@ -306,17 +306,17 @@ class Exchange {
     return true;
   }
 
-  // ---- Placers ----
+  // ---- Receivers ----
 
-  bool RunPlacer(Self& self) {
+  bool RunReceiver(Self& self) {
     Block& block = self.block;
-    if (block.plan.place_items == 0) return true;
+    if (block.plan.receive_items == 0) return true;
     if (self.thread == options_.senders) block.counts_arrived = AwaitCounts(self);
-    block.placer_barrier.arrive_and_wait();
+    block.receiver_barrier.arrive_and_wait();
     if (!block.counts_arrived) return false;
     for (;;) {
       Skew(self.noise);
-      const WorkItem item = TakeItem(memory_, self.window().state, block.plan, Queue::kPlace);
+      const WorkItem item = TakeItem(memory_, self.window().state, block.plan, Queue::kReceive);
       if (item.phase == Phase::kNone) return true;
       if (!Place(self, Peer(self, item.index % options_.ranks), item.index / options_.ranks)) {
         return false;
@@ -324,13 +324,13 @@ class Exchange {
     }
   }
 
-  // One thread waits; the counts are read by all placers of its block.
+  // One thread waits; the counts are read by all receivers of its block.
   bool AwaitCounts(const Self& self) {
     for (uint32_t i = 0; i < options_.ranks; ++i) {
       const uint32_t source = Peer(self, i);
       const CountCell* cell = &RegionAt(self, self.rank().id).counts[source];
       CountCell seen{};
-      const bool arrived = Await(self, Phase::kPlace, source, [&] {
+      const bool arrived = Await(self, Phase::kReceive, source, [&] {
         const Observation found = ObserveCounts(memory_, cell, self.block.lease.epoch, seen);
         const bool differs = found == Observation::kArrived && seen.counts[1] != TagOf(self);
         return differs ? Observation::kProtocolError : found;

@@ -72,7 +72,7 @@ void TestCredits() {
         CHECK(ClassifyCredit(lease.epoch + 1, lease) == Observation::kProtocolError);
         CHECK(ClassifyCredit(lease.epoch + depth, lease) == Observation::kProtocolError);
         CommitSend(state, lease);
-        CommitPlace(state, lease);
+        CommitReceive(state, lease);
         if (LeaseRegion(state, depth, depth).region == lease.region) {
           CHECK(ClassifyCredit(credit, LeaseRegion(state, depth, depth)) == Observation::kPending);
         }
@@ -100,12 +100,13 @@ void TestQueues() {
               {Phase::kSend, 0},
               {Phase::kSend, 1},
               {Phase::kSend, 2}});
-  CheckQueue(plan, Queue::kPlace,
-             {{Phase::kPlace, 0}, {Phase::kPlace, 1}, {Phase::kPlace, 2}, {Phase::kPlace, 3}});
+  CheckQueue(
+      plan, Queue::kReceive,
+      {{Phase::kReceive, 0}, {Phase::kReceive, 1}, {Phase::kReceive, 2}, {Phase::kReceive, 3}});
   CheckQueue({0, 1, 0}, Queue::kSend, {{Phase::kSend, 0}});
-  for (const Queue queue : {Queue::kSend, Queue::kPlace}) CheckQueue({0, 0, 0}, queue, {});
+  for (const Queue queue : {Queue::kSend, Queue::kReceive}) CheckQueue({0, 0, 0}, queue, {});
   // As one queue: whoever could still send does not place.
-  for (uint32_t i = 0; i < 5; ++i) CHECK(ItemInOrder(plan, i).phase != Phase::kPlace);
+  for (uint32_t i = 0; i < 5; ++i) CHECK(ItemInOrder(plan, i).phase != Phase::kReceive);
   CHECK(ItemInOrder(plan, 8).index == 3 && ItemInOrder(plan, 9).phase == Phase::kNone);
 }
 
@@ -118,7 +119,7 @@ void TestLeaving() {
   // In the first call nobody fails, then each worker once; 4 is the last to leave.
   for (uint32_t failing = 0; failing <= 4; ++failing) {
     for (uint32_t worker = 0; worker < 4; ++worker) CHECK(EnterCall(memory, state) == worker);
-    for (const Queue queue : {Queue::kPlace, Queue::kSend}) {
+    for (const Queue queue : {Queue::kReceive, Queue::kSend}) {
       uint32_t items = 0;
       while (TakeItem(memory, state, plan, queue).phase != Phase::kNone) ++items;
       CHECK(items == (queue == Queue::kSend ? 3 : 2));
@@ -140,7 +141,7 @@ void TestLeaving() {
   const Departure end = LeaveCall(memory, state, 1, false);
   CHECK(end.last && !end.failed && LeaveCall(memory, state, 1, true).failed);
   CHECK(LeaveCall(memory, state, 1, false, 7).sum == 7);
-  // A second half goes on from what its first one has left.
+  // A receive half goes on from what its send half has left.
   KeepSum(memory, state, LeaveCall(memory, state, 1, false, 7));
   CHECK(!LeaveCall(memory, state, 2, false, 5).last);
   CHECK(LeaveCall(memory, state, 2, false, 2).sum == 14);
@@ -241,7 +242,7 @@ void TestPrograms() {
                                .depth = depth,
                                .blocks = many,
                                .senders = many,
-                               .placers = many,
+                               .receivers = many,
                                .first_epoch = first});
             exchange.Run(0, ranks, by_rank);
             for (uint32_t r = 0; r < ranks; ++r) {
@@ -285,7 +286,7 @@ void TestLatePeer() {
       exchange.Run(0, late, {"D D"});
       for (uint32_t r = 0; r < ranks; ++r) {
         CheckReport(exchange.report(r), late, kFirstEpoch, WaitStatus::kTimedOut);
-        CHECK(exchange.report(r).phase == Phase::kPlace);
+        CHECK(exchange.report(r).phase == Phase::kReceive);
         CHECK(r == late || !exchange.ok(r));
       }
       exchange.Run(late, ranks, {"D D"});
@@ -300,7 +301,7 @@ void TestLatePeer() {
 }
 
 // The last rank sends its first call and never reads: the others' second call waits for its credit,
-// and their placers for those that wait for it. All give up.
+// and their receivers for those that wait for it. All give up.
 void TestMissingCredit() {
   if (!kWaitForCredit) return;
   Exchange exchange({.ranks = 3, .blocks = 2, .timeout = kShort});
@@ -312,7 +313,7 @@ void TestMissingCredit() {
     CHECK(report.status == WaitStatus::kTimedOut && report.epoch == kFirstEpoch + 1);
     CHECK(report.waiting_rank != 2 && report.tag == 5);
     // Credits are what senders wait for, and only the last rank's is missing.
-    CHECK(report.phase == Phase::kPlace || report.awaited_rank == 2);
+    CHECK(report.phase == Phase::kReceive || report.awaited_rank == 2);
     const Region& region = exchange.window(r, 0).regions[0];
     CHECK(region.counts[0].stamp == CellStamp(kFirstEpoch));
     CHECK(region.flags[1][0].epoch == kFirstEpoch);
@@ -336,7 +337,7 @@ void TestWrongTag() {
   for (uint32_t r = 0; r < 4; ++r) {
     const WaitReport& report = exchange.report(r);
     CHECK(!exchange.ok(r) && exchange.calls_done(r) == 0);
-    CHECK(report.status == WaitStatus::kProtocolError && report.phase == Phase::kPlace);
+    CHECK(report.status == WaitStatus::kProtocolError && report.phase == Phase::kReceive);
     CHECK((report.waiting_rank == 2) != (report.awaited_rank == 2));
     CHECK(report.tag == (report.waiting_rank == 2 ? 9 : 5));
   }

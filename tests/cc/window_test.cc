@@ -31,7 +31,7 @@ WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_
           hidden,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           CombineMessage::Of(hidden * std::max(element_bytes, wire_bytes), 0, top_k).bytes,
-          kFewDispatchTokens,
+          kLowLatencyDispatchTokens,
           DispatchMessage::Of(hidden * element_bytes, 0, top_k).bytes,
           1,
           depth};
@@ -109,16 +109,17 @@ void CheckLayout(const WindowSizes& sizes) {
   // The number of slots in a cell of its own, then all experts, three in a cell.
   CHECK((dispatch.count_cells - 1) * kCountsPerCell >= sizes.local_experts);
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
-  CHECK(combine.count_cells == 1);  // the tag of calls with few tokens
+  CHECK(combine.count_cells == 1);  // the tag of low-latency calls
   // The messages of a whole call.
   CHECK(dispatch.region_bytes >= sizes.dispatch_tokens * sizes.dispatch_message_bytes);
   CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
-  // Those of a call of few tokens, in cells of 12 bytes beside the epoch.
+  // Those of a low-latency call, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
-        std::min(sizes.dispatch_tokens, sizes.few_dispatch_tokens) * dispatch.message_cells);
-  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.few_message_bytes);
+        std::min(sizes.dispatch_tokens, sizes.low_latency_dispatch_tokens) *
+            dispatch.message_cells);
+  CHECK((dispatch.message_cells - 1 - sizes.top_k) * 12 >= sizes.low_latency_message_bytes);
   CHECK(combine.cells_per_source ==
-        std::min(sizes.combine_tokens, kFewCombineTokens) * combine.message_cells);
+        std::min(sizes.combine_tokens, kLowLatencyCombineTokens) * combine.message_cells);
   CHECK(combine.message_cells * 12 >= sizes.combine_message_bytes);
 }
 
@@ -140,7 +141,7 @@ void TestKnownLayout() {
   CHECK(dispatch.cells == dispatch.counts + RoundUp(8 * 23 * 16, 128));
   CHECK(dispatch.message_cells == 1 + 8 + DivideUp(14464, 12));
   CHECK(dispatch.regions ==
-        dispatch.cells + RoundUp(8 * kFewDispatchTokens * dispatch.message_cells * 16, 128));
+        dispatch.cells + RoundUp(8 * kLowLatencyDispatchTokens * dispatch.message_cells * 16, 128));
   const BufferGroupLayout& combine = layout.groups[1];
   CHECK(combine.credits == dispatch.regions + 8 * dispatch.region_bytes);
   CHECK(combine.flags_per_source == kCombineChunks.MaxCount(128) * 7);
@@ -189,7 +190,8 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
                            sizes));
   const auto message = DispatchMessage::Of(Format::PayloadBytes(hidden, element_bytes),
                                            Format::ScaleBytes(hidden), top_k);
-  CHECK(message.bytes <= sizes.dispatch_message_bytes && message.bytes <= sizes.few_message_bytes);
+  CHECK(message.bytes <= sizes.dispatch_message_bytes &&
+        message.bytes <= sizes.low_latency_message_bytes);
   for (const int64_t weights : {int64_t{0}, top_k}) {
     CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
           sizes.dispatch_message_bytes);
@@ -310,7 +312,7 @@ void TestFlagIndexes() {
     const int64_t pieces = Pieces(sizes.hidden);
     CHECK(kDispatchChunks.Count(n) <= layout.groups[0].flags_per_source);
     CHECK(kCombineChunks.Count(n) * pieces <= layout.groups[1].flags_per_source);
-    // Senders announce a chunk's slots; placers look for the chunk of a slot.
+    // Senders announce a chunk's slots; receivers look for the chunk of a slot.
     const ChunkRule rule = kCombineChunks;
     for (int64_t slot = 0; slot < n; ++slot) {
       const int64_t chunk = slot / rule.Tokens(n), first = chunk * rule.Tokens(n);

@@ -1,4 +1,4 @@
-// Draws of whole calls on emulated GPUs, for calls_test.cc, far_calls_test.cc and options_test.cc.
+// Draws of whole calls on emulated GPUs, for calls_test.cc, internode_test.cc and options_test.cc.
 #pragma once
 
 #include <algorithm>
@@ -75,9 +75,9 @@ inline Draws DrawNodes(Random& random) {
 }
 
 // The first `entries` of each token of `world`, which has dispatched, as rows that cross one by
-// one, as `by_entry` of jax_ep/_core/options.py: (token, k) are tokens, (slot, k) slots. Their chunks have
-// gaps: of entries that go elsewhere and, where a token has more than `entries`, of tokens that
-// nothing else brought there.
+// one, as `by_entry` of jax_ep/_core/options.py: (token, k) are tokens, (slot, k) slots. Their
+// chunks have gaps: of entries that go elsewhere and, where a token has more than `entries`, of
+// tokens that nothing else brought there.
 inline World OneByOne(const World& world, int64_t entries, Random& random) {
   const int64_t all = world.shape().top_k;
   Options options = world.options;

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "calls_draws.h"
-#include "cuda/far_calls.h"
-#include "cuda/window_calls.h"
+#include "cuda/internode/calls.h"
+#include "cuda/window/calls.h"
 #include "cuda_runtime_api.h"
 #include "ffi/window_sizes.h"
 
@@ -25,7 +25,7 @@ inline void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
 
 struct OnGpu {
   WindowGroup group;
-  std::optional<cuda::FarRank> far;  // where ranks are on other nodes
+  std::optional<cuda::InternodeRank> internode;  // where ranks are on other nodes
   PendingCall* pending;
   cudaStream_t stream;
   std::vector<WindowDispatchStep> dispatches;
@@ -35,8 +35,8 @@ struct OnGpu {
 
 // ---- Windows ------------------------------------------------------------------------------------
 
-// The kernels of shmem/far.cu, where it is linked; far_kernels.cc has it.
-cuda::FarKernels EmulatedFarKernels();
+// The kernels of shmem/internode.cu, where it is linked; internode_kernels.cc has it.
+cuda::InternodeKernels EmulatedInternodeKernels();
 
 class Windows {
  public:
@@ -45,7 +45,7 @@ class Windows {
     int32_t numbers[kMaxWindowRanks];
     for (uint32_t rank = 0; rank < ranks(); ++rank) numbers[rank] = 9 - NodeOf(rank);
     if (draws.bundles) map_ = NodeMap::Of(numbers, ranks());
-    bundles_ = BundleLayout::Of(far_, layout_, sizes_, map_.nodes, map_.size);
+    bundles_ = BundleLayout::Of(internode_, layout_, sizes_, map_.nodes, map_.size);
   }
 
   std::vector<OnGpu> Open(uint64_t timeout_ns) {
@@ -70,10 +70,10 @@ class Windows {
       *gpu.group.host_report = WaitReport{};
       Must(cudaMalloc(&gpu.pending, (kPendingCalls + 1) * sizeof(PendingCall)));
       Must(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking));
-      if (gpu.group.far == 0) continue;
-      cuda::FarGroup far{gpu.group, far_, bundles_, map_, {}};
-      for (uint32_t other = 0; other < ranks(); ++other) far.pes[other] = Pe(other);
-      gpu.far.emplace(far, EmulatedFarKernels());
+      if (gpu.group.internode == 0) continue;
+      cuda::InternodeGroup internode{gpu.group, internode_, bundles_, map_, {}};
+      for (uint32_t other = 0; other < ranks(); ++other) internode.pes[other] = Pe(other);
+      gpu.internode.emplace(internode, EmulatedInternodeKernels());
     }
     return opened;
   }
@@ -120,9 +120,9 @@ class Windows {
     group.turns = static_cast<uint32_t>(sizes_.turns);
     group.depth = static_cast<uint32_t>(sizes_.depth);
     for (uint32_t other = 0; other < ranks(); ++other) {
-      const bool is_far = NodeOf(other) != NodeOf(rank);
-      group.windows[other] = is_far ? blocks[rank] + far_.staged : blocks[other];
-      group.far |= uint32_t{is_far} << other;
+      const bool is_internode = NodeOf(other) != NodeOf(rank);
+      group.windows[other] = is_internode ? blocks[rank] + internode_.staged : blocks[other];
+      group.internode |= uint32_t{is_internode} << other;
     }
     return group;
   }
@@ -130,23 +130,24 @@ class Windows {
   const Draws draws_;
   const WindowSizes sizes_;
   const WindowLayout layout_ = WindowLayout::Of(sizes_);
-  const FarLayout far_ = FarLayout::Of(layout_, sizes_);
+  const InternodeLayout internode_ = InternodeLayout::Of(layout_, sizes_);
   NodeMap map_{};
   BundleLayout bundles_{};
 };
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-enum class Part { kWhole, kSend, kPlace };
+enum class Part { kWhole, kSend, kReceive };
 
 template <typename Format, typename Step>
-cuda::FarCall FarCallOf(const Step& step, const PendingCall* pending) {
+cuda::InternodeCall InternodeCallOf(const Step& step, const PendingCall* pending) {
   const EpShape& shape = step.shape;
-  cuda::FarCall far{};
-  far.pending = pending;
+  cuda::InternodeCall internode{};
+  internode.pending = pending;
   if constexpr (std::is_same_v<Step, WindowCombineStep>) {
-    far.kind = CallKind::kCombine;
-    far.shape = FarShape::OfCombine(step.messages(), CombineMessageOf(step).bytes, shape.hidden);
+    internode.kind = CallKind::kCombine;
+    internode.shape =
+        InternodeShape::OfCombine(step.messages(), CombineMessageOf(step).bytes, shape.hidden);
   } else {
     constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
     const int64_t payload = Format::PayloadBytes(shape.hidden, shape.element_bytes);
@@ -157,31 +158,32 @@ cuda::FarCall FarCallOf(const Step& step, const PendingCall* pending) {
     } else {
       bytes = CachedDispatchMessage::Of(payload, scales, step.num_weights).bytes;
     }
-    far.kind = CallKind::kDispatch;
-    far.shape =
-        FarShape::OfDispatch(shape.tokens, bytes, kRouted ? CountCells(shape.local_experts) : 0);
-    far.slots = {step.slot_of, shape.tokens, shape.top_k};
+    internode.kind = CallKind::kDispatch;
+    internode.shape = InternodeShape::OfDispatch(shape.tokens, bytes,
+                                                 kRouted ? CountCells(shape.local_experts) : 0);
+    internode.slots = {step.slot_of, shape.tokens, shape.top_k};
   }
-  return far;
+  return internode;
 }
 
-// `whole()`, `send(pending, at_once)` and `place(pending)` launch the call and its halves.
-template <typename Format, typename Step, typename Whole, typename Send, typename Place>
+// `whole()`, `send(pending, of_whole_call)` and `receive(pending)` launch the call and its halves.
+template <typename Format, typename Step, typename Whole, typename Send, typename Receive>
 cudaError_t LaunchPart(Part part, const Step& step, PendingCall* pending, const OnGpu& gpu,
-                       Whole whole, Send send, Place place) {
-  if (!gpu.far) {
+                       Whole whole, Send send, Receive receive) {
+  if (!gpu.internode) {
     return part == Part::kWhole  ? whole()
            : part == Part::kSend ? send(pending, false)
-                                 : place(pending);
+                                 : receive(pending);
   }
-  const cuda::FarCall far = FarCallOf<Format>(step, pending);
+  const cuda::InternodeCall internode = InternodeCallOf<Format>(step, pending);
   if (part == Part::kSend) {
-    return gpu.far->First(far, gpu.stream, [&] { return send(pending, false); });
+    return gpu.internode->SendHalf(internode, gpu.stream, [&] { return send(pending, false); });
   }
-  if (part == Part::kPlace) {
-    return gpu.far->Second(far, gpu.stream, [&] { return place(pending); });
+  if (part == Part::kReceive) {
+    return gpu.internode->ReceiveHalf(internode, gpu.stream, [&] { return receive(pending); });
   }
-  return gpu.far->Whole(far, gpu.stream, [&](auto* to) { return send(to, true); }, place);
+  return gpu.internode->Whole(
+      internode, gpu.stream, [&](auto* to) { return send(to, true); }, receive);
 }
 
 template <typename Format>
@@ -190,11 +192,11 @@ cudaError_t Launch(Part part, const WindowDispatchStep& step, PendingCall* pendi
   return LaunchPart<Format>(
       part, step, pending, gpu,
       [&] { return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream); },
-      [&](auto* to, bool at_once) {
-        return cuda::WindowDispatchSend<Format>(step, to, gpu.group, gpu.stream, at_once);
+      [&](auto* to, bool of_whole_call) {
+        return cuda::WindowDispatchSend<Format>(step, to, gpu.group, gpu.stream, of_whole_call);
       },
       [&](auto* from) {
-        return cuda::WindowDispatchPlace<Format>(step, from, gpu.group, gpu.stream);
+        return cuda::WindowDispatchReceive<Format>(step, from, gpu.group, gpu.stream);
       });
 }
 
@@ -208,11 +210,11 @@ cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall*
         return cuda::WindowCachedDispatchSend<Format>(step, to, gpu.group, gpu.stream);
       },
       [&](auto* from) {
-        return cuda::WindowCachedDispatchPlace<Format>(step, from, gpu.group, gpu.stream);
+        return cuda::WindowCachedDispatchReceive<Format>(step, from, gpu.group, gpu.stream);
       });
 }
 
-// What the handler of a part has of a call: the first half of rows that travel one by one knows
+// What the handler of a part has of a call: the send half of rows that travel one by one knows
 // them as tokens of one row.
 inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
   if (part == Part::kSend) {
@@ -221,7 +223,7 @@ inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
     step.slot_of = nullptr, step.entry_weights = nullptr;
     step.residual = step.shared_rows = step.output = nullptr;
     step.shared_part = nullptr;
-  } else if (part == Part::kPlace) {
+  } else if (part == Part::kReceive) {
     step.row_of = step.slot_counts = nullptr;
     step.expert_out = nullptr, step.row_weights = nullptr;
   }
@@ -234,10 +236,10 @@ cudaError_t Launch(Part part, const WindowCombineStep& whole, PendingCall* pendi
   const WindowCombineStep step = PartOf(part, whole);
   return LaunchPart<Format>(
       part, step, pending, gpu, [&] { return cuda::WindowCombine(step, gpu.group, gpu.stream); },
-      [&](auto* to, bool at_once) {
-        return cuda::WindowCombineSend(step, to, gpu.group, gpu.stream, at_once);
+      [&](auto* to, bool of_whole_call) {
+        return cuda::WindowCombineSend(step, to, gpu.group, gpu.stream, of_whole_call);
       },
-      [&](auto* from) { return cuda::WindowCombinePlace(step, from, gpu.group, gpu.stream); });
+      [&](auto* from) { return cuda::WindowCombineReceive(step, from, gpu.group, gpu.stream); });
 }
 
 }  // namespace jax_ep

@@ -52,7 +52,8 @@ void RunInOtherWindows(Random& random) {
   options.tiled = options.weights = options.quantized_sums = draws.halves = false;
   options.element = options.wire = ElementType::kFloat32;
   shape.element_bytes = 4, shape.hidden = 512;
-  shape.tokens = encodes ? random.In(kFewDispatchTokens + 1, kFewEncodedTokens) : random.In(2, 8);
+  shape.tokens = encodes ? random.In(kLowLatencyDispatchTokens + 1, kLowLatencyEncodedTokens)
+                         : random.In(2, 8);
   shape.recv_rows = random.In(1, shape.slots());
   draws.window_format = encodes ? Bf16Format::kName : MxFp4Format::kName;
   draws.window_element_bytes = 2, draws.window_tokens = 3 * shape.tokens;

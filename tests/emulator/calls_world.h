@@ -1,4 +1,4 @@
-// The ranks of a world on emulated GPUs, for calls_test.cc, far_calls_test.cc and
+// The ranks of a world on emulated GPUs, for calls_test.cc, internode_test.cc and
 // options_test.cc: calls, and what they are compared with. Compiled as nvcc compiles the kernels.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 #include "calls_draws.h"
 #include "calls_ranks.h"
-#include "cuda/window_calls.h"
+#include "cuda/window/calls.h"
 #include "cuda_runtime_api.h"
 
 namespace jax_ep {
@@ -98,11 +98,11 @@ class Gpus {
     const auto run = [&]<typename Format>(Format, auto steps, auto make) {
       if (halves_) Step<Format>(Part::kSend, steps, make);
       spoil_all();
-      Step<Format>(halves_ ? Part::kPlace : Part::kWhole, steps, make, silent);
+      Step<Format>(halves_ ? Part::kReceive : Part::kWhole, steps, make, silent);
     };
     world_.OfFormat([&]<typename Format>(Format format) {
       run(format, &OnGpu::dispatches, [&](const Rank& rank) { return DispatchStep(rank); });
-      if constexpr (cuda::kAlongRoutes<Format>) {
+      if constexpr (cuda::kCachedFormat<Format>) {
         spoil_all();
         RunCached();
         for (const OnGpu& gpu : ranks_) CheckWritten(gpu.cached.back());
@@ -181,7 +181,7 @@ class Gpus {
     for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
     world_.OfFormat([&]<typename Format>(Format) {
       EnqueueEach<Format>(gpu, gpu.dispatches);
-      if constexpr (cuda::kAlongRoutes<Format>) {
+      if constexpr (cuda::kCachedFormat<Format>) {
         for (int64_t i = 0; i < times; ++i) {
           gpu.cached.push_back(CachedStep(rank));
           LaunchCached<Format>(gpu.cached.back(), gpu);
@@ -199,7 +199,7 @@ class Gpus {
       if (static_cast<int64_t>(i) == without) continue;
       Must(cudaSetDevice(static_cast<int>(i)));
       Steps& made = ranks_[i].*steps;
-      if (part != Part::kPlace) made.push_back(make(world_.ranks[i]));
+      if (part != Part::kReceive) made.push_back(make(world_.ranks[i]));
       Must(Launch<Format>(part, made.back(), ranks_[i].pending, ranks_[i]));
     }
     Must(cudaDeviceSynchronize());
@@ -215,14 +215,14 @@ class Gpus {
   template <typename Format>
   void LaunchCached(const WindowCachedDispatchStep& step, const OnGpu& gpu) const {
     if (!halves_) return Must(Launch<Format>(Part::kWhole, step, nullptr, gpu));
-    for (const Part part : {Part::kSend, Part::kPlace}) {
+    for (const Part part : {Part::kSend, Part::kReceive}) {
       Must(Launch<Format>(part, step, gpu.pending, gpu));
     }
   }
 
   void RunCached() {
     world_.OfFormat([&]<typename Format>(Format) {
-      if constexpr (cuda::kAlongRoutes<Format>) {
+      if constexpr (cuda::kCachedFormat<Format>) {
         for (size_t i = 0; i < ranks_.size(); ++i) {
           ranks_[i].cached.push_back(CachedStep(world_.ranks[i]));
           Must(cudaSetDevice(static_cast<int>(i)));
@@ -250,7 +250,7 @@ class Gpus {
       }
       for (int64_t i = 0; halves_ && i < calls; ++i) {
         const Step& step = steps[static_cast<size_t>(first + i)];
-        Must(Launch<Format>(Part::kPlace, step, gpu.pending + i, gpu));
+        Must(Launch<Format>(Part::kReceive, step, gpu.pending + i, gpu));
       }
     }
   }

@@ -1,8 +1,9 @@
-// Puts that do the worst of what protocol/far.h allows: pieces of puts and signals arrive in random
-// order, late, also after the end of their kernel, are read from their source when they arrive, and
-// are not to be seen until somebody settles. For races each put and each signal is an actor of its
-// own, which comes after what the thread that issued it had done and after nothing else. What puts
-// have done comes before who has acquired a signal, behind whose fences they were, and settles.
+// Puts that do the worst of what protocol/internode.h allows: pieces of puts and signals arrive in
+// random order, late, also after the end of their kernel, are read from their source when they
+// arrive, and are not to be seen until somebody settles. For races each put and each signal is an
+// actor of its own, which comes after what the thread that issued it had done and after nothing
+// else. What puts have done comes before who has acquired a signal, behind whose fences they were,
+// and settles.
 #include <algorithm>
 #include <utility>
 

@@ -3,8 +3,8 @@
 # two race. It knows of no proxies, so not of the fences between ordinary accesses and bulk copies
 # (.ci/check_sass.py looks at those). For more than CI has time for:
 #   EMULATED_GPUS=3 EMULATED_SMS=2 EMULATED_RESIDENT=2 build/races/calls_test 7 100
-#   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/far_calls_test layers 7 50
-# not `far_calls_test spoiled`: the test stores into windows that kernels read, and indices that are
+#   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/internode_test layers 7 50
+# not `internode_test spoiled`: the test stores into windows that kernels read, and indices that are
 # there twice then make two warps store to one place.
 set(FEW_THREADS "EMULATED_SEED=1 EMULATED_RESIDENT=2")
 emulated_test(races_calls "${FEW_THREADS} EMULATED_GPUS=3 EMULATED_SMS=2" calls_test 1 3)
@@ -12,11 +12,11 @@ emulated_test(races_options "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=2" opti
 # Over nodes. Of few threads, since each barrier costs their number squared: whole calls and halves,
 # first halves that nobody ends, and failures that travel as signals.
 set(OVER_NODES "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=1")
-emulated_test(races_far_layers "${OVER_NODES}" far_calls_test layers 1 5)
+emulated_test(races_internode_layers "${OVER_NODES}" internode_test layers 1 5)
 foreach(ONLY IN ITEMS abandoned drops silent mixed)
-  emulated_test(races_far_${ONLY} "${OVER_NODES}" far_calls_test ${ONLY} 1 1)
+  emulated_test(races_internode_${ONLY} "${OVER_NODES}" internode_test ${ONLY} 1 1)
 endforeach()
-# Waits that fail, of few tokens and of more.
+# Waits that fail, in low-latency calls and in longer ones.
 foreach(TOKENS IN ITEMS 5 25)
   wait_test(races_missing_${TOKENS} "EMULATED_RESIDENT=2 EMULATED_SMS=1 EMULATED_MISSING=1:4"
             ${TOKENS})
@@ -26,35 +26,36 @@ endforeach()
 
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")
-mutant(race_release signal_memory.cuh "FenceAcqRelSystem();" "" window_dispatch.cu "${RACE}" "2 7")
-mutant(race_acquire signal_memory.cuh "LoadAcquireSystem(" "LoadRelaxedSystem("
-       window_cached_dispatch.cu "${RACE}" "1 7")
-mutant(race_last_of signal_memory.cuh "return FetchAddAcqRelGpu(counter, value);"
-       "return FetchAdd(counter, value);" window_dispatch.cu "${RACE}" "1 7")
-mutant(race_helpers window_team.cuh
+mutant(race_release common/signal_memory.cuh "FenceAcqRelSystem();" "" window/dispatch.cu "${RACE}"
+       "2 7")
+mutant(race_acquire common/signal_memory.cuh "LoadAcquireSystem(" "LoadRelaxedSystem("
+       window/cached_dispatch.cu "${RACE}" "1 7")
+mutant(race_last_of common/signal_memory.cuh "return FetchAddAcqRelGpu(counter, value);"
+       "return FetchAdd(counter, value);" window/dispatch.cu "${RACE}" "1 7")
+mutant(race_helpers window/team.cuh
        "work(static_cast<const TeamJob&>(*job_), reinterpret_cast<uint8_t*>(jobs_) + stage);"
        "const TeamJob job = *job_; ArriveAtBarrier(barrier_ + 1, LeaderAndHelpers());
         work(job, reinterpret_cast<uint8_t*>(jobs_) + stage); continue;"
-       window_dispatch.cu "${RACE}" "1 7")
-mutant(race_tables window_groups.cuh "team.Sync();\n    if (!arrived) return;"
-       "if (!arrived) return;" window_few_dispatch.cu "${RACE}" "1 7")
+       window/dispatch.cu "${RACE}" "1 7")
+mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
+       "if (!arrived) return;" low_latency/dispatch.cu "${RACE}" "1 7")
 
 # ---- Between nodes ----
 
 set(FIXED "EMULATED_SEED=1 EMULATED_SMS=1 EMULATED_RESIDENT=2")
 # Who waits for a signal's word; who passes cells on; whose threads read what one of them has
 # settled.
-mutant(race_far_acquire protocol/far.h "EpochsAhead(memory.Acquire(arrived), epoch)"
-       "EpochsAhead(memory.Peek(arrived), epoch)" far.cu "${RACE}" "far layers 1 2")
-mutant(race_far_cells protocol/far.h
-       "memory.ReleaseFence();  // Release; pairs with Acquire in ObserveFlag." "" far.cu "${RACE}"
-       "far layers 1 4")
-mutant(race_far_settled shmem/far.cu "NVSHMEM_CMP_GE, 0);\n    __syncthreads();"
-       "NVSHMEM_CMP_GE, 0);" far.cu "${RACE}" "far layers 1 2")
+mutant(race_internode_acquire protocol/internode.h "EpochsAhead(memory.Acquire(arrived), epoch)"
+       "EpochsAhead(memory.Peek(arrived), epoch)" shmem/internode.cu "${RACE}" "internode layers 1 2")
+mutant(race_internode_cells protocol/internode.h
+       "memory.ReleaseFence();  // Release; pairs with Acquire in ObserveFlag." ""
+       shmem/internode.cu "${RACE}" "internode layers 1 4")
+mutant(race_internode_settled shmem/internode.cu "NVSHMEM_CMP_GE, 0);\n    __syncthreads();"
+       "NVSHMEM_CMP_GE, 0);" shmem/internode.cu "${RACE}" "internode layers 1 2")
 # Sources that store again into what puts may still read: after a credit that came before its puts
 # were over, and one that was only looked at.
-mutant(race_far_credit shmem/far.cu "} else if (!AwaitRegion({due, region, tag})) {"
-       "} else if (false) {" far.cu "${RACE}" "far abandoned 1 4")
-mutant(race_far_reuse protocol/signals.h "ClassifyCredit(memory.Acquire(credit), lease)"
-       "ClassifyCredit(memory.Peek(credit), lease)" window_dispatch_halves.cu "${RACE}"
-       "far layers 1 4")
+mutant(race_internode_credit shmem/internode.cu "} else if (!AwaitRegion({due, region, tag})) {"
+       "} else if (false) {" shmem/internode.cu "${RACE}" "internode abandoned 1 4")
+mutant(race_internode_reuse protocol/signals.h "ClassifyCredit(memory.Acquire(credit), lease)"
+       "ClassifyCredit(memory.Peek(credit), lease)" window/dispatch_halves.cu "${RACE}"
+       "internode layers 1 4")

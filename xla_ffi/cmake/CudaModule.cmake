@@ -26,14 +26,15 @@ target_link_libraries(jax_ep_cudart INTERFACE "${JAX_EP_CUDART}" ${CMAKE_DL_LIBS
 
 add_library(
   jax_ep_cuda OBJECT
-  cuda/pack.cu cuda/place.cu cuda/combine.cu cuda/quantize.cu cuda/init.cu cuda/driver.cc
-  cuda/fabric.cc cuda/far_calls.cc cuda/lasting.cc cuda/window_support.cc cuda/windows.cc)
+  cuda/collective/pack.cu cuda/collective/unpack.cu cuda/collective/combine.cu cuda/quantize.cu
+  cuda/init.cu cuda/internode/calls.cc cuda/memory/driver.cc cuda/memory/fabric.cc
+  cuda/memory/lasting.cc cuda/memory/window_support.cc cuda/memory/windows.cc)
 # These need Hopper. Without older architectures they compile in three quarters of the time.
 add_library(
   jax_ep_windows OBJECT
-  cuda/window_dispatch.cu cuda/window_cached_dispatch.cu cuda/window_combine.cu
-  cuda/window_few_dispatch.cu cuda/window_few_combine.cu cuda/window_dispatch_halves.cu
-  cuda/window_combine_send.cu cuda/window_combine_place.cu)
+  cuda/window/dispatch.cu cuda/window/dispatch_halves.cu cuda/window/cached_dispatch.cu
+  cuda/window/combine.cu cuda/window/combine_send.cu cuda/window/combine_receive.cu
+  cuda/low_latency/dispatch.cu cuda/low_latency/combine.cu)
 set(jax_ep_windows_for ${CMAKE_CUDA_ARCHITECTURES})
 list(FILTER jax_ep_windows_for EXCLUDE REGEX "^[5-8][0-9]")
 if(jax_ep_windows_for)

@@ -1,7 +1,9 @@
-// The device side of ep_init: its results, and the loading of every kernel.
-#include "cuda/launch.h"
-#include "cuda/steps.h"
-#include "cuda/window_calls.h"
+// The device side of ep_init: writing its results and loading every kernel.
+#include "cuda/init.h"
+
+#include "cuda/collective/steps.h"
+#include "cuda/common/launch.h"
+#include "cuda/window/calls.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -29,7 +31,7 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 cudaError_t PreloadKernels() {
   cudaError_t error = Preload(WriteInitKernel);
   if (error == cudaSuccess) error = PreloadPackKernels();
-  if (error == cudaSuccess) error = PreloadPlaceKernels();
+  if (error == cudaSuccess) error = PreloadUnpackKernels();
   if (error == cudaSuccess) error = PreloadCombineKernels();
   if (error == cudaSuccess) error = PreloadQuantizeKernels();
   return error;
@@ -41,7 +43,7 @@ cudaError_t PreloadWindowKernels() {
   if (error == cudaSuccess) error = PreloadWindowCombine();
   if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
   if (error == cudaSuccess) error = PreloadWindowCombineSend();
-  if (error == cudaSuccess) error = PreloadWindowCombinePlace();
+  if (error == cudaSuccess) error = PreloadWindowCombineReceive();
   return error;
 }
 

@@ -1,9 +1,9 @@
-// Rows to codes and scales and back, without a dispatch.
-#include "cuda/quantize.cuh"
+// Stand-alone quantisation: rows of elements to codes and scales, and back.
+#include "cuda/common/quantize.cuh"
 
-#include "cuda/launch.h"
-#include "cuda/primitives.cuh"
-#include "cuda/steps.h"
+#include "cuda/collective/steps.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/primitives.cuh"
 #include "formats/registry.h"
 
 namespace jax_ep::cuda {

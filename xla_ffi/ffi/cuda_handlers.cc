@@ -13,9 +13,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "cuda/far_calls.h"
-#include "cuda/steps.h"
-#include "cuda/window_calls.h"
+#include "cuda/collective/steps.h"
+#include "cuda/init.h"
+#include "cuda/internode/calls.h"
+#include "cuda/window/calls.h"
 #include "ffi/window_aside_operands.h"
 #include "ffi/window_group.h"
 #include "ffi/window_half_operands.h"
@@ -82,19 +83,19 @@ ffi::Error Precondition(const char* target, const std::string& message) {
 
 // What the steps for other nodes know of a call, of which the step may be a half's.
 template <typename Call>
-cuda::FarCall FarCallOf(const Call& call) {
+cuda::InternodeCall FarCallOf(const Call& call) {
   using Step = decltype(call.step);
   const EpShape& shape = call.step.shape;
-  cuda::FarCall far{};
+  cuda::InternodeCall far{};
   if constexpr (requires { call.pending; }) far.pending = call.pending;
   if constexpr (std::is_same_v<Step, WindowCombineStep>) {
     far.kind = CallKind::kCombine;
-    far.shape = FarShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
+    far.shape = InternodeShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
   } else {
     constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
     far.kind = CallKind::kDispatch;
-    far.shape = FarShape::OfDispatch(shape.tokens, call.message_bytes,
-                                     kRouted ? CountCells(shape.local_experts) : 0);
+    far.shape = InternodeShape::OfDispatch(shape.tokens, call.message_bytes,
+                                           kRouted ? CountCells(shape.local_experts) : 0);
     far.slots = {call.step.slot_of, shape.tokens, shape.top_k};
   }
   return far;
@@ -105,26 +106,26 @@ cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int3
   call.step.report = group.InvalidIdReportOf(ordinal);
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    const cuda::FarRank* far = group.FarOf(ordinal);
+    const cuda::InternodeRank* far = group.FarOf(ordinal);
     if (far == nullptr) return cuda::WindowDispatch<F>(call.step, own, stream);
     return far->Whole(
         FarCallOf(call), stream,
         [&](auto* to) { return cuda::WindowDispatchSend<F>(call.step, to, own, stream, true); },
-        [&](auto* from) { return cuda::WindowDispatchPlace<F>(call.step, from, own, stream); });
+        [&](auto* from) { return cuda::WindowDispatchReceive<F>(call.step, from, own, stream); });
   });
 }
 cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    if constexpr (cuda::kAlongRoutes<F>) {
-      const cuda::FarRank* far = group.FarOf(ordinal);
+    if constexpr (cuda::kCachedFormat<F>) {
+      const cuda::InternodeRank* far = group.FarOf(ordinal);
       if (far == nullptr) return cuda::WindowCachedDispatch<F>(call.step, own, stream);
       return far->Whole(
           FarCallOf(call), stream,
           [&](auto* to) { return cuda::WindowCachedDispatchSend<F>(call.step, to, own, stream); },
           [&](auto* from) {
-            return cuda::WindowCachedDispatchPlace<F>(call.step, from, own, stream);
+            return cuda::WindowCachedDispatchReceive<F>(call.step, from, own, stream);
           });
     }
     return cudaErrorNotSupported;
@@ -133,12 +134,12 @@ cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group
 cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
-  const cuda::FarRank* far = group.FarOf(ordinal);
+  const cuda::InternodeRank* far = group.FarOf(ordinal);
   if (far == nullptr) return cuda::WindowCombine(call.step, own, stream);
   return far->Whole(
       FarCallOf(call), stream,
       [&](auto* to) { return cuda::WindowCombineSend(call.step, to, own, stream, true); },
-      [&](auto* from) { return cuda::WindowCombinePlace(call.step, from, own, stream); });
+      [&](auto* from) { return cuda::WindowCombineReceive(call.step, from, own, stream); });
 }
 
 cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
@@ -149,35 +150,35 @@ cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, 
       return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
     });
   };
-  const cuda::FarRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->First(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
-      return cuda::WindowDispatchPlace<F>(call.step, call.pending, *group.OfDevice(ordinal),
-                                          stream);
+      return cuda::WindowDispatchReceive<F>(call.step, call.pending, *group.OfDevice(ordinal),
+                                            stream);
     });
   };
-  const cuda::FarRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->Second(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->ReceiveHalf(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
   };
-  const cuda::FarRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->First(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
 cudaError_t Launch(DecodedWindowCombinePlace& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
-    return cuda::WindowCombinePlace(call.step, call.pending, *group.OfDevice(ordinal), stream);
+    return cuda::WindowCombineReceive(call.step, call.pending, *group.OfDevice(ordinal), stream);
   };
-  const cuda::FarRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->Second(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* far = group.FarOf(ordinal);
+  return far == nullptr ? half() : far->ReceiveHalf(FarCallOf(call), stream, half);
 }
 
 // close() may come at any time after the look at the registry: the kernel then finds its gate

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/fabric.h"
-#include "cuda/window_support.h"
+#include "cuda/memory/fabric.h"
+#include "cuda/memory/window_support.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/module_common.h"
 #include "ffi/window_arguments.h"
@@ -96,7 +96,7 @@ std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
   if (!far) return std::nullopt;
   const auto& [pes, nodes, functions] = *far;
   FarAccess access{pes, nodes, {}};
-  if (functions.size() != cuda::kNumFarKernels) {
+  if (functions.size() != cuda::kNumInternodeKernels) {
     throw std::invalid_argument("jax_ep: the native modules must be of one build");
   }
   std::copy(functions.begin(), functions.end(), access.kernels.functions);

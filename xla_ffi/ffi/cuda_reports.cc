@@ -1,6 +1,6 @@
 // Where calls on GPUs report bad ids and mixed-up calls: pinned host memory, the back end's half of
 // ffi/group.h.
-#include "cuda/lasting.h"
+#include "cuda/memory/lasting.h"
 #include "ffi/group.h"
 
 namespace jax_ep::ffi_layer {

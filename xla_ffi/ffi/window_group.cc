@@ -10,7 +10,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "cuda/lasting.h"
+#include "cuda/memory/lasting.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
@@ -81,7 +81,7 @@ const char* PhaseName(Phase phase) {
       return "route";
     case Phase::kSend:
       return "send";
-    case Phase::kPlace:
+    case Phase::kReceive:
       return "place";
     default:
       return "none";
@@ -186,14 +186,15 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     throw std::invalid_argument("jax_ep: each EP group must be given its windows");
   }
   const WindowLayout layout = WindowLayout::Of(sizes);
-  const FarLayout far_layout = FarLayout::Of(layout, sizes);
+  const InternodeLayout internode_layout = InternodeLayout::Of(layout, sizes);
   const auto map_of = [&](size_t index) {
     if (far == nullptr || far->nodes.empty()) return NodeMap{};
     CheckRanks(far->nodes.at(index).size(), sizes);
     return NodeMap::Of(far->nodes[index].data(), static_cast<uint32_t>(sizes.ranks));
   };
   const NodeMap first = map_of(0);
-  const BundleLayout bundles = BundleLayout::Of(far_layout, layout, sizes, first.nodes, first.size);
+  const BundleLayout bundles =
+      BundleLayout::Of(internode_layout, layout, sizes, first.nodes, first.size);
   window_bytes_ = far != nullptr ? bundles.bytes : layout.bytes;
   for (size_t index = 0; index < ep_groups.size(); ++index) {
     const std::vector<int32_t>& ordinals = ep_groups[index];
@@ -202,12 +203,12 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     WindowGroup group = Common(options);
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       group.windows[rank] = reinterpret_cast<uint8_t*>(given[index][rank]);
-      if (given[index][rank] == 0) group.far |= 1u << rank;
+      if (given[index][rank] == 0) group.internode |= 1u << rank;
     }
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       if (ordinals[rank] == kElsewhere) continue;
       uint8_t* block = group.windows[rank];
-      if (block == nullptr || (group.far != 0 && far == nullptr)) {
+      if (block == nullptr || (group.internode != 0 && far == nullptr)) {
         throw std::invalid_argument("jax_ep: windows out of reach must be reached by puts");
       }
       const auto local = static_cast<int32_t>(rank);
@@ -217,24 +218,24 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
         AddLocal(group, local, ordinals[rank], options.first_epoch);
         continue;
       }
-      cuda::StartBlock(ordinals[rank], block, bundles.bytes, layout, far_layout, sizes,
+      cuda::StartBlock(ordinals[rank], block, bundles.bytes, layout, internode_layout, sizes,
                        options.first_epoch);
       WindowGroup own = group;
       for (uint8_t*& window : own.windows) {
-        if (window == nullptr) window = block + far_layout.staged;
+        if (window == nullptr) window = block + internode_layout.staged;
       }
-      cuda::FarGroup reached{AddLocal(own, local, ordinals[rank], options.first_epoch),
-                             far_layout,
-                             bundles,
-                             map_of(index),
-                             {}};
+      cuda::InternodeGroup reached{AddLocal(own, local, ordinals[rank], options.first_epoch),
+                                   internode_layout,
+                                   bundles,
+                                   map_of(index),
+                                   {}};
       if (reached.map.nodes != first.nodes || reached.map.size != first.size) {
         throw std::invalid_argument("jax_ep: bundles need nodes of one size");
       }
-      if (own.far == 0) continue;
+      if (own.internode == 0) continue;
       std::copy_n(far->pes[index].begin(), std::min<size_t>(far->pes[index].size(), sizes.ranks),
                   reached.pes);
-      far_of_device_.emplace(ordinals[rank], cuda::FarRank(reached, far->kernels));
+      far_of_device_.emplace(ordinals[rank], cuda::InternodeRank(reached, far->kernels));
     }
     ep_groups_.emplace_back(EpGroup{ordinals, {}});
   }
@@ -301,7 +302,7 @@ const WindowGroup* WindowedGroup::OfDevice(int32_t ordinal) const {
   return it == of_device_.end() ? nullptr : &it->second;
 }
 
-const cuda::FarRank* WindowedGroup::FarOf(int32_t ordinal) const {
+const cuda::InternodeRank* WindowedGroup::FarOf(int32_t ordinal) const {
   const auto it = far_of_device_.find(ordinal);
   return it == far_of_device_.end() ? nullptr : &it->second;
 }

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/far_calls.h"
-#include "cuda/windows.h"
+#include "cuda/internode/calls.h"
+#include "cuda/memory/windows.h"
 #include "ffi/group.h"
 #include "protocol/window.h"
 
@@ -46,7 +46,7 @@ struct FarAccess {
   std::vector<std::vector<int32_t>> pes;
   // Numbers of the ranks' nodes, by EP group, where dispatches are bundled: all of one size.
   std::vector<std::vector<int32_t>> nodes;
-  cuda::FarKernels kernels;
+  cuda::InternodeKernels kernels;
 };
 
 // The blocks of GivenWindows that kernels of this process may still use: of open groups, and of
@@ -76,7 +76,7 @@ class WindowedGroup : public Group {
   // nullptr: not of this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
   // nullptr: all ranks are on the node of this one.
-  const cuda::FarRank* FarOf(int32_t ordinal) const;
+  const cuda::InternodeRank* FarOf(int32_t ordinal) const;
   const WindowSizes& sizes() const { return sizes_; }
   // Device memory that each rank holds, with all that belongs to its window.
   int64_t window_bytes() const { return window_bytes_; }
@@ -107,7 +107,7 @@ class WindowedGroup : public Group {
   const double timeout_s_;
   int64_t window_bytes_ = 0;
   std::map<int32_t, WindowGroup> of_device_;
-  std::map<int32_t, cuda::FarRank> far_of_device_;
+  std::map<int32_t, cuda::InternodeRank> far_of_device_;
   std::mutex closing_;
   std::vector<EpGroup> ep_groups_;
   std::vector<uint64_t> given_;  // of local ranks; until Close

@@ -7,7 +7,7 @@
 
 #include "formats/registry.h"
 #include "protocol/bundle.h"
-#include "protocol/far.h"
+#include "protocol/internode.h"
 #include "protocol/layout.h"
 #include "protocol/window.h"
 
@@ -41,7 +41,7 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
     dispatch_bytes = DispatchMessage::Of(Format::PayloadBytes(config.hidden, config.element_bytes),
                                          Format::ScaleBytes(config.hidden), config.top_k)
                          .bytes;
-    few_tokens = QuantizedFormat<Format> ? kFewEncodedTokens : kFewDispatchTokens;
+    few_tokens = QuantizedFormat<Format> ? kLowLatencyEncodedTokens : kLowLatencyDispatchTokens;
   });
   const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
   const int64_t turns = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1;
@@ -55,8 +55,8 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
       .hidden = config.hidden,
       .dispatch_message_bytes = std::max(dispatch_bytes, cached_bytes),
       .combine_message_bytes = CombineMessage::Of(config.hidden * widest, 0, config.top_k).bytes,
-      .few_dispatch_tokens = few_tokens,
-      .few_message_bytes = dispatch_bytes,
+      .low_latency_dispatch_tokens = few_tokens,
+      .low_latency_message_bytes = dispatch_bytes,
       .turns = turns,
       .depth = std::max(turns, config.pending_calls + 1),
   };
@@ -69,7 +69,8 @@ inline int64_t GivenWindowBytes(const WindowSizes& sizes, bool far, int64_t node
                                 int64_t node_size) {
   const WindowLayout window = WindowLayout::Of(sizes);
   if (!far) return window.bytes;
-  return BundleLayout::Of(FarLayout::Of(window, sizes), window, sizes, nodes, node_size).bytes;
+  return BundleLayout::Of(InternodeLayout::Of(window, sizes), window, sizes, nodes, node_size)
+      .bytes;
 }
 
 }  // namespace jax_ep::ffi_layer

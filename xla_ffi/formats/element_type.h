@@ -6,6 +6,9 @@
 
 namespace jax_ep {
 
+inline constexpr ElementType kElementTypes[] = {ElementType::kFloat32, ElementType::kBFloat16,
+                                                ElementType::kFloat16};
+
 template <typename Visit>
 auto VisitElement(ElementType type, Visit&& visit) {
   if (type == ElementType::kFloat32) return visit(float{});

@@ -1,5 +1,5 @@
-// SignalMemory for ranks that are threads of one process. tests/cc runs the state machine of
-// signals.h over it, also under ThreadSanitizer; on x86 the 16-byte cells need -latomic.
+// The SignalMemory of ranks that are threads of one process. tests/cc runs the state machine of
+// signals.h over it, also under ThreadSanitizer. On x86 the 16-byte cells need -latomic.
 #pragma once
 
 #include <atomic>
@@ -12,9 +12,9 @@
 namespace jax_ep {
 
 struct HostSignalMemory {
-  // ThreadSanitizer does not model fences, so the posts that a fence covers release in its place:
-  // those up to the thread's next acquire or fetch-and-add, with which new work begins. A post that
-  // lacks a fence of its own is relaxed, and ThreadSanitizer finds what relied on it.
+  // ThreadSanitizer does not model fences, so the posts after a fence are releases themselves, up
+  // to the thread's next acquire or fetch-and-add, with which new work begins. A post without a
+  // fence is relaxed, so that ThreadSanitizer finds whatever relied on it.
   void ReleaseFence() const { covered_ = true; }
 
   template <typename Cell>
@@ -63,14 +63,14 @@ struct HostSignalMemory {
                                      .count());
   }
 
-  // Threads may outnumber cores: let the one that is waited for run.
+  // Threads may outnumber cores, so let the awaited one run.
   void Pause() const { std::this_thread::yield(); }
 
  private:
-  // Of this thread, whichever rank's memory it works on.
+  // Per thread, whichever rank's memory it works on.
   static inline thread_local bool covered_ = false;
 
-  // atomic_ref<const T> does not exist in C++20; only loads are made through this view.
+  // C++20 has no atomic_ref<const T>; only loads go through this view.
   template <typename Cell>
   static std::atomic_ref<Cell> View(const Cell* cell) {
     return std::atomic_ref<Cell>(*const_cast<Cell*>(cell));

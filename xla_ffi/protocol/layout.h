@@ -1,7 +1,8 @@
-// The wire: where each byte of a message and of a region lies. This is its only statement; sizes in
-// Python and the table in docs/protocol.md come from here.
+// The wire layout: where each byte of a message and of a region lies. Sizes in Python and the table
+// in docs/protocol.md are derived from this file.
 //
-// A region is what one rank sends to one other in one call: a header, then one message per slot.
+// A region is what one rank sends to one other in one call: a header, and then one message per
+// slot.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,11 @@
 
 namespace jax_ep {
 
-// Of the wire, the tables and the targets. Raise it with a change of any of them: it is part of the
-// keys of handles, so that a program in a persistent cache is never met by another version.
+// The version of the wire, the tables and the targets. Raise it when any of them changes: it is
+// part of the keys of handles, so a program from a persistent cache never meets another version.
 inline constexpr int64_t kWireVersion = 3;
 
-// Yields the offset of each field and the running end together, so that sizes and offsets agree.
+// Yields the offset of each field and the running end, so that offsets and sizes cannot disagree.
 struct LayoutCursor {
   int64_t end = 0;
 
@@ -27,15 +28,15 @@ struct LayoutCursor {
 };
 
 inline constexpr int64_t kMessageAlignBytes = 16;
-// From one message to the next, so that stores to a peer begin on lines of 128 bytes: a long
-// dispatch whose messages did not took a quarter longer.
+// The alignment of messages, so that stores to a peer begin on lines of 128 bytes. Without it a
+// long dispatch took a quarter longer.
 inline constexpr int64_t kMessageStrideBytes = 128;
 inline constexpr int64_t kIndexBytes = 4;   // int32
 inline constexpr int64_t kWeightBytes = 4;  // float32
 inline constexpr int64_t kTagBytes = sizeof(RegionTag);
 inline constexpr int64_t kTagOffset = 0;  // in every region of the collective transport
 
-// Precedes the messages of a first dispatch: what the receiver needs to place every row.
+// Precedes the messages of a first dispatch: what the receiver needs in order to place every row.
 struct RegionHeader {
   int64_t tag;            // RegionTag
   int64_t num_slots;      // int32: messages that follow
@@ -53,13 +54,13 @@ struct RegionHeader {
   }
 };
 
-// One token on its way to one rank, with where its rows go there. Experts are counted from the
-// receiver's first one; in a window from expert 0, so that one message serves every destination.
+// A token on its way to one rank, with the places of its rows there. Experts are numbered from the
+// receiver's first one, but in windows from expert 0, so that one message serves every destination.
 struct DispatchMessage {
   int64_t payload;       // the encoded token
   int64_t scales;        // its scales, if the format has any
   int64_t source_token;  // int32: index of the token at its source
-  int64_t expert;        // int32 [K]: the receiver's are in [0, L)
+  int64_t expert;        // int32 [K]: in [0, L) for the receiver's experts
   int64_t position;      // int32 [K]: earlier rows of that expert from this source
   int64_t weight;        // float32 [K]: router weights
   int64_t bytes;
@@ -79,7 +80,7 @@ struct DispatchMessage {
   }
 };
 
-// A token along a known route: no indices travel. `num_weights` is K, or 0 without weights.
+// A token in a cached dispatch: no indices travel. `num_weights` is K, or 0 without weights.
 struct CachedDispatchMessage {
   int64_t payload;
   int64_t scales;
@@ -99,7 +100,8 @@ struct CachedDispatchMessage {
   }
 };
 
-// The sum of a slot's rows on its way home. `num_weights` is K when weight gradients ride along.
+// The sum of a slot's rows on its way back. `num_weights` is K if weight gradients travel too, else
+// 0.
 struct CombineMessage {
   int64_t row;          // combine_dtype [H], or the codes of combine_format
   int64_t scales;       // its scales, if it is quantised
@@ -118,9 +120,9 @@ struct CombineMessage {
   }
 };
 
-// What one rank sends to one other along a known route, and home, on the collective transport. Both
-// say which slots have a message: routes come back from the caller's program, and where nothing was
-// packed a wire buffer holds whatever lay in that memory before.
+// Regions of the collective transport in a cached dispatch and on the way back. Both say which
+// slots have a message: routes pass through the caller's program, and where nothing was packed a
+// wire buffer holds whatever was in its memory.
 struct CachedRegion {
   int64_t tag;       // RegionTag
   int64_t sent;      // uint8 [n]: whether the slot has a message
@@ -139,7 +141,7 @@ struct CachedRegion {
 };
 struct CombineRegion {
   int64_t tag;       // RegionTag
-  int64_t num_sums;  // int32: slots before it have a message
+  int64_t num_sums;  // int32: the slots below it have a message
   int64_t messages;  // the first one
   int64_t bytes;
 

@@ -1,5 +1,5 @@
-// Calls in two halves: what the first leaves for the second, and what becomes of those that nobody
-// ends. Used by the kernels of halves and by tests/cc; docs/protocol.md, "Calls in two halves".
+// Calls in halves: what the send half leaves for the receive half, and what becomes of calls that
+// are never received. See docs/protocol.md, "Calls in two halves".
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace jax_ep {
 
-// The region of the oldest pending call where all `depth` hold one, else kNoRegion. For a call that
-// stays pending, once it is committed: it gives that call up, as if it had been placed and nobody
-// had needed anything, so that a region is left for the next call. Whoever drops a call that it has
-// begun then holds up nothing.
+// If all `depth` regions hold pending calls, returns the region of the oldest, else kNoRegion. Call
+// it after committing a call that stays pending, and give the returned call up as if it had been
+// received and nothing of it had been needed. The next call then has a region, and a program that
+// never receives a call it has begun blocks nobody.
 JAX_EP_HOST_DEVICE constexpr uint32_t SurplusRegion(const CallState& state, uint32_t depth) {
   uint32_t oldest = 0;
   JAX_EP_NO_UNROLL
@@ -23,27 +23,27 @@ JAX_EP_HOST_DEVICE constexpr uint32_t SurplusRegion(const CallState& state, uint
   return oldest;
 }
 
-// For the last to leave a first half whose second one comes before any other call: the second
-// half's sum starts with this one's.
+// For the last worker to leave a send half whose receive half comes before any other call: the
+// receive half's sum starts with this one's.
 template <SignalMemory M>
 JAX_EP_HOST_DEVICE void KeepSum(const M& memory, CallState& state, const Departure& end) {
   memory.StoreRelaxed(&state.leavers, uint64_t{end.sum} << 32);
 }
 
-// What the first half of a call leaves for the second, which may be in another program.
+// What the send half of a call leaves for the receive half, which may be in another program.
 struct PendingCall {
   uint64_t epoch;
   uint32_t region;
   uint32_t tag;
 };
 
-// The lease of a call that is to be placed; kNoRegion where it is not pending (any more). `pending`
-// comes back from the user's program and may hold anything.
+// The lease of a call that is to be received, with kNoRegion if it is not pending (any more).
+// `pending` has passed through the user's program and may hold anything.
 JAX_EP_HOST_DEVICE constexpr RegionLease ResumeRegion(const CallState& state,
                                                       const PendingCall& pending, uint32_t depth) {
   const bool held = pending.region < depth && ((state.pending >> pending.region) & 1) != 0 &&
                     state.last_epoch[pending.region] == pending.epoch;
-  // Only senders look at `previous`.
+  // Only senders use `previous`.
   return {pending.epoch, pending.epoch, held ? pending.region : kNoRegion};
 }
 

@@ -1,4 +1,4 @@
-// What a header needs to serve g++ and nvcc alike. Every header of protocol/ and formats/ uses it.
+// What headers need in order to serve both g++ and nvcc.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #define JAX_EP_HOST_DEVICE inline
 #endif
 
-// Before a loop: a GPU fetches every instruction of a short call for the first time, and copies of
-// a loop's body are more to fetch.
+// Put it before a loop whose body should not be copied: in a short call a GPU must first fetch
+// every instruction from memory.
 #if defined(__CUDA_ARCH__)
 #define JAX_EP_NO_UNROLL _Pragma("unroll 1")
 #else
@@ -24,7 +24,7 @@ JAX_EP_HOST_DEVICE constexpr T Min(T a, T b) {
   return a < b ? a : b;
 }
 
-// `by` must be positive, as `align`, which need not be a power of two.
+// `by` and `align` must be positive; `align` need not be a power of two.
 JAX_EP_HOST_DEVICE constexpr int64_t DivideUp(int64_t value, int64_t by) {
   return (value + by - 1) / by;
 }

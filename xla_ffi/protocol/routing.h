@@ -1,5 +1,5 @@
-// Deterministic routing: which slot carries a token, which row receives it. The order of rows is a
-// function of the ids alone; see docs/protocol.md. Used by the CPU and CUDA kernels and by tests.
+// Deterministic routing: which slot carries a token and which row receives it. The order of rows is
+// a function of the ids alone; see docs/protocol.md.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace jax_ep {
 
-// Where an expert lives. rank < 0 for the id -1 and for ids outside [-1, E).
+// Where an expert lives. `rank` is negative for the id -1 and for ids outside [-1, E).
 struct ExpertPlace {
   int32_t rank;
   int32_t local_expert;
 };
 
 JAX_EP_HOST_DEVICE ExpertPlace PlaceOf(int32_t id, int32_t ranks, int32_t local_experts) {
-  // The unsigned comparison refuses negative ids too.
+  // The unsigned comparison rejects negative ids too.
   if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(ranks * local_experts)) return {-1, -1};
   return {id / local_experts, id % local_experts};
 }
@@ -25,8 +25,8 @@ JAX_EP_HOST_DEVICE bool IsInvalidId(int32_t id, int32_t ranks, int32_t local_exp
   return id != -1 && static_cast<uint32_t>(id) >= static_cast<uint32_t>(ranks * local_experts);
 }
 
-// id / local_experts by a multiplication, for ids in [0, kMaxExperts): exact because both are below
-// 2^11, and the quotient's error times local_experts below 2^22 / 2^27.
+// Computes id / local_experts by one multiplication, for ids in [0, kMaxExperts). Exact: both are
+// below 2^11, and the quotient's error times local_experts is below 2^22 / 2^27.
 class RankOfExpert {
  public:
   JAX_EP_HOST_DEVICE explicit RankOfExpert(int32_t local_experts)
@@ -40,8 +40,8 @@ class RankOfExpert {
   uint32_t factor_;
 };
 
-// Whether entry k is the first of its token that goes to `rank`: it opens the slot that later
-// entries of the token share (dedup). `ids` are the token's K ids.
+// Whether entry k is the first of its token for `rank`: it opens the slot that later entries of the
+// token share (dedup). `ids` are the token's K ids.
 JAX_EP_HOST_DEVICE bool OpensSlot(const int32_t* ids, int32_t k, int32_t rank, int32_t ranks,
                                   int32_t local_experts) {
   for (int32_t earlier = 0; earlier < k; ++earlier) {
@@ -50,14 +50,14 @@ JAX_EP_HOST_DEVICE bool OpensSlot(const int32_t* ids, int32_t k, int32_t rank, i
   return true;
 }
 
-// Counters of a run of tokens: slots per rank [R] and rows per expert [E]. They start at what
-// earlier runs counted, so a call may be routed in one run or in several.
+// Counters of a run of tokens: slots per rank [R] and rows per expert [E]. They start at the counts
+// of earlier runs, so a call may be routed in one run or in several.
 struct RouteCounters {
   int32_t* slots;
   int32_t* rows;
 };
 
-// The tables of a route (docs/protocol.md) that the source fills.
+// The tables of a route that the source fills (docs/protocol.md).
 struct SourceTables {
   int32_t* slot_of;   // [n, K] rank * n + slot, -1 where there is no row
   int32_t* position;  // [n, K] earlier rows of the same expert from this source
@@ -68,14 +68,14 @@ struct InvalidIds {
   int32_t first_entry = -1;  // token * K + k
 };
 
-// With the first one's value: whoever reports it must not read it again, since a table may have
-// been written where it lay.
+// Also keeps the first bad id's value. Whoever reports it must not read it again, because a table
+// may have been written in its place.
 struct KeptInvalidIds : InvalidIds {
   int32_t first_id = 0;
 };
 
-// Routes tokens [begin, end) in token order. XLA may have given `ids` the memory of a table, so a
-// token's are read once, before its entries are written.
+// Routes tokens [begin, end) in order. XLA may have given `ids` the memory of a table, so each
+// token's ids are read before its entries are written.
 JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, int64_t begin,
                                     int64_t end, RouteCounters counters, SourceTables tables,
                                     KeptInvalidIds& invalid) {
@@ -107,19 +107,20 @@ JAX_EP_HOST_DEVICE void RouteTokens(const EpShape& shape, const int32_t* ids, in
   }
 }
 
-// Start of a group's rows given where the previous one starts and its real rows, not yet cut by N.
+// Returns where a group's rows start, not clamped to N, from the previous group's start and real
+// rows.
 JAX_EP_HOST_DEVICE int64_t NextGroupStart(int64_t start, int64_t rows, int64_t alignment) {
-  // A 64-bit division is long on a GPU.
+  // Avoids the 64-bit division, which is slow on a GPU.
   return start + (alignment == 1 ? rows : RoundUp(rows, alignment));
 }
 
-// The output row at `index`, or -1 where it is dropped: the only guard between a message's contents
-// and a write, so it holds for any index.
+// Returns the output row at `index`, or -1 if it is dropped. This is the only guard between a
+// message's contents and a write, so it accepts any index.
 JAX_EP_HOST_DEVICE int32_t RowOrDropped(int64_t index, int64_t recv_rows) {
   return index >= 0 && index < recv_rows ? static_cast<int32_t>(index) : -1;
 }
 
-// Real rows of a group that lie at or past N.
+// Returns how many real rows of a group lie at or past N.
 JAX_EP_HOST_DEVICE int64_t DroppedRows(int64_t start, int64_t rows, int64_t recv_rows) {
   const int64_t end = start + rows;
   if (end <= recv_rows) return 0;

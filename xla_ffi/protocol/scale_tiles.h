@@ -1,5 +1,6 @@
-// scale_layout "tiled_128x4": scales as block-scaled matmuls take them. A tile holds 128 rows of a
-// group and 4 columns; a word is a row's 4 columns. Every group begins with a tile of its own.
+// scale_layout "tiled_128x4": scales in the layout that block-scaled matmuls take. A tile holds 128
+// rows of a group and 4 columns, a word the 4 columns of one row. Every group begins with a new
+// tile.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +18,12 @@ struct ScaleTiles {
   int64_t column_words;  // columns / 4
   int64_t tiles;         // of 128 rows
 
-  // Room for `rows` in `groups` groups, however long each is.
+  // Room for `rows` rows in `groups` groups, however long each group is.
   JAX_EP_HOST_DEVICE static constexpr ScaleTiles Of(int64_t rows, int64_t groups, int64_t columns) {
     return {columns / kTileColumns, (rows + kTileRows * groups + kTileRows - 1) / kTileRows};
   }
 
-  // Offset in words; `row` is that within the tile.
+  // Offset in words; `row` is counted within the tile.
   JAX_EP_HOST_DEVICE constexpr int64_t Word(int64_t tile, int64_t row, int64_t column_word) const {
     return ((tile * column_words + column_word) * 32 + row % 32) * 4 + row / 32;
   }
@@ -32,12 +33,12 @@ JAX_EP_HOST_DEVICE constexpr int32_t TilesOfGroup(int32_t rows) {
   return static_cast<int32_t>((int64_t{rows} + kTileRows - 1) / kTileRows);
 }
 
-// What is stored of a group whose first tile is `first_tile`.
+// The stored offset of a group whose first tile is `first_tile`.
 JAX_EP_HOST_DEVICE constexpr int32_t ScalesOffset(int32_t first_tile, int32_t row_offset) {
   return first_tile - row_offset / static_cast<int32_t>(kTileRows);
 }
 
-// The rows that a tile holds: `count` from `first` on. Tiles past the last group hold none.
+// The rows of a tile: `count` rows from `first` on. Tiles past the last group have none.
 struct RowsOfTile {
   int32_t first;
   int32_t count;
@@ -48,7 +49,8 @@ JAX_EP_HOST_DEVICE RowsOfTile FindRowsOfTile(int64_t tile, const int32_t* row_of
   const auto first_tile = [&](int64_t group) {
     return row_offsets[group] / kTileRows + scales_offsets[group];
   };
-  // The last group that begins at or before the tile: those before it at the same tile are empty.
+  // Finds the last group that begins at or before the tile. Earlier groups that begin at the same
+  // tile are empty.
   int64_t low = 0;
   for (int64_t high = groups; high - low > 1;) {
     const int64_t middle = (low + high) / 2;

@@ -1,5 +1,5 @@
-// The sizes of one call and what must hold of them. Handlers fill EpShape from buffers and
-// attributes, validate it once, and kernels on every back end trust it from there on.
+// The sizes of one call and their constraints. Handlers fill an EpShape from buffers and attributes
+// and validate it once; kernels on every back end then trust it.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace jax_ep {
 
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 2048;
-// Rows, slots and entries are indexed by int32 in every table and message.
+// Every table and message indexes rows, slots and entries by int32.
 inline constexpr int64_t kMaxIndex = INT32_MAX;
-// So that the bytes of all messages of a call, and of a window, fit in 64 bits.
+// Keeps the bytes of all messages of a call, and of a window, within 64 bits.
 inline constexpr int64_t kMaxHidden = int64_t{1} << 26;
 // Bulk copies (TMA, SIMD) move 16-byte units.
 inline constexpr int64_t kRowAlignBytes = 16;
@@ -32,11 +32,11 @@ struct EpShape {
   JAX_EP_HOST_DEVICE int64_t slots() const { return ranks * tokens; }
 };
 
-// nullptr when `shape` can be served, else what must hold.
+// Returns nullptr if `shape` is valid, else what must hold.
 constexpr const char* Validate(const EpShape& shape) {
   if (shape.ranks < 1) return "the number of ranks must be positive";
   if (shape.local_experts < 1) return "the number of local experts must be positive";
-  // Division keeps a hostile size from overflowing the product.
+  // A division, because the product could overflow.
   if (shape.ranks > kMaxExperts / shape.local_experts) {
     return "num_experts must be at most kMaxExperts";
   }

@@ -1,6 +1,6 @@
-// The operands of the steps of the collective transport: the one description that handlers fill and
-// that the CPU and the CUDA kernels take. docs/api.md has the letters of shapes; every pointer lies
-// in the memory of the device that runs the step.
+// The operands of the steps of the collective transport, which handlers fill and both the CPU and
+// the CUDA kernels take. docs/api.md explains the letters of shapes. All pointers refer to memory
+// of the device that runs the step.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ enum class ElementType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 constexpr int64_t ElementBytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
-// Where a call reports the first id outside [-1, E). Written at most once until ep.check() frees
-// it, by one thread of the call.
+// Where a call reports the first id outside [-1, E). One thread of one call writes it, and then
+// nobody until ep.check() frees it.
 struct alignas(16) InvalidIdReport {
   static constexpr int32_t kFree = 0;
   static constexpr int32_t kSet = 1;
@@ -28,7 +28,7 @@ struct alignas(16) InvalidIdReport {
   int32_t state;
 };
 
-// Where a call reports that the ranks of its exchange were in different calls; written as above.
+// Where a call reports that the ranks of its exchange were in different calls. Written likewise.
 struct alignas(16) MixedCallReport {
   static constexpr int32_t kFree = InvalidIdReport::kFree;
   static constexpr int32_t kSet = InvalidIdReport::kSet;
@@ -37,7 +37,7 @@ struct alignas(16) MixedCallReport {
 
   int32_t source;  // the lowest rank that was in another call than this one
   int32_t here;    // CallOp of this rank
-  int32_t there;   // CallOp of the source, with kSameHandle where only the call is another
+  int32_t there;   // CallOp of the source, with kSameHandle if only the call differs
   int32_t state;
 };
 JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, RegionTag own, RegionTag other) {
@@ -46,39 +46,39 @@ JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, RegionTag own, Re
           MixedCallReport::kSet};
 }
 
-// What an unpack needs to tell of mixed-up calls. It looks for them in any case, and where it finds
-// them its results are those of no call: NaN, -1 and 0.
+// What an unpack needs in order to report mixed-up calls. It always looks for them; if it finds
+// any, its results are those of no call: NaN, -1 and 0.
 struct MixedCallCheck {
-  int32_t own_rank = 0;               // matters to the report alone
-  MixedCallReport* report = nullptr;  // nullptr: not reported
+  int32_t own_rank = 0;               // used in the report only
+  MixedCallReport* report = nullptr;  // nullptr: mixed-up calls are not reported
 };
 
-// route + encode: tokens -> one region a destination rank.
+// route + encode: tokens -> one region per destination rank.
 struct PackStep {
   EpShape shape;
   ElementType element;
   const void* tokens;        // [n, H]
   const int32_t* ids;        // [n, K]
   const float* weights;      // [n, K]
-  const float* input_scale;  // [1], of formats that take one
+  const float* input_scale;  // [1], in formats that take one
   uint8_t* send;             // [R, region]
   int32_t* slot_of;          // [n, K]
   int32_t* position;         // [n, K]
   int32_t* num_invalid;      // [1]
-  InvalidIdReport* report;   // nullptr: not reported
+  InvalidIdReport* report;   // nullptr: bad ids are not reported
   RegionTag tag{};
 };
 
-// place: one region a source rank -> rows and the expert rank's tables.
+// place: one region per source rank -> rows and the expert rank's tables.
 struct UnpackStep {
   EpShape shape;
   bool zero_tail;
   ScaleLayout scale_layout;
-  const uint8_t* recv;  // [R, region]
-  uint8_t* rows;        // [N, payload]
-  uint8_t* scales;      // [N, scales] or, tiled, [tiles, words, 32, 4, 4]; of formats that have any
-  int32_t* row_offsets;     // [G + 1]
-  int32_t* group_sizes;     // [G]
+  const uint8_t* recv;   // [R, region]
+  uint8_t* rows;         // [N, payload]
+  uint8_t* scales;       // [N, scales] or, tiled, [tiles, words, 32, 4, 4]; in formats with scales
+  int32_t* row_offsets;  // [G + 1]
+  int32_t* group_sizes;  // [G]
   int32_t* expert_counts;   // [G]
   int32_t* expert_ids;      // [G]
   int32_t* scales_offsets;  // [G] when scales are tiled
@@ -88,14 +88,14 @@ struct UnpackStep {
   int32_t* row_of;          // [R, n, K]
   int32_t* row_slot;        // [N]
   int32_t* slot_counts;     // [R]
-  int32_t* row_base;        // [R, L] first row of each (source, local expert), before the cut by N
-  // The pack's results, which only change where calls were mixed up.
+  int32_t* row_base;        // [R, L] first row of each (source, local expert), not clamped to N
+  // The results of the pack. They change only if calls were mixed up.
   int32_t* slot_of = nullptr;      // [n, K]
   int32_t* num_invalid = nullptr;  // [1]
   MixedCallCheck check{};
 };
 
-// encode along a known route.
+// encode, following a known route.
 struct CachedPackStep {
   EpShape shape;
   ElementType element;
@@ -107,7 +107,7 @@ struct CachedPackStep {
   RegionTag tag{};
 };
 
-// decode and place along a known route; padding and tail become zero.
+// decode + place, following a known route; padding and tail become zero.
 struct CachedUnpackStep {
   EpShape shape;
   ElementType element;      // of rows
@@ -116,29 +116,29 @@ struct CachedUnpackStep {
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
-  float* row_weights;       // [N] or unused without weights
+  float* row_weights;       // [N], unused without weights
   MixedCallCheck check{};
 };
 
-// reduce at the expert rank: rows -> one sum a slot.
+// reduce at the expert rank: rows -> one sum per slot.
 struct CombinePackStep {
   EpShape shape;
   ElementType element;         // of expert_out
   ElementType wire;            // of the sums
-  bool quantized;              // the sums travel as fp8_block128 instead
-  int64_t num_weights;         // K when weight gradients travel, else 0
+  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
-  const float* weight_grads;   // [N] or unused
+  const float* weight_grads;   // [N], unused without weight gradients
   const int32_t* row_of;       // [R, n, K]
   const int32_t* slot_counts;  // [R]
   uint8_t* send;               // [R, CombineRegion]
   RegionTag tag{};
 };
 
-// reduce at the source: sums of the ranks, ascending -> tokens. With `by_entry` each row has come
-// in a message of its own and is weighted here, in k order. The shared expert's row comes after
-// them.
+// reduce at the source: the ranks' sums, in ascending order of ranks -> tokens. With `by_entry`
+// each row has come in a message of its own and is weighted here, in k order. The shared expert's
+// row is added last.
 struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
@@ -150,21 +150,21 @@ struct CombineUnpackStep {
   const void* residual;    // [n, H] or nullptr
   void* output;            // [n, H]
   float* weight_grads;     // [n, num_weights]
-  bool by_entry = false;   // regions are of n * K slots, slot_of is the message of each entry
-  const float* entry_weights = nullptr;  // [n, K] of by_entry, nullptr = 1
+  bool by_entry = false;   // regions have n * K slots, and slot_of is the message of each entry
+  const float* entry_weights = nullptr;  // [n, K] with by_entry, nullptr = 1
   const void* shared_rows = nullptr;     // [N, H] or nullptr
-  // [2]: first token and number of those whose shared rows are the first of shared_rows.
+  // [2]: the first token and the number of those whose shared rows come first in shared_rows.
   const int32_t* shared_part = nullptr;
   MixedCallCheck check{};
 
-  // Of one rank, and of all.
+  // Slots of one rank; messages() is the number for all ranks.
   JAX_EP_HOST_DEVICE int64_t slots_of_rank() const {
     return shape.tokens * (by_entry ? shape.top_k : 1);
   }
   JAX_EP_HOST_DEVICE int64_t messages() const { return shape.ranks * slots_of_rank(); }
 };
 
-// The shared row of a token of a combine, or -1.
+// Returns the row of shared_rows for a token, or -1.
 template <typename Step>
 JAX_EP_HOST_DEVICE int64_t SharedRowOf(const Step& step, int64_t token) {
   if (step.shared_rows == nullptr) return -1;
@@ -172,13 +172,13 @@ JAX_EP_HOST_DEVICE int64_t SharedRowOf(const Step& step, int64_t token) {
   return row >= 0 && row < Min<int64_t>(step.shared_part[1], step.shape.recv_rows) ? row : -1;
 }
 
-// [rows, H] to codes and scales, and back.
+// Stand-alone quantisation of [rows, H] to codes and scales, and back.
 struct QuantizeStep {
   int64_t rows;
   int64_t hidden;
   ElementType element;
   const void* tokens;         // [rows, H]
-  const float* input_scales;  // [num_input_scales], each of as many rows in turn
+  const float* input_scales;  // [num_input_scales], each for equally many consecutive rows
   int64_t num_input_scales;
   uint8_t* payload;  // [rows, payload]
   uint8_t* scales;   // [rows, scales]
@@ -194,7 +194,7 @@ struct DequantizeStep {
   void* tokens;  // [rows, H]
 };
 
-// The index in input_scales of a row's.
+// Returns the index in input_scales that applies to a row.
 template <typename Step>
 JAX_EP_HOST_DEVICE int64_t InputScaleOf(const Step& step, int64_t row) {
   return row / (step.rows / step.num_input_scales);

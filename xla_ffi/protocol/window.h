@@ -1,10 +1,10 @@
-// The window: the memory of a rank that the ranks of its group store into. Where each part lies,
-// how a call is cut into chunks, and what a rank keeps of its calls. Sizes in Python come from
-// here.
+// The window: a rank's memory that the ranks of its group store into. This file says where each
+// part lies, how calls are cut into chunks, and what a rank keeps of its calls. Sizes in Python are
+// derived from it.
 //
-// A window has a poison cell, scratch of its own rank, and two buffer groups: one for dispatches,
-// one for combines. A buffer group has `depth` regions from every source; a region holds the
-// messages of a whole call, without the header, which lies with the counts.
+// A window has a poison cell, scratch of its own rank, and two buffer groups, one for dispatches
+// and one for combines. A buffer group has `depth` regions for every source. A region holds the
+// messages of a whole call, without the header, whose numbers travel as counts.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// A lane of a warp serves a rank.
+// One per lane of a warp.
 inline constexpr int64_t kMaxWindowRanks = 32;
 
 enum class CallKind : uint32_t { kDispatch, kCombine };
@@ -23,13 +23,13 @@ inline constexpr int kBufferGroups = 2;
 
 // ---- Chunks -------------------------------------------------------------------------------------
 
-// A chunk is what one flag announces. Few tokens make chunks of one, so that many workers share
-// them; many make larger ones, so that a fence and a flag are paid for less often, but not so large
-// that most of a call is still unannounced when its last byte is sent. Functions of n alone: source
-// and destination must agree.
+// How a call is cut into chunks. A chunk is what one flag announces. With few tokens a chunk is one
+// token, so that many workers share the work. With many tokens chunks are larger, so that fewer
+// fences and flags are needed, but not so large that most of a call is still unannounced when its
+// last byte is sent. The rules depend on n alone, because source and destination must agree.
 struct ChunkRule {
-  int64_t wanted;  // chunks of a call
-  int64_t most;    // tokens of a chunk
+  int64_t wanted;  // chunks per call
+  int64_t most;    // tokens per chunk
 
   JAX_EP_HOST_DEVICE constexpr int64_t Tokens(int64_t tokens) const {
     const int64_t even = Min(DivideUp(tokens, wanted), most);
@@ -51,36 +51,37 @@ inline constexpr ChunkRule kDispatchChunks{256, 4};
 inline constexpr ChunkRule kCombineChunks{64, 16};
 static_assert(kDispatchChunks.most <= kMaxSlotSpan && kCombineChunks.most <= kSlotCountMask);
 
-// Combine cuts rows into pieces as well: a warp keeps the sums of a piece in registers.
+// Combine also cuts rows into pieces, because a warp keeps the sums of a piece in registers.
 inline constexpr int64_t kPieceElements = 1024;
 
 JAX_EP_HOST_DEVICE constexpr int64_t Pieces(int64_t hidden) {
   return DivideUp(hidden, kPieceElements);
 }
 
-// Calls of so few tokens send their messages in cells that carry the epoch, as counts do: one
-// flight to the reader, where a message, its completion and a flag behind a fence take three. The
-// epochs are a quarter of what the link carries, which only the smallest calls can afford.
-inline constexpr int64_t kFewDispatchTokens = 24;
-// Of dispatches that encode: a whole block encodes a token, where senders of larger calls have a
-// warp and its helpers for each.
-inline constexpr int64_t kFewEncodedTokens = 32;
-inline constexpr int64_t kFewCombineTokens = 64;
+// Limits of low-latency calls, in tokens. Their messages travel in cells that carry the epoch, as
+// counts do. That takes one flight to the reader, where a message, its completion and a flag behind
+// a fence take three. But epochs take up a quarter of the link, which pays off in the smallest
+// calls only.
+inline constexpr int64_t kLowLatencyDispatchTokens = 24;
+// Dispatches that encode gain for longer: a whole block encodes a token, where larger calls have
+// one warp and its helpers per token.
+inline constexpr int64_t kLowLatencyEncodedTokens = 32;
+inline constexpr int64_t kLowLatencyCombineTokens = 64;
 
-// Cells of so many bytes.
+// The number of cells for that many bytes.
 JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
   return DivideUp(bytes, kCountsPerCell * kIndexBytes);
 }
 
-// A dispatched token in cells: its slot there, or -1; expert, position and weight of each k; the
-// payload.
+// The cells of a dispatched token: one for its slot at the destination or -1; one per k with
+// expert, position and weight; and its payload.
 JAX_EP_HOST_DEVICE constexpr int64_t DispatchCells(int64_t payload_bytes, int64_t top_k) {
   return 1 + top_k + CellsOf(payload_bytes);
 }
 
-// A route item counts a part of the tokens. A sender is told what was counted before the part of
-// its chunk and counts only the rest, so parts are many and short. A call of one part has nothing
-// to tell: shorter ones are as fast that way.
+// A route item counts one part of the tokens. A sender is told what was counted before the part of
+// its chunk and counts only the rest itself, so parts are small and many. Short calls have a single
+// part, which is as fast and shares nothing.
 inline constexpr int64_t kRouteParts = 32;
 inline constexpr int64_t kLeastRouteTokens = 128;
 inline constexpr int64_t kOneRouteItem = 256;  // tokens
@@ -96,13 +97,14 @@ JAX_EP_HOST_DEVICE constexpr int64_t RouteItems(int64_t tokens) {
 
 // ---- Layout -------------------------------------------------------------------------------------
 
-// What the route items of a call add up; int32s, zero between calls.
+// The sums of all route items of a call, as int32s. Zero between calls.
 struct RouteTotals {
-  int32_t* rows;              // [E]
-  int32_t* slots;             // [R]
-  uint32_t* finished;         // route items that have added theirs
-  int32_t* invalid;           // bad ids
-  int32_t* invalid_from_end;  // n * K - the first one's entry, so that the largest is the first
+  int32_t* rows;       // [E]
+  int32_t* slots;      // [R]
+  uint32_t* finished;  // route items that have added theirs
+  int32_t* invalid;    // bad ids
+  int32_t*
+      invalid_from_end;  // n * K minus the first bad id's entry, so that a maximum finds the first
 
   JAX_EP_HOST_DEVICE RouteTotals(int32_t* memory, int64_t experts, int64_t ranks)
       : rows(memory),
@@ -113,8 +115,8 @@ struct RouteTotals {
   static constexpr int64_t Ints(int64_t experts, int64_t ranks) { return experts + ranks + 3; }
 };
 
-// What one of them has counted, in cells that carry the epoch, for the other senders of its rank:
-// the rows of the experts, three a cell, then the slots of the ranks, one a cell.
+// What one route item has counted, for the other senders of its rank: first the rows per expert,
+// three per cell, then the slots per rank, one per cell. The cells carry the epoch.
 struct RoutePart {
   JAX_EP_HOST_DEVICE static constexpr int64_t RowCells(int64_t experts) {
     return DivideUp(experts, kCountsPerCell);
@@ -124,51 +126,52 @@ struct RoutePart {
   }
 };
 
-// A source's counts for one destination: a cell of its own with the number of slots and the call's
-// tag, then the rows of each local expert.
+// A source's counts for one destination: a cell with the number of slots and the call's tag, and
+// then the rows per local expert.
 JAX_EP_HOST_DEVICE constexpr int64_t CountCells(int64_t local_experts) {
   return 1 + DivideUp(local_experts, kCountsPerCell);
 }
 
-// What decides the size of a window; equal on all ranks.
+// What determines the size of a window; equal on all ranks.
 struct WindowSizes {
   int64_t ranks;
   int64_t local_experts;
-  int64_t dispatch_tokens;  // the most of a dispatch: T, or T * K where rows travel one by one
-  int64_t combine_tokens;   // and of a combine
-  int64_t top_k;            // the most entries of a token
+  int64_t dispatch_tokens;  // the most per dispatch: T, or T * K where rows travel one by one
+  int64_t combine_tokens;   // the most per combine
+  int64_t top_k;            // the most entries per token
   int64_t hidden;
   int64_t dispatch_message_bytes;  // the largest that any dispatch of the config sends
   int64_t combine_message_bytes;
-  int64_t few_dispatch_tokens;  // the most of a dispatch whose messages go in cells
-  int64_t few_message_bytes;    // the largest of those
-  int64_t turns;                // regions that calls go round
-  int64_t depth;                // all of them, with those for calls beside pending ones
+  int64_t low_latency_dispatch_tokens;  // the most per low-latency dispatch
+  int64_t low_latency_message_bytes;    // the largest message of one
+  int64_t turns;                        // regions that calls cycle through
+  int64_t depth;  // all regions, including those for calls beside pending ones
 };
 
 // One buffer group; offsets from the start of the window.
 struct BufferGroupLayout {
   int64_t regions;  // [depth, R sources, region_bytes]
   int64_t region_bytes;
-  int64_t counts;  // CountCell [depth, R sources, count_cells]; in combine's only the tag's
+  int64_t counts;  // CountCell [depth, R sources, count_cells]; for combine only the tag's
   int64_t count_cells;
-  int64_t cells;  // CountCell [depth, R sources, few tokens or slots, message_cells]
+  int64_t
+      cells;  // CountCell [depth, R sources, tokens or slots of low-latency calls, message_cells]
   int64_t message_cells;
   int64_t cells_per_source;
-  int64_t flags;  // FlagCell [depth, R sources, chunk], in combine's [.., chunk, piece]
+  int64_t flags;  // FlagCell [depth, R sources, chunk], for combine [.., chunk, piece]
   int64_t flags_per_source;
   int64_t credits;  // uint64 [depth, R destinations]
 };
 
 struct WindowLayout {
   int64_t poison;        // WaitReport
-  int64_t route_totals;  // RouteTotals of the own rank
-  int64_t route_parts;   // CountCell [parts, then what is before them; cells of a RoutePart], own
+  int64_t route_totals;  // RouteTotals, of the own rank
+  int64_t route_parts;   // CountCell [parts, then the sums before them; cells of a RoutePart], own
   BufferGroupLayout groups[kBufferGroups];
   int64_t bytes;
 
   static constexpr WindowLayout Of(const WindowSizes& sizes) {
-    // Signals of different writers on lines of their own; TMA wants 16 bytes.
+    // Signals of different writers are on different lines; TMA needs 16 bytes.
     constexpr int64_t kAlign = 128;
     LayoutCursor cursor;
     WindowLayout layout{};
@@ -190,9 +193,9 @@ struct WindowLayout {
       group.region_bytes = RoundUp(
           tokens * (combine ? sizes.combine_message_bytes : sizes.dispatch_message_bytes), kAlign);
       group.message_cells = combine ? CellsOf(sizes.combine_message_bytes)
-                                    : DispatchCells(sizes.few_message_bytes, sizes.top_k);
+                                    : DispatchCells(sizes.low_latency_message_bytes, sizes.top_k);
       group.cells_per_source =
-          Min(tokens, combine ? kFewCombineTokens : sizes.few_dispatch_tokens) *
+          Min(tokens, combine ? kLowLatencyCombineTokens : sizes.low_latency_dispatch_tokens) *
           group.message_cells;
       group.credits = cursor.Take(regions * static_cast<int64_t>(sizeof(uint64_t)), kAlign);
       group.flags = cursor.Take(
@@ -212,15 +215,15 @@ struct WindowLayout {
 
 enum class Gate : uint32_t { kOpen, kPoisoned, kClosed };
 
-// Lives as long as the process, because a captured graph may replay a call after close(): it then
-// finds the gate closed and touches no window.
+// Lives as long as the process: a captured graph may replay a call after close(), which then finds
+// the gate closed and touches no window.
 struct alignas(128) WindowControl {
   Gate gate;
   CallState calls[kBufferGroups];
-  PendingCall whole[kBufferGroups];  // of whole calls that are run as their halves
+  PendingCall whole[kBufferGroups];  // of whole calls that run as two halves
 };
 
-// What a kernel knows of its group at one rank.
+// What a kernel knows about its group at one rank.
 struct WindowGroup {
   uint8_t* windows[kMaxWindowRanks];
   WindowControl* control;   // of this rank
@@ -231,16 +234,16 @@ struct WindowGroup {
   uint32_t ranks;
   uint32_t turns;
   uint32_t depth;
-  uint32_t num_sms;  // blocks of a call; 0: chosen from its shape
-  // Bits of the ranks that are on other nodes. Their place in `windows` is a staging area of this
-  // rank (protocol/far.h): laid out like a window, with parts by destination. Calls are then run
-  // as their halves.
-  uint32_t far;
+  uint32_t num_sms;  // blocks per call; 0: derived from its shape
+  // Bits of the ranks on other nodes. For those `windows` has a staging area of this rank instead
+  // (protocol/internode.h), in the layout of a window but with parts by destination. Groups with
+  // such ranks run every call as two halves.
+  uint32_t internode;
 };
 
 enum class TagKind : uint16_t { kDispatch, kCachedDispatch, kCombine };
 
-// The tag of a call of which nothing else is known.
+// The tag of a call of which only the kind is known.
 JAX_EP_HOST_DEVICE constexpr uint16_t KindTag(TagKind kind) {
   return static_cast<uint16_t>(static_cast<uint16_t>(kind) << 14);
 }
@@ -249,7 +252,7 @@ JAX_EP_HOST_DEVICE constexpr TagKind KindOf(uint16_t tag) {
 }
 
 // The tag of a call's flags: its kind and a digest of its shape. Ranks that are in different calls
-// then see an error, not each other's data.
+// then get an error instead of each other's data.
 JAX_EP_HOST_DEVICE constexpr uint16_t CallTag(TagKind kind, int64_t tokens, int64_t payload_bytes,
                                               int64_t num_weights, int64_t site) {
   uint64_t digest = 0x9E3779B97F4A7C15u;

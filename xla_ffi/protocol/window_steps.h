@@ -1,5 +1,5 @@
 // The operands of the fused calls of the window transports, as steps.h has those of the collective
-// one; every pointer lies in the memory of the device that runs the call.
+// transport. All pointers refer to memory of the device that runs the call.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_ep {
 
-// Digest of the place in the user's program that made a call; equal on all ranks.
+// Digest of the line in the user's program that made a call; equal on all ranks.
 using CallSite = int64_t;
 
 // route + encode + exchange + place.
@@ -21,7 +21,7 @@ struct WindowDispatchStep {
   const void* tokens;        // [n, H]
   const int32_t* ids;        // [n, K]
   const float* weights;      // [n, K]
-  const float* input_scale;  // [1], of formats that take one
+  const float* input_scale;  // [1], in formats that take one
   uint8_t* rows;             // [N, payload]
   uint8_t* scales;           // as in UnpackStep
   int32_t* row_offsets;      // [G + 1]
@@ -37,10 +37,10 @@ struct WindowDispatchStep {
   int32_t* row_of;           // [R, n, K]
   int32_t* row_slot;         // [N]
   int32_t* slot_counts;      // [R]
-  InvalidIdReport* report;   // nullptr: not reported
+  InvalidIdReport* report;   // nullptr: bad ids are not reported
 };
 
-// encode + exchange + decode + place along a known route; padding and tail become zero.
+// encode + exchange + decode + place, following a known route; padding and tail become zero.
 struct WindowCachedDispatchStep {
   EpShape shape;
   ElementType element;  // of tokens and rows
@@ -52,25 +52,25 @@ struct WindowCachedDispatchStep {
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
-  float* row_weights;       // [N] or unused without weights
-  int32_t* done;            // [1] zero: what a later call of the group takes to come after
+  float* row_weights;       // [N], unused without weights
+  int32_t* done;            // [1] zero; later calls of the group depend on it
 };
 
-// reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens of one entry, and
-// are weighted at the source; the options are those of CombineUnpackStep.
+// reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens with one entry, and
+// are weighted at the source. CombineUnpackStep explains the other options.
 struct WindowCombineStep {
   EpShape shape;
   CallSite site;
   ElementType element;         // of expert_out, residual and output
   ElementType wire;            // of the sums that travel
-  bool quantized;              // they travel as fp8_block128 instead
-  int64_t num_weights;         // K when weight gradients travel, else 0
+  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
-  const float* weight_grads;   // [N] or unused
+  const float* weight_grads;   // [N], unused without weight gradients
   const int32_t* row_of;       // [R, n, K], by_entry [R, n * K, 1]
-  const int32_t* slot_counts;  // [R], of such slots
-  const int32_t* slot_of;      // [n, K], likewise
+  const int32_t* slot_counts;  // [R], slots received from each source
+  const int32_t* slot_of;      // [n, K], the slot or, by_entry, the message of each entry
   const void* residual;        // [n, H] or nullptr
   void* output;                // [n, H]
   float* output_weight_grads;  // [n, num_weights]

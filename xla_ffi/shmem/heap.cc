@@ -1,4 +1,4 @@
-// NVSHMEM by way of dlopen: its host library alone, which brings no device code along.
+// Uses NVSHMEM through dlopen: only its host library, which contains no device code.
 #include "shmem/heap.h"
 
 #include <dlfcn.h>
@@ -9,12 +9,12 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "cuda/driver.h"
+#include "cuda/memory/driver.h"
 
 namespace jax_ep::shmem {
 namespace {
 
-// Of the parts of a window, and more.
+// More than any part of a window needs.
 constexpr size_t kAlignment = 512;
 
 struct Library {
@@ -32,8 +32,8 @@ struct Library {
 std::mutex opening;
 Library library{};
 bool opened = false;
-std::string version;  // of the one that is opened
-int32_t device = -1;  // of Start
+std::string version;  // of the open library
+int32_t device = -1;  // the device given to Start
 
 template <typename Function>
 void Find(void* handle, const char* name, Function& function) {
@@ -41,8 +41,7 @@ void Find(void* handle, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("no ") + name + " in it");
 }
 
-// Of a library that is new enough: an older one lacks what the headers and the device code take
-// for granted.
+// Rejects libraries that are too old: they lack what the headers and the device code rely on.
 std::string CheckedVersion(const Library& found) {
   int major = 0, minor = 0, patch = 0;
   found.version(&major, &minor, &patch);
@@ -73,7 +72,7 @@ void OnStarted(const std::function<void()>& work) {
 std::string Load(const std::string& path) {
   std::lock_guard<std::mutex> lock(opening);
   if (!opened) {
-    // Never closed: it starts threads.
+    // Never closed, because it starts threads.
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!handle) throw std::runtime_error(dlerror());
     Library found{};
@@ -114,7 +113,7 @@ void Start(const std::string& unique_id, int pe, int pes, int32_t ordinal) {
   cuda::OnDevice(ordinal, [&] {
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     int error = Opened().set_unique_id(pe, pes, &id, &attributes);
-    // It reads `id` through the attributes.
+    // Starting reads `id` through the attributes.
     if (!error) error = Opened().start(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
     if (error) {
       throw std::runtime_error("NVSHMEM does not start: error " + std::to_string(error) +

@@ -1,6 +1,6 @@
-// NVSHMEM's symmetric heap: memory of which each process has a block at the same place, and where
-// it is reached from here. The library is opened at run time. The module _native_shmem alone uses
-// it.
+// NVSHMEM's symmetric heap: memory in which each process has a block at the same offset, and the
+// addresses by which this process reaches the blocks of others. The library is opened at run time,
+// by the module _native_shmem only.
 #pragma once
 
 #include <cuda.h>
@@ -11,35 +11,37 @@
 
 namespace jax_ep::shmem {
 
-// All throw std::runtime_error with what NVSHMEM or the loader says. Those behind Start are
-// collective where it is said: every process calls them, in the same order, and each waits for all
-// others without an end.
+// All functions throw std::runtime_error with the message of NVSHMEM or the loader. Those marked
+// collective must be called by every process in the same order; each waits for all others without a
+// time limit.
 
-// Opens the library; returns its version. Nothing else may be called before. May be called again.
+// Opens the library and returns its version. Call it before anything else; further calls return the
+// same.
 std::string Load(const std::string& path);
 
-// Whether somebody in this process, jax_ep or another library, has started NVSHMEM.
+// Whether anybody in this process, jax_ep or another library, has started NVSHMEM.
 bool Started();
 
-// Names a start; made by one process, handed to all.
+// Makes an id for a start. One process calls it and hands the id to all.
 std::string UniqueId();
 
-// Collective, once a process: this one is `pe` of `pes`, with this device and no other.
+// Collective, once per process: starts NVSHMEM as `pe` of `pes` on this device and no other.
 void Start(const std::string& unique_id, int pe, int pes, int32_t ordinal);
 
-// Runs `work` where the device of Start is current; throws before it.
+// Runs `work` with the device of Start current; throws if Start has not been called.
 void OnStarted(const std::function<void()>& work);
 
-// Tells device code that is linked with NVSHMEM about the start. On the device of Start.
+// Initialises device code that is linked with NVSHMEM. Call it on the device of Start.
 void StartLibrary(CUlibrary library);
 
-// Collective; 0 where the heap has no room. With any contents.
+// Collective. Returns uninitialised memory, or 0 if the heap has no room.
 uint64_t Allocate(int64_t bytes);
 
-// Collective; of an own block. Waits until all puts of all processes have arrived.
+// Collective, for an own block. Waits until all puts of all processes have arrived.
 void Free(uint64_t block);
 
-// Where this process's device reaches that block of `pe` by loads and stores; 0: it cannot.
+// Returns the address at which this process's device loads from and stores to that block of `pe`,
+// or 0 if it cannot.
 uint64_t Reached(uint64_t block, int pe);
 
 }  // namespace jax_ep::shmem

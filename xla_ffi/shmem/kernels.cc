@@ -1,30 +1,30 @@
-// The image of far.cu's kernels, and its start by the driver and NVSHMEM.
+// Loads the image of the kernels in internode.cu through the driver and NVSHMEM.
 #include "shmem/kernels.h"
 
 #include <stdexcept>
 
-#include "cuda/driver.h"
+#include "cuda/memory/driver.h"
 #include "shmem/heap.h"
 
-#if defined(JAX_EP_FAR_IMAGE)
-// A file that the build has made, whole.
+#if defined(JAX_EP_INTERNODE_IMAGE)
+// Embeds a file that the build has made.
 asm(".section .rodata\n"
     ".balign 64\n"
-    "jax_ep_far_image:\n"
-    ".incbin \"" JAX_EP_FAR_IMAGE
+    "jax_ep_internode_image:\n"
+    ".incbin \"" JAX_EP_INTERNODE_IMAGE
     "\"\n"
     ".byte 0\n"
     ".previous\n");
-extern "C" const char jax_ep_far_image[] __attribute__((visibility("hidden")));
+extern "C" const char jax_ep_internode_image[] __attribute__((visibility("hidden")));
 #endif
 
 namespace jax_ep::shmem {
 
-cuda::FarKernels LoadKernels() {
-#if defined(JAX_EP_FAR_IMAGE)
-  // Never unloaded: captured graphs keep its kernels.
-  static const cuda::FarKernels kernels = [] {
-    cuda::FarKernels loaded{};
+cuda::InternodeKernels LoadKernels() {
+#if defined(JAX_EP_INTERNODE_IMAGE)
+  // Never unloaded, because captured graphs keep its kernels.
+  static const cuda::InternodeKernels kernels = [] {
+    cuda::InternodeKernels loaded{};
     OnStarted([&loaded] {
       const cuda::Driver& driver = cuda::Driver::Get();
       if (!driver.load_library || !driver.get_kernel || !driver.get_function || !driver.launch) {
@@ -32,9 +32,9 @@ cuda::FarKernels LoadKernels() {
             "jax_ep: the driver must know libraries, so be of CUDA 12 or newer");
       }
       CUlibrary library = nullptr;
-      cuda::Check(
-          driver.load_library(&library, jax_ep_far_image, nullptr, nullptr, 0, nullptr, nullptr, 0),
-          "loading the kernels of transport shmem");
+      cuda::Check(driver.load_library(&library, jax_ep_internode_image, nullptr, nullptr, 0,
+                                      nullptr, nullptr, 0),
+                  "loading the kernels of transport shmem");
       StartLibrary(library);
       const auto find = [&](const char* name) {
         CUkernel kernel = nullptr;
@@ -43,8 +43,8 @@ cuda::FarKernels LoadKernels() {
         cuda::Check(driver.get_function(&function, kernel), name);
         return reinterpret_cast<uint64_t>(function);
       };
-      for (uint32_t i = 0; i < cuda::kNumFarKernels; ++i) {
-        loaded.functions[i] = find(cuda::kFarKernelNames[i]);
+      for (uint32_t i = 0; i < cuda::kNumInternodeKernels; ++i) {
+        loaded.functions[i] = find(cuda::kInternodeKernelNames[i]);
       }
     });
     return loaded;

@@ -1,5 +1,5 @@
-// The native module jax_ep._native_shmem: NVSHMEM for transport shmem. Loaded where that is asked
-// for; it imports where there is no NVSHMEM, GPU or driver.
+// The native module jax_ep._native_shmem: NVSHMEM for transport shmem. It is loaded only for that
+// transport and can be imported without NVSHMEM, GPU or driver.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -42,7 +42,7 @@ NB_MODULE(_native_shmem, m) {
       "kernels",
       [] {
         nb::gil_scoped_release release;
-        const cuda::FarKernels kernels = LoadKernels();
+        const cuda::InternodeKernels kernels = LoadKernels();
         return std::vector<uint64_t>(std::begin(kernels.functions), std::end(kernels.functions));
       },
       "After the start: those that reach ranks on other nodes.");

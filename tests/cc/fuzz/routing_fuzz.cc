@@ -189,7 +189,7 @@ void Signals(FuzzInput& input) {
       pending.push_back(lease);
     } else if (act == 1 && !pending.empty()) {
       const auto at = static_cast<size_t>(input.Byte()) % pending.size();
-      CommitPlace(state, pending[at]);
+      CommitReceive(state, pending[at]);
       pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
     } else if (act == 2) {
       const FlagCell cell{static_cast<uint64_t>(input.AnyInt()), input.Take<uint32_t>(),
@@ -212,9 +212,9 @@ void Signals(FuzzInput& input) {
   }
   const WorkPlan plan{input.Byte(), input.Byte(), input.Byte()};
   const auto ticket = input.Take<uint32_t>();
-  for (const Queue queue : {Queue::kSend, Queue::kPlace}) {
+  for (const Queue queue : {Queue::kSend, Queue::kReceive}) {
     const WorkItem item = ItemOf(plan, queue, ticket);
-    const uint32_t sizes[] = {plan.route_items, plan.send_items, plan.place_items, 1};
+    const uint32_t sizes[] = {plan.route_items, plan.send_items, plan.receive_items, 1};
     FUZZ_CHECK(item.index < sizes[static_cast<int>(item.phase)]);
   }
 }

@@ -1,4 +1,4 @@
-// Stands in for NVSHMEM's header of this name: what shmem/far.cu calls, over puts.cc.
+// Stands in for NVSHMEM's header of this name: what shmem/internode.cu calls, over puts.cc.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,34 @@
+// xla_ffi/cuda/common/launch.h with launches on emulated GPUs. Found before it on the include path.
+#pragma once
+
+#include "cuda_runtime.h"
+
+// The launch by CUDA's runtime stays a template that nobody instantiates.
+#define Launch LaunchByRuntime
+#define LaunchAhead LaunchAheadByRuntime
+#include_next "cuda/common/launch.h"
+#undef Launch
+#undef LaunchAhead
+
+namespace jax_ep::cuda {
+
+template <typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+  emulator::Launch launch;
+  launch.grid = grid;
+  launch.threads = static_cast<uint32_t>(threads);
+  launch.shared_bytes = shared_bytes;
+  launch.body = [=] { kernel(params...); };
+  emulator::Enqueue(std::move(launch), stream);
+  return cudaSuccess;
+}
+
+// Emulated blocks all run at once.
+template <typename... Params>
+cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                        cudaStream_t stream, std::type_identity_t<Params>... params) {
+  return Launch(kernel, grid, threads, shared_bytes, stream, params...);
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,66 @@
+// The fused calls of the window transports on a stream. Each call, or half of one, is one kernel
+// that allocates nothing and may run under graph capture. All waits in it are bounded by the
+// group's timeout.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <type_traits>
+
+#include "formats/combine_wire.h"
+#include "formats/token_format.h"
+#include "protocol/pending.h"
+#include "protocol/window.h"
+#include "protocol/window_steps.h"
+
+namespace jax_ep::cuda {
+
+// The formats of cached dispatches: rows travel unchanged or in grad_format.
+template <typename Format>
+inline constexpr bool kCachedFormat =
+    !QuantizedFormat<Format> || std::is_same_v<Format, CombineFormat>;
+
+template <typename Format>
+cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                           cudaStream_t stream);
+// For formats with kCachedFormat.
+template <typename Format>
+cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
+                                 cudaStream_t stream);
+cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
+                          cudaStream_t stream);
+
+// The same calls in two halves, with the same results. A send half takes the operands that senders
+// read, writes the results that they write, and leaves in `pending` what its receive half needs. A
+// receive half takes and writes what receivers do and, if tokens are not quantised, takes the
+// tokens again. `of_whole_call`: the receive half follows at once, as part of one whole call.
+// Cached dispatches have halves for that purpose only.
+template <typename Format>
+cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream,
+                               bool of_whole_call = false);
+template <typename Format>
+cudaError_t WindowDispatchReceive(const WindowDispatchStep& step, const PendingCall* pending,
+                                  const WindowGroup& group, cudaStream_t stream);
+template <typename Format>
+cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, PendingCall* pending,
+                                     const WindowGroup& group, cudaStream_t stream);
+template <typename Format>
+cudaError_t WindowCachedDispatchReceive(const WindowCachedDispatchStep& step,
+                                        const PendingCall* pending, const WindowGroup& group,
+                                        cudaStream_t stream);
+cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
+                              const WindowGroup& group, cudaStream_t stream,
+                              bool of_whole_call = false);
+cudaError_t WindowCombineReceive(const WindowCombineStep& step, const PendingCall* pending,
+                                 const WindowGroup& group, cudaStream_t stream);
+
+// See PreloadWindowKernels (cuda/init.h).
+cudaError_t PreloadWindowDispatch();
+cudaError_t PreloadWindowCachedDispatch();
+cudaError_t PreloadWindowCombine();
+cudaError_t PreloadWindowDispatchHalves();
+cudaError_t PreloadWindowCombineSend();
+cudaError_t PreloadWindowCombineReceive();
+
+}  // namespace jax_ep::cuda
