@@ -6,7 +6,9 @@ A layer is given one of them::
 
 Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)
 and returns `[N, H]` in the dtype of the rows; those past the last group are read by
-none and come out unspecified. `auto` is the default. Which one is fastest depends on
+none and come out unspecified. Keywords are optional: `gate_bias` and `up_bias`
+`[L, F]`, `down_bias` `[L, H]`, and `activation`, a function of (gate, up) `[N, F]` in
+place of `silu(gate) * up`. `auto` is the default. Which one is fastest depends on
 sizes, on the GPU and on versions: `benchmarks/layer.py` times them.
 """
 
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +27,71 @@ from jax_ep._core import checks, threads
 from jax_ep._experts import grouped
 from jax_ep._experts.grouped import grouped_matmul
 
+# Of gate and up, `[N, F]` each.
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+Experts = TypeVar("Experts", bound=Callable[..., Any])
+
 _MOSAIC_MULTIPLE = 128
 _MOSAIC_CAPABILITY = "9.0"
 _MOSAIC_ITEMSIZE = 2
+
+
+def takes_dispatched(experts: Experts) -> Experts:
+    """Decorator: `experts` are called with a whole `Dispatched`, not with its rows.
+
+    So they see codes and scales of a quantised dispatch as they came::
+
+        @jax_ep.experts.takes_dispatched
+        def experts(d, gate_up, down):  # and the keywords of those of this module
+            ...
+
+    Args:
+        experts: a function of (d, gate_up, down), or a class of such, returning
+            `[N, H]` in the config's dtype.
+
+    Returns:
+        `experts`, marked.
+    """
+    marked: Any = experts
+    marked.takes_dispatched = True
+    return experts
+
+
+class _Options(NamedTuple):
+    """The keywords that experts take, and what they do to rows."""
+
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    activation: Activation | None = None
+
+    def inner(self, both: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """What the second matrix multiplies, from gate and up side by side."""
+        gate, up = jnp.split(both, 2, axis=-1)
+        gate = _with_bias(gate, self.gate_bias, group_sizes)
+        up = _with_bias(up, self.up_bias, group_sizes)
+        if self.activation is None:
+            return jax.nn.silu(gate) * up
+        return self.activation(gate, up).astype(both.dtype)
+
+    def outer(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """The result, from what the second matrix made."""
+        return _with_bias(rows, self.down_bias, group_sizes)
+
+
+def _with_bias(
+    rows: jax.Array, bias: jax.Array | None, group_sizes: jax.Array
+) -> jax.Array:
+    """`rows` plus their group's bias; those past the last group stay as they are."""
+    if bias is None:
+        return rows
+    ends = jnp.cumsum(group_sizes)
+    index = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    own = bias.astype(rows.dtype)[jnp.minimum(group, bias.shape[0] - 1)]
+    # Chosen, not multiplied: a cotangent there may be NaN.
+    return jnp.where((index < ends[-1])[:, None], rows + own, rows)
 
 
 def auto(
@@ -35,6 +100,10 @@ def auto(
     down: jax.Array,
     group_sizes: jax.Array,
     *,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: Activation | None = None,
     device: Any = None,
 ) -> jax.Array:
     """By `ragged_dot`, or where that is dense and `mosaic` runs, by `mosaic`.
@@ -44,6 +113,10 @@ def auto(
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
         group_sizes: int32 `[L]`.
+        gate_bias: `[L, F]`, or None.
+        up_bias: `[L, F]`, or None.
+        down_bias: `[L, H]`, or None.
+        activation: of (gate, up); None is `silu(gate) * up`.
         device: a `jax.Device` of those it will run on; None is this process's first.
 
     Returns:
@@ -54,11 +127,13 @@ def auto(
             or more; the codes of a quantised dispatch are not.
     """
     _require_values("auto", rows)
+    given = (rows, gate_up, down, group_sizes)
+    options = _Options(gate_bias, up_bias, down_bias, activation)
     if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
         if obstacle is None and _dense(rows.dtype.name, device):
-            return _by_mosaic(rows, gate_up, down, group_sizes)
-    return ragged_dot(rows, gate_up, down, group_sizes)
+            return _by_mosaic(*given, options)
+    return _by_ragged_dot(*given, options)
 
 
 def _dense(dtype: str, device: Any) -> bool:
@@ -69,7 +144,15 @@ def _dense(dtype: str, device: Any) -> bool:
 
 
 def ragged_dot(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: Activation | None = None,
 ) -> jax.Array:
     """By `jax.lax.ragged_dot`: anywhere, for any sizes.
 
@@ -81,6 +164,10 @@ def ragged_dot(
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
         group_sizes: int32 `[L]`.
+        gate_bias: `[L, F]`, or None.
+        up_bias: `[L, F]`, or None.
+        down_bias: `[L, H]`, or None.
+        activation: of (gate, up); None is `silu(gate) * up`.
 
     Returns:
         `[N, H]` in the dtype of the rows.
@@ -89,9 +176,21 @@ def ragged_dot(
         TypeError: as `auto`.
     """
     _require_values("ragged_dot", rows)
+    options = _Options(gate_bias, up_bias, down_bias, activation)
+    return _by_ragged_dot(rows, gate_up, down, group_sizes, options)
+
+
+def _by_ragged_dot(
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    options: _Options,
+) -> jax.Array:
     gate_up, down = _wide(rows, gate_up, down)
-    inner = _swiglu(grouped.ragged_dot(rows, gate_up, group_sizes))
-    return grouped.ragged_dot(inner, down, group_sizes)
+    both = grouped.ragged_dot(rows, gate_up, group_sizes)
+    inner = options.inner(both, group_sizes)
+    return options.outer(grouped.ragged_dot(inner, down, group_sizes), group_sizes)
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:
@@ -127,7 +226,15 @@ def _ragged_dot_text(dtype: jnp.dtype, device: Any) -> str:
 
 
 def mosaic(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: Activation | None = None,
 ) -> jax.Array:
     """By grouped matmuls for Hopper (Pallas), with derivatives of any order.
 
@@ -136,6 +243,10 @@ def mosaic(
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
         group_sizes: int32 `[L]`.
+        gate_bias: `[L, F]`, or None.
+        up_bias: `[L, F]`, or None.
+        down_bias: `[L, H]`, or None.
+        activation: of (gate, up); None is `silu(gate) * up`.
 
     Returns:
         `[N, H]` in the dtype of the rows.
@@ -157,18 +268,23 @@ def mosaic(
             f"jax_ep.experts.mosaic: must have {obstacle}; take "
             "jax_ep.experts.Padded or leave experts out"
         )
-    return _by_mosaic(rows, gate_up, down, group_sizes)
+    options = _Options(gate_bias, up_bias, down_bias, activation)
+    return _by_mosaic(rows, gate_up, down, group_sizes, options)
 
 
 def _by_mosaic(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    options: _Options,
 ) -> jax.Array:
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
     # So that its cotangent is zero past the last group.
     real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
-    inner = _swiglu(jnp.where(real[:, None], both, 0))
-    return grouped_matmul(inner, down, group_sizes)
+    inner = options.inner(jnp.where(real[:, None], both, 0), group_sizes)
+    return options.outer(grouped_matmul(inner, down, group_sizes), group_sizes)
 
 
 def mosaic_obstacle(
@@ -233,6 +349,11 @@ class Padded:
         gate_up: jax.Array,
         down: jax.Array,
         group_sizes: jax.Array,
+        *,
+        gate_bias: jax.Array | None = None,
+        up_bias: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
+        activation: Activation | None = None,
     ) -> jax.Array:
         """The experts.
 
@@ -241,6 +362,10 @@ class Padded:
             gate_up: `[L, H, 2, F]`, gate first.
             down: `[L, F, H]`.
             group_sizes: int32 `[L]`.
+            gate_bias: `[L, F]`, or None.
+            up_bias: `[L, F]`, or None.
+            down_bias: `[L, H]`, or None.
+            activation: of (gate, up); None is `silu(gate) * up`.
 
         Returns:
             `[N, H]` in the dtype of the rows.
@@ -255,8 +380,13 @@ class Padded:
         padded = _gather(rows, row, at, kept)
         padded = jnp.where(filled[:, None], padded, 0)
         padded = padded.reshape(groups, self.largest, hidden)
-        inner = _swiglu(jnp.einsum("lnh,lhf->lnf", padded, gate_up))
+        options = _Options(gate_bias, up_bias, down_bias, activation)
+        even = jnp.full(groups, self.largest, jnp.int32)
+        both = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
+        inner = options.inner(both.reshape(-1, both.shape[-1]), even)
+        inner = inner.reshape(groups, self.largest, -1)
         out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
+        out = options.outer(out, even)
         return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
 
 
@@ -279,11 +409,6 @@ def _wide(
     """The matrices in the rows' dtype, gate and up side by side."""
     gate_up = gate_up.astype(rows.dtype)
     return gate_up.reshape(*gate_up.shape[:2], -1), down.astype(rows.dtype)
-
-
-def _swiglu(both: jax.Array) -> jax.Array:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array, ...]:

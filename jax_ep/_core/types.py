@@ -14,9 +14,6 @@ _pytree = jax.tree_util.register_dataclass
 
 STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
 
-# `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes) -> rows.
-ExpertsFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-
 
 @partial(
     _pytree,
@@ -110,3 +107,11 @@ class Dispatched:
     input_scale: jax.Array | None = None
     format: Format = "bf16"
     rows_dtype: Dtype = "bfloat16"
+
+
+# `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes) -> rows; with
+# `jax_ep.experts.takes_dispatched` (d, gate_up, down) -> rows.
+ExpertsFunction = (
+    Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    | Callable[[Dispatched, jax.Array, jax.Array], jax.Array]
+)

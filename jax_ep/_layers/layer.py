@@ -25,6 +25,7 @@ from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import moe_checks
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._layers.params import (
+    CONFIG_FIELDS,
     Param,
     config_fields,
     leading_spec,
@@ -40,36 +41,64 @@ from jax_ep.router import Router, check_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Everything static of a layer; hashable.
+class Arguments:
+    """What the constructors of the layers take, by the same names and defaults.
 
-    Attributes:
-        function: what error messages call it.
-        mesh: the mesh.
-        axis_name: the EP axis, or a tuple of axes.
-        config: sizes and options.
-        intermediate_size: F.
-        shared_intermediate_size: S, or None for no shared expert.
-        router: the kind of router.
-        router_bias: whether there is a bias for choosing experts.
-        tp_axis_name: the axis that F and S are split over, or None.
-        spec: how `[..., hidden]` lies on the mesh, or None.
-        transport: as in `jax_ep.init`.
-        experts: as in `jax_ep.moe_ffn`.
+    `jax_ep.flax.MoE` documents them.
     """
 
-    function: str
     mesh: Mesh
-    axis_name: str | tuple[str, ...]
-    config: EPConfig
+    axis_name: str | Sequence[str]
+    hidden_size: int
     intermediate_size: int
-    shared_intermediate_size: int | None
-    router: Router
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    dtype: DTypeLike
+    capacity_factor: float | None
+    dispatch_format: Format
+    config_options: Mapping[str, Any] | None
+    router: Router | None
     router_bias: bool
+    shared_intermediate_size: int | None
     tp_axis_name: str | None
     spec: PartitionSpec | None
     transport: Transport
     experts: ExpertsFunction | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Arguments):
+    """Everything static of a layer, hashable: its arguments, settled.
+
+    Attributes:
+        function: what error messages call it.
+        config: sizes and options; `config_options` is None.
+    """
+
+    function: str
+    config: EPConfig
+
+    @classmethod
+    def of(cls, function: str, given: Mapping[str, Any]) -> Layer:
+        """The layer of a constructor's variables, or of a module's fields."""
+        names = [field.name for field in dataclasses.fields(Arguments)]
+        arguments = {name: given[name] for name in names}
+        mesh, name = arguments["mesh"], arguments["axis_name"]
+        require_mesh(function, mesh)
+        context.require_usable(function, mesh)
+        own = {name: arguments[name] for name in CONFIG_FIELDS}
+        options = config_fields(function, arguments["config_options"])
+        config = EPConfig(**own, **options)
+        axes = init.group_axes(mesh, name, config)
+        router = arguments["router"]
+        settled = {
+            "axis_name": name if isinstance(name, str) else axes,
+            "dtype": config.dtype,
+            "config_options": None,
+            "router": Router() if router is None else router,
+        }
+        return cls(**arguments | settled, function=function, config=config)
 
     def __post_init__(self) -> None:
         """Checks what can be before there are arrays."""
@@ -87,7 +116,8 @@ class Layer:
                 "a frozen dataclass"
             ) from error
         config = self.config
-        check_choice(self.function, self.router, config.num_experts, config.top_k)
+        router = self.router or Router()
+        check_choice(self.function, router, config.num_experts, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -276,56 +306,4 @@ def refuse_pickling(function: str) -> NoReturn:
         f"jax_ep.{function} cannot be pickled, as it holds the devices of one process; "
         "save its parameters (a checkpoint loads on any mesh, docs/layers.md) and make "
         "the layer again from its arguments"
-    )
-
-
-def make(
-    function: str,
-    *,
-    mesh: Mesh,
-    axis_name: str | Sequence[str],
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    top_k: int,
-    max_tokens_per_rank: int,
-    dtype: DTypeLike,
-    capacity_factor: float | None,
-    dispatch_format: Format,
-    config_options: Mapping[str, Any] | None,
-    router: Router | None,
-    router_bias: bool,
-    shared_intermediate_size: int | None,
-    tp_axis_name: str | None,
-    spec: PartitionSpec | None,
-    transport: Transport,
-    experts: ExpertsFunction | None,
-) -> Layer:
-    """The `Layer` of a constructor's arguments."""
-    require_mesh(function, mesh)
-    context.require_usable(function, mesh)
-    config = EPConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        max_tokens_per_rank=max_tokens_per_rank,
-        dtype=dtype,
-        capacity_factor=capacity_factor,
-        dispatch_format=dispatch_format,
-        **config_fields(function, config_options),
-    )
-    axes = init.group_axes(mesh, axis_name, config)
-    return Layer(
-        function=function,
-        mesh=mesh,
-        axis_name=axis_name if isinstance(axis_name, str) else axes,
-        config=config,
-        intermediate_size=intermediate_size,
-        shared_intermediate_size=shared_intermediate_size,
-        router=Router() if router is None else router,
-        router_bias=router_bias,
-        tp_axis_name=tp_axis_name,
-        spec=spec,
-        transport=transport,
-        experts=experts,
     )

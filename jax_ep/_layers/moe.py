@@ -84,6 +84,7 @@ def moe_ffn(
     batch_axes: Sequence[str] | None = None,
     tp_axis: str | None = None,
     experts: ExpertsFunction | None = None,
+    activation: _experts.Activation | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
 
@@ -98,8 +99,11 @@ def moe_ffn(
         params: a mapping with
             "router" `[H, E]`, not needed with `routing`;
             "router_bias" float32 `[E]`, optional (`jax_ep.router.route`);
-            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first;
+            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or in its place
+            "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
+            "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional, of the
+            routed experts;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
             that every token goes to with weight 1. Its matmuls wait for no exchange,
             and where the config's `overlap` is "copy" or "stream" stand between the
@@ -124,8 +128,12 @@ def moe_ffn(
             `jax.lax.ragged_dot`, or by Pallas kernels for Hopper where that is dense
             and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
             "gate_up", "down", group_sizes) that returns `[N, H]` in the dtype of the
-            rows; what it makes of rows past the last group is not read.
+            rows; what it makes of rows past the last group is not read. Marked by
+            `jax_ep.experts.takes_dispatched` it is called with (d, "gate_up", "down").
+            Biases and `activation`, where there are any, are keywords of these names.
             `jax_ep.experts` has others, and grouped matmuls of your own serve.
+        activation: of (gate, up) `[N, F]`, in place of `silu(gate) * up`, of all
+            experts.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -138,7 +146,7 @@ def moe_ffn(
     checks.require_scope("moe_ffn", ep)
     tokens = as_array("moe_ffn", "tokens", tokens)
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts)
-    moe_checks.check_sizes(ep, tokens, params, routing, tp_axis)
+    params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis)
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
@@ -170,18 +178,12 @@ def moe_ffn(
     fused = config.fused_shared_expert
     sent = (ep, tokens, routing.ids, routing.weights)
     if "shared_down" in params and not fused:
-        d, shared = _dispatch_beside(*sent, input_scale, params)
+        d, shared = _dispatch_beside(*sent, input_scale, params, activation)
         beside = shared if beside is None else shared + beside
     else:
         d = dispatching.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
-        if experts is None:
-            experts = partial(_experts.auto, device=ep.mesh.local_devices[0])
-        gate_up, down = params["gate_up"], params["down"]
-        if fused:
-            gate_up = _in_front(params["shared_gate_up"], gate_up, tokens.dtype)
-            down = _in_front(params["shared_down"], down, tokens.dtype)
-        rows = experts(dequantize(d), gate_up, down, d.group_sizes)
+        rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
     y = combining.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
         # Of partial sums: n rows cross, not the N of the experts.
@@ -197,6 +199,39 @@ def moe_ffn(
         _place(ep, d.num_dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+def _expert_rows(
+    ep: EPHandle,
+    d: Dispatched,
+    params: Mapping[str, Any],
+    dtype: Any,
+    tp_axis: str | None,
+    experts: ExpertsFunction | None,
+    activation: _experts.Activation | None,
+) -> jax.Array:
+    """What the experts make of the rows that arrived."""
+    run: Any = experts
+    if experts is None:
+        run = partial(_experts.auto, device=ep.mesh.local_devices[0])
+    names = ("gate_bias", "up_bias", "down_bias")
+    options = {name: params[name] for name in names if name in params}
+    if tp_axis and "down_bias" in options:
+        # Added once: the ranks of tp_axis have parts of one sum.
+        first = jax.lax.axis_index(tp_axis) == 0
+        options["down_bias"] = jnp.where(first, options["down_bias"], 0)
+    gate_up, down = params["gate_up"], params["down"]
+    if ep.config.fused_shared_expert:
+        gate_up = _in_front(params["shared_gate_up"], gate_up, dtype)
+        down = _in_front(params["shared_down"], down, dtype)
+        for name, bias in options.items():
+            options[name] = _in_front(jnp.zeros_like(bias[0]), bias, dtype)
+    if activation is not None:
+        options["activation"] = activation
+    moe_checks.require_keywords(run, options)
+    if getattr(run, "takes_dispatched", False):
+        return run(d, gate_up, down, **options)
+    return run(dequantize(d), gate_up, down, d.group_sizes, **options)
 
 
 def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
@@ -248,12 +283,13 @@ def _dispatch_beside(
     weights: jax.Array,
     input_scale: ArrayLike | None,
     params: Mapping[str, Any],
+    activation: _experts.Activation | None,
 ) -> tuple[Dispatched, jax.Array]:
     """The dispatch, and the shared expert's rows, which do not wait for it."""
 
     def shared_expert() -> jax.Array:
         with jax.named_scope("jax_ep.shared_expert"):
-            return _shared_expert(tokens, params)
+            return _shared_expert(tokens, params, activation)
 
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
@@ -265,10 +301,18 @@ def _dispatch_beside(
     return dispatching.dispatch_wait(both[0]), both[1]
 
 
-def _shared_expert(tokens: jax.Array, params: Mapping[str, Any]) -> jax.Array:
+def _shared_expert(
+    tokens: jax.Array,
+    params: Mapping[str, Any],
+    activation: _experts.Activation | None,
+) -> jax.Array:
     gate_up = params["shared_gate_up"].astype(tokens.dtype)
     both = jnp.einsum("nh,hcs->ncs", tokens, gate_up)
-    inner = jax.nn.silu(both[:, 0]) * both[:, 1]
+    gate, up = both[:, 0], both[:, 1]
+    if activation is None:
+        inner = jax.nn.silu(gate) * up
+    else:
+        inner = activation(gate, up).astype(tokens.dtype)
     return inner @ params["shared_down"].astype(tokens.dtype)
 
 

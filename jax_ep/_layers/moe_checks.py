@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -144,21 +145,43 @@ def _remedy_of_weights(gate_up: tuple[int, ...], local: int, tp: str | None) -> 
     return remedy if gate_up[0] == local else f"{remedy}, and {sharded}"
 
 
-def check_sizes(
+_BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
+def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
+    """Raises TypeError unless `experts` take these keywords."""
+    try:
+        taken = inspect.signature(experts).parameters
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return
+    lacking = [name for name in options if name not in taken]
+    if lacking:
+        name = getattr(experts, "__name__", type(experts).__name__)
+        raise TypeError(
+            f"jax_ep.moe_ffn: experts must take the keywords {list(options)}, got "
+            f"{name} without {lacking}; add them to it, or leave them out here"
+        )
+
+
+def checked_params(
     ep: EPHandle,
     tokens: jax.Array,
     params: Mapping[str, Any],
     routing: routers.Routing | None,
     tp_axis: str | None,
-) -> None:
-    """Raises unless parameters and tokens have the shapes that `ep` wants."""
+) -> Mapping[str, Any]:
+    """`params` with the shapes that `ep` wants, "gate" and "up" as "gate_up"."""
     if not isinstance(params, Mapping):
         raise TypeError(
             "jax_ep.moe_ffn: params must be a mapping of names to arrays, got "
             f"{type(params).__name__}; its docstring names them"
         )
+    params = _joined(params)
     needed = {"gate_up", "down"} | ({"router"} if routing is None else set())
-    known = needed | {"router", "router_bias", "shared_gate_up", "shared_down"}
+    shared = {"shared_gate_up", "shared_down"}
+    known = needed | shared | {"router", "router_bias", *_BIASES}
     names = set(params)
     _require(
         needed <= names <= known,
@@ -200,6 +223,15 @@ def check_sizes(
         f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
         _remedy_of_weights(jnp.shape(params["gate_up"]), local, tp_axis),
     )
+    for name in _BIASES:
+        wanted = (local, hidden) if name == "down_bias" else (local, *inner)
+        found = jnp.shape(params[name]) if name in names else wanted
+        _require(
+            found == wanted,
+            f"{name} must be {wanted}, of this rank's {local} experts",
+            found,
+            "shard dimension 0 over the EP axes",
+        )
     if ep.config.fused_shared_expert:
         both = [params.get("shared_gate_up"), params.get("shared_down")]
         found = [None if each is None else jnp.shape(each) for each in both]
@@ -241,3 +273,26 @@ def check_sizes(
             tokens.shape,
             "reshape them",
         )
+    return params
+
+
+def _joined(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`params` with "gate" and "up", where they are given, as "gate_up"."""
+    given = [name for name in ("gate", "up") if name in params]
+    if not given:
+        return params
+    _require(
+        len(given) == 2 and "gate_up" not in params,
+        'gate and up must come together, in place of "gate_up"',
+        sorted(params),
+        "give both, or gate_up alone",
+    )
+    gate, up = (as_array("moe_ffn", f"params[{n!r}]", params[n]) for n in given)
+    _require(
+        gate.ndim == 3 and gate.shape == up.shape,
+        "gate and up must be [L, H, F] both",
+        f"{gate.shape} and {up.shape}",
+        "transpose them if F comes first",
+    )
+    rest = {name: value for name, value in params.items() if name not in given}
+    return rest | {"gate_up": jnp.stack([gate, up], axis=2)}

@@ -82,7 +82,7 @@ def params(
 
 
 # Fields of EPConfig that are arguments of the layers.
-_OWN_FIELDS = {
+CONFIG_FIELDS = (
     "num_experts",
     "top_k",
     "hidden_size",
@@ -90,7 +90,7 @@ _OWN_FIELDS = {
     "dtype",
     "capacity_factor",
     "dispatch_format",
-}
+)
 
 
 def param_dtype(function: str, dtype: Any) -> jnp.dtype:
@@ -110,7 +110,7 @@ def param_dtype(function: str, dtype: Any) -> jnp.dtype:
 def config_fields(function: str, options: Any) -> Mapping[str, Any]:
     """`config_options` of a layer: fields of `EPConfig` that it has no argument for."""
     options = {} if options is None else options
-    known = {field.name for field in dataclasses.fields(EPConfig)} - _OWN_FIELDS
+    known = {field.name for field in dataclasses.fields(EPConfig)} - set(CONFIG_FIELDS)
     if not isinstance(options, Mapping) or not set(options) <= known:
         raise ValueError(
             f"jax_ep.{function}: config_options must be a mapping with names among "

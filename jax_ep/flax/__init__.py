@@ -20,8 +20,8 @@ except ModuleNotFoundError as _error:
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport
 from jax_ep._core.types import ExpertsFunction
-from jax_ep._layers import layer
 from jax_ep._layers import params as _layer_params
+from jax_ep._layers.layer import Layer
 from jax_ep._layers.moe import MoEAux
 from jax_ep.router import Router
 
@@ -102,27 +102,7 @@ class MoE(nnx.Module):
         Raises:
             ValueError, TypeError: an argument does not hold what is said above.
         """
-        self._layer = layer.make(
-            "flax.MoE",
-            mesh=mesh,
-            axis_name=axis_name,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            dtype=dtype,
-            capacity_factor=capacity_factor,
-            dispatch_format=dispatch_format,
-            config_options=config_options,
-            router=router,
-            router_bias=router_bias,
-            shared_intermediate_size=shared_intermediate_size,
-            tp_axis_name=tp_axis_name,
-            spec=spec,
-            transport=transport,
-            experts=experts,
-        )
+        self._layer = Layer.of("flax.MoE", locals())
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(
                 f"jax_ep.flax.MoE: rngs must be an nnx.Rngs, got {rngs!r}; make one "

@@ -101,27 +101,7 @@ class MoE(nn.Module):
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
-        layer = _layer.make(
-            "flax.linen.MoE",
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens_per_rank=self.max_tokens_per_rank,
-            dtype=self.dtype,
-            capacity_factor=self.capacity_factor,
-            dispatch_format=self.dispatch_format,
-            config_options=self.config_options,
-            router=self.router,
-            router_bias=self.router_bias,
-            shared_intermediate_size=self.shared_intermediate_size,
-            tp_axis_name=self.tp_axis_name,
-            spec=self.spec,
-            transport=self.transport,
-            experts=self.experts,
-        )
+        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
         dtype = _layer_params.param_dtype("flax.linen.MoE", self.param_dtype)
         params = {}
         for name, param in layer.params().items():
