@@ -133,7 +133,7 @@ def auto(
         obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
         if obstacle is None and _dense(rows.dtype.name, device):
             return _by_mosaic(*given, options)
-    return _by_ragged_dot(*given, options)
+    return ragged_dot(*given, **options._asdict())
 
 
 def _dense(dtype: str, device: Any) -> bool:
@@ -177,16 +177,6 @@ def ragged_dot(
     """
     _require_values("ragged_dot", rows)
     options = _Options(gate_bias, up_bias, down_bias, activation)
-    return _by_ragged_dot(rows, gate_up, down, group_sizes, options)
-
-
-def _by_ragged_dot(
-    rows: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    group_sizes: jax.Array,
-    options: _Options,
-) -> jax.Array:
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped.ragged_dot(rows, gate_up, group_sizes)
     inner = options.inner(both, group_sizes)

@@ -276,7 +276,7 @@ def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch
     monkeypatch.setattr(experts, "mosaic_obstacle", obstacle_of)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", is_dense)
     for name, function in (("mosaic", "_by_mosaic"), ("ragged_dot", "ragged_dot")):
-        monkeypatch.setattr(experts, function, lambda *_, name=name: name)
+        monkeypatch.setattr(experts, function, lambda *_, name=name, **__: name)
     args = operands((10, 0, 30), dtype)
     found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)
     assert found == wanted
