@@ -38,10 +38,10 @@ from jax_ep._core import checks, handle
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched
 from jax_ep._layers.moe import MoEAux
-from jax_ep._stats import checks as _load_checks
+from jax_ep._stats import layout as layouts
 from jax_ep._stats import picture
 from jax_ep._stats import view as _load_view
-from jax_ep._stats.checks import Layout
+from jax_ep._stats.layout import Layout
 
 
 @partial(
@@ -109,7 +109,7 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
         ValueError: `axis_names` are not axes of the mesh, once each, with those of
             `ep`.
     """
-    _load_checks.require("init", "ep", ep, EPHandle, "what jax_ep.init returned")
+    layouts.require("init", "ep", ep, EPHandle, "what jax_ep.init returned")
     known = ep.mesh.axis_names
     names = known if axis_names is None else axis_names
     must = (
@@ -167,10 +167,8 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
             is equal along an axis that `load` is split over.
         TypeError: `load` is no `Load`, or `aux` neither `MoEAux` nor `Dispatched`.
     """
-    _load_checks.require(
-        "update", "load", load, Load, "what jax_ep.stats.init returned"
-    )
-    _load_checks.require(
+    layouts.require("update", "load", load, Load, "what jax_ep.stats.init returned")
+    layouts.require(
         "update",
         "aux",
         aux,
@@ -178,7 +176,7 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
         "the MoEAux of a layer, which jax_ep.moe_ffn returns and layers of jax_ep.flax "
         "do with return_aux=True, or the Dispatched of jax_ep.dispatch",
     )
-    _load_checks.require_same_layers(load.steps, aux.num_dropped)
+    layouts.require_same_layers(load.steps, aux.num_dropped)
     with jax.named_scope("jax_ep.stats"):
         add = _add_step
         for _ in range(load.steps.ndim - 1):
@@ -229,7 +227,7 @@ def _own_place(load: Load) -> jax.Array | None:
 
 
 def _add_step(load: Load, step: _Step) -> Load:
-    _load_checks.require_alike(load.steps, step.dropped)
+    layouts.require_alike(load.steps, step.dropped)
     if step.load is None:
         imbalance, worst = load.imbalance, jnp.minimum(load.worst, -1)
     else:
@@ -321,19 +319,17 @@ def summary(load: Load) -> Summary:
 
 
 def _summary(function: str, load: Load) -> Summary:
-    _load_checks.require(
-        function, "load", load, Load, "what jax_ep.stats.update returned"
-    )
+    layouts.require(function, "load", load, Load, "what jax_ep.stats.update returned")
     if isinstance(load.steps, Tracer):
         raise ValueError(
             f"jax_ep.stats.{function}: load must hold arrays, got those of a traced "
             "function; return it from there and call this outside"
         )
-    host: Any = jax.device_get(_load_checks.gathered(load))
+    host: Any = jax.device_get(layouts.gathered(load))
     *layers, ranks, local = np.shape(host.rows)[:-1]
     places = np.full((*layers, ranks), -1) if host.place is None else host.place
     orders = [
-        _load_checks.order(function, place, load.layout)
+        layouts.order(function, place, load.layout)
         for place in places.reshape(-1, ranks)
     ]
     order = np.reshape(orders, (*layers, ranks))

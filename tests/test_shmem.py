@@ -18,7 +18,7 @@ from test_meeting import act_all
 from test_windows import make_groups
 
 from jax_ep._native import ffi, loader
-from jax_ep._peers import nvshmem, nvshmem_library, windows
+from jax_ep._peers import nvshmem, windows
 from jax_ep._peers.rendezvous import Meeting
 
 KERNELS = [11, 12]
@@ -290,10 +290,10 @@ def test_nvshmem_that_waits_for_ever() -> None:
 
 def test_library_is_looked_for_at_home_first(monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", "/somewhere")
-    first, *_, last = nvshmem_library.candidates()
+    first, *_, last = nvshmem.candidates()
     assert (first, last) == (
-        f"/somewhere/lib/{nvshmem_library.LIBRARY}",
-        nvshmem_library.LIBRARY,
+        f"/somewhere/lib/{nvshmem.LIBRARY}",
+        nvshmem.LIBRARY,
     )
 
 
@@ -309,11 +309,9 @@ def test_library_of_the_package(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     importlib.invalidate_caches()
     # Behind it what else is installed.
-    wheel, *_, last = nvshmem_library.candidates()
-    assert wheel == str(
-        tmp_path / "nvidia" / "nvshmem" / "lib" / nvshmem_library.LIBRARY
-    )
-    assert last == nvshmem_library.LIBRARY
+    wheel, *_, last = nvshmem.candidates()
+    assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / nvshmem.LIBRARY)
+    assert last == nvshmem.LIBRARY
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
 
 

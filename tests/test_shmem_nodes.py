@@ -17,7 +17,7 @@ from test_windows import make_groups
 
 from jax_ep._cli.doctor import findings
 from jax_ep._native import ffi, loader
-from jax_ep._peers import nvshmem, nvshmem_library, windows
+from jax_ep._peers import nvshmem, windows
 from jax_ep._transport import select
 
 
@@ -193,7 +193,7 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
 
     build, why = found(None)
     assert not build["shmem"]
-    assert f"pip install {nvshmem_library.PACKAGE}" in why
+    assert f"pip install {nvshmem.PACKAGE}" in why
     assert "a build without" in why
 
     def fails(path: str) -> str:
@@ -202,7 +202,7 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
     build, why = found(types.SimpleNamespace(HAS_KERNELS=True, load=fails))
     assert build["shmem"]
     assert build["shmem over nodes"]
-    assert f"NVSHMEM 3 (pip install {nvshmem_library.PACKAGE})" in why
+    assert f"NVSHMEM 3 (pip install {nvshmem.PACKAGE})" in why
     assert "version 2.11.0" in why
     # What a build without its device library lacks.
     module.load, module.started = lambda path: "3.4.5", lambda: False

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep import stats
 from jax_ep._stats import picture as _load_picture
-from jax_ep._stats.checks import Layout
+from jax_ep._stats.layout import Layout
 
 EXPERTS, STEPS, ROWS = 8, 5, 24
 

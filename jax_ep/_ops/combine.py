@@ -30,9 +30,7 @@ from jax_ep._ops.remat import OUT_NAME
 from jax_ep._transport import split_transport_of, transport_of
 from jax_ep._transport.base import CombineInputs, SumInputs, Token, Wire
 
-# The least width of a row, in bytes, and where rows are quantised in elements.
-_ROW_BYTES = native.ROW_ALIGN_BYTES
-_NARROW = formats.block("fp8_block128")
+_ROW_BYTES = native.ROW_ALIGN_BYTES  # the least width of a row
 
 
 class CombineArgs(NamedTuple):
@@ -262,7 +260,8 @@ def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> Combine
     dweights = jnp.where(real, dot, 0.0)
     if at_source:
         # Beside rows of the least width, since these return nothing else.
-        width = _NARROW if ep.config.grad_format else _ROW_BYTES // rows.dtype.itemsize
+        wire = ep.config.grad_format
+        width = formats.block(wire) if wire else _ROW_BYTES // rows.dtype.itemsize
         nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
         _, dweights = return_rows(ep, route, nothing, dweights)
     drows = (factor[:, None] * rows32).astype(rows.dtype)

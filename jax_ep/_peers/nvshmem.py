@@ -7,9 +7,11 @@ its node. Ranks on other nodes are reached by NVSHMEM's puts.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -18,11 +20,27 @@ import numpy as np
 from jax_ep._core.config import EPConfig
 from jax_ep._native import loader
 from jax_ep._peers import topology, windows
-from jax_ep._peers.nvshmem_library import PACKAGE, candidates
 from jax_ep._peers.rendezvous import Meeting
 from jax_ep._peers.windows import NotMapped, Obstacle
 
 T = TypeVar("T")
+
+LIBRARY = "libnvshmem_host.so.3"
+PACKAGE = "nvidia-nvshmem-cu13"
+
+
+def candidates() -> Iterator[str]:
+    """Where the library may be: NVSHMEM_HOME, PyPI's wheel, the loader's own places."""
+    home = os.environ.get("NVSHMEM_HOME")
+    if home:
+        yield str(pathlib.Path(home) / "lib" / LIBRARY)
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        yield str(pathlib.Path(folder) / "lib" / LIBRARY)
+    yield LIBRARY
 
 
 class Heap:
