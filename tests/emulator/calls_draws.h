@@ -75,7 +75,7 @@ inline Draws DrawNodes(Random& random) {
 }
 
 // The first `entries` of each token of `world`, which has dispatched, as rows that cross one by
-// one, as `by_entry` of jax_ep/_core/options.py: (token, k) are tokens, (slot, k) slots. Their
+// one, as `entry_route` of jax_ep/_ops/options.py: (token, k) are tokens, (slot, k) slots. Their
 // chunks have gaps: of entries that go elsewhere and, where a token has more than `entries`, of
 // tokens that nothing else brought there.
 inline World OneByOne(const World& world, int64_t entries, Random& random) {
