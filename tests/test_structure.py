@@ -1,0 +1,93 @@
+"""Imports go one way: no circles, and no package of a later one (docs/code.md)."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import jax_ep
+
+PACKAGE = pathlib.Path(jax_ep.__file__).parent
+
+# Each may import those before it, and modules beside it. `formats` stands on the core's
+# names and arrays, and configs on the formats.
+ORDER = (
+    "_native",
+    "_core formats",
+    "_peers",
+    "_transport",
+    "_setup",
+    "_ops",
+    "sharded router _experts",
+    "experts",
+    "_layers",
+    "_stats",
+    "stats flax",
+    "__init__",
+    "_cli",
+    "__main__",
+)
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
+
+
+def modules() -> dict[str, pathlib.Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        folder = parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
+        found[".".join(folder)] = path
+    return found
+
+
+def imported(node: ast.AST, known: set[str]) -> Iterator[str]:
+    """What a module imports of jax_ep when it is loaded or run, types aside."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module is not None:
+            root, _, rest = child.module.partition(".")
+            if root != "jax_ep":
+                continue
+            for alias in child.names:
+                name = f"{rest}.{alias.name}".removeprefix(".")
+                yield name if name in known else rest or "__init__"
+        else:
+            yield from imported(child, known)
+
+
+def graph() -> dict[str, set[str]]:
+    files = modules()
+    known = set(files)
+    edges = {
+        name: set(imported(ast.parse(path.read_text()), known)) & known - {name}
+        for name, path in files.items()
+    }
+    assert len(edges) > 60
+    assert edges["_ops.dispatch"] >= {"_ops.ordering", "_transport"}
+    return edges
+
+
+def test_no_circles() -> None:
+    edges = graph()
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name in done:
+            return
+        for other in edges[name]:
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in edges:
+        visit(name, ())
+    assert done == set(edges)
+
+
+def test_packages_import_earlier_ones_alone() -> None:
+    for name, others in graph().items():
+        own = LEVEL[name.partition(".")[0]]
+        for other in others:
+            level = LEVEL[other.partition(".")[0]]
+            assert level <= own, f"{name} imports {other}"
