@@ -211,10 +211,23 @@ def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
             f"{counts.shape[-1]} groups of rows in all; make load with "
             "jax_ep.stats.init(ep) of the layer's ep and the tokens' axes"
         )
-    counts = counts.reshape(*counts.shape[:-1], ranks, groups)[..., groups - local :]
+    counts = _by_rank(counts, load.rows, groups)[..., groups - local :]
     if isinstance(aux, MoEAux):
         return _Step(counts, dropped, aux.num_invalid, aux.load, aux.place)
     return _Step(counts, dropped, aux.num_invalid, None, _own_place(load))
+
+
+def _by_rank(counts: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
+    """`counts` as `[..., R, groups]`, sharded like `rows` over explicit axes."""
+    shape = (*counts.shape[:-1], rows.shape[-3], groups)
+    sharding = jax.typeof(rows).sharding
+    if not any(sharding.spec):
+        return counts.reshape(shape)
+    # By itself JAX would give trailing axes of size 1 to the dimension of groups.
+    spec = jax.P(*sharding.spec[:-1])
+    return jnp.reshape(
+        counts, shape, out_sharding=jax.NamedSharding(sharding.mesh, spec)
+    )
 
 
 def _own_place(load: Load) -> jax.Array | None:

@@ -1,6 +1,6 @@
 """One process of test_leaks.py: many cycles; the last line is JSON.
 
-python tests/leaks_worker.py calls|groups|handles [CYCLES]
+python tests/leaks_worker.py calls|programs|groups|handles [CYCLES]
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from jax_ep._setup import init
 jax.config.update("jax_num_cpu_devices", 2)
 CYCLES = {
     "calls": 3000,
+    # A lost granule of 2 MB each would be seen on GPUs.
+    "programs": 60,
     # Those of p2p open windows.
     "groups": 20000 if helpers.TRANSPORT == "collective" else 1000,
     # Each compiles its ep_init, which takes long, for GPUs most of all. What a cycle
@@ -49,11 +51,15 @@ def main(what: str, cycles: int | None = None) -> dict:
     def call():
         jax.block_until_ready(run(*operands))
 
+    def program():
+        new = helpers.dispatch_fn.__wrapped__(ep, mesh, P("ep"))
+        jax.block_until_ready(new(*operands))
+
     if what == "groups":
         # All of a handle but the program that ep_init is, of which JAX keeps something.
         made = ep.dev_ptrs, ep.my_rank
         init._run_init = lambda *args: made
-    cycle = call if what == "calls" else handle
+    cycle = {"calls": call, "programs": program}.get(what, handle)
     for _ in range(cycles // 5):
         cycle()
     samples, free = [], free_of(mesh)
