@@ -71,7 +71,7 @@ def p2p(data, table, picture):
         f"fastest variant we found (here {', '.join(labels)}), which `speed-up` "
         "compares with. Blank cells were not measured. Every result was compared bit "
         "for bit with transport `collective`'s in the same run. "
-        "[How calls are timed](docs/performance.md#how-calls-are-timed)."
+        "[How calls are timed](docs/benchmarks.md#how-calls-are-timed)."
     )
     shown = (
         "![Microseconds and GB/s of dispatch and combine against tokens a rank]"

@@ -1,9 +1,10 @@
 """Rewrites the generated parts of README.md and of docs; --check compares.
 
-The tables of the wire, of formats and of scale.md come from the native module, the
-other tables from the newest file of each kind in benchmarks/results (of a test suite:
-of each transport and number of devices), and docs/p2p.svg from the one of p2p.py:
-drawing it needs matplotlib, checking that it shows that file does not.
+The tables of the wire and of formats come from the native module, those of the scaling
+model from scale_model.py. The others come from the newest file of each kind in
+benchmarks/results (for test suites: of each transport and number of devices), and
+docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib; checking that
+it shows that file does not.
 """
 
 import json
@@ -29,13 +30,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
-PERFORMANCE = ROOT / "docs" / "performance.md"
-OPTIONS = ROOT / "docs" / "options.md"
-OVERLAP = ROOT / "docs" / "overlap.md"
-RELIABILITY = ROOT / "docs" / "reliability.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+TEST_RECORDS = ROOT / "docs" / "test_records.md"
 GPU_LIMITS = ROOT / "docs" / "gpu_limits.md"
-LAYERS = ROOT / "docs" / "layers.md"
 SCALE = ROOT / "docs" / "scale.md"
+SCALE_TABLES = ROOT / "docs" / "scale_tables.md"
 
 
 def table(header, rows):
@@ -154,25 +153,26 @@ def main():
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
         (README, "headline", from_newest("p2p", call_tables.headline)),
         (README, "benchmarks", benchmarks()),
-        (RELIABILITY, "promises", reliability_table.promises(records, table)),
-        (RELIABILITY, "suites", suites()),
-        (RELIABILITY, "figures", reliability_table.figures(records, table)),
-        (RELIABILITY, "soak", from_newest("soak", reliability_table.soak_part)),
-        (PERFORMANCE, "targets", targets()),
-        (PERFORMANCE, "others", other_calls()),
-        (PERFORMANCE, "formats", from_newest("formats", performance_tables.formats)),
+        (TEST_RECORDS, "promises", reliability_table.promises(records, table)),
+        (TEST_RECORDS, "suites", suites()),
+        (TEST_RECORDS, "figures", reliability_table.figures(records, table)),
+        (TEST_RECORDS, "soak", from_newest("soak", reliability_table.soak_part)),
+        (BENCHMARKS, "targets", targets()),
+        (BENCHMARKS, "others", other_calls()),
+        (BENCHMARKS, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
-        (LAYERS, "layers", from_newest("layer", layer_tables.all_layers)),
-        (LAYERS, "grouped", from_newest("grouped", layer_tables.grouped)),
-        (LAYERS, "train", from_newest("train", layer_tables.train)),
-        (PERFORMANCE, "nodes", from_newest("nodes", performance_tables.nodes)),
-        (PERFORMANCE, "sms", from_newest("kernels", performance_tables.sms)),
-        (OVERLAP, "overlap", from_newest("overlap", performance_tables.overlap)),
-        (OVERLAP, "graphs", from_newest("overlap", performance_tables.graphs)),
-        (OVERLAP, "halves", from_newest("options", performance_tables.halves)),
-        (OPTIONS, "options", from_newest("options", performance_tables.options)),
+        (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
+        (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
+        (BENCHMARKS, "train", from_newest("train", layer_tables.train)),
+        (BENCHMARKS, "nodes", from_newest("nodes", performance_tables.nodes)),
+        (BENCHMARKS, "sms", from_newest("kernels", performance_tables.sms)),
+        (BENCHMARKS, "overlap", from_newest("overlap", performance_tables.overlap)),
+        (BENCHMARKS, "graphs", from_newest("overlap", performance_tables.graphs)),
+        (BENCHMARKS, "halves", from_newest("options", performance_tables.halves)),
+        (BENCHMARKS, "options", from_newest("options", performance_tables.options)),
         (GPU_LIMITS, "waits", from_newest("waits", performance_tables.waits)),
-        *((SCALE, name, body) for name, body in scale_model.parts(table).items()),
+        (SCALE, "steps", scale_model.steps(4096, table)),
+        *((SCALE_TABLES, *part) for part in scale_model.parts(table).items()),
     ):
         old = path.read_text()
         new = fill(old, name, body)

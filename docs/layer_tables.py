@@ -34,7 +34,7 @@ def layers_in_short(data, table):
         "`all_to_all` with a fixed capacity, `ragged` by `jax.lax.ragged_all_to_all`, "
         "with XLA's best flags and in the fastest variant we found. The last columns "
         "are p2p's speed-up over these. More columns and the commands: "
-        "[docs/layers.md](docs/layers.md#what-a-layer-waits-for)."
+        "[docs/benchmarks.md](docs/benchmarks.md#whole-layers)."
     )
     short = [[row[i] for i in chosen] for row in rows]
     return "\n\n".join([head, table([header[i] for i in chosen], short), *notes])

@@ -288,10 +288,9 @@ def memory(table):
 
 
 def parts(table):
-    """The generated parts of docs/scale.md, by name."""
+    """The generated parts of docs/scale_tables.md, by name."""
     return {
         "record": record(table),
-        "steps": steps(4096, table),
         "long": sends(4096, table),
         "short": sends(128, table),
         "memory": memory(table),
