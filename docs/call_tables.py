@@ -4,7 +4,7 @@ import p2p_report
 import performance_tables
 
 COLUMNS = (
-    "T a rank",
+    "T per rank",
     "",
     "floor us",
     "p2p us",
@@ -40,7 +40,7 @@ def headline(data, table):
         share = f"{100 * p2p['of_peak']:.0f}%"
         found.append((row["op"], f"**{times[0]}**", share, *times[1:]))
     sizes = (
-        f"{SHORT_TOKENS} tokens a rank of {data['hidden']} {data['dtype']}, "
+        f"{SHORT_TOKENS} tokens per rank of {data['hidden']} {data['dtype']}, "
         f"top-{data['top_k']} of {data['experts']} experts, {data['count']} x "
         f"{data['device']}"
     )
@@ -74,7 +74,7 @@ def p2p(data, table, picture):
         "[How calls are timed](docs/benchmarks.md#how-calls-are-timed)."
     )
     shown = (
-        "![Microseconds and GB/s of dispatch and combine against tokens a rank]"
+        "![Microseconds and GB/s of dispatch and combine against tokens per rank]"
         f"({picture})"
     )
     times = table(COLUMNS, [performance_tables.p2p_row(row) for row in rows])
@@ -145,5 +145,5 @@ def collective(data, table):
         "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
         "unpack and launches."
     )
-    columns = ("T a rank", "dispatch us", "combine us", "`all_to_all` us")
+    columns = ("T per rank", "dispatch us", "combine us", "`all_to_all` us")
     return head + "\n\n" + table(columns, rows)

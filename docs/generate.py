@@ -70,7 +70,7 @@ def token_formats():
         "format",
         "`tokens`",
         "block x `scales`",
-        "bytes a token",
+        "bytes per token",
         "of bfloat16's",
         "largest error",
     )

@@ -28,7 +28,7 @@ def layers_in_short(data, table):
     chosen = [header.index(name) for name in (*SHORT, *SHORT_RATIOS)]
     head = (
         f"**Whole MoE layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
-        f"{data['date']}): {data['tokens']} tokens a rank, top-{data['top_k']}, "
+        f"{data['date']}): {data['tokens']} tokens per rank, top-{data['top_k']}, "
         "bfloat16. Milliseconds for router, exchange, SwiGLU experts and exchange; in "
         "brackets the share that is not router or experts. `dense` exchanges by "
         "`all_to_all` with a fixed capacity, `ragged` by `jax.lax.ragged_all_to_all`, "
@@ -51,13 +51,13 @@ def layers(data, table):
     default = seen("matmul", layer_report.default_experts())
     head = (
         f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
-        f"{data['tokens']} tokens a rank, top-{data['top_k']}, "
+        f"{data['tokens']} tokens per rank, top-{data['top_k']}, "
         "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, with "
         "every gradient in the second row of each size, and in brackets the share of "
         "them that the same router and experts do not take on rows that are there "
         "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        "(`benchmarks/ragged.py`): an update a rank with default flags, the same with "
-        f"XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
+        "(`benchmarks/ragged.py`): an update per rank with default flags, the same "
+        f"with XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
         "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
         "dropped, and batched matmuls; `default experts` is p2p's as a layer had it at "
         f"that commit that named none ({default}); the last columns are p2p's speed-up "
@@ -123,9 +123,9 @@ def grouped(data, table):
     source = performance_tables.source(data, data["command"])
     head = (
         f"The grouped matmuls of `mosaic` ({source}, jax {data['jax']}), bfloat16, "
-        f"with as many rows a group as chance gives: {sizes}. `room` is how many rows "
-        "the operand has for each that a group holds; a default layer has as many as "
-        "there are ranks. "
+        f"with as many rows per group as chance gives: {sizes}. `room` is how many "
+        "rows the operand has for each row in a group; in a default layer that is the "
+        "number of ranks. "
         "Microseconds for gate, up and down together; `JAX's` are those of "
         "`jax.experimental.pallas.ops.gpu`, `batched` is one matmul of as many rows "
         "for each group (cuBLAS). Results were compared in the same run."
@@ -173,7 +173,7 @@ def train(data, table):
         f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
         f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
         f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
-        f"{sizes['length']} bytes a step, Adam, seed {data['seed']}; nats a byte. "
+        f"{sizes['length']} bytes per step, Adam, seed {data['seed']}; nats per byte. "
         "Largest difference from the dense curve before a near tie of a router turned "
         f"the first token to another expert, and with what came of it: {found}. Until "
         f"then no parameter's gradient had a norm off by more than {norms:.1e} of it."

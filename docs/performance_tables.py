@@ -55,7 +55,7 @@ def targets(plain, formats, table):
         verdict = "reached" if us <= aim else "met" if us <= limit else "missed"
         floor = p2p_report.number(row["floor_us"], 1)
         rows.append((op, f"`{name}`", tokens, floor, limit, aim, f"{us:.1f}", verdict))
-    columns = ("", "format", "T a rank", "floor us", "target us", "aim us")
+    columns = ("", "format", "T per rank", "floor us", "target us", "aim us")
     columns += ("measured us", "")
     return "\n\n".join([*sources, table(columns, rows)])
 
@@ -89,7 +89,7 @@ def formats(data, table):
                 verdict,
             )
         )
-    columns = ("", "T a rank", "format", "floor us", "measured us")
+    columns = ("", "T per rank", "format", "floor us", "measured us")
     columns += ("bytes of bf16's", "time of bf16's", "recovered", "")
     peak = p2p_report.number(data["peak_gb_s"], 0)
     head = (
@@ -114,7 +114,7 @@ def nodes(data, table):
         )
         for row in sorted(data["rows"], key=lambda row: (row["op"], row["tokens"]))
     ]
-    columns = ("", "T a rank", "", "us", "least to most", "of one process")
+    columns = ("", "T per rank", "", "us", "least to most", "of one process")
     head = f"{source(data, data['command'])}; seed {data['seed']}.\n\n"
     return head + table((*columns, "bits of collective"), rows)
 
@@ -132,7 +132,7 @@ def sms(data, table):
         least = min(us for us in cells if us is not None)
         shown = ["" if us is None else f"{us:.1f} ({us / least:.2f})" for us in cells]
         rows.append((call, tokens, *shown))
-    columns = ["", "T a rank", *("default" if c == 0 else f"{c} SMs" for c in counts)]
+    columns = ["", "T per rank", *("default" if c == 0 else f"{c} SMs" for c in counts)]
     return f"{source(data, data['command'])}.\n\n" + table(columns, rows)
 
 
@@ -149,7 +149,7 @@ def overlap(data, table):
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
     head = (
         f"{runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
-        f"a rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
+        f"per rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
         "bfloat16; microseconds."
     )
     shown = [head, table(overlap_report.header(), list(overlap_report.cells(data)))]
@@ -199,7 +199,7 @@ def _options(data):
 def options(data, table):
     """What each option costs against plain calls."""
     head = (
-        f"{_options(data)}: microseconds of a call of T tokens a rank, hidden "
+        f"{_options(data)}: microseconds of a call of T tokens per rank, hidden "
         f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16; in "
         "brackets, how many times the plain call's. A dispatch not listed is the plain "
         "one."

@@ -17,7 +17,7 @@ def name(data):
         parts.append("files whose tests start processes, which share it")
     if data.get("ranks_per_node"):
         per_node = data["ranks_per_node"]
-        parts.append(f"{per_node} rank{'s' * (per_node > 1)} a node")
+        parts.append(f"{per_node} rank{'s' * (per_node > 1)} per node")
     if files := asked_files(data.get("arguments", [])):
         parts.append(f"of {' and '.join(files)} alone")
     return ", ".join(parts)

@@ -205,7 +205,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
     found = reliability_table.promises(generate.records, generate.table)
     row = row_of(found, "record_suite.py --processes 4")
-    for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks a node"):
+    for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks per node"):
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
         )
@@ -279,7 +279,7 @@ def test_soaks_in_processes_have_a_row_of_their_own() -> None:
         generate.table,
     )
     row = row_of(found, "soak_processes.py")
-    name = "`shmem`, 4 processes that share it, 2 ranks a node on 1 x NVIDIA Made Up"
+    name = "`shmem`, 4 processes that share it, 2 ranks per node on 1 x NVIDIA Made Up"
     assert f"{name}, " in row
     assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row
     assert row.count("1200 calls in 15 min, 900 checks, 0 failed") == 2
