@@ -191,7 +191,6 @@ def _of_processes(mesh: Any, processes: list[int]) -> Any:
 def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
     """What did not hold, by attack."""
     here = pathlib.Path(__file__).resolve()
-    sys.path.insert(0, str(here.parent.parent / "benchmarks"))
     import ports
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +20,10 @@ if not pathlib.Path("/proc/driver/nvidia/gpus").exists():
 import jax_ep
 
 # isort: split
+import helpers
 import jax
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-import helpers
 import turns
 
 TURNS = turns.of_environment()

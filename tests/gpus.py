@@ -145,3 +145,7 @@ def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:
         pytest.fail(f"{script} {args} did not end within {timeout} s: {tail!r}")
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+# Graphs from one node up, so that the custom calls are captured.
+CAPTURE = "--xla_gpu_graph_min_graph_size=1"

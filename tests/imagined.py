@@ -7,17 +7,24 @@ window's descriptor and the fabric that it is of.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import struct
 import threading
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
+import helpers
 import jax
+import numpy as np
+import pytest
 
 from jax_ep._native import ffi
+from jax_ep._peers import windows
+from jax_ep._peers.rendezvous import Meeting
 
 BYTES = 4096
 HANDLE = struct.Struct("<qq48s")  # process id, descriptor, fabric
@@ -184,3 +191,141 @@ def threads_of_meetings() -> int:
         if count == 0 or time.monotonic() > end:
             return count
         time.sleep(0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What choosing asks of a device."""
+
+    id: int
+    process_index: int = 0
+    platform: str = "gpu"
+    client: Any = None
+
+    @property
+    def local_hardware_id(self) -> int:
+        return self.id % 8
+
+
+class Actor(threading.Thread):
+    """Runs `act(meeting)` as one process; keeps what it returned or raised."""
+
+    def __init__(self, act: Callable[[Meeting], Any], *args: Any, **named: Any) -> None:
+        super().__init__()
+        self.meeting = Meeting(*args, **named)
+        self.act, self.result, self.error = act, None, None
+        self.start()
+
+    def run(self) -> None:
+        start = time.monotonic()
+        try:
+            with self.meeting as meeting:
+                self.result = self.act(meeting)
+        except Exception as error:
+            self.error = error
+        self.seconds = time.monotonic() - start
+
+
+def act_all(
+    acts: dict[int, Callable[[Meeting], Any]],
+    timeout_s: float = 20.0,
+    processes: list[int] | None = None,
+    subject: Callable[[int], str] = str,
+    store: Any = None,
+) -> dict[int, Actor]:
+    """Of those processes that come."""
+    store = store or Store()
+    processes = processes or sorted(acts)
+    actors = {
+        process: Actor(
+            act, processes, process, timeout_s, subject=subject(0), store=store
+        )
+        for process, act in acts.items()
+    }
+    for actor in actors.values():
+        actor.join(200)
+    return actors
+
+
+CONFIG = helpers.make_config(timeout_s=20.0)
+
+
+def make_groups(layout: list[list[tuple[int, int]]]) -> np.ndarray:
+    """EP groups of (process, ordinal), as devices."""
+    groups = np.empty((len(layout), len(layout[0])), object)
+    for i, group in enumerate(layout):
+        for rank, (process, ordinal) in enumerate(group):
+            groups[i, rank] = Device(8 * process + ordinal, process)
+    return groups
+
+
+ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
+# Two groups over pairs of processes, each of two devices, ranks of a process apart.
+PAIRS = make_groups(
+    [
+        [(0, 1), (1, 0), (0, 0), (1, 1)],
+        [(2, 0), (2, 1), (3, 1), (3, 0)],
+    ]
+)
+
+
+class Job:
+    """One init's way to windows in all processes of some groups."""
+
+    def __init__(self, groups: np.ndarray, **fields: dict[int, Any]) -> None:
+        """Fields of `Native` by process."""
+        self.groups = groups
+        self.processes = sorted({device.process_index for device in groups.flat})
+        self.natives = {p: Native(p) for p in self.processes}
+        for name, values in fields.items():
+            for process, value in values.items():
+                setattr(self.natives[process], name, value)
+
+    def act(self, meeting: Meeting) -> Any:
+        """As init: an obstacle, or windows, whose marks are the result."""
+        native = self.natives[meeting.own]
+        here.process = meeting.own
+        found = windows.find_obstacle(native, self.groups, meeting)
+        if found is not None:
+            return found
+        size = windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
+        assert size == BYTES
+        # As calls would be, which wait for all.
+        meeting.gather("used", None)
+        return {ordinal: native.marks(ordinal) for ordinal in native.own}
+
+    def run(self, **options: Any) -> dict[int, Any]:
+        actors = act_all(dict.fromkeys(self.processes, self.act), **options)
+        assert threads_of_meetings() == 0
+        return actors
+
+    def results(self) -> list[Any]:
+        actors = self.run()
+        assert [actor.error for actor in actors.values()] == [None] * len(actors)
+        return [actor.result for actor in actors.values()]
+
+    def close(self) -> None:
+        for native in self.natives.values():
+            native.close_group(1)
+
+
+@pytest.fixture
+def all_closed():
+    """No descriptor is left of what a test opened and closed."""
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+def check_marks(job: Job, marked: list[Any]) -> None:
+    """Every window is marked by its own rank, and by those of other processes."""
+    results = dict(zip(job.processes, marked, strict=True))
+    for group in job.groups:
+        for device in group:
+            marks = results[device.process_index][device.id % 8]
+            for rank, other in enumerate(group):
+                local = other.process_index == device.process_index
+                expected = (
+                    0 if local and other is not device else other.process_index + 1
+                )
+                assert marks[rank] == expected, (device, rank)

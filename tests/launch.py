@@ -5,25 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import ports
 import turns
+from worker_process import LIMIT, visible
 
 TESTS = pathlib.Path(__file__).parent
-LIMIT = "JAX_EP_TEST_LIMIT_S"
-
-
-def visible() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, as it names it; None where it is not set."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if named is None else [gpu for gpu in named.split(",") if gpu]
 
 
 def shares(processes: int, devices: int) -> list[dict[str, str]]:
@@ -32,22 +23,6 @@ def shares(processes: int, devices: int) -> list[dict[str, str]]:
     assert len(gpus) >= processes * devices, f"{processes} x {devices} of {gpus}"
     parts = [gpus[i * devices : (i + 1) * devices] for i in range(processes)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
-
-
-def local_ids(process: int, devices: int) -> list[int] | None:
-    """Which of the visible GPUs are a process's own; None where it sees no others."""
-    gpus = visible()
-    if gpus is not None and len(gpus) == devices:
-        return None
-    return list(range(process * devices, (process + 1) * devices))
-
-
-def bound_life() -> None:
-    """For a worker: the kernel ends it, whatever it hangs in, a little after `launch`.
-
-    jax.distributed ignores SIGTERM.
-    """
-    signal.alarm(5 + int(float(os.environ.get(LIMIT, "300"))))
 
 
 @dataclasses.dataclass

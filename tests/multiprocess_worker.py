@@ -22,7 +22,7 @@ import numpy as np
 import oracle
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from launch import bound_life, local_ids
+from worker_process import bound_life, local_ids
 
 
 def start(port: str, processes: int, process: int, devices: str) -> None:
@@ -121,10 +121,10 @@ def invalid_ids(mesh) -> None:
 
 def loads(size: int) -> None:
     """jax_ep.stats of devices of all processes, in each of them."""
-    import test_stats  # lockstep.py imports this file before pytest has the tests
+    import loads  # lockstep.py imports this file before pytest has the tests
 
     for kind in (AxisType.Auto, AxisType.Explicit):
-        test_stats.check_numbers(kind, {"dp": 2, "ep": size // 2})
+        loads.check_numbers(kind, {"dp": 2, "ep": size // 2})
     helpers.make_ep.cache_clear()
 
 

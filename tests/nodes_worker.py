@@ -24,8 +24,7 @@ import helpers
 import jax
 import multiprocess_worker
 import options
-import test_p2p_options
-import test_p2p_split
+import p2p_calls
 import twins
 from jax.sharding import Mesh
 from windows_worker import barrier, leave
@@ -104,7 +103,7 @@ def calls(mesh: Mesh, node: int) -> str:
                 twins.make_operands(mesh, pair.plain, n, n, routing) for n in counts
             ]
             pair.compare(twins.everything, sets)
-            pair.compare(test_p2p_split.halves, sets)
+            pair.compare(p2p_calls.halves, sets)
         pair.close()
         print(name, "is right", flush=True)
     return "right"
@@ -119,9 +118,7 @@ def modes(mesh: Mesh, node: int) -> str:
         pair = Pair(mesh, node, sizes | changes)
         sets = [twins.make_operands(mesh, pair.plain, n, n) for n in (7, 600)]
         for how in (options.WHOLE, options.SPLIT):
-            pair.compare(
-                lambda ep, o, how=how: test_p2p_options.results(ep, how, o), sets
-            )
+            pair.compare(lambda ep, o, how=how: p2p_calls.results(ep, how, o), sets)
         pair.close()
         print(name, "is right", flush=True)
     return "right"
@@ -131,7 +128,7 @@ def dropped(ep: Any, o: Any) -> Any:
     """A call that nobody ends, then some that are."""
     pending = jax_ep.dispatch_async(ep, o.dy, o.ids, o.weights)
     dy, _ = jax.lax.optimization_barrier((o.dy, pending.held))
-    return test_p2p_split.halves(ep, dataclasses.replace(o, dy=dy))
+    return p2p_calls.halves(ep, dataclasses.replace(o, dy=dy))
 
 
 def pendings(mesh: Mesh, node: int) -> str:
@@ -142,9 +139,9 @@ def pendings(mesh: Mesh, node: int) -> str:
             changes = {"max_tokens_per_rank": tokens, "hidden_size": 64, "top_k": 4}
             pair = Pair(mesh, node, changes)
             sets = [twins.make_operands(mesh, pair.plain, i, tokens) for i in range(3)]
-            pair.compare(test_p2p_split.pipelined, sets, 10)
+            pair.compare(p2p_calls.pipelined, sets, 10)
             pair.compare(dropped, sets, 5)
-            pair.compare(test_p2p_split.pipelined, sets)
+            pair.compare(p2p_calls.pipelined, sets)
             pair.close()
             print(first, tokens, "is right", flush=True)
     return "right"
@@ -162,8 +159,8 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
         transport="shmem",
     )
     o = twins.make_operands(mesh, patient.plain, 1, 64)
-    patient.compare(test_p2p_split.whole, [o])
-    run = twins.mapped(mesh, functools.partial(test_p2p_split.whole, ep))
+    patient.compare(p2p_calls.whole, [o])
+    run = twins.mapped(mesh, functools.partial(p2p_calls.whole, ep))
     program = run.lower(o).compile()
     barrier("compiled")
     jax.block_until_ready(program(o))
@@ -178,11 +175,11 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
             result = {"error": str(error), "seconds": time.monotonic() - begin}
     barrier("failed")
     # The other handle of these ranks goes on.
-    patient.compare(test_p2p_split.whole, [o])
+    patient.compare(p2p_calls.whole, [o])
     ep.close()
     patient.close()
     again = Pair(mesh, node, changes)
-    again.compare(test_p2p_split.whole, [o])
+    again.compare(p2p_calls.whole, [o])
     again.close()
     return result
 

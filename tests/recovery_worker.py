@@ -18,7 +18,7 @@ import helpers
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from launch import bound_life
+from worker_process import bound_life
 
 HEARTBEAT_S = 5
 # A missed one is seen within twice of it, as tried.

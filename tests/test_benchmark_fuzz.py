@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import fuzz
+import pytest
 
 # Talks as libFuzzer does, and puts its finds where that puts them.
 LIBFUZZER = """#!/bin/bash

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
-
-import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import layer_cases
 import layer_experts
 import layer_kinds
 import layer_report
 import layer_worker
+import numpy as np
+import pytest
 from test_benchmark_layer_report import timing
+
+import jax_ep
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

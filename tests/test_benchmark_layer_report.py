@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import pathlib
-import sys
 import types
 
-import pytest
-
 # It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
 import generate
 import layer
 import layer_report
 import layer_tables
 import layer_worker
+import pytest
 
 
 def timing(ms):

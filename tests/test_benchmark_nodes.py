@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import nodes
+import pytest
 
 
 class Job:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
-
-import helpers
-import pytest
 
 # It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
 import generate
+import helpers
 import options_cost
 import options_report
 import options_worker
 import p2p
 import p2p_transports
 import performance_tables
+import pytest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import pathlib
-import sys
 import types
 
 import helpers
 import jax
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import overlap
 import overlap_cases
 import overlap_report
@@ -22,6 +16,7 @@ import overlap_trace
 import overlap_worker
 import p2p
 import p2p_programs
+import pytest
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
-import pytest
-
 # It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
 import generate
 import overlap
 import overlap_report
 import performance_tables
+import pytest
 
 RUN = {
     "commit": "0123456789abcdef",

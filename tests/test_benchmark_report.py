@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import draw
 import generate
@@ -18,6 +11,7 @@ import p2p_cases
 import p2p_report
 import p2p_worker
 import performance_tables
+import pytest
 import window_kernels
 
 

@@ -18,14 +18,11 @@ import shlex
 import subprocess
 import sys
 
+# It finds benchmarks/ itself.
+import generate
 import helpers
 import jax
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-# It finds benchmarks/ itself.
-import generate
 
 # isort: split
 import call_tables

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import sys
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import p2p_cases
 import p2p_check
 import p2p_programs
 import p2p_report
 import p2p_transports
+import pytest
 import ragged
+from jax.sharding import PartitionSpec as P
 
 EXPERTS, TOP_K, HIDDEN = 16, 3, 16
 SPEC = {

@@ -12,7 +12,9 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-from test_chain import arguments, ep, mesh, p2p_handle, square
+from call_order import arguments, p2p_handle, square
+from call_order import ep as ep
+from call_order import mesh as mesh
 
 import jax_ep
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import options
 import pytest
-from gpus import needs_stream
-from test_chain import (
+from call_order import (
     TOKEN_INDEX,
     afters,
     calls,
@@ -19,8 +18,10 @@ from test_chain import (
     layer,
     lowered,
     p2p_handle,
+    split_layer,
     square,
 )
+from gpus import needs_stream
 
 import jax_ep
 
@@ -31,11 +32,6 @@ def mesh():
         # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("imagines p2p on CPU devices")
     return helpers.make_mesh(2)
-
-
-def split_layer(ep: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, ids))
-    return jax_ep.combine_wait(jax_ep.combine_async(ep, d.tokens, d.route))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

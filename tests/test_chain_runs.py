@@ -13,8 +13,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from test_chain import arguments, layer, mapped, p2p_handle, square
-from test_chain_options import split_layer
+from call_order import arguments, layer, mapped, p2p_handle, split_layer, square
 
 import jax_ep
 from jax_ep._transport import base

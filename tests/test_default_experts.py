@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import grouped
+import grouped_kernels
 import helpers
 import jax
 import jax.numpy as jnp
+import moe_ffn
 import numpy as np
 import pytest
-import test_moe_ffn
 
 import jax_ep
 from jax_ep.router import Router
@@ -24,7 +24,7 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
     mesh = helpers.make_mesh(helpers.fit(sizes))
     size, devices = 128, []
     fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}
-    ep = helpers.make_ep(mesh, test_moe_ffn.config(**fields))
+    ep = helpers.make_ep(mesh, moe_ffn.config(**fields))
     auto = jax_ep.experts.auto
 
     def seen(*args, device):
@@ -32,7 +32,7 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
         return auto(*args, device=device)
 
     monkeypatch.setattr(jax_ep.experts, "auto", seen)
-    taken = grouped.imagine(monkeypatch) if imagined else None
+    taken = grouped_kernels.imagine(monkeypatch) if imagined else None
     rng = np.random.default_rng(4)
     shapes = {"router": (size, 16), "gate_up": (16, size, 2, size)}
     shapes["down"] = (16, size, size)
@@ -40,13 +40,11 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
         key: (rng.standard_normal(shape) / size**0.5).astype(np.float32)
         for key, shape in shapes.items()
     }
-    x = jnp.asarray(
-        rng.standard_normal((test_moe_ffn.N * mesh.size, size)), jnp.bfloat16
-    )
+    x = jnp.asarray(rng.standard_normal((moe_ffn.N * mesh.size, size)), jnp.bfloat16)
     mask = np.ones(len(x), bool)
 
     def run(**options):
-        layer = test_moe_ffn.expert_parallel(mesh, ep, params, Router(), **options)
+        layer = moe_ffn.expert_parallel(mesh, ep, params, Router(), **options)
 
         def loss(params, x):
             y = layer(params, x, mask)[0].astype(jnp.float32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_readme import ROOT, python_blocks
+from pages import ROOT, python_blocks
 
 import jax_ep
 

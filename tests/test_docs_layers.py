@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_readme import ROOT, python_blocks
+from pages import ROOT, python_blocks
 
 import jax_ep
 from jax_ep.router import Router

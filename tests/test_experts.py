@@ -6,12 +6,13 @@ import functools
 import re
 import types
 
-import grouped
+import grouped_kernels
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_kernels import F, H, needs_interpreter, needs_kernels, skip_without_mosaic
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
@@ -19,7 +20,7 @@ from jax_ep._experts import grouped as _grouped
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-L, H, F, N = 3, 128, 128, 64
+L, N = 3, 64
 MOSAIC_SIZES = [
     ((10, 0, 30), N),
     ((1,) * 8, 100),
@@ -32,12 +33,6 @@ try:
     from jax.experimental.pallas import mosaic_gpu
 except ImportError:  # it imports absl, which JAX does not require
     mosaic_gpu = None
-needs_kernels = pytest.mark.skipif(mosaic_gpu is None, reason="needs absl-py")
-needs_interpreter = pytest.mark.skipif(
-    jax.default_backend() != "cpu"
-    or not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
-    reason="needs absl-py, a CPU and a JAX that interprets its kernels for GPUs",
-)
 
 
 def formula(rows, gate_up, down, sizes, largest=N):
@@ -173,7 +168,7 @@ def formula_of(sizes):
 @pytest.mark.parametrize("name", ["mosaic", "padded"])
 def test_second_derivatives_equal_the_formulas(name, monkeypatch):
     if name == "mosaic":
-        grouped.imagine(monkeypatch)
+        grouped_kernels.imagine(monkeypatch)
     run = experts.Padded(32) if name == "padded" else getattr(experts, name)
     dtype, bound = ("bfloat16", 0.05) if name == "mosaic" else ("float32", 1e-5)
     assert max(curvature(run, (10, 0, 30), dtype, N)) < bound
@@ -212,16 +207,10 @@ def test_second_derivatives_on_hopper():
     assert max(curvature(experts.auto, (7, 0, 3, 70), "bfloat16", 100)) < 0.05
 
 
-def skip_without_mosaic():
-    obstacle = experts.mosaic_obstacle(H, F)
-    if obstacle is not None:
-        pytest.skip(f"needs {obstacle}")
-
-
 @needs_interpreter
 @pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES[2:3], ids=str)
 def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
-    grouped.pretend(monkeypatch)
+    grouped_kernels.pretend(monkeypatch)
     with mosaic_gpu.force_gpu_interpret_mode():
         assert largest_error("mosaic", sizes, count) < 0.03
 
@@ -230,7 +219,7 @@ def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
 @pytest.mark.parametrize("count", [5, 100, 1000])
 def test_mosaic_lowers_for_hopper(count, monkeypatch):
     """With its derivatives, which have kernels of their own."""
-    grouped.pretend(monkeypatch)
+    grouped_kernels.pretend(monkeypatch)
 
     def both(*args):
         y, back = jax.vjp(experts.mosaic, *args)

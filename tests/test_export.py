@@ -15,7 +15,7 @@ import pytest
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_readme import python_blocks
+from pages import python_blocks
 
 import jax_ep
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import imagined
 import pytest
-from test_windows import ONE_EACH, PAIRS, Job, check_marks, make_groups
-from test_windows import all_closed as all_closed
+from imagined import ONE_EACH, PAIRS, Job, check_marks, make_groups
+from imagined import all_closed as all_closed
 
 from jax_ep._peers import fabric as _fabric
 from jax_ep._peers import windows

@@ -22,6 +22,7 @@ pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import linen as nn
 from flax import nnx
+from flax_layers import fields, inputs, nnx_layer
 
 import jax_ep.flax
 import jax_ep.flax.linen
@@ -33,36 +34,7 @@ MESHES = {
     "dp x ep": {"dp": 2, "ep": 4},
     "dp x ep x tp": {"dp": 2, "ep": 2, "tp": 2},
 }
-BATCH, LENGTH = 8, 4
 DEEPSEEK = Router(score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
-
-
-def fields(mesh, **changes):
-    found = {
-        "mesh": mesh,
-        "axis_name": "ep",
-        "hidden_size": moe_dense.HIDDEN,
-        "intermediate_size": moe_dense.INNER,
-        "num_experts": moe_dense.EXPERTS,
-        "top_k": moe_dense.TOP_K,
-        "max_tokens_per_rank": BATCH * LENGTH,
-        "shared_intermediate_size": moe_dense.SHARED,
-        "tp_axis_name": "tp" if "tp" in mesh.axis_names else None,
-        "dtype": "float32",
-        "transport": helpers.TRANSPORT,
-    }
-    return found | changes
-
-
-def inputs(seed=0):
-    rng = np.random.default_rng(seed)
-    shape = (BATCH, LENGTH, moe_dense.HIDDEN)
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def parts(array):
-    """The shape of what a device holds."""
-    return array.sharding.shard_shape(array.shape)
 
 
 def wave(y):
@@ -88,15 +60,6 @@ def dense_grads(params, x, router):
 def close(actual, expected, name="", atol=1e-3):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=name)
     assert np.abs(np.asarray(expected)).max() > 10 * atol, name
-
-
-def nnx_layer(mesh, params, **changes):
-    changes = {"router_bias": "router_bias" in params} | changes
-    layer = jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))
-    for name, value in params.items():
-        variable = getattr(layer, name)
-        variable[...] = jax.device_put(value, variable[...].sharding)
-    return layer
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import helpers
 import jax
 import jax.numpy as jnp
 import moe_dense
+import moe_ffn
 import numpy as np
 import pytest
-import test_moe_ffn
 from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +20,7 @@ from jax_ep.router import Router
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import nnx
-from test_flax import BATCH, fields, inputs, nnx_layer
+from flax_layers import BATCH, fields, inputs, nnx_layer
 
 import jax_ep.flax
 import jax_ep.flax.linen
@@ -112,10 +112,10 @@ def function(name):
     changes, options, in_config = ARGUMENTS[name]
     mesh, params, x, mask = given(changes)
     most = mask.size // mesh.size
-    config = test_moe_ffn.config(max_tokens_per_rank=most, **in_config)
+    config = moe_ffn.config(max_tokens_per_rank=most, **in_config)
     ep = helpers.make_ep(mesh, config)
     router = changes.get("router", Router())
-    run = test_moe_ffn.expert_parallel(mesh, ep, params, router, **options)
+    run = moe_ffn.expert_parallel(mesh, ep, params, router, **options)
     return config, *jax.jit(run)(params, x.reshape(-1, x.shape[-1]), mask.reshape(-1))
 
 

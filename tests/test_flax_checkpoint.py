@@ -17,8 +17,8 @@ pytest.importorskip("orbax.checkpoint", reason="needs pip install orbax-checkpoi
 import optax
 from flax import linen as nn
 from flax import nnx
+from flax_layers import fields, inputs, parts
 from orbax import checkpoint
-from test_flax import fields, inputs, parts
 
 import jax_ep.flax
 import jax_ep.flax.linen

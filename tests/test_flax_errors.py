@@ -19,7 +19,7 @@ pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import linen as nn
 from flax import nnx
-from test_flax import fields
+from flax_layers import fields
 
 import jax_ep.flax
 import jax_ep.flax.linen

@@ -12,7 +12,7 @@ import jax_ep
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import nnx
-from test_flax import BATCH, LENGTH, fields
+from flax_layers import BATCH, LENGTH, fields
 
 import jax_ep.flax
 import jax_ep.flax.linen

@@ -15,7 +15,7 @@ pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import linen as nn
 from flax import nnx
-from test_flax import fields, inputs
+from flax_layers import fields, inputs
 
 import jax_ep
 import jax_ep.flax

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
 import layer_tables
+import pytest
 from reliability_table import soak_part
 
 

@@ -9,14 +9,13 @@ import numpy as np
 import oracle
 import pytest
 import twins
+from gpus import CAPTURE
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
 
 pytestmark = pytest.mark.gpu
 
-# Graphs from one node up, so that the custom calls are captured.
-CAPTURE = "--xla_gpu_graph_min_graph_size=1"
 CONCURRENT = f"{CAPTURE} --xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 
 

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import quantizer
 from jax.sharding import PartitionSpec as P
-from test_quantized_grads import HIDDEN, cotangents, handle, pulled
+from quantized_grads import HIDDEN, cotangents, handle, pulled
 
 import jax_ep
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_gpu import CAPTURE
+from gpus import CAPTURE
 
 CALLS = 10_000
 FORMS = pytest.mark.parametrize("form", ["whole", "halves", "copied", "stream"])

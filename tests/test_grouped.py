@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-import grouped
+import grouped_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_experts import needs_interpreter, needs_kernels, skip_without_mosaic
+from grouped_kernels import needs_interpreter, needs_kernels, skip_without_mosaic
 
 from jax_ep._experts import grouped_outer, grouped_rows, hopper
 
@@ -81,7 +81,9 @@ def test_rows(sizes, count, transposed, monkeypatch):
             transpose_rhs=transposed,
         )
         found = np.asarray(found)
-    wanted = grouped.of_rows(rows, matrices.astype(np.float32), sizes, transposed)
+    wanted = grouped_kernels.of_rows(
+        rows, matrices.astype(np.float32), sizes, transposed
+    )
     assert error(found[:total], wanted[:total].astype(np.float32)) < 0.01
     # The interpreter fills what a kernel has not written with NaN.
     assert np.isnan(found[total:].astype(np.float32)).all()
@@ -126,7 +128,7 @@ def test_on_hopper(sizes, count, columns):
         others, matrices, group_sizes=groups, transpose_rhs=True
     )
     for found, given, transposed in ((there, rows, False), (back, others, True)):
-        wanted = grouped.of_rows(given, matrices, sizes, transposed)[:total]
+        wanted = grouped_kernels.of_rows(given, matrices, sizes, transposed)[:total]
         assert error(found[:total], wanted.astype(np.float32)) < 0.01
     rows[total:] = others[total:] = 0
     found = grouped_outer.grouped_outer(rows, others, group_sizes=groups)

@@ -10,10 +10,11 @@ import types
 from typing import Any, cast
 
 import conftest
+import gpu_processes
 import launch
 import ports
 import pytest
-import test_processes_gpu
+import worker_process
 
 
 def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:
@@ -43,8 +44,8 @@ def environments(
             found.append(own[process]["CUDA_VISIBLE_DEVICES"] if own else None)
         return []
 
-    monkeypatch.setattr(test_processes_gpu, "launch", started)
-    test_processes_gpu.start("a.py", 2, 1, pathlib.Path(), own=own)
+    monkeypatch.setattr(gpu_processes, "launch", started)
+    gpu_processes.start("a.py", 2, 1, pathlib.Path(), own=own)
     return found
 
 
@@ -60,14 +61,14 @@ def test_own_gpus_are_of_those_visible(monkeypatch, visible, shares) -> None:
     assert environments(monkeypatch, visible, own=True) == shares
     # Each then takes all that it sees.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shares[1])
-    assert launch.local_ids(1, 1) is None
+    assert worker_process.local_ids(1, 1) is None
 
 
 @pytest.mark.parametrize("visible", [None, "2,3"])
 def test_others_gpus_are_left_by_number(monkeypatch, visible) -> None:
     """JAX counts local ids among the visible devices."""
     assert environments(monkeypatch, visible, own=False) == [None, None]
-    assert launch.local_ids(1, 1) == [1]
+    assert worker_process.local_ids(1, 1) == [1]
 
 
 def test_too_few_visible_gpus_are_said(monkeypatch) -> None:

@@ -9,11 +9,8 @@ import subprocess
 import sys
 import time
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import lockstep_run
+import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

@@ -5,57 +5,17 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import imagined
 import pytest
 from errors import check_form
+from imagined import Actor, act_all
 
 from jax_ep._peers.rendezvous import Meeting, _dump
 
 # Well below the 20 s that others would wait, on machines that are slow and busy too.
 SOON_S = 10.0
-
-
-class Actor(threading.Thread):
-    """Runs `act(meeting)` as one process; keeps what it returned or raised."""
-
-    def __init__(self, act: Callable[[Meeting], Any], *args: Any, **named: Any) -> None:
-        super().__init__()
-        self.meeting = Meeting(*args, **named)
-        self.act, self.result, self.error = act, None, None
-        self.start()
-
-    def run(self) -> None:
-        start = time.monotonic()
-        try:
-            with self.meeting as meeting:
-                self.result = self.act(meeting)
-        except Exception as error:
-            self.error = error
-        self.seconds = time.monotonic() - start
-
-
-def act_all(
-    acts: dict[int, Callable[[Meeting], Any]],
-    timeout_s: float = 20.0,
-    processes: list[int] | None = None,
-    subject: Callable[[int], str] = str,
-    store: Any = None,
-) -> dict[int, Actor]:
-    """Of those processes that come."""
-    store = store or imagined.Store()
-    processes = processes or sorted(acts)
-    actors = {
-        process: Actor(
-            act, processes, process, timeout_s, subject=subject(0), store=store
-        )
-        for process, act in acts.items()
-    }
-    for actor in actors.values():
-        actor.join(200)
-    return actors
 
 
 def test_values_of_all() -> None:

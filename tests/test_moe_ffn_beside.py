@@ -12,7 +12,7 @@ import moe_dense
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_moe_ffn import N, config, expert_parallel, param_specs
+from moe_ffn import N, config, expert_parallel, param_specs
 
 import jax_ep
 from jax_ep.router import Router

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_moe_ffn import N, config
+from moe_ffn import N, config
 
 import jax_ep
 from jax_ep.router import Router

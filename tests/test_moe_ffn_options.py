@@ -14,7 +14,7 @@ import pytest
 from errors import check_form, raises
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_moe_ffn import N, config, expert_parallel, param_specs
+from moe_ffn import N, config, expert_parallel, param_specs
 
 import jax_ep
 from jax_ep.router import Router, losses, route

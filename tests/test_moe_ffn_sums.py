@@ -9,7 +9,7 @@ import moe_dense
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_moe_ffn import N, config, param_specs
+from moe_ffn import N, config, param_specs
 
 import jax_ep
 

@@ -13,8 +13,8 @@ import numpy as np
 import options
 import oracle
 import pytest
+import quantized
 import quantizer
-import test_quantized
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -166,17 +166,17 @@ def test_any_routing(mode: str, changes: Any, seed: int, data: st.DataObject) ->
 
 @pytest.mark.parametrize("layout", ["rows", "tiled_128x4"])
 @pytest.mark.parametrize("mode", ["shared", "local", "local_shared"])
-@pytest.mark.parametrize("name", test_quantized.QUANTIZED)
+@pytest.mark.parametrize("name", quantized.QUANTIZED)
 def test_formats(name: str, mode: str, layout: str) -> None:
     """Rows of the shared expert and of local experts in every format."""
     if layout != "rows" and name not in quantizer.ONE_BYTE_SCALES:
         pytest.skip("no scales of one byte")
     mesh = helpers.make_mesh(4)
     changes = options.MODES[mode] | {"scale_layout": layout, "expert_alignment": 4}
-    config = helpers.make_config(**test_quantized.config_of(name, **changes))
+    config = helpers.make_config(**quantized.config_of(name, **changes))
     ep = helpers.make_ep(mesh, config)
     inputs = options.make_inputs(np.random.default_rng(4), config, 4)
-    test_quantized.check(mesh, ep, inputs, 0.5 if name == "nvfp4" else None)
+    quantized.check(mesh, ep, inputs, 0.5 if name == "nvfp4" else None)
 
 
 @pytest.mark.parametrize("mode", ["source", "none", "shared", "shared_source"])

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import helpers
 import jax
+import overlap_batches
 import pytest
 import twins
 
 import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import overlap_batches
 
 pytestmark = pytest.mark.gpu
 

@@ -9,45 +9,15 @@ import functools
 from typing import Any
 
 import helpers
-import jax
 import jax.numpy as jnp
 import options
 import pytest
 import twins
+from p2p_calls import results
 
 import jax_ep
 
 pytestmark = pytest.mark.gpu
-
-
-def results(ep: Any, calls: Any, o: twins.Operands) -> dict[str, Any]:
-    """Both calls and both backward passes, with NaN in all that may not be read."""
-    dispatch, combine = calls
-    config = ep.config
-
-    def forward(tokens: Any, weights: Any) -> Any:
-        d = dispatch(ep, tokens, o.ids, weights)
-        return (jax_ep.dequantize(d), d.router_weights), d
-
-    _, pull_dispatch, d = jax.vjp(forward, o.dy, o.weights, has_aux=True)
-    absent = d.src_info[:, 0] < 0
-    rows = jnp.where(absent[:, None], jnp.nan, o.rows).astype(o.rows.dtype)
-    row_weights = jnp.where(absent, jnp.nan, o.row_weights)
-    weights = {"rank": row_weights, "source": o.weights, "none": None}[config.reduce]
-    residual = o.residual if options.takes_residual(config) else None
-
-    def back(rows: Any, weights: Any, residual: Any) -> Any:
-        return combine(ep, rows, d.route, weights, residual=residual)
-
-    y, pull_combine = jax.vjp(back, rows, weights, residual)
-    dy = o.dy
-    if config.reduce == "none":
-        scale = jnp.arange(1, config.top_k + 1, dtype=dy.dtype)
-        dy = dy[:, None] * scale[None, :, None]
-    d_rows, d_weights, d_residual = pull_combine(dy)
-    dx, dw = pull_dispatch((rows, d_rows[:, 0].astype(jnp.float32)))
-    # Products with E are XLA's, whose order of sums may differ between programs.
-    return {"exact": (d, y, d_rows, d_residual, dx, dw), "near": d_weights}
 
 
 SHAPES: dict[str, dict[str, Any]] = {

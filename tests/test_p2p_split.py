@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import twins
+from p2p_calls import halves, pipelined, whole
 
 import jax_ep
 from jax_ep._setup import init
@@ -27,23 +28,6 @@ TURNS = pytest.mark.parametrize("tokens", [600, 64], ids=["one", "two"])
 def config(tokens: int, **changes: Any) -> Any:
     fields = {"max_tokens_per_rank": tokens, "hidden_size": 64, "top_k": 4}
     return helpers.make_config(**(fields | helpers.HALVES | changes))
-
-
-def halves(ep: Any, o: twins.Operands) -> Any:
-    """All results of a dispatch and a combine, each in halves."""
-    scale = jnp.float32(0.37) if ep.config.dispatch_format == "nvfp4" else None
-    pending = jax_ep.dispatch_async(ep, o.dy, o.ids, o.weights, input_scale=scale)
-    d = jax_ep.dispatch_wait(pending)
-    pending = jax_ep.combine_async(
-        ep, o.rows, d.route, o.row_weights, residual=o.residual
-    )
-    return d, jax_ep.combine_wait(pending)
-
-
-def whole(ep: Any, o: twins.Operands) -> Any:
-    scale = jnp.float32(0.37) if ep.config.dispatch_format == "nvfp4" else None
-    d = jax_ep.dispatch(ep, o.dy, o.ids, o.weights, input_scale=scale)
-    return d, jax_ep.combine(ep, o.rows, d.route, o.row_weights, residual=o.residual)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -157,26 +141,6 @@ def test_loops(overlap: str) -> None:
         )
         o = pair.operands(5, 600)
         twins.assert_same(fast(o), plain(o))
-
-
-def pipelined(ep: Any, o: twins.Operands) -> Any:
-    """Two dispatches and two combines in flight, with whole calls between."""
-    scaled = [o.dy * jnp.asarray(i, o.dy.dtype) for i in (1, 2, 3)]
-    begin = functools.partial(jax_ep.dispatch_async, ep)
-    first = begin(scaled[0], o.ids, o.weights)
-    second = begin(scaled[1], o.ids[::-1], o.weights)
-    between = jax_ep.dispatch(ep, scaled[2], o.ids, o.weights)
-    y_between = jax_ep.combine(ep, between.tokens, between.route)
-    d = jax_ep.dispatch_wait(first)
-    third = begin(scaled[2], o.ids, o.weights)
-    back = jax_ep.combine_async(ep, d.tokens * 2, d.route, residual=o.dy)
-    e = jax_ep.dispatch_wait(second)
-    also = jax_ep.combine_async(ep, e.tokens, e.route, e.router_weights)
-    again = jax_ep.combine(ep, between.tokens * 2, between.route)
-    f = jax_ep.dispatch_wait(third)
-    # In another order than they were begun.
-    y_also = jax_ep.combine_wait(also)
-    return d, e, f, y_between, jax_ep.combine_wait(back), y_also, again
 
 
 @TURNS

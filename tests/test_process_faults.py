@@ -13,9 +13,8 @@ import re
 import tempfile
 from typing import Any
 
+import gpu_processes
 import pytest
-import test_processes_gpu
-import test_shmem_gpu
 from launch import Ended, tails
 from process_faults_worker import SCENARIOS, TIMEOUT_S
 from processes_worker import named
@@ -38,8 +37,8 @@ def job(name: str, node: str, count: int) -> list[Ended]:
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory() as folder,
     ):
-        patch.setitem(test_processes_gpu.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", name)
-        return test_processes_gpu.start(
+        patch.setitem(gpu_processes.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", name)
+        return gpu_processes.start(
             "process_faults_worker.py",
             count,
             1,
@@ -52,9 +51,9 @@ def job(name: str, node: str, count: int) -> list[Ended]:
 def outcomes(transport: str) -> list[dict[str, Any]]:
     """What every process of the job heard, by scenario."""
     name, node = transport.split(":")
-    count = test_processes_gpu.rank_count()
+    count = gpu_processes.rank_count()
     if name == "shmem":
-        test_shmem_gpu.require(int(node))
+        gpu_processes.require(int(node))
     ended = job(name, node, count)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     return [json.loads(one.last) for one in ended]

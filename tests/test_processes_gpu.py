@@ -7,77 +7,24 @@ JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four of them share it.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import sys
 
-import gpus
-import helpers
 import pytest
-import twins
-from launch import Ended, launch, shares, tails, visible
+from gpu_processes import (
+    SLACK_S,
+    check_process_that_is_killed,
+    check_process_that_raises,
+    rank_count,
+    shares_one,
+    start,
+)
+from launch import tails
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import lockstep_run
-
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
-TIMEOUT_S = 100
-SLACK_S = 5.0
 MB = 2**20
-# The test's own process holds a part of the same GPUs.
-ENVIRONMENT = {
-    "JAX_EP_TEST_TRANSPORT": "p2p",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
-}
-
-
-def start(
-    script: str,
-    processes: int,
-    devices: int,
-    folder: pathlib.Path,
-    *args: str,
-    own: bool = False,
-    dying: tuple[int, ...] = (),
-    timeout_s: float = TIMEOUT_S,
-) -> list[Ended]:
-    """`own`: each process sees its GPUs alone, as under many schedulers."""
-    environment, each = ENVIRONMENT, None
-    if shares_one():
-        environment = ENVIRONMENT | lockstep_run.one_gpu((visible() or ["0"])[0])
-    elif own:
-        each = shares(processes, devices)
-    return launch(
-        script,
-        processes,
-        [f"gpu{devices}", *args],
-        folder,
-        timeout_s,
-        environment,
-        each,
-        dying,
-    )
-
-
-def shares_one() -> bool:
-    """Whether all ranks have the same GPU."""
-    return helpers.some_ranks(2) == 1 and gpus.ONE_GPU in os.environ
-
-
-def rank_count() -> int:
-    """Of a job with a process for each rank."""
-    if shares_one():
-        return 4
-    count = helpers.some_ranks(4)
-    if count < 2:
-        pytest.skip(f"needs 2 GPUs, or {gpus.ONE_GPU}=1, so that processes share one")
-    twins.p2p_mesh(count)
-    return count
 
 
 @pytest.mark.parametrize("how", ["own", "all", "pairs"])
@@ -135,40 +82,9 @@ def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
     assert failures == 2 * (count - 1)
 
 
-def check_process_that_is_killed(folder: pathlib.Path) -> None:
-    count = rank_count()
-    dead = count - 1
-    ended = start("processes_worker.py", count, 1, folder, "kill", dying=(dead,))
-    assert [one.code for one in ended] == [0] * dead + [-9], tails(ended)
-    errors = []
-    for one in ended[:dead]:
-        found = json.loads(one.last)
-        for failure in (found, found["idle"]):
-            assert "timed out" in failure["error"], failure
-            assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
-            errors.append(named(failure["error"]))
-    # Others may have waited for ranks that waited for the dead one.
-    assert any(awaited == dead for _, awaited in errors), errors
-
-
 def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
     """The others' calls end with an error in time, and they can go on without it."""
     check_process_that_is_killed(tmp_path)
-
-
-def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:
-    count = rank_count()
-    ended = start("processes_worker.py", count, 1, folder, "fails", own=own)
-    assert [one.code for one in ended] == [0] * count, tails(ended)
-    *others, last = (json.loads(one.last) for one in ended)
-    assert last == {"raised": "before the call"}
-    errors = []
-    for found in others:
-        failure = found["failure"]
-        assert "timed out" in failure["error"], failure
-        assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
-        errors.append(named(failure["error"]))
-    assert any(awaited == count - 1 for _, awaited in errors), errors
 
 
 def test_process_that_raises(tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import quantizer
 from errors import check_form, raises
 from jax.sharding import PartitionSpec as P
-from test_quantized import TILED, config_of, each_format, expect, run
+from quantized import TILED, config_of, each_format, expect, run
 
 import jax_ep
 

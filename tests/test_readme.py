@@ -2,21 +2,12 @@
 
 import ast
 import importlib.util
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-def python_blocks(name, word=""):
-    """Those of a page that have `word`, in its order."""
-    text = (ROOT / name).read_text()
-    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return [block for block in found if word in block]
+from pages import ROOT, python_blocks
 
 
 def test_readme_program_runs_and_differentiates():

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import subprocess
 import sys
 import types
 from functools import partial
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
 import generate
 import lockstep_run
+import pytest
 import record_suite
 import recording
 import reliability_table

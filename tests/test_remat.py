@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from test_readme import python_blocks
+from pages import python_blocks
+from remat import arguments, bare, exchanges, save_route
 
 import jax_ep
 
@@ -26,19 +27,6 @@ def two() -> moe.Setup:
     s = moe.setup(7, ranks=2)
     s.weights = s.weights / 4  # Keeps three layers well conditioned.
     return s
-
-
-def exchanges(fn, *args) -> int:
-    """Exchanges in the compiled program of `fn`."""
-    return moe.exchanges(jax.jit(fn).lower(*args).compile())
-
-
-def bare(fn):
-    return fn
-
-
-def save_route(fn):
-    return jax.checkpoint(fn, policy=jax_ep.save_route)
 
 
 def grad_of(s: moe.Setup, wrap, place: str = "inside"):
@@ -69,11 +57,6 @@ def dense_grad(s: moe.Setup):
         return moe.wave(x)
 
     return jax.grad(loss, (0, 1, 2))(s.tokens, s.weights, s.params)
-
-
-def arguments(s: moe.Setup):
-    x, ids, w, p = s.global_arrays()
-    return x, w, p, ids
 
 
 @pytest.mark.parametrize("place", ["inside", "outside"])

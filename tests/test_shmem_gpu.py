@@ -11,65 +11,41 @@ import json
 import pathlib
 from typing import Any
 
+import gpu_processes
 import pytest
-import test_processes_gpu
+from gpu_processes import require
 from launch import tails
 from nodes_worker import TIMEOUT_S as CALL_TIMEOUT_S
-
-from jax_ep._native import loader
-from jax_ep._peers import nvshmem
+from processes_worker import named
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
-
-
-def require(ranks_per_node: int = 0) -> None:
-    """Skips where shmem, an extra, or its kernels between forced nodes cannot run.
-
-    That is for want of GPUs or of NVIDIA's libraries, now or when this was built; a
-    suite's record counts each reason, and .ci/run compiles and links the kernels.
-    """
-    _, lacking = nvshmem.Heap().load()
-    if lacking is not None:
-        pytest.skip(f"must have {lacking[0]}, found {lacking[1]}")
-    if not ranks_per_node:
-        return
-    count = test_processes_gpu.rank_count()
-    if count <= ranks_per_node:
-        pytest.skip(f"needs more ranks than a node's {ranks_per_node}, {count} found")
-    native = loader.shmem()
-    if native is None or not native.HAS_KERNELS:
-        pytest.skip("built without NVSHMEM's device library")
 
 
 @pytest.fixture(autouse=True)
 def shmem(monkeypatch):
     """Processes that `start` starts run this transport."""
     require()
-    monkeypatch.setitem(
-        test_processes_gpu.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", "shmem"
-    )
+    monkeypatch.setitem(gpu_processes.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", "shmem")
 
 
 def test_semantics(tmp_path: pathlib.Path) -> None:
     """The oracle's results."""
-    count = test_processes_gpu.rank_count()
-    ended = test_processes_gpu.start("multiprocess_worker.py", count, 1, tmp_path)
+    count = gpu_processes.rank_count()
+    ended = gpu_processes.start("multiprocess_worker.py", count, 1, tmp_path)
     assert [one.code for one in ended] == [0] * count, tails(ended)
     assert all("right" in one.log.splitlines() for one in ended), tails(ended)
 
 
 def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
     """The same bits whoever has mapped the windows, over blocks used again."""
-    count, found = test_processes_gpu.rank_count(), []
+    count, found = gpu_processes.rank_count(), []
     for transport in ("shmem", "p2p"):
         monkeypatch.setitem(
-            test_processes_gpu.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", transport
+            gpu_processes.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", transport
         )
         folder = tmp_path / transport
         folder.mkdir()
-        ended = test_processes_gpu.start(
-            "processes_worker.py", count, 1, folder, "bits"
-        )
+        ended = gpu_processes.start("processes_worker.py", count, 1, folder, "bits")
         assert not any(one.code for one in ended), tails(ended)
         digests: dict[str, str] = {}
         for one in ended:
@@ -81,19 +57,19 @@ def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
 
 def test_process_that_raises(tmp_path: pathlib.Path) -> None:
     """The others get the error in time, and a new init works."""
-    test_processes_gpu.check_process_that_raises(tmp_path, own=False)
+    gpu_processes.check_process_that_raises(tmp_path, own=False)
 
 
 def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
     """The others get the error in time, and go on over p2p."""
-    test_processes_gpu.check_process_that_is_killed(tmp_path)
+    gpu_processes.check_process_that_is_killed(tmp_path)
 
 
 def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     """The results of nodes_worker.py, by process; `node` are its last arguments."""
     require(int(node.split()[0]))
-    count = test_processes_gpu.rank_count()
-    ended = test_processes_gpu.start(
+    count = gpu_processes.rank_count()
+    ended = gpu_processes.start(
         "nodes_worker.py", count, 1, folder, scenario, *node.split(), timeout_s=300
     )
     assert [one.code for one in ended] == [0] * count, tails(ended)
@@ -120,7 +96,7 @@ def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) 
     awaited = set()
     for found in others:
         assert "timed out" in found["error"], found
-        assert found["seconds"] < CALL_TIMEOUT_S + test_processes_gpu.SLACK_S
-        awaited.add(test_processes_gpu.named(found["error"])[1])
+        assert found["seconds"] < CALL_TIMEOUT_S + gpu_processes.SLACK_S
+        awaited.add(named(found["error"])[1])
     # Others may have waited for ranks that waited for it.
     assert len(others) in awaited, others

@@ -11,9 +11,8 @@ import helpers
 import imagined
 import jax
 import pytest
-from test_meeting import act_all
-from test_shmem import CROSSED, KERNELS, ONE_EACH, Job, here
-from test_windows import make_groups
+from imagined import act_all, make_groups
+from imagined_nvshmem import CROSSED, KERNELS, ONE_EACH, Job, here
 
 from jax_ep._cli.doctor import findings
 from jax_ep._native import ffi, loader

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import pathlib
-import sys
 
 import helpers
 import jax
@@ -15,15 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quantizer
-
-import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
 import soak
 import soak_codes
 import soak_program
 import soak_run
+
+import jax_ep
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
 import threading
 import types
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
 import soak
 import soak_processes
 import soak_run

@@ -12,8 +12,8 @@ import moe
 import numpy as np
 import options
 import pytest
-import test_quantized
-import test_remat
+import quantized
+import remat
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -56,7 +56,7 @@ def setup(mode: str, **changes: Any) -> moe.Setup:
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "nvfp4"])
 @MODES
 def test_same_bits(mode: str, name: str) -> None:
-    s = setup(mode, dtype="bfloat16", **test_quantized.config_of(name))
+    s = setup(mode, dtype="bfloat16", **quantized.config_of(name))
     x, ids, w, _ = s.global_arrays()
     whole, split = (
         jax.jit(moe.sharded(s.mesh, functools.partial(both, s.ep, *calls)))(x, ids, w)
@@ -126,7 +126,7 @@ def test_grad_of_grad() -> None:
     moe.check(s, second(moe.loss(s.mesh, layer)), second(dense_layer))
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, test_remat.save_route])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.save_route])
 def test_rematerialised(wrap: Any) -> None:
     s = with_halves(4, ranks=2)
     layer = wrap(functools.partial(split_layer, s.ep))
@@ -145,11 +145,9 @@ def test_save_route_exchanges_nothing_twice() -> None:
             )[0]
 
         loss = moe.loss(s.mesh, layers)
-        return test_remat.exchanges(jax.grad(loss, (0, 1, 2)), *test_remat.arguments(s))
+        return remat.exchanges(jax.grad(loss, (0, 1, 2)), *remat.arguments(s))
 
-    plain, saved, again = map(
-        count, (test_remat.bare, test_remat.save_route, jax.checkpoint)
-    )
+    plain, saved, again = map(count, (remat.bare, remat.save_route, jax.checkpoint))
     assert 0 < plain == saved < again
 
 

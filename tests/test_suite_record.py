@@ -9,9 +9,6 @@ import sys
 import time
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import record_suite
 import recording
 import suite_record

@@ -6,14 +6,9 @@ import argparse
 import functools
 import json
 import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import lockstep_run
+import pytest
 import record_suite
 import recording
 import suite_record

@@ -5,17 +5,11 @@ That is a stream of collectives for calls in halves, and what Pallas needs to be
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import helpers
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import overlap
 import overlap_cases
 import overlap_report
+import pytest
 from test_benchmark_tiny import (
     ON_CPU,
     RANKS,

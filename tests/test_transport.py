@@ -5,7 +5,6 @@ test_windows.py has meshes of several.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from errors import check_form, raises
+from imagined import Device
 
 from jax_ep._native import ffi
 from jax_ep._peers.rendezvous import Meeting
@@ -23,20 +23,6 @@ from jax_ep._transport import p2p, select
 ALONE = Meeting([0], 0, 1.0)
 
 LACKS = ("peer access between all devices of an EP group", "none from device 0 to 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What choosing asks of a device."""
-
-    id: int
-    process_index: int = 0
-    platform: str = "gpu"
-    client: Any = None
-
-    @property
-    def local_hardware_id(self) -> int:
-        return self.id % 8
 
 
 class Native:

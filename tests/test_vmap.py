@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_order import afters, arguments, calls, chain, layer, mapped, p2p_handle
 from errors import check_form, raises
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_chain import afters, arguments, calls, chain, layer, mapped, p2p_handle
 
 import jax_ep
 

@@ -12,88 +12,26 @@ import re
 import threading
 from typing import Any
 
-import helpers
-import imagined
-import numpy as np
 import pytest
-from imagined import Native
-from test_meeting import act_all
-from test_transport import Device
+from imagined import (
+    ONE_EACH,
+    PAIRS,
+    Device,
+    Job,
+    act_all,
+    check_marks,
+    make_groups,
+)
+from imagined import all_closed as all_closed
 
 from jax_ep._peers import descriptors, windows
 from jax_ep._peers.rendezvous import Meeting
 
-CONFIG = helpers.make_config(timeout_s=20.0)
 SOON_S = 10.0  # well below the 20 s that others would wait
 
 
-def make_groups(layout: list[list[tuple[int, int]]]) -> np.ndarray:
-    """EP groups of (process, ordinal), as devices."""
-    groups = np.empty((len(layout), len(layout[0])), object)
-    for i, group in enumerate(layout):
-        for rank, (process, ordinal) in enumerate(group):
-            groups[i, rank] = Device(8 * process + ordinal, process)
-    return groups
-
-
-ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
-# Two groups over pairs of processes, each of two devices, ranks of a process apart.
-PAIRS = make_groups(
-    [
-        [(0, 1), (1, 0), (0, 0), (1, 1)],
-        [(2, 0), (2, 1), (3, 1), (3, 0)],
-    ]
-)
 # Every group in one process.
 APART = make_groups([[(0, 0), (0, 1)], [(1, 0), (1, 1)]])
-
-
-class Job:
-    """One init's way to windows in all processes of some groups."""
-
-    def __init__(self, groups: np.ndarray, **fields: dict[int, Any]) -> None:
-        """Fields of `Native` by process."""
-        self.groups = groups
-        self.processes = sorted({device.process_index for device in groups.flat})
-        self.natives = {p: Native(p) for p in self.processes}
-        for name, values in fields.items():
-            for process, value in values.items():
-                setattr(self.natives[process], name, value)
-
-    def act(self, meeting: Meeting) -> Any:
-        """As init: an obstacle, or windows, whose marks are the result."""
-        native = self.natives[meeting.own]
-        imagined.here.process = meeting.own
-        found = windows.find_obstacle(native, self.groups, meeting)
-        if found is not None:
-            return found
-        size = windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
-        assert size == imagined.BYTES
-        # As calls would be, which wait for all.
-        meeting.gather("used", None)
-        return {ordinal: native.marks(ordinal) for ordinal in native.own}
-
-    def run(self, **options: Any) -> dict[int, Any]:
-        actors = act_all(dict.fromkeys(self.processes, self.act), **options)
-        assert imagined.threads_of_meetings() == 0
-        return actors
-
-    def results(self) -> list[Any]:
-        actors = self.run()
-        assert [actor.error for actor in actors.values()] == [None] * len(actors)
-        return [actor.result for actor in actors.values()]
-
-    def close(self) -> None:
-        for native in self.natives.values():
-            native.close_group(1)
-
-
-@pytest.fixture
-def all_closed():
-    """No descriptor is left of what a test opened and closed."""
-    before = imagined.descriptors()
-    yield
-    assert imagined.descriptors() == before
 
 
 @pytest.mark.parametrize(
@@ -114,20 +52,6 @@ def test_every_rank_maps_every_other(groups, all_closed) -> None:
         # And without one no memory is taken to try its handles.
         assert not native.handles_asked
     job.close()
-
-
-def check_marks(job: Job, marked: list[Any]) -> None:
-    """Every window is marked by its own rank, and by those of other processes."""
-    results = dict(zip(job.processes, marked, strict=True))
-    for group in job.groups:
-        for device in group:
-            marks = results[device.process_index][device.id % 8]
-            for rank, other in enumerate(group):
-                local = other.process_index == device.process_index
-                expected = (
-                    0 if local and other is not device else other.process_index + 1
-                )
-                assert marks[rank] == expected, (device, rank)
 
 
 def _by_process(group: Any) -> dict[int, list[Device]]:

@@ -21,7 +21,7 @@ import helpers
 import imagined
 import jax
 import numpy as np
-from launch import bound_life
+from worker_process import bound_life
 
 from jax_ep._native import ffi
 from jax_ep._peers import windows

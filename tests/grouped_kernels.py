@@ -10,6 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+try:
+    from jax.experimental.pallas import mosaic_gpu
+except ImportError:  # it imports absl, which JAX does not require
+    mosaic_gpu = None
+
 from jax_ep import experts
 from jax_ep._experts import grouped, hopper
 
@@ -83,3 +88,18 @@ def _kernels() -> dict[str, Callable[..., jax.Array]]:
         return jax.pure_callback(_of_matrices, result, rows, others, group_sizes)
 
     return {"rows": rows_kernel, "weights": matrices_kernel}
+
+
+H, F = 128, 128  # of tests' matrices
+needs_kernels = pytest.mark.skipif(mosaic_gpu is None, reason="needs absl-py")
+needs_interpreter = pytest.mark.skipif(
+    jax.default_backend() != "cpu"
+    or not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
+    reason="needs absl-py, a CPU and a JAX that interprets its kernels for GPUs",
+)
+
+
+def skip_without_mosaic():
+    obstacle = experts.mosaic_obstacle(H, F)
+    if obstacle is not None:
+        pytest.skip(f"needs {obstacle}")
