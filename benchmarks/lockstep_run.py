@@ -1,5 +1,6 @@
-"""Runs tests in several processes at once, by tests/lockstep.py. For record_suite.py.
+"""Runs tests in several processes at once. For record_suite.py.
 
+In each pytest has the plugin tests/support/multiprocess_plugin.py.
 Where the processes part, or one dies, the test that they were at has failed, and they
 are started again behind it.
 """
@@ -73,6 +74,12 @@ FEW_S = 15.0
 TAIL = 6000  # characters of a log
 
 
+def file_of(name):
+    """The file of tests `test_<name>.py`, in whichever folder it is."""
+    (file,) = TESTS.glob(f"*/test_{name}.py")
+    return file
+
+
 @dataclasses.dataclass
 class Test:
     """What a test came to: "passed", "skipped" or "failed", and why."""
@@ -144,7 +151,8 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
     """Returns how each process ended; None: it was ended by force."""
     port = ports.free_port()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
-    command += ["-p", "lockstep", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += ["-p", "support.multiprocess_plugin", "-p", "no:xdist"]
+    command += ["-p", "no:cacheprovider"]
     command += ["-m", "not multiprocess and not exclusive", *arguments]
     shared = os.environ | {
         # The order of sets of strings is the same in all.

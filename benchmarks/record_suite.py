@@ -161,7 +161,7 @@ def run_all(args, arguments, folder):
     host_only = {f"test_{name}.py" for name in HOST_ONLY}
     files = [
         file
-        for file in (recording.ROOT / "tests").glob("test_*.py")
+        for file in lockstep_run.TESTS.glob("*/test_*.py")
         if file.name not in host_only
         and (not args.one_gpu or file.name.startswith(SHARING))
     ]
@@ -233,7 +233,7 @@ def run_in_processes(args, arguments, folder):
         left = suite.left(f"test_{name}.py" for name in args.files)
 
         def one(name, suite=suite, shared=shared):
-            file, started = recording.ROOT / f"tests/test_{name}.py", time.monotonic()
+            file, started = lockstep_run.file_of(name), time.monotonic()
             place = folder / suite.transport / name
             found = lockstep_run.run(
                 [str(file), *arguments], count, each, place, end, shared

@@ -102,17 +102,17 @@ kernels memcheck-halves $((share * 3)) "$two" memcheck "$formats" --quantized --
 
 # The transport's tests, where they drop, align, cut groups, and have the least and the odd row
 # sizes.
-files=(tests/test_dispatch.py tests/test_combine.py tests/test_vjp.py tests/test_p2p.py)
+files=(tests/api/test_{dispatch,combine}.py tests/autodiff/test_vjp.py tests/transports/test_p2p.py)
 # Formats, options and calls in halves: a few of each; and routes that came back changed, in a
 # process of the test's own, where slow calls may take longer.
-more=(tests/test_p2p_formats.py tests/test_p2p_options.py tests/test_p2p_split.py)
+more=(tests/transports/test_p2p_{formats,options,split}.py)
 some='nvfp4 or shared_source or same_gradients'
 corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or cut_aligned or
   duplicates or hidden8 or hidden2056 or float32_hidden4 or routings_cut or capacity1'
 corners="($(tr -s '\n ' ' ' <<<"$corners")) and not any_routing"
 if [ "$two" != "$one" ]; then
   processes=all JAX_EP_TEST_TIMEOUT_S=3 tests tampered $((share * 3)) "$two" p2p_survives \
-    tests/test_tampered.py
+    tests/api/test_tampered.py
   wait
 fi
 # Never 0, which is no limit.

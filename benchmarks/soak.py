@@ -38,7 +38,7 @@ from soak_configs import OPTIONS, changed, configs, defaults
 
 sys.path.insert(0, str(recording.ROOT / "tests"))
 
-import host_memory
+from support import host_memory
 
 STEPS = 4
 # Sizes of a call; the second's program has XLA's collectives between the calls.
@@ -64,7 +64,7 @@ def free_memory(devices):
     """The least of all GPUs; of CPUs the process's own, below zero."""
     if devices[0].platform == "cpu":
         return -host_memory.resident()
-    import gpus
+    from support import gpus
 
     return min(gpus.free_bytes(device.local_hardware_id) for device in devices)
 

@@ -69,7 +69,7 @@ class Together:
     """soak_run.together by steps on which the processes agree."""
 
     def __init__(self):
-        from windows_worker import client
+        from workers.windows_worker import client
 
         self.client, self.steps = client(), itertools.count()
 
@@ -104,10 +104,11 @@ class Together:
 def process(args, port, own):
     """One of them; its record is a line of its output."""
     import jax
-    import multiprocess_worker
     import numpy as np
     from jax.sharding import AxisType, Mesh
-    from windows_worker import leave
+
+    from workers import multiprocess_worker
+    from workers.windows_worker import leave
 
     devices = "gpu1" if args.platform == "gpu" else "1"
     if args.platform == "cpu":

@@ -8,15 +8,15 @@ HOST_ONLY = (
     "demo",
     "formats_errors",
     "generate",
+    "gpu_lock",
     "import",
     "launch",
-    "lockstep",
+    "multiprocess_plugin",
     "protocol_model",
     "readme",
     "suite_record",
     "suite_resume",
-    "supply",
-    "turns",
+    "wheel_contents",
 )
 # Files that choose their transport themselves, none of them collective.
 P2P_ONLY = ("test_p2p", "test_process", "test_shmem_gpu")

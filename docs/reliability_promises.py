@@ -6,20 +6,20 @@
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`",
-     "pytest tests/test_misuse.py tests/test_dispatch.py",
+     "pytest tests/api/test_misuse.py tests/api/test_dispatch.py",
      ("ci", "gpu")),
     ("NaN and Inf only reach their own sums and blocks; n = 0 and unusual layouts "
      "work; sizes that cannot be counted or allocated are refused",
-     "pytest tests/test_bad_values.py",
+     "pytest tests/api/test_bad_values.py",
      ("ci", "gpu")),
     ("Wrong configs, shapes, dtypes, axes and routes of other handles raise "
      "ValueError or TypeError while tracing, with value and remedy",
-     "pytest tests/test_errors.py tests/test_errors_operands.py "
-     "tests/test_options_errors.py tests/test_split_errors.py",
+     "pytest tests/api/test_errors.py tests/api/test_errors_operands.py "
+     "tests/api/test_options_errors.py tests/api/test_split_errors.py",
      ("ci", "gpu")),
     ("In changed routes an index out of range counts as absent, before any access, "
      "and one in range shows nothing that was not sent in this call",
-     "pytest tests/test_tampered.py; ctest -R tampered",
+     "pytest tests/api/test_tampered.py; ctest -R tampered",
      ("ci", "gpu")),
     ("Whatever bytes are in ids, counts, messages, routes, sizes or attributes, "
      "nothing is read or written outside a buffer",
@@ -31,20 +31,20 @@ PROMISES = (
      ("ci",)),
     ("Double close, use after close, fork, pickling, garbage collection in any order "
      "and exit with calls in flight do no harm",
-     "pytest tests/test_handle.py tests/test_handle_life.py",
+     "pytest tests/api/test_handle.py tests/api/test_handle_life.py",
      ("ci", "gpu")),
     ("A persistent compilation cache never meets another handle's or config's group",
-     "pytest tests/test_handle.py -k persistent_cache",
+     "pytest tests/api/test_handle.py -k persistent_cache",
      ("ci", "gpu")),
     ("Handles behave as a model says, in any order of calls and with several open",
-     "pytest tests/test_state_machine.py",
+     "pytest tests/api/test_state_machine.py",
      ("ci", "gpu")),
     ("Independent calls, many in flight and in several threads, are right and do not "
      "hang",
-     "pytest tests/test_concurrency.py",
+     "pytest tests/api/test_concurrency.py",
      ("ci", "gpu")),
     ("The same inputs give the same bytes under random delays of ranks",
-     "pytest tests/test_determinism.py",
+     "pytest tests/api/test_determinism.py",
      ("ci", "gpu")),
     ("Results stay right for long, with random shapes, routing, skew, formats and "
      "options",
@@ -61,47 +61,47 @@ PROMISES = (
     ("3,000 calls, 300 handles with their compilation (150 on GPUs) and 20,000 "
      "without leave no memory behind; nor do windows of p2p, opened and closed 1,000 "
      "times",
-     "pytest tests/test_leaks.py",
+     "pytest tests/api/test_leaks.py",
      ("ci", "gpu")),
     ("p2p: memory is what `ep.buffer_bytes` says, up to the driver's granule, and is "
      "allocated and freed with the handle",
-     "pytest tests/test_p2p_faults.py -k memory",
+     "pytest tests/transports/test_p2p_faults.py -k memory",
      ("gpu",)),
     ("p2p: if a rank is missing, late, raises, closes, or is in another call, every "
      "rank gets an error within `timeout_s` + 5 s that names both; the process and "
      "other handles go on",
-     "pytest tests/test_p2p_faults.py",
+     "pytest tests/transports/test_p2p_faults.py",
      ("gpu",)),
     ("p2p, shmem, also over forced nodes: if a process calls late, in another order, "
      "another call or another handle, closes instead, or has another config, the "
      "others get the error in time, and all go on together",
-     "pytest tests/test_process_faults.py",
+     "pytest tests/transports/test_process_faults.py",
      ("gpu",)),
     ("p2p: if a process raises and closes while the others are in a call, they get "
      "the error, and all go on together",
-     "pytest tests/test_processes_gpu.py -k raises",
+     "pytest tests/transports/test_processes_gpu.py -k raises",
      ("gpu",)),
     ("shmem: the same bytes as p2p, and the same with a process that raises or dies",
-     "pytest tests/test_shmem_gpu.py",
+     "pytest tests/transports/test_shmem_gpu.py",
      ("gpu",)),
     ("p2p: if a process is killed in a call, the others get the error and go on over "
      "the survivors",
-     "pytest tests/test_processes_gpu.py -k killed",
+     "pytest tests/transports/test_processes_gpu.py -k killed",
      ("gpu",)),
     ("`init` in several processes, without GPUs: if one is killed before, at any step "
      "or after, gives up, comes late or has other arguments, it ends in time for all "
      "and names that process; descriptors go only to the job's own processes",
-     "pytest tests/test_multiprocess_windows.py tests/test_meeting.py "
-     "tests/test_descriptors.py",
+     "pytest tests/transports/test_multiprocess_windows.py "
+     "tests/transports/test_rendezvous.py tests/transports/test_descriptors.py",
      ("ci",)),
     ("The same at 30 points of `init`, by an exception, Ctrl-C, a stop of some "
      "seconds (also of the coordinator) and death: it succeeds in all processes or in "
      "none, in time, leaves nothing open, and the next one succeeds",
-     "python tests/attack_init.py",
+     "PYTHONPATH=tests python tests/workers/attack_init.py",
      ("attack",)),
     ("p2p over fake hosts, without GPUs: one NVLink fabric is accepted; several, none "
      "or one whose handles fail are refused, with the same error in all processes",
-     "pytest tests/test_fabric.py",
+     "pytest tests/transports/test_fabric.py",
      ("ci",)),
     ("The semantics with one process per GPU: p2p, and shmem over forced nodes",
      "python benchmarks/record_suite.py --processes 4 --transports p2p; python "
@@ -109,11 +109,11 @@ PROMISES = (
      ("processes",)),
     ("p2p: calls keep their order, also from threads, in graphs and beside XLA's "
      "collectives",
-     "pytest tests/test_p2p_order.py",
+     "pytest tests/transports/test_p2p_order.py",
      ("gpu",)),
     ("A whole layer in CUDA graphs, also in halves, is right when replayed 10,000 "
      "times with changing routing",
-     "pytest tests/test_graph_layer.py",
+     "pytest tests/transports/test_graph_layer.py",
      ("gpu",)),
     ("p2p: the kernels access only their own memory, in all formats, whole and in "
      "halves, and whole ones leave no barrier early; bfloat16 calls have no races in "
@@ -127,7 +127,7 @@ PROMISES = (
      ("ci",)),
     ("The protocol of flags and credits is right, under ThreadSanitizer and in a "
      "model that tries every order of steps",
-     "ctest -R signals; pytest tests/test_protocol_model.py",
+     "ctest -R signals; pytest tests/transports/test_protocol_model.py",
      ("ci",)),
     ("p2p: the kernels, run thread by thread in random order without a GPU, give the "
      "CPU's bytes, stay in their memory and end every wait; kernels with an injected "
@@ -136,9 +136,9 @@ PROMISES = (
      ("ci",)),
     ("Runs on the oldest and the newest JAX and Python 3.11 to 3.13, with one wheel "
      "for 3.12 and up; says what to do when JAX changes",
-     ".ci/run newest python313 readme; pytest tests/test_compatibility.py",
+     ".ci/run newest python313 readme; pytest tests/tools/test_compatibility.py",
      ("ci",)),
     ("Uses no network and no processes at run time; everything in a wheel is named",
-     "pytest tests/test_supply.py",
+     "pytest tests/tools/test_wheel_contents.py",
      ("ci",)),
 )  # fmt: skip

@@ -8,13 +8,26 @@ import collections
 import suite_table
 from reliability_promises import PROMISES
 
+# Records name files as they were called when the tests ran.
+_RENAMED = {
+    "test_meeting.py": "test_rendezvous.py",
+    "test_supply.py": "test_wheel_contents.py",
+}
+
 NOT_YET = "not yet run"
 
 
 def _files(command):
-    """The files of tests that a command names."""
+    """The files of tests that a command names, without their folders, as in records."""
     words = command.replace(";", " ").split()
-    return [w.removeprefix("tests/") for w in words if w.startswith("tests/test_")]
+    names = [word.rpartition("/")[2] for word in words if word.startswith("tests/")]
+    return [name for name in names if name.startswith("test_")]
+
+
+def _file_of(test):
+    """The file of a record's `file.py::test`, by the name that it has now."""
+    file = test.partition("::")[0]
+    return _RENAMED.get(file, file)
 
 
 def _source(data):
@@ -37,7 +50,7 @@ def _of_suite(records, command, platform):
     for data in sorted(newest_first, key=_reach, reverse=True):
         if data["devices"].get("platform", "gpu") != platform:
             continue
-        if set(_files(command)) & suite_table.cut_off(data):
+        if set(_files(command)) & set(map(_file_of, suite_table.cut_off(data))):
             continue
         # Of the semantics in several processes, which have a row of their own.
         if data.get("processes"):
@@ -90,7 +103,7 @@ def _named(command, counts):
         file: sum(
             count
             for name, count in counts.items()
-            if name.startswith(f"{file}::")
+            if _file_of(name) == file
             and any(word in name.partition("::")[2] for word in words)
         )
         for file in _files(command)
@@ -196,17 +209,19 @@ def promises(records, table):
 _FAILING = "'missing or late or raises or order or other_configs or inside or differ"
 _FAILING += " or killed or silent or dead or gives_up or dies'"
 FAULTS = (
-    "pytest tests/test_p2p_faults.py tests/test_processes_gpu.py "
-    f"tests/test_shmem_gpu.py -k {_FAILING}"
+    "pytest tests/transports/test_p2p_faults.py tests/transports/test_processes_gpu.py "
+    f"tests/transports/test_shmem_gpu.py -k {_FAILING}"
 )
 FAULTS_ON_CPUS = (
-    "pytest tests/test_multiprocess_windows.py tests/test_meeting.py "
-    f"tests/test_descriptors.py -k {_FAILING}"
+    "pytest tests/transports/test_multiprocess_windows.py "
+    "tests/transports/test_rendezvous.py "
+    f"tests/transports/test_descriptors.py -k {_FAILING}"
 )
 BAD_INPUTS = (
-    "pytest tests/test_misuse.py tests/test_bad_values.py tests/test_errors.py "
-    "tests/test_errors_operands.py tests/test_options_errors.py "
-    "tests/test_split_errors.py tests/test_tampered.py tests/test_handle_life.py"
+    "pytest tests/api/test_misuse.py tests/api/test_bad_values.py "
+    "tests/api/test_errors.py tests/api/test_errors_operands.py "
+    "tests/api/test_options_errors.py tests/api/test_split_errors.py "
+    "tests/api/test_tampered.py tests/api/test_handle_life.py"
 )
 
 

@@ -20,39 +20,29 @@ if not pathlib.Path("/proc/driver/nvidia/gpus").exists():
 import jax_ep
 
 # isort: split
-import helpers
 import jax
 import numpy as np
 import pytest
-import turns
 
-TURNS = turns.of_environment()
+from support import gpu_lock, helpers
+from support.parts import pytest_addoption as pytest_addoption
+from support.parts import (
+    pytest_collection_modifyitems as pytest_collection_modifyitems,
+)
+
+TURNS = gpu_lock.of_environment()
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
-# lockstep.py has started processes of fewer devices each.
+# multiprocess_plugin.py has started processes of fewer devices each.
 if not helpers.IN_PROCESSES:
     jax.config.update("jax_num_cpu_devices", 8)
 # Gradients are compared with a dense formula: TF32 would hide errors behind noise.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", help="I/N: every N-th test, from number I on")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
-    if part := config.getoption("--part"):
-        first, parts = map(int, part.split("/"))
-        kept = items[first::parts]
-        config.hook.pytest_deselected(
-            items=[item for item in items if item not in kept]
-        )
-        items[:] = kept
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     if TURNS is not None and session.items:
-        turns.warm_up()
+        gpu_lock.warm_up()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,7 @@
 """What JAX is tracing, by names that it keeps private.
 
 A JAX that has renamed one of them loses what it is for: calls are then not ordered, or
-batches not counted. `tests/test_compatibility.py` says so first.
+batches not counted. `tests/tools/test_compatibility.py` says so first.
 """
 
 from __future__ import annotations

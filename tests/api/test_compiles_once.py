@@ -1,0 +1,40 @@
+"""The second call of a program compiles nothing, and nothing else compiles again.
+
+In a process without Flax, whose own imports would hide what jax_ep's do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax_ep
+from support import WORKERS
+
+
+def test_second_calls_compile_nothing() -> None:
+    """Neither a call of jax_ep's nor a bystander that was jitted before it."""
+    package = pathlib.Path(jax_ep.__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": str(package)}
+    if not pathlib.Path("/proc/driver/nvidia/gpus").exists():
+        # A build with CUDA would import Pallas, in case.
+        env["JAX_PLATFORMS"] = "cpu"
+    worker = str(WORKERS / "compiles_once_worker.py")
+    done = subprocess.run(
+        [sys.executable, worker],
+        # The backend starts before jax_ep is imported.
+        env={**env, "PYTHONSAFEPATH": "1", "NPROC": "32"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 7, found
+    for name, (first, second) in found.items():
+        assert first, f"{name} compiled nothing at first: what counts is broken"
+        assert not second, f"the second call of {name} compiled {second}"

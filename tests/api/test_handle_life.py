@@ -1,0 +1,184 @@
+"""Handles at the edges of their life: fork, pickling, collection, exit of the process.
+
+What could take the session with it runs in handle_life_worker.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import sharded
+from support import helpers
+from support.errors import check_form
+from support.launch import command, environment
+
+TIMEOUT_S = 500
+
+
+@pytest.fixture
+def mesh():
+    return helpers.make_mesh(helpers.some_ranks(2))
+
+
+# What C++, glibc or Python says when Python before 3.14 ends a daemon thread in the
+# middle of C++, as it does with one that calls any jitted function when the interpreter
+# exits. Nobody says anything where a destructor of jaxlib's then misses the thread's
+# Python state. Programs without jax_ep end so too.
+ENDED_THREAD = (
+    "terminate called without an active exception",
+    "FATAL: exception not rethrown",
+    "Fatal Python error: PyThreadState_Get: the function must be called with the GIL",
+)
+
+
+def worker(scenario: str, *, may_end_threads: bool = False) -> list[str]:
+    """The lines that the scenario prints; it must end well, and within its time."""
+    env = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    if helpers.TRANSPORT == "collective":
+        env["JAX_PLATFORMS"] = "cpu"
+    try:
+        done = subprocess.run(
+            command("handle_life_worker.py", scenario),
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"")[-4000:]
+        pytest.fail(f"{scenario} did not end within {TIMEOUT_S} s: {tail!r}")
+    said = done.stderr.strip()
+    killed = done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
+    ended = killed and (not said or said.startswith(ENDED_THREAD))
+    if may_end_threads and ended and sys.version_info < (3, 14):
+        return done.stdout.splitlines()
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
+    return done.stdout.splitlines()
+
+
+def test_no_second_one(mesh) -> None:
+    with helpers.init(mesh) as ep:
+        with pytest.raises(TypeError) as caught:
+            pickle.dumps(ep)
+        assert "EPHandle cannot be pickled" in str(caught.value)
+        assert "pickle ep.config and call jax_ep.init" in str(caught.value)
+        assert copy.copy(ep) is ep
+        assert copy.deepcopy({"ep": ep})["ep"] is ep
+        inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+        helpers.assert_dispatched(
+            ep.config, helpers.run_dispatch(ep, mesh, inputs), inputs
+        )
+
+
+def test_config_and_results_pickle(mesh) -> None:
+    """A config makes the same handle elsewhere; results are data, and still serve."""
+    with helpers.init(mesh) as ep:
+        assert pickle.loads(pickle.dumps(ep.config)) == ep.config
+        inputs = helpers.make_inputs(
+            np.random.default_rng(0), ep.config, mesh.size, fill=helpers.normal
+        )
+        d = helpers.run_dispatch(ep, mesh, inputs)
+        again = pickle.loads(pickle.dumps(d))
+        helpers.assert_dispatched(ep.config, again, inputs)
+        run = helpers.combine_fn(ep, mesh, P("ep"))
+        route = dataclasses.replace(
+            again.route,
+            **{
+                name: helpers.put(mesh, [np.asarray(getattr(again.route, name))])
+                for name in ("slot_of", "row_of", "row_slot", "slot_counts")
+            },
+        )
+        rows = helpers.put(mesh, [np.asarray(again.tokens)])
+        helpers.assert_bits(
+            run(rows, route, None, None), np.asarray(run(d.tokens, d.route, None, None))
+        )
+
+
+@pytest.mark.slow
+def test_forked_child() -> None:
+    """Copies there refuse to be used, and so does init; the parent's are left alone."""
+    lines = worker("fork")
+    child = [line for line in lines if line.startswith("child: ")]
+    assert len(child) == 4, lines
+    for line in child:
+        assert "forked" in line, line
+    assert "child left" in lines
+    assert lines[-1] == "parent right"
+
+
+@pytest.mark.slow
+def test_forked_child_of_a_process_without_handles() -> None:
+    """What the fork itself notes: init has not run there to see it."""
+    child, parent = worker("fork_early")
+    assert re.match("child: jax_ep.init: .*forked from process", child), child
+    assert parent == "parent right"
+
+
+@pytest.mark.slow
+def test_collected_in_any_order() -> None:
+    assert worker("collect")[-1] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["end", "thread", "error", "closing"])
+def test_exit_with_calls_in_flight(how: str) -> None:
+    """The interpreter goes while calls run: no hang, no crash, the right status."""
+    assert worker(f"exit_{how}", may_end_threads=how == "thread")[-1] == "leaving"
+
+
+@pytest.mark.parametrize("changes", [{}, {"key": 7}])
+def test_no_twins(mesh, changes: dict) -> None:
+    """A second handle of a group could close it under the first one."""
+    with helpers.init(mesh) as ep:
+        with pytest.raises(TypeError) as caught:
+            dataclasses.replace(ep, **changes)
+        check_form(caught, "EPHandle", "replace", "jax_ep.init")
+        with pytest.raises(TypeError) as caught:
+            type(ep)(**{f.name: getattr(ep, f.name) for f in dataclasses.fields(ep)})
+        check_form(caught, "EPHandle", "jax_ep.init")
+        inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+        d = helpers.run_dispatch(ep, mesh, inputs)
+        helpers.assert_dispatched(ep.config, d, inputs)
+
+
+def test_attributes_stay(mesh) -> None:
+    with helpers.init(mesh) as ep:
+        names = [f.name for f in dataclasses.fields(ep) if f.name[0] != "_"]
+        assert {"key", "config", "transport", "recv_capacity"} <= set(names)
+        for name in (*names, "new"):
+            with pytest.raises(AttributeError) as caught:
+                setattr(ep, name, 7)
+            check_form(caught, "EPHandle", name)
+        for array in (ep.dev_ptrs, ep.my_rank):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 7
+        with pytest.raises(AttributeError) as caught:
+            del ep.key
+        check_form(caught, "EPHandle", "key")
+
+
+def test_closed_handle_of_eager_calls_is_collected(mesh) -> None:
+    """Its programs are its own, and JAX keeps what they were traced to."""
+    ep = helpers.init(mesh)
+    inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
+    operands = [helpers.put(mesh, part) for part in vars(inputs).values()]
+    d = sharded.dispatch(ep, *operands)
+    sharded.combine(ep, d.tokens, d.route, d.router_weights)
+    found = weakref.ref(ep)
+    ep.close()
+    del ep
+    gc.collect()
+    assert found() is None

@@ -1,0 +1,53 @@
+"""The command jax-ep in a process of its own, and records as its bench writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax_ep
+
+
+def command(*arguments):
+    package = str(pathlib.Path(jax_ep.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
+    return subprocess.run(
+        [sys.executable, "-m", "jax_ep", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+
+
+def record(**times):
+    rows = [
+        {
+            "op": op,
+            "tokens": 128,
+            "routing": "uniform",
+            "transport": "p2p",
+            "num_sms": None,
+            "zero_tail": False,
+            "us": us,
+        }
+        for op, us in times.items()
+    ]
+    return {
+        "kind": "p2p",
+        "device": "A",
+        "count": 4,
+        "jax": "0.11.2",
+        "date": "2026-01-01",
+        "commit": "0123456789abcdef",
+        "results": rows,
+    }
+
+
+def write(path, content):
+    path.write_text(json.dumps(content))
+    return str(path)

@@ -1,0 +1,289 @@
+"""Scenarios of p2p_worker.py in which something goes wrong: ranks that miss or differ.
+
+More of them, of when ranks come and go, are in faults_timing.py.
+
+One rank's call without the others' is a program of one device outside of shard_map: a
+handler finds its rank by its device. jax_ep's own functions would refuse to trace it,
+so these call the layer below them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_ep
+from jax_ep import formats
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops.cached import send_cached
+from jax_ep._transport.base import DispatchInputs
+from support import compare_transports, gpus, helpers
+
+TIMEOUT_S = 2.0
+FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
+
+
+def dispatch(ep, x, ids, w):
+    scale = formats.global_scale("dispatch", "bf16", x, None)
+    return dispatching._DISPATCH(ep, DispatchInputs(x, ids, w, scale), static=True)
+
+
+def combine(ep, route, rows, w):
+    return combining._COMBINE(ep, combining.CombineArgs(rows, route, w, None))
+
+
+def cached(ep, route, x, w):
+    return send_cached(ep, route, x, w)
+
+
+def reduced(ep, x, ids, w):
+    """A dispatch with one of XLA's collectives behind it."""
+    d = jax_ep.dispatch(ep, x, ids, w)
+    return jax.lax.psum(d.expert_counts, "ep")[None]
+
+
+class Faulty:
+    """A handle of two ranks with a short time limit, and operands of both ranks."""
+
+    def __init__(self, mesh, **changes):
+        self.mesh, self.traced = mesh, {}
+        self.ep = helpers.init(mesh, **(FIELDS | changes))
+        made = helpers.make_inputs(
+            np.random.default_rng(1),
+            self.ep.config,
+            mesh.size,
+            n=64,
+            routing="full",
+            fill=helpers.normal,
+        )
+        self.inputs = made
+        self.args = [helpers.put(mesh, part) for part in vars(made).values()]
+        self.run = compare_transports.mapped(
+            mesh, functools.partial(jax_ep.dispatch, self.ep)
+        )
+        self.first = jax.block_until_ready(self.run(*self.args))
+        self.reduce = compare_transports.mapped(
+            mesh, functools.partial(reduced, self.ep)
+        )
+        jax.block_until_ready(self.reduce(*self.args))
+        helpers.assert_dispatched(self.ep.config, self.first, made)
+
+    def of(self, rank, tree):
+        """One rank's part of global arrays, on its device."""
+        device = self.mesh.devices.flat[rank]
+
+        def pick(array):
+            (data,) = (s.data for s in array.addressable_shards if s.device == device)
+            return data
+
+        return jax.tree.map(pick, tree)
+
+    def alone(self, call, rank, *args):
+        """`call` of one rank, compiled but not run: compiling may outlast the limit."""
+        args = self.of(rank, args)
+        # Traced once for both ranks, as a program of all ranks is.
+        if call not in self.traced:
+            self.traced[call] = jax.jit(functools.partial(call, self.ep))
+        return functools.partial(self.traced[call].lower(*args).compile(), *args)
+
+    def complaints(self):
+        """What the next calls and check() raise, twice: the handle stays dead.
+
+        A rank that raised alone would leave the others in the psum, until XLA aborts
+        the process.
+        """
+        found = []
+        acts = (
+            lambda: self.run(*self.args),
+            lambda: self.reduce(*self.args),
+            self.ep.check,
+        )
+        for _ in range(2):
+            for act in acts:
+                try:
+                    jax.block_until_ready(act())
+                    found.append("nothing was raised")
+                except jax.errors.JaxRuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    def recovers(self):
+        """A new handle after close() gives right answers, as another one does."""
+        self.ep.close()
+        Faulty(self.mesh).ep.close()
+        return True
+
+
+def is_nothing(results):
+    """What a call that gave up returns: NaN for floats, -1 for ids, 0 for counts."""
+    zeros = ("row_offsets", "group_sizes", "expert_counts", "num_dropped")
+    for path, leaf in jax.tree.leaves_with_path(results):
+        name = jax.tree_util.keystr(path)
+        leaf = np.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            good = np.isnan(leaf.astype(np.float32)).all()
+        elif any(zero in name for zero in zeros) or "slot_counts" in name:
+            good = not leaf.any()
+        elif any(
+            part in name for part in ("src_info", "slot_of", "row_of", "row_slot")
+        ):
+            good = (leaf == -1).all()
+        else:
+            continue
+        if not good:
+            return f"{name} {leaf.flat[:4]}"
+    return True
+
+
+def outcome(faulty, other, results, start):
+    """What every fault must have led to, for the test to judge."""
+    nothing = []
+    for index, result in enumerate(results):
+        try:
+            nothing.append(is_nothing(jax.block_until_ready(result)))
+        except jax.errors.JaxRuntimeError:
+            # Enqueued after the host had heard of the first one's end.
+            assert index, "the first call ends without an error of its own"
+    return {
+        "seconds_waited": time.monotonic() - start,
+        "nothing": nothing,
+        "complaints": faulty.complaints(),
+        "other_goes_on": [other.run(*other.args) is not None, other.ep.check()],
+        "recovers": faulty.recovers(),
+    }
+
+
+def missing(which, mesh):
+    """Rank 0 calls, and calls again; rank 1 never comes."""
+    faulty, other = Faulty(mesh), Faulty(mesh)
+    d = faulty.first
+    x, _, w = faulty.args
+    call = {
+        "dispatch": (dispatch, *faulty.args),
+        "combine": (combine, d.route, d.tokens, d.router_weights),
+        "cached": (cached, d.route, x, w),
+    }[which]
+    run = faulty.alone(call[0], 0, *call[1:])
+    start = time.monotonic()
+    results = []
+    for _ in range(10):
+        try:
+            results.append(run())
+        except jax.errors.JaxRuntimeError:
+            break  # the handler saw the end of an earlier call
+    return outcome(faulty, other, results, start)
+
+
+def combine_elsewhere(ep, route, rows, w):
+    return combine(ep, route, rows, w)
+
+
+def differs(how, mesh):
+    """The ranks make different calls of one kind.
+
+    Other n, with flags and with few tokens; along a known route; from another line.
+    """
+    faulty, other = Faulty(mesh), Faulty(mesh)
+    d = faulty.first
+    x, _, w = faulty.args
+
+    def part(n):
+        return lambda ep, x, ids, w: dispatch(ep, x[:n], ids[:n], w[:n])
+
+    sums = (d.route, d.tokens, d.router_weights)
+    calls = {
+        "tokens": ((dispatch, *faulty.args), (part(33), *faulty.args)),
+        "few_tokens": ((part(4), *faulty.args), (part(5), *faulty.args)),
+        "kind": ((dispatch, *faulty.args), (cached, d.route, x, w)),
+        "line": ((combine, *sums), (combine_elsewhere, *sums)),
+    }[how]
+    runs = [faulty.alone(call[0], rank, *call[1:]) for rank, call in enumerate(calls)]
+    start = time.monotonic()
+    return outcome(faulty, other, [run() for run in runs], start)
+
+
+def giant(mesh):
+    """More than any GPU has: an error that names it, and everything is given back."""
+    config = helpers.make_config(
+        max_tokens_per_rank=2**22,
+        hidden_size=16384,
+        recv_capacity=1024,
+    )
+    helpers.init(mesh).close()
+    before = [gpus.free_bytes(d.local_hardware_id) for d in mesh.devices.flat]
+    try:
+        jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT).close()
+        message = "nothing was raised"
+    except (RuntimeError, ValueError, MemoryError) as error:
+        message = str(error)
+    after = [gpus.free_bytes(d.local_hardware_id) for d in mesh.devices.flat]
+    return {
+        "message": message,
+        "lost": max(b - a for b, a in zip(before, after, strict=True)),
+        "needed": 2 * 2**22 * 16384 * 2 * mesh.size,
+        "right_afterwards": Faulty(mesh).recovers(),
+    }
+
+
+def flat(mesh):
+    """Windows are there while a handle is open and gone afterwards, 30 times."""
+    ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+    free, opened = [], 0
+    for cycle in range(33):
+        ep = helpers.init(mesh, max_tokens_per_rank=4096, hidden_size=4096, top_k=8)
+        before = min(map(gpus.free_bytes, ordinals))
+        if cycle % 10 == 0:
+            x = jnp.ones((8 * mesh.size, 4096), jnp.bfloat16)
+            ids = jnp.zeros((8 * mesh.size, 8), jnp.int32)
+            jax.block_until_ready(jax_ep.sharded.dispatch(ep, x, ids).tokens)
+        opened, size = opened + 1, ep.buffer_bytes
+        if cycle % 2:
+            ep.close()
+        else:
+            # Compiled programs hold their handle.
+            jax.clear_caches()
+        del ep
+        gc.collect()
+        free.append([gpus.free_bytes(ordinal) for ordinal in ordinals])
+        held = min(free[-1]) - before
+    return {
+        "opened": opened,
+        "buffer_bytes": size,
+        "held": held,
+        "lost": max(a - b for a, b in zip(free[2], free[-1], strict=True)),
+    }
+
+
+def sizes(mesh):
+    """What windows of several sizes take of a GPU, beside what their handles say."""
+    ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+    shapes = ((8, 128, 2), (512, 2048, 4), (4096, 4096, 8))
+    found = []
+    # The first round takes what stays for all that follow: programs, XLA's own pool.
+    for tokens, hidden, top_k in shapes * 2:
+        before = [gpus.free_bytes(ordinal) for ordinal in ordinals]
+        ep = helpers.init(
+            mesh, max_tokens_per_rank=tokens, hidden_size=hidden, top_k=top_k
+        )
+        left = [gpus.free_bytes(ordinal) for ordinal in ordinals]
+        taken = max(a - b for a, b in zip(before, left, strict=True))
+        found.append([ep.buffer_bytes, taken])
+        ep.close()
+    return {"found": found[len(shapes) :]}
+
+
+ALL = {
+    **{f"missing_{w}": functools.partial(missing, w)
+       for w in ("dispatch", "combine", "cached")},
+    **{f"differs_{how}": functools.partial(differs, how)
+       for how in ("tokens", "few_tokens", "kind", "line")},
+    "giant": giant,
+    "flat": flat,
+    "sizes": sizes,
+}  # fmt: skip

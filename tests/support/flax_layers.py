@@ -1,0 +1,56 @@
+"""Layers of jax_ep.flax as their tests make them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import jax_ep
+from support import helpers, moe_dense
+
+pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
+
+from flax import nnx
+
+import jax_ep.flax
+import jax_ep.flax.linen
+
+BATCH, LENGTH = 8, 4
+
+
+def fields(mesh, **changes):
+    found = {
+        "mesh": mesh,
+        "axis_name": "ep",
+        "hidden_size": moe_dense.HIDDEN,
+        "intermediate_size": moe_dense.INNER,
+        "num_experts": moe_dense.EXPERTS,
+        "top_k": moe_dense.TOP_K,
+        "max_tokens_per_rank": BATCH * LENGTH,
+        "shared_intermediate_size": moe_dense.SHARED,
+        "tp_axis_name": "tp" if "tp" in mesh.axis_names else None,
+        "dtype": "float32",
+        "transport": helpers.TRANSPORT,
+    }
+    return found | changes
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, LENGTH, moe_dense.HIDDEN)
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def parts(array):
+    """The shape of what a device holds."""
+    return array.sharding.shard_shape(array.shape)
+
+
+def nnx_layer(mesh, params, **changes):
+    changes = {"router_bias": "router_bias" in params} | changes
+    layer = jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))
+    for name, value in params.items():
+        variable = getattr(layer, name)
+        variable[...] = jax.device_put(value, variable[...].sharding)
+    return layer

@@ -1,0 +1,85 @@
+"""What tests of the options share: modes, their operands and their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import jax_ep
+from support import helpers, oracle
+
+FUSED, SKIP = {"fused_shared_expert": True}, {"skip_a2a": True}
+SOURCE, NONE = {"reduce": "source"}, {"reduce": "none"}
+MODES: dict[str, dict[str, Any]] = {
+    "source": SOURCE,
+    "none": NONE,
+    "shared": FUSED,
+    "shared_source": FUSED | SOURCE,
+    "local": SKIP,
+    "local_source": SKIP | SOURCE,
+    "local_none": SKIP | NONE,
+    "local_shared": SKIP | FUSED,
+    "local_shared_source": SKIP | FUSED | SOURCE,
+}
+
+
+def split_dispatch(ep: Any, *args: Any) -> Any:
+    """jax_ep.dispatch in halves."""
+    return jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, *args))
+
+
+def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
+    """jax_ep.combine in halves."""
+    return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
+
+
+# A dispatch and a combine.
+WHOLE, SPLIT = (jax_ep.dispatch, jax_ep.combine), (split_dispatch, split_combine)
+# What skip_a2a, which sends nothing, refuses.
+_OF_SENDING = ("combine_dtype", "combine_format", "grad_format", "overlap")
+
+
+def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `given` in a mode, less those that it refuses."""
+    made = given | MODES[mode]
+    sends = not made.get("skip_a2a")
+    return {k: v for k, v in made.items() if sends or k not in _OF_SENDING}
+
+
+def make_inputs(
+    rng: np.random.Generator, config: Any, ranks: int, **options: Any
+) -> helpers.Inputs:
+    """As helpers.make_inputs; with skip_a2a all ranks hold the same."""
+    inputs = helpers.make_inputs(rng, config, ranks, **options)
+    return inputs.pick([0] * ranks) if config.skip_a2a else inputs
+
+
+def takes_weights(config: Any) -> bool:
+    return config.reduce != "none"
+
+
+def takes_residual(config: Any) -> bool:
+    return config.reduce != "none" and not config.skip_a2a
+
+
+def combine_operands(
+    rng: np.random.Generator,
+    config: Any,
+    outputs: list[oracle.RankOutput],
+    inputs: helpers.Inputs,
+    fill: Callable[..., np.ndarray],
+) -> tuple[list[np.ndarray], list[np.ndarray] | None, list[np.ndarray] | None]:
+    """Rows, weights and residual of each rank; NaN where nothing may be read."""
+    dtype = oracle.DTYPES[config.dtype]
+    rows = [fill(rng, (len(o.src_info), config.hidden_size), dtype) for o in outputs]
+    weights = residual = None
+    if config.reduce == "source":
+        weights = [helpers.normal(rng, i.shape, np.float32) for i in inputs.ids]
+    elif takes_weights(config):
+        made = [helpers.normal(rng, len(r), np.float32) for r in rows]
+        weights = helpers.poisoned(outputs, made)
+    if takes_residual(config):
+        residual = [fill(rng, x.shape, dtype) for x in inputs.tokens]
+    return helpers.poisoned(outputs, rows), weights, residual

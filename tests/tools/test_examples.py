@@ -1,0 +1,99 @@
+"""The examples run in a short form and find what they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jax_ep
+from support import ROOT
+
+
+def run(name, *arguments):
+    environment = dict(os.environ)
+    package = pathlib.Path(jax_ep.__file__).parent.parent
+    # This process may hold most of the GPUs' memory.
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if jax.default_backend() == "cpu":
+        # A short form spends most of its time in the compiler.
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join([str(package), *sys.path])
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.multiprocess
+def test_training_follows_the_dense_model(tmp_path):
+    for name in ("flax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    path = tmp_path / "run.json"
+    words = ["--quick", "--layer", "flax", "sharded", "--json", str(path)]
+    drawn = tmp_path / "run.svg"
+    if importlib.util.find_spec("matplotlib"):
+        words += ["--plot", str(drawn)]
+    done = run("train.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(path.read_text())
+    dense = np.array(record["curves"].pop("dense"))
+    assert dense.shape == (12,)
+    assert set(record["curves"]) == {"flax", "sharded"}
+    for name, curve in record["curves"].items():
+        alike = record["alike"][name]
+        assert alike >= 5
+        np.testing.assert_allclose(curve[:alike], dense[:alike], atol=1e-4)
+        assert curve[-1] < curve[0] - 1
+    assert done.stdout.count("the same curve") == 2
+    assert all(0 < off < 1e-5 for off in record["norms"].values())
+    assert "--plot" not in words or "<svg" in drawn.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block128"])
+def test_decoding(name):
+    done = run("decode.py", "--format", name, "--steps", "4", "--tokens", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"us a step", done.stdout)) == 2
+    line = r"(?m)^ *(\d+) (?:all|of them) .*?(?:: median (.*)%, at most (.*)%)?$"
+    every, same, other = re.findall(line, done.stdout)
+    assert int(every[0]) == int(same[0]) + int(other[0]) > 2 * int(other[0])
+    assert 0 < float(same[1]) < {"nvfp4": 12, "fp8_block128": 4}[name]
+    assert float(same[1]) <= float(same[2]) < 25
+    assert float(same[1]) / 2 < float(every[1]) <= float(every[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"norms": {"flax": 0.5}}, False),
+        ({"alike": {"flax": 1}}, False),
+        ({"curves": {"dense": [5.0] * 9, "flax": [5.0] * 8 + [5.1]}}, False),
+    ],
+)
+def test_what_is_the_same_curve(changes, same, monkeypatch):
+    """Adam takes the same steps with all gradients twice as large: the norms tell."""
+    for name in ("flax", "optax"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train
+
+    curves = {"dense": [5.0] * 9, "flax": [5.0] * 9}
+    record = {"curves": curves, "alike": {"flax": 9}, "norms": {"flax": 1e-7}}
+    assert train.same_curve(record | changes, "flax") is same

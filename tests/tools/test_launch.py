@@ -1,0 +1,110 @@
+"""How tests start: GPUs of processes, parts of files, the job file of examples/."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import types
+from typing import Any, cast
+
+import ports
+import pytest
+
+from support import ROOT, gpu_processes, parts, worker_process
+
+
+def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:
+    given = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    assert ports.RANGE[1] <= int(given.split()[0])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports.free_port()))
+        port = taken.getsockname()[1]
+        assert ports.RANGE[0] <= port < ports.RANGE[1]
+        monkeypatch.setattr(ports, "RANGE", (port, port + 20))
+        assert all(port < ports.free_port() < port + 20 for _ in range(200))
+
+
+def environments(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, own: bool
+) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of two processes of one GPU; None: that of the test."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found: list[str | None] = []
+
+    def started(script, processes, args, folder, timeout_s, shared, own, dying):
+        assert "CUDA_VISIBLE_DEVICES" not in shared
+        for process in range(processes):
+            found.append(own[process]["CUDA_VISIBLE_DEVICES"] if own else None)
+        return []
+
+    monkeypatch.setattr(gpu_processes, "launch", started)
+    gpu_processes.start("a.py", 2, 1, pathlib.Path(), own=own)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [
+        (None, ["0", "1"]),
+        ("2,3", ["2", "3"]),
+        ("GPU-8a,GPU-9b,GPU-c0", ["GPU-8a", "GPU-9b"]),
+    ],
+)
+def test_own_gpus_are_of_those_visible(monkeypatch, visible, shares) -> None:
+    assert environments(monkeypatch, visible, own=True) == shares
+    # Each then takes all that it sees.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shares[1])
+    assert worker_process.local_ids(1, 1) is None
+
+
+@pytest.mark.parametrize("visible", [None, "2,3"])
+def test_others_gpus_are_left_by_number(monkeypatch, visible) -> None:
+    """JAX counts local ids among the visible devices."""
+    assert environments(monkeypatch, visible, own=False) == [None, None]
+    assert worker_process.local_ids(1, 1) == [1]
+
+
+def test_too_few_visible_gpus_are_said(monkeypatch) -> None:
+    with pytest.raises(AssertionError, match=r"2 x 1 of \['5'\]"):
+        environments(monkeypatch, "5", own=True)
+
+
+def test_job_of_one_process_per_host(tmp_path) -> None:
+    """What examples/per_host.sbatch has srun do."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$XLA_PYTHON_CLIENT_MEM_FRACTION" "$@"\n')
+    srun.chmod(0o755)
+    job = ROOT / "examples" / "per_host.sbatch"
+    done = subprocess.run(
+        ["bash", str(job), "train.py", "--steps=3"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    fraction, *words = done.stdout.split()
+    assert float(fraction) < 1
+    assert words[-3:] == ["python", "train.py", "--steps=3"]
+    assert all(word.startswith("--") for word in words[:-3])
+
+
+def test_parts_have_every_test_once() -> None:
+    """As record_suite.py runs long files."""
+    dropped: list = []
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+
+    def part(name: str | None) -> list:
+        config = types.SimpleNamespace(hook=hook, getoption=lambda option: name)
+        items = list(range(7))
+        parts.pytest_collection_modifyitems(cast("Any", config), items)
+        return items
+
+    assert part(None) == list(range(7))
+    assert not dropped
+    assert sorted(part("0/3") + part("1/3") + part("2/3")) == list(range(7))
+    assert len(dropped) == 2 * 7

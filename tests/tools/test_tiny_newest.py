@@ -1,0 +1,67 @@
+"""As test_benchmark_tiny.py, of what a new JAX has: CI's step newest runs this file.
+
+That is a stream of collectives for calls in halves, and what Pallas needs to be there.
+"""
+
+from __future__ import annotations
+
+import grouped
+import overlap
+import overlap_cases
+import overlap_report
+import pytest
+
+import jax_ep
+from support import helpers
+from support.tiny import ON_CPU, RANKS, TRACE, rows_by, tiny, unmeasured
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+AVAILABLE = [name for name in overlap.ARRANGEMENTS if overlap_cases.available(name)]
+PARTS = overlap_report.PARTS
+
+
+def test_overlap_in_every_arrangement(tmp_path):
+    """Left to GPUs: streams and copy engines, which only order things otherwise."""
+    asked = ["--arrangements", *overlap.ARRANGEMENTS, "--graph-tokens"]
+    asked += ["--beside", "elementwise", "two_batches", *TRACE]
+    asked += ["--transport", helpers.TRANSPORT]
+    record = tiny(overlap, tmp_path, *asked)
+    # One rank has none.
+    assert unmeasured(record) == ({"copies"} if RANKS == 1 else set())
+    rows = [row for row in record["results"] if row["beside"] == "elementwise"]
+    rows = [row for row in rows if row["arrangement"] is not None]
+    counts = {
+        name: (None, 8) if overlap_report.OVERLAPS[name] == "stream" else (None,)
+        for name in AVAILABLE
+    }
+    assert rows_by(rows, "op", "arrangement", "num_sms").keys() == {
+        (op, name, sms)
+        for op in ("dispatch", "combine")
+        for name in AVAILABLE
+        for sms in counts[name]
+    }
+    copies = [row["arrangement"] == "copy_halves" for row in rows]
+    assert ["over_parts_us" in row for row in rows] == copies
+    batches = [row for row in record["results"] if row["beside"] == "two_batches"]
+    in_turns = {row["arrangement"] for row in batches} - {None}
+    assert in_turns == {name for name in AVAILABLE if name.endswith("halves")}
+    assert all(row["facts"]["largest_error"] == 0 for row in batches)
+    parts = [row for row in record["results"] if row["arrangement"] in PARTS]
+    assert rows_by(parts, "op", "arrangement").keys() == {
+        (op, part) for op in ("dispatch", "combine") for part in PARTS
+    }
+
+
+def test_grouped_kernels_are_lowered(tmp_path):
+    """Left to GPUs: to run the kernels, which are lowered for them."""
+    pytest.importorskip("absl", reason="needs absl-py")
+    if not ON_CPU and jax_ep.experts.mosaic_obstacle(128, 128) is not None:
+        pytest.skip("needs compute capability 9.0")
+    record = tiny(grouped, tmp_path)
+    found = rows_by(record["results"], "case", "matrix", "op", "way")
+    assert {way for *_, way in found} == set(grouped.WAYS)
+    assert len(found) == 2 * 3 * len(grouped.WAYS)
+    for row in record["results"]:
+        assert row["kernels"] == 1 if "kernels" in row else row["tflops"] > 0
+        assert not row.get("wrong")

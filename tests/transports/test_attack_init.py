@@ -1,0 +1,49 @@
+"""A part of what attack_init.py does to init: its figures are of all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import attack_init
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+
+@pytest.mark.parametrize(
+    ("way", "most"), [("error", 15), ("interrupt", 15), ("stop", 2)]
+)
+def test_init_survives(way: str, most: int) -> None:
+    """Deaths are in test_multiprocess_windows.py, a job for each would take long."""
+    found = attack_init.survived([way], most)
+    assert len(found) == most
+    assert {str(attack): wrong for attack, wrong in found.items() if wrong} == {}
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """Of lines as processes print them, with one thing amiss at a time."""
+    attack = attack_init.Attack("gather done", "before", "error", 1)
+    good = {"error": "E", "seconds": 1.0, "threads": 0, "open": 0, "descriptors": 0}
+    fine = good | {"error": None, "key": 1}
+
+    def judged(process: int = 0, **amiss: object) -> list[str]:
+        told = [dict(good) for _ in range(3)]
+        after = [dict(fine) for _ in range(3)]
+        for name, value in amiss.items():
+            place = after if name == "key" else told
+            place[process][name] = value
+        texts = [
+            f"attacked: {attack_init.json.dumps(one)}\nnext: "
+            f"{attack_init.json.dumps(two)}\n"
+            for one, two in zip(told, after, strict=True)
+        ]
+        return attack_init.judge([attack], texts)[attack]
+
+    assert judged() == []
+    assert "outcomes" in judged(error=None)[0]
+    assert "victim" in judged(1, error=None)[0]
+    assert "took" in judged(seconds=100.0)[0]
+    for name in ("threads", "open", "descriptors"):
+        assert "left" in judged(**{name: 3})[0]
+    assert "next init" in judged(key=2)[0]
+    (told,) = attack_init.judge([attack], ["", "", ""])[attack]
+    assert "did not come to its end" in told

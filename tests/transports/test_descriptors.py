@@ -1,0 +1,387 @@
+"""Descriptors that pass between processes by sockets, and everything that may not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jax_ep._peers import descriptors as _descriptors
+from jax_ep._peers.descriptors import Giver, Taker
+from support import fake_windows
+
+# Gives a memfd under number 7, then waits to be killed or told to end.
+GIVING = """
+import mmap, os, sys
+from jax_ep._peers.descriptors import Giver
+giver = Giver()
+descriptor = os.memfd_create("window")
+os.ftruncate(descriptor, 4096)
+memory = mmap.mmap(descriptor, 4096)
+memory[:5] = b"first"
+giver.give(7, descriptor)
+print(giver.address, flush=True)
+for line in sys.stdin:
+    print(memory[:5].decode(), flush=True)
+giver.close()
+"""
+
+
+@pytest.fixture
+def giving():
+    """A process that gives, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GIVING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    address = process.stdout.readline().strip()
+    yield process, address
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def giver():
+    """A giver of this process; leaves neither threads nor descriptors."""
+    before = fake_windows.descriptors()
+    one = Giver()
+    yield one
+    one.close()
+    assert fake_windows.threads_of_meetings() == 0
+    assert fake_windows.descriptors() == before
+
+
+def make_file(content: bytes = b"here") -> int:
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, content, 0)
+    return descriptor
+
+
+def take_content(taker: Taker, number: int) -> bytes:
+    descriptor = taker.take(number)
+    try:
+        assert not os.get_inheritable(descriptor)
+        return os.pread(descriptor, 100, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_of_another_process(giving) -> None:
+    """What one stores the other sees; the memory outlives whoever gave it."""
+    process, address = giving
+    taker = Taker(address, 20.0)
+    descriptor = taker.take(7)
+    assert os.pread(descriptor, 5, 0) == b"first"
+    os.pwrite(descriptor, b"other", 0)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "other\n"
+    process.kill()
+    process.wait()
+    assert os.pread(descriptor, 5, 0) == b"other"
+    os.close(descriptor)
+    taker.close()
+
+
+def test_giver_that_dies(giving) -> None:
+    """At once, in the middle of a connection and before one."""
+    process, address = giving
+    taker = Taker(address, 20.0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+        taker.take(7)
+    taker.close()
+    with pytest.raises(ConnectionRefusedError):
+        Taker(address, 20.0)
+    assert time.monotonic() - start < 15
+
+
+def test_giver_that_is_silent(giving) -> None:
+    """A stopped process has a socket, but no answer."""
+    process, address = giving
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+    with contextlib.closing(Taker(address, 0.3)) as taker:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
+            taker.take(7)
+        assert 0.2 < time.monotonic() - start < 15
+
+
+def test_many_takers(giver) -> None:
+    for number in range(3):
+        giver.give(number, make_file(b"%d" % number))
+    found = []
+
+    def take_all() -> None:
+        taker = Taker(giver.address, 20.0)
+        found.append([take_content(taker, number) for number in (2, 0, 1, 2)])
+        taker.close()
+
+    started = [threading.Thread(target=take_all) for _ in range(40)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    assert found == [[b"2", b"0", b"1", b"2"]] * 40
+
+
+def test_unknown_number(giver) -> None:
+    giver.give(1, make_file())
+    taker = Taker(giver.address, 20.0)
+    with pytest.raises(OSError, match="nothing is there under number 2"):
+        taker.take(2)
+    assert take_content(taker, 1) == b"here"
+    taker.close()
+
+
+def test_whoever_asks_amiss_gets_nothing(giver) -> None:
+    """Others are served meanwhile, also by silent ones that never ask."""
+    giver.give(1, make_file())
+    good = Taker(giver.address, 20.0)
+    secret = bytes.fromhex(giver.address)[8:]
+    pack = _descriptors._MESSAGE.pack
+    magic = _descriptors._MAGIC
+    wrong = (
+        b"x",
+        b"GET / HTTP/1.1\r\n\r\n",
+        pack(magic, bytes(16), 1),
+        pack(b"jax_ep/0", secret, 1),
+        pack(magic, secret, 1) + b"x",
+        os.urandom(100_000),
+    )
+    silent = Taker(giver.address, 20.0)
+    for message in wrong:
+        taker = Taker(giver.address, 20.0)
+        taker._socket.send(message)
+        data, descriptors, _, _ = socket.recv_fds(taker._socket, 100, 4)
+        assert (data, descriptors) == (b"", [])
+        taker.close()
+        assert take_content(good, 1) == b"here"
+    good.close()
+    silent.close()
+
+
+def test_other_users_are_left(giver, monkeypatch) -> None:
+    """Before they can ask, and whatever they know."""
+    giver.give(1, make_file())
+    main = threading.get_ident()
+    monkeypatch.setattr(_descriptors, "_COME_AGAIN_S", 0.2)
+    with monkeypatch.context() as patch:
+        # As the giver sees it.
+        patch.setattr(
+            _descriptors, "_same_user", lambda _: threading.get_ident() == main
+        )
+        for ask in (Taker.greet, lambda taker: taker.take(1)):
+            with (
+                contextlib.closing(Taker(giver.address, 20.0)) as taker,
+                pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
+            ):
+                ask(taker)
+    with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+        taker.greet()
+        assert take_content(taker, 1) == b"here"
+
+
+def test_giver_of_another_user_is_asked_nothing(giver, monkeypatch) -> None:
+    """Whoever listens under a name learns no secret, and gives no memory."""
+    user = os.geteuid()
+    monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
+    with pytest.raises(PermissionError, match="of another user"):
+        Taker(giver.address, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "good"),
+    [("0 0 4294967295", True), ("0 1000 1\n1 100000 65536", False), ("", False)],
+)
+def test_users_that_a_namespace_does_not_know(giver, monkeypatch, known, good) -> None:
+    """They all look like one, which is somebody only where every user is known."""
+    monkeypatch.setattr(_descriptors, "_unmapped", os.geteuid)
+    true_read = pathlib.Path.read_text
+    monkeypatch.setattr(
+        pathlib.Path,
+        "read_text",
+        lambda path: known if path.name == "uid_map" else true_read(path),
+    )
+    with contextlib.ExitStack() as stack:
+        if not good:
+            stack.enter_context(pytest.raises(PermissionError))
+        stack.enter_context(contextlib.closing(Taker(giver.address, 20.0))).greet()
+
+
+CROWD = """
+import os, socket, sys, time
+user, name, count, seconds = int(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
+if user:
+    os.setuid(user)
+end, held = time.monotonic() + seconds, []
+print("here", flush=True)
+while time.monotonic() < end:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.setblocking(False)
+    try:
+        one.connect(chr(0) + name)
+        held.append(one)
+    except OSError:
+        one.close()
+    if len(held) > count:
+        held.pop(0).close()
+"""
+
+
+@pytest.mark.parametrize("user", [0, 54321], ids=["same", "other"])
+def test_crowd_of_silent_takers(user, monkeypatch) -> None:
+    """They take nobody's place in line, nor that of one that has shown the secret."""
+    if user and os.geteuid():
+        pytest.skip("needs root, to be another user")
+    givers = [Giver() for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for giver in givers:
+            stack.callback(giver.close)
+            giver.give(1, make_file())
+        early = stack.enter_context(contextlib.closing(Taker(givers[0].address, 20.0)))
+        early.greet()
+        for giver in givers:
+            name = (_descriptors._PREFIX[1:] + giver._name.hex().encode()).decode()
+            crowd = subprocess.Popen(
+                [sys.executable, "-c", CROWD, str(user), name, "900", "20"],
+                stdout=subprocess.PIPE,
+            )
+            stack.callback(crowd.wait)
+            stack.callback(crowd.kill)
+            assert crowd.stdout is not None
+            stack.callback(crowd.stdout.close)
+            assert crowd.stdout.readline() == b"here\n"
+        for giver in givers:
+            for _ in range(3):
+                with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+                    taker.greet()
+                    assert take_content(taker, 1) == b"here"
+        assert take_content(early, 1) == b"here"
+
+
+def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
+    """Silent ones make room, oldest first, for those who come."""
+    monkeypatch.setattr(_descriptors, "_MOST_TAKERS", 4)
+    giver.give(1, make_file())
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(contextlib.closing(Taker(giver.address, 20.0)))
+            for _ in range(40)
+        ]
+        for taker in (silent[-1], Taker(giver.address, 20.0)):
+            stack.enter_context(contextlib.closing(taker))
+            assert take_content(taker, 1) == b"here"
+        for taker in silent[:36]:
+            assert taker._socket.recv(1) == b""
+
+
+@pytest.mark.parametrize("spare", range(4))
+def test_no_file_to_listen_with(spare) -> None:
+    """Said at once, and nothing stays open, whichever file it is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        # All below the highest are taken, so that the limit leaves `spare`.
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while (file := os.dup(0)) <= highest:
+            stack.callback(os.close, file)
+        os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file + spare, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                Giver()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_more_files_to_open(giver) -> None:
+    """It waits without turning round and round, and goes on when there are some."""
+    giver.give(1, make_file())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as s:
+        # The least that is not taken; whatever is opened next would be it.
+        least = os.dup(s.fileno())
+        os.close(least)
+        raw = bytes.fromhex(giver.address)
+        s.settimeout(0.3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+        try:
+            s.connect(_descriptors._PREFIX + raw[:8].hex().encode())
+            s.send(_descriptors._MESSAGE.pack(_descriptors._MAGIC, raw[8:], 1))
+            before = time.process_time()
+            with pytest.raises(TimeoutError):
+                s.recv(100)
+            assert time.process_time() - before < 0.15
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        s.settimeout(20)
+        data, files, _, _ = socket.recv_fds(s, 100, 4)
+        assert data
+        assert len(files) == 1
+        os.close(files[0])
+
+
+def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread]:
+    """The address of somebody who gives that answer, whatever is asked."""
+    name = os.urandom(8)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(_descriptors._PREFIX + name.hex().encode())
+    listener.listen()
+
+    def answer() -> None:
+        taker, _ = listener.accept()
+        asked = taker.recv(100)
+        socket.send_fds(taker, [reply or asked], descriptors)
+        taker.close()
+        listener.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return (name + bytes(16)).hex(), thread
+
+
+@pytest.mark.parametrize(
+    ("reply", "count"), [(b"what?", 0), (b"what?", 1), (b"x" * 100, 1), (b"", 2)]
+)
+def test_answer_that_is_none(reply: bytes, count: int) -> None:
+    """It is an error, and what came with it is closed."""
+    before = fake_windows.descriptors()
+    files = [make_file() for _ in range(count)]
+    address, thread = answers(reply, files)
+    taker = Taker(address, 20.0)
+    with pytest.raises(OSError, match=r"an answer that is none|nothing is there"):
+        taker.take(1)
+    taker.close()
+    thread.join()
+    for descriptor in files:
+        os.close(descriptor)
+    assert fake_windows.descriptors() == before
+
+
+def test_end_of_a_giver_is_the_end_of_its_takers() -> None:
+    giver = Giver()
+    giver.give(1, make_file())
+    taker = Taker(giver.address, 20.0)
+    kept = taker.take(1)
+    giver.close()
+    with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+        taker.take(1)
+    assert os.pread(kept, 4, 0) == b"here"
+    os.close(kept)
+    taker.close()
+    with pytest.raises(ConnectionRefusedError):
+        Taker(giver.address, 20.0)

@@ -1,0 +1,129 @@
+"""What an init leaves behind where Ctrl-C ends it, or the process forks meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import jax
+import pytest
+
+from jax_ep._peers import nvshmem
+from jax_ep._peers.descriptors import Giver
+from jax_ep._peers.rendezvous import Meeting
+from support import fake_windows, helpers
+
+
+def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
+    """A fork copies descriptors: none of them is closed before the child ends."""
+    giver = Giver()
+    copy = os.dup(giver._wake.fileno())
+    closing = threading.Thread(target=giver.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    os.close(copy)
+    assert not closing.is_alive()
+
+
+class Interrupted(fake_windows.Store):
+    """Of a process whose user presses Ctrl-C, and again while it says so to others."""
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        if "/gone/" in key:
+            raise KeyboardInterrupt
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+
+def test_second_interrupt_of_a_meeting() -> None:
+    """It keeps neither its thread and socket nor the next meeting from beginning."""
+    before = fake_windows.descriptors()
+    store = Interrupted()
+    other = Meeting([0, 1], 1, 20.0, "same", store)
+
+    def act(meeting: Meeting) -> None:
+        with meeting:
+            meeting.gather("one", meeting.listen())
+            if meeting is not other:
+                raise KeyboardInterrupt
+
+    thread = threading.Thread(target=act, args=(other,))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        act(Meeting([0, 1], 0, 20.0, "same", store))
+    thread.join(20)
+    assert fake_windows.threads_of_meetings() == 0
+    assert fake_windows.descriptors() == before
+    # It waits for the other process, and for no lock of its own.
+    alone = Meeting([0, 1], 0, 0.3, "same", store)
+    with pytest.raises(RuntimeError, match="got nothing from"), alone:
+        alone.gather("one", 1)
+
+
+def test_interrupted_wait_of_nvshmem() -> None:
+    """The call goes on by itself: no other one may come beside it."""
+    heap, ended = nvshmem.Heap(lambda: None), threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def call() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        ended.wait(60)
+
+    # Whoever starts tests in the background may have had it ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            heap._bounded(call, 20.0)
+        with pytest.raises(RuntimeError, match="got a wait of NVSHMEM that was interr"):
+            heap._bounded(lambda: None, 20.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        ended.set()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
+    """Of the code that leaves nothing has run: no lock is kept, and no thread."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    listening = []
+
+    def interrupted(self: Meeting, *_: object) -> None:
+        listening.append(self.listen())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meeting, "__exit__", interrupted)
+        # As of several processes, of whose meetings there is one at a time.
+        patch.setattr(Meeting, "alone", property(lambda self: self._locked))
+        patch.setattr(Meeting, "begin", lambda self: setattr(self, "_locked", True))
+        patch.setattr(Meeting, "_unlock", lambda self: listening.append("unlocked"))
+        run = jax.jit(lambda x: helpers.init(mesh) and x) if traced else None
+        with pytest.raises(KeyboardInterrupt):
+            run(1.0) if run else helpers.init(mesh)
+    assert listening[-1] == "unlocked"
+    assert fake_windows.threads_of_meetings() == 0
+
+
+def test_interrupt_of_a_store_that_stands_still() -> None:
+    """A call into C++ that does not come back does not keep Ctrl-C."""
+    ended = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    class Stalled(fake_windows.Store):
+        def key_value_try_get_bytes(self, key):
+            signal.pthread_kill(main, signal.SIGINT)
+            ended.wait(60)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    start = time.monotonic()
+    try:
+        meeting = Meeting([0, 1], 1, 30.0, "same", Stalled())
+        with pytest.raises(KeyboardInterrupt), meeting:
+            meeting.gather("one", None)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        ended.set()
+    assert time.monotonic() - start < 20

@@ -1,0 +1,76 @@
+"""Transport p2p: two micro-batches, one's exchange under the other's work, on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import overlap_batches
+import pytest
+
+import jax_ep
+from support import compare_transports, helpers
+
+pytestmark = pytest.mark.gpu
+
+
+def doubled(rows: Any, group_sizes: Any) -> Any:
+    """Experts whose results and gradients are the same bits in every program."""
+    return rows * 2
+
+
+def results(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, Any]:
+    """Both batches' sums, and gradients.
+
+    The cotangents are made of the sums, so that the calls of a handle follow each other
+    by data, backward too.
+    """
+
+    def run(x: Any, w: Any, z: Any, v: Any) -> Any:
+        return layers(doubled, (x, first.ids, w), (z, second.ids, v))
+
+    given = first.dy, first.weights, second.dy, second.weights
+    sums, pull = jax.vjp(run, *given)
+    dx, dw, dz, dv = pull(sums)
+    return {"exact": (sums, dx, dz), "near": (dw, dv)}
+
+
+# One region that calls go round (T > 512) and two.
+@pytest.mark.parametrize("tokens", [600, 64])
+@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
+def test_in_turns(tokens: int, overlap: str) -> None:
+    """100 calls in flight, as two layers one after the other over collective."""
+    fields = {"max_tokens_per_rank": tokens, "hidden_size": 1024, "top_k": 4}
+    config = helpers.make_config(**fields, overlap=overlap, pending_calls=1)
+    mesh = compare_transports.p2p_mesh()
+    with (
+        compare_transports.Twins(mesh, config) as pair,
+        jax_ep.init(mesh, "ep", config, transport="p2p") as other,
+    ):
+
+        def fast(*batches: Any) -> Any:
+            eps = pair.p2p, other
+            return results(lambda *args: overlap_batches.in_turns(eps, *args), *batches)
+
+        def plain(*batches: Any) -> Any:
+            eps = (pair.collective,)
+            return results(
+                lambda *args: overlap_batches.one_after_the_other(eps, *args), *batches
+            )
+
+        run, right = (compare_transports.mapped(mesh, body) for body in (fast, plain))
+        sets = [
+            (pair.operands(seed, tokens), pair.operands(seed + 9, tokens, "duplicates"))
+            for seed in range(4)
+        ]
+        wanted = [right(*batches) for batches in sets]
+        found = [run(*sets[call % 4]) for call in range(100)]
+        for call, result in enumerate(found):
+            compare_transports.assert_same(
+                result["exact"], wanted[call % 4]["exact"], f"call {call}"
+            )
+        for got, want in zip(found[-1]["near"], wanted[99 % 4]["near"], strict=True):
+            compare_transports.assert_near(got, want)
+        for ep in (pair.p2p, other):
+            ep.check()

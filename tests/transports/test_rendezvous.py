@@ -1,0 +1,464 @@
+"""What processes tell each other in an init, with threads that stand for processes."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jax_ep._peers.rendezvous import Meeting, _dump
+from support import fake_windows
+from support.errors import check_form
+from support.fake_windows import Actor, act_all
+
+# Well below the 20 s that others would wait, on machines that are slow and busy too.
+SOON_S = 10.0
+
+
+def test_values_of_all() -> None:
+    def act(meeting: Meeting) -> Any:
+        first = meeting.gather("one", {"from": meeting.own, "none": None})
+        second = meeting.gather("two", [meeting.own * 10])
+        return first, second
+
+    store = fake_windows.Store()
+    processes = [1, 3, 10]
+    for _ in range(3):
+        actors = act_all(dict.fromkeys(processes, act), store=store)
+        for actor in actors.values():
+            assert actor.error is None
+            assert actor.result == (
+                {p: {"from": p, "none": None} for p in processes},
+                {p: [p * 10] for p in processes},
+            )
+        # The invitation, its verdict and the last one are there until the next meeting.
+        assert len(store.values) == 3
+
+
+def test_meetings_of_other_processes_go_their_own_way() -> None:
+    store = fake_windows.Store()
+    wide = act_all(dict.fromkeys(range(4), lambda m: m.gather("a", 1)), store=store)
+    one = act_all(dict.fromkeys((1, 2), lambda m: m.gather("a", 2)), store=store)
+    wide |= act_all(dict.fromkeys(range(4), lambda m: m.gather("a", 3)), store=store)
+    assert [a.result for a in one.values()] == [{1: 2, 2: 2}] * 2
+    assert [a.result for a in wide.values()] == [dict.fromkeys(range(4), 3)] * 4
+
+
+def test_alone() -> None:
+    with Meeting([3], 3, 1.0, "") as meeting:
+        assert meeting.alone
+        assert meeting.possible
+        assert meeting.gather("a", {"x": (1, None)}) == {3: {"x": [1, None]}}
+
+
+def test_no_store_where_jax_distributed_was_not_initialized() -> None:
+    with Meeting([0, 1], 0, 1.0, "") as meeting:
+        assert not meeting.possible
+
+
+def test_second_init_of_the_same_processes() -> None:
+    """It waits for the first one, but not for ever."""
+    store = fake_windows.Store()
+    first = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 30.0, subject="", store=store)
+    while not any("invitation" in key for key in list(store.values)):
+        time.sleep(0.01)
+    second = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 0.2, subject="", store=store)
+    second.join(200)
+    with pytest.raises(RuntimeError) as caught:
+        raise second.error
+    check_form(caught, "init", "timeout_s = 0.2", "one thread")
+    assert first.is_alive()
+    other = Actor(lambda m: m.gather("a", 2), [0, 1], 1, 30.0, subject="", store=store)
+    for actor in (first, other):
+        actor.join(200)
+        assert actor.result == {0: 1, 1: 2}, actor.error
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_missing_process(steps: int) -> None:
+    """It never comes, or dies in the middle: all others say so, and in time."""
+
+    def act(meeting: Meeting) -> None:
+        for step in range(2):
+            meeting.gather(f"step{step}", None)
+
+    def die(meeting: Meeting) -> None:
+        for step in range(steps):
+            meeting.gather(f"step{step}", None)
+        # As a killed process: without leaving the meeting.
+        meeting._store = None
+
+    acts = {0: act, 2: act} | ({1: die} if steps else {})
+    actors = act_all(acts, timeout_s=1.5, processes=[0, 1, 2])
+    for process in (0, 2):
+        error = actors[process].error
+        assert isinstance(error, RuntimeError)
+        text = str(error)
+        step = "step1" if steps else "arrival"
+        assert re.search(rf"'{step}'.* \[1\] of \[0, 1, 2\]", text), text
+        assert 1.4 < actors[process].seconds < 1.5 + SOON_S
+        check_form(Caught(error), "init", "timeout_s", "1.5")
+
+
+class Caught:
+    """As pytest.raises has it."""
+
+    def __init__(self, error: Any) -> None:
+        self.value = error
+
+
+def test_meeting_again_after_failures() -> None:
+    """Also where some have failed more often, or at another step, than others."""
+    store = fake_windows.Store()
+    processes = [0, 1, 2]
+
+    def fail(meeting: Meeting) -> None:
+        meeting.gather("one", 1)
+        raise RuntimeError("no")
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", 2), meeting.gather("two", 3)
+
+    for attempt in range(3):
+        some = dict.fromkeys(processes[attempt:], act)
+        act_all(some, timeout_s=0.1, processes=processes, store=store)
+        act_all(dict.fromkeys(processes, fail), store=store)
+        again = act_all(dict.fromkeys(processes, act), store=store)
+        for actor in again.values():
+            assert actor.error is None
+            assert actor.result == (
+                dict.fromkeys(processes, 2),
+                dict.fromkeys(processes, 3),
+            )
+        assert len(store.values) == 3
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_what_a_dead_process_has_left(dead: int) -> None:
+    """It is not taken for the process that is started anew."""
+    store = fake_windows.Store()
+
+    def start(process: int, timeout_s: float, value: str) -> Actor:
+        def act(meeting: Meeting) -> Any:
+            return meeting.gather("one", value)
+
+        return Actor(act, [0, 1], process, timeout_s, subject="", store=store)
+
+    killed = start(dead, 0.1, "old")
+    killed.join()
+    meeting = killed.meeting
+    # As it left them when it was killed in its wait.
+    store.values[f"{meeting._root}/invitation"] = _dump(
+        {"token": "0", "attempt": 1, "failed": None}
+    )
+    store.values[f"{meeting._root}/0/0/1"] = _dump({"value": {"attempt": 1}})
+    early = start(1 - dead, 20.0, "early")
+    time.sleep(0.3)
+    new = start(dead, 20.0, "new")
+    for actor in (early, new):
+        actor.join(200)
+        assert actor.error is None
+        assert actor.result == {dead: "new", 1 - dead: "early"}
+        assert actor.seconds < SOON_S
+
+
+def test_two_threads_of_a_process_meet_in_turn() -> None:
+    store = fake_windows.Store()
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", 1), meeting.gather("two", 2)
+
+    actors = [
+        Actor(act, [0, 1], process, 20.0, subject="", store=store)
+        for process in (0, 1)
+        for _ in range(5)
+    ]
+    for actor in actors:
+        actor.join(200)
+        assert actor.result == ({0: 1, 1: 1}, {0: 2, 1: 2})
+
+
+def test_who_gives_up_ends_it_for_all() -> None:
+    """At once, long before the time limit."""
+
+    def act(meeting: Meeting) -> None:
+        meeting.gather("one", None)
+        if meeting.own == 1:
+            raise RuntimeError("no room on device 5")
+        meeting.gather("two", None)
+
+    actors = act_all(dict.fromkeys(range(3), act))
+    assert str(actors[1].error) == "no room on device 5"
+    for process in (0, 2):
+        actor = actors[process]
+        assert isinstance(actor.error, RuntimeError)
+        # The second to give up says why as well, and may be the one that is read.
+        assert "process 1" in str(actor.error)
+        assert "no room on device 5" in str(actor.error)
+        assert actor.seconds < SOON_S
+
+
+def test_same_error_in_all_stays_what_it_is() -> None:
+    """One that is quicker to raise it does not make others say that it failed."""
+
+    def act(meeting: Meeting) -> None:
+        meeting.gather("one", None)
+        raise ValueError("refused")
+
+    for _ in range(20):
+        actors = act_all(dict.fromkeys(range(4), act))
+        assert {str(actor.error) for actor in actors.values()} == {"refused"}
+
+
+def test_other_subject() -> None:
+    """All of them hear that arguments differ, not that somebody is missing."""
+    store = fake_windows.Store()
+    actors = [
+        Actor(lambda m: m.gather("one", 1), [0, 1], p, 20.0, subject=s, store=store)
+        for p, s in enumerate(("ep", "dp"))
+    ]
+    for actor in actors:
+        actor.join(200)
+        assert isinstance(actor.error, ValueError)
+        check_form(Caught(actor.error), "init", "config", "same order")
+        assert actor.seconds < SOON_S
+
+
+def test_store_that_fails() -> None:
+    """Other errors than of time are what they are."""
+    store = fake_windows.Store()
+
+    def fail(key: str, milliseconds: int) -> None:
+        raise fake_windows.jax.errors.JaxRuntimeError("UNAVAILABLE: no coordinator")
+
+    store.blocking_key_value_get_bytes = fail
+    actors = act_all({0: lambda m: m.gather("one", 1)}, processes=[0, 1], store=store)
+    assert "no coordinator" in str(actors[0].error)
+
+
+def test_descriptors_end_with_the_meeting() -> None:
+    before = fake_windows.descriptors()
+
+    def act(meeting: Meeting) -> int:
+        addresses = meeting.gather("one", meeting.listen())
+        meeting.give(meeting.own, fake_windows.os.memfd_create("test"))
+        other = 1 - meeting.own
+        meeting.connect(other, addresses[other])
+        meeting.gather("two", None)
+        descriptor = meeting.take(other, other)
+        meeting.gather("three", None)
+        return descriptor
+
+    actors = act_all(dict.fromkeys(range(2), act))
+    for actor in actors.values():
+        assert actor.error is None
+        fake_windows.os.close(actor.result)
+    assert fake_windows.threads_of_meetings() == 0
+    assert fake_windows.descriptors() == before
+
+
+def test_a_step_succeeds_in_all_or_in_none() -> None:
+    """One that comes just after the others' time is up takes what they have settled."""
+    store = fake_windows.Store()
+
+    def act(meeting: Meeting) -> Any:
+        meeting.gather("one", None)
+        if meeting.own == 2:
+            time.sleep(1.0)
+        return meeting.gather("last", None)
+
+    for late in (0.3, 0.95, 1.0, 3.0):
+        actors = act_all(dict.fromkeys(range(3), act), timeout_s=late, store=store)
+        outcomes = {actor.error is None for actor in actors.values()}
+        assert len(outcomes) == 1, (late, [actor.error for actor in actors.values()])
+        assert outcomes == {True} if late > 2 else True
+        assert outcomes == {False} if late < 0.5 else True
+
+
+def test_failure_before_arrival_is_told() -> None:
+    """In its first attempt and again; and not to an attempt that it is not of."""
+    store = fake_windows.Store()
+
+    def fail(meeting: Meeting) -> None:
+        raise ValueError(f"no such axis in process {meeting.own}")
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", meeting.own)
+
+    for failing in (0, 2, 1):
+        for _ in range(2):
+            acts = {p: fail if p == failing else act for p in range(3)}
+            actors = act_all(acts, store=store)
+            assert isinstance(actors[failing].error, ValueError)
+            for process in {0, 1, 2} - {failing}:
+                error = actors[process].error
+                assert f"init failed on process {failing}: ValueError: no such" in str(
+                    error
+                )
+                assert actors[process].seconds < SOON_S
+        # All fail by themselves: nobody takes that for a failure of the next attempt.
+        act_all(dict.fromkeys(range(3), fail), store=store)
+        actors = act_all(dict.fromkeys(range(3), act), store=store)
+        for actor in actors.values():
+            assert actor.error is None
+            assert actor.result == {0: 0, 1: 1, 2: 2}
+
+
+class Stalled(fake_windows.Store):
+    """Of a coordinator that stands still from `since` on."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key, self.going = key, threading.Event()
+
+    def _stall(self, key: str) -> None:
+        if self.key in key:
+            self.going.wait(60)
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        self._stall(key)
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+    def key_value_try_get_bytes(self, key):
+        self._stall(key)
+        return super().key_value_try_get_bytes(key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        self._stall(key)
+        return super().blocking_key_value_get_bytes(key, milliseconds)
+
+
+@pytest.mark.parametrize("key", ["invitation", "/0/1", "/0/verdict", "/1/verdict"])
+def test_store_that_stands_still(key: str) -> None:
+    """Its calls have no deadline of their own, and time is up all the same."""
+    store = Stalled(key)
+    actors = act_all(
+        dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
+    )
+    for actor in actors.values():
+        assert isinstance(actor.error, RuntimeError)
+        assert actor.seconds < 1.0 + SOON_S
+    assert any("must answer within" in str(actor.error) for actor in actors.values())
+    store.going.set()
+    # And they meet again, once it goes on.
+    actors = act_all(dict.fromkeys(range(2), lambda m: m.gather("one", 2)), store=store)
+    assert [actor.result for actor in actors.values()] == [{0: 2, 1: 2}] * 2
+
+
+LIES = [
+    b"",
+    b"[]",
+    b"\xff",
+    b"{}",
+    b'{"values": {}}',
+    b'{"values": 3}',
+    b'{"value": 1}',
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("place", ["0/1", "0/verdict", "1/1", "1/verdict"])
+def test_lies_of_a_process(lie: bytes, place: str) -> None:
+    """A plain error, whatever another one has written."""
+    store = fake_windows.Store()
+    true_set = store.key_value_set_bytes
+
+    def put(key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        value = lie if key.endswith(place) else value
+        true_set(key, value, allow_overwrite)
+
+    store.key_value_set_bytes = put
+    actors = act_all(
+        dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
+    )
+    errors = [actor.error for actor in actors.values() if actor.error is not None]
+    # A value may be anything that JSON has, for whoever asked for it to judge.
+    assert errors or (place, lie) == ("1/1", b'{"value": 1}')
+    for error in errors:
+        assert type(error) is RuntimeError
+        assert str(error).startswith("jax_ep.init: ")
+
+
+def test_texts_that_utf8_cannot_say() -> None:
+    """A mesh axis or a message may have surrogates, as file names do."""
+    store = fake_windows.Store()
+
+    def act(meeting: Meeting) -> Any:
+        return meeting.gather("one", "\udc80")
+
+    def fail(meeting: Meeting) -> None:
+        meeting.gather("one", None)
+        if meeting.own == 1:
+            raise ValueError("no file \udc80")
+        meeting.gather("two", None)
+
+    odd = {"subject": lambda _: "\udcff", "store": store}
+    actors = act_all(dict.fromkeys(range(2), act), **odd)
+    assert [actor.result for actor in actors.values()] == [
+        dict.fromkeys((0, 1), "\udc80")
+    ] * 2
+    actors = act_all(dict.fromkeys(range(2), fail), **odd)
+    assert "no file" in str(actors[0].error)
+
+
+class Counted(fake_windows.Store):
+    """Counts calls and bytes."""
+
+    calls, moved = 0, 0
+
+    def _count(self, *parts: Any) -> None:
+        with self._changed:
+            self.calls += 1
+            self.moved += sum(len(part) for part in parts)
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        self._count(key, value)
+        super().key_value_set_bytes(key, value, allow_overwrite)
+
+    def key_value_dir_get_bytes(self, folder):
+        found = super().key_value_dir_get_bytes(folder)
+        self._count(folder, *(raw for _, raw in found))
+        return found
+
+    def key_value_try_get_bytes(self, key):
+        self._count(key)
+        found = super().key_value_try_get_bytes(key)
+        self._count(found)
+        return found
+
+    def key_value_delete(self, key):
+        self._count(key)
+        super().key_value_delete(key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        self._count(key)
+        found = super().blocking_key_value_get_bytes(key, milliseconds)
+        self._count(found)
+        return found
+
+
+def test_traffic_is_linear() -> None:
+    """Of 64 processes of which one is 2 s late: some calls for each, not for each pair.
+
+    Values reach everybody, so bytes of a step are the values of all, once for each.
+    """
+    counts = {}
+    for size in (8, 64):
+        store = Counted()
+
+        def act(meeting: Meeting) -> None:
+            meeting.gather("one", None)
+            if meeting.own == 3:
+                time.sleep(2.0)
+            meeting.gather("two", None)
+
+        actors = act_all(dict.fromkeys(range(size), act), 60.0, store=store)
+        assert [actor.error for actor in actors.values()] == [None] * size
+        counts[size] = store.calls, store.moved
+    calls, moved = counts[64]
+    assert calls < 64 * 30, counts
+    assert calls < 1.5 * 8 * counts[8][0], counts
+    assert moved < 2_000_000, counts

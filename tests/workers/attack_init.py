@@ -1,0 +1,357 @@
+"""Attacks jax_ep.init between processes, at every point of it and in several ways.
+
+    PYTHONPATH=tests python tests/workers/attack_init.py --record
+    PYTHONPATH=tests python tests/workers/attack_init.py --ways error interrupt --most 6
+
+The first form attacks every point in every way, for some minutes.
+
+Jobs of three real processes (jax.distributed on CPUs; the windows are imagined) run an
+init in which one of them, the victim, meets its end at a point: an exception, Ctrl-C,
+a stop of some seconds (SIGSTOP) or its death (SIGKILL). After each the survivors must
+agree on whether the init succeeded, have ended in time and left nothing open, and the
+next init must succeed in all of them. test_attack_init.py runs a part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+PROCESSES = 3
+TIMEOUT_S = 2.0
+# What an init may take beyond its time limit, on a machine that is busy.
+SLACK_S = 15.0
+WAYS = ("error", "interrupt", "stop", "kill")
+# Of a call in init, before or after which the victim meets its end: "gather NAME" is a
+# step of the meeting, "native NAME" a call of the native module.
+CALLS = (
+    "check",
+    "begin",
+    "gather devices",
+    "listen",
+    "connect",
+    "gather reach",
+    "gather instance",
+    "native open_windows",
+    "native export_window",
+    "gather windows",
+    "take",
+    "native import_window",
+    "gather mapped",
+    "run_init",
+    "gather done",
+    "gather agreed",
+)
+# Its end after the last step is nobody else's: they have succeeded, as it had.
+LATE = {("gather agreed", "after")}
+POINTS = tuple(
+    (call, when)
+    for call in CALLS
+    for when in ("before", "after")
+    if (call, when) not in {("begin", "before"), ("check", "before")}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """One attempt of init in which `victim` meets its end at a point."""
+
+    call: str
+    when: str
+    way: str
+    victim: int
+
+    def __str__(self) -> str:
+        """For reports."""
+        return f"{self.way} in process {self.victim} {self.when} {self.call!r}"
+
+
+# ---- A process of the job ----
+
+
+def act(way: str) -> None:
+    """Meets an end; returns where it is that of time alone."""
+    if way == "error":
+        raise RuntimeError("attacked")
+    if way == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+        # The handler runs with the next of Python's instructions.
+        time.sleep(0.1)
+    if way == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def attacked(native: Any, attack: Attack) -> Iterator[None]:
+    """The victim's init, which comes upon `attack` once."""
+    from jax_ep._peers.rendezvous import Meeting
+    from jax_ep._setup import init
+
+    kind, _, name = attack.call.partition(" ")
+    places: dict[str, tuple[Any, str]] = {
+        "check": (init, "_check_served"),
+        "run_init": (init, "_run_init"),
+        "native": (native, name),
+    }
+    place, attribute = places.get(kind, (Meeting, kind))
+    true, done = getattr(place, attribute), []
+
+    def replaced(*args: Any, **named: Any) -> Any:
+        here = not done and (kind != "gather" or args[1] == name)
+        if here and attack.when == "before":
+            done.append(True)
+            act(attack.way)
+        result = true(*args, **named)
+        if here and attack.when == "after":
+            done.append(True)
+            act(attack.way)
+        return result
+
+    setattr(place, attribute, replaced)
+    try:
+        yield
+    finally:
+        setattr(place, attribute, true)
+    assert done, f"{attack}: nothing has called it"
+
+
+def attempt(native: Any, mesh: Any, config: Any) -> dict[str, Any]:
+    """An init, and what it has left where it failed."""
+    import jax_ep
+    from support import fake_windows
+
+    before, start = fake_windows.descriptors(), time.monotonic()
+    found: dict[str, Any] = {"error": None}
+    try:
+        ep = jax_ep.init(mesh, "ep", config, transport="p2p")
+        found["key"] = ep.key
+        found["transport"] = ep.transport
+        ep.close()
+    except BaseException as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    found["seconds"] = time.monotonic() - start
+    found["threads"] = fake_windows.threads_of_meetings()
+    found["open"] = len(native.own) + len(native.mapped)
+    # Those of the store's connections come and go by themselves, one or two.
+    found["descriptors"] = fake_windows.descriptors() - before
+    return found
+
+
+def work(port: str, process: int, attacks: list[Attack]) -> None:
+    """All attempts of one process; a line of JSON for each."""
+    from workers import windows_worker
+
+    native = windows_worker.start(port, PROCESSES, process)
+    from support import helpers
+
+    size = PROCESSES * windows_worker.DEVICES
+    mesh = helpers.make_mesh(size)
+    config = helpers.make_config(timeout_s=TIMEOUT_S)
+    patient = helpers.make_config(timeout_s=60.0)
+    everybody = list(range(PROCESSES))
+    for number, attack in enumerate(attacks):
+        windows_worker.barrier(f"begin{number}", everybody)
+        with contextlib.ExitStack() as stack:
+            if process == attack.victim:
+                stack.enter_context(attacked(native, attack))
+            found = attempt(native, mesh, config)
+        print("attacked: " + json.dumps(found), flush=True)
+        if attack.way == "kill":
+            everybody = [p for p in everybody if p != attack.victim]
+            mesh = _of_processes(mesh, everybody)
+        windows_worker.barrier(f"end{number}", everybody)
+        print("next: " + json.dumps(attempt(native, mesh, patient)), flush=True)
+    windows_worker.leave(process, len(everybody))
+
+
+def _of_processes(mesh: Any, processes: list[int]) -> Any:
+    import jax
+    import numpy as np
+
+    devices = [d for d in mesh.devices.flat if d.process_index in processes]
+    return jax.sharding.Mesh(np.array(devices), mesh.axis_names)
+
+
+# ---- The job, and what must hold ----
+
+
+def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
+    """What did not hold, by attack."""
+    here = pathlib.Path(__file__).resolve()
+    import ports
+
+    given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
+    port = str(ports.free_port())
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [pathlib.Path(folder, f"{process}.log") for process in range(PROCESSES)]
+        jobs = []
+        for process, log in enumerate(logs):
+            command = [sys.executable, str(here), "--work", port, str(process), given]
+            with log.open("wb") as output:
+                jobs.append(
+                    subprocess.Popen(
+                        command, env=env, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        over = threading.Event()
+        waker = threading.Thread(target=_wake, args=(jobs, over), daemon=True)
+        waker.start()
+        end = time.monotonic() + timeout_s
+        try:
+            for job in jobs:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(max(0.1, end - time.monotonic()))
+        finally:
+            over.set()
+            for job in jobs:
+                job.kill()
+                job.wait()
+        texts = [log.read_text(errors="replace") for log in logs]
+    return judge(attacks, texts)
+
+
+def _wake(jobs: list[subprocess.Popen], over: threading.Event) -> None:
+    """Has a stopped process go on once the others' time is up."""
+    since: dict[int, float] = {}
+    while not over.wait(0.05):
+        for job in jobs:
+            try:
+                stat = pathlib.Path(f"/proc/{job.pid}/stat").read_text()
+            except OSError:
+                continue
+            if stat.rpartition(")")[2].split()[0] != "T":
+                since.pop(job.pid, None)
+            elif time.monotonic() - since.setdefault(job.pid, time.monotonic()) > (
+                2.5 * TIMEOUT_S
+            ):
+                job.send_signal(signal.SIGCONT)
+
+
+def _lines(text: str, word: str) -> list[dict[str, Any]]:
+    return [
+        json.loads(line.removeprefix(word))
+        for line in text.splitlines()
+        if line.startswith(word)
+    ]
+
+
+def judge(attacks: list[Attack], texts: list[str]) -> dict[Attack, list[str]]:
+    """What did not hold, by attack."""
+    first = [_lines(text, "attacked: ") for text in texts]
+    second = [_lines(text, "next: ") for text in texts]
+    found: dict[Attack, list[str]] = {}
+    dead: set[int] = set()
+    for number, attack in enumerate(attacks):
+        wrong: list[str] = []
+        if attack.way == "kill":
+            dead.add(attack.victim)
+        living = [process for process in range(PROCESSES) if process not in dead]
+        here = {p: first[p][number] for p in living if len(first[p]) > number}
+        after = {p: second[p][number] for p in living if len(second[p]) > number}
+        if len(here) < len(living) or len(after) < len(living):
+            ends = {p: texts[p][-600:] for p in living if p not in after}
+            found[attack] = [f"did not come to its end: {ends}"]
+            break
+        late = (attack.call, attack.when) in LATE
+        others = {p: one["error"] for p, one in here.items() if p != attack.victim}
+        succeeded = {error is None for error in others.values()}
+        # A stop after the last step is only a delay.
+        if succeeded != {late}:
+            wrong.append(f"outcomes of the others: {others}")
+        if attack.victim in here:
+            error = here[attack.victim]["error"]
+            if (error is None) != (late and attack.way == "stop"):
+                wrong.append(f"outcome of the victim: {error}")
+        for process, one in here.items():
+            stopped = attack.way == "stop" and process == attack.victim
+            most = TIMEOUT_S + SLACK_S + (2.5 * TIMEOUT_S if stopped else 0)
+            if one["seconds"] > most:
+                wrong.append(f"process {process} took {one['seconds']:.1f} s")
+            if one["threads"] or one["open"] or one["descriptors"] > 2:
+                wrong.append(f"process {process} left {one}")
+        keys = {one.get("key") for one in after.values()}
+        if any(one["error"] for one in after.values()) or len(keys) != 1:
+            wrong.append(f"the next init: {after}")
+        found[attack] = wrong
+    return found
+
+
+def attacks_of(ways: list[str], most: int | None) -> list[Attack]:
+    """Of each way `most` points, evenly apart; the victims in turn."""
+    found = []
+    for way in ways:
+        points = POINTS[:: max(1, len(POINTS) // most)][:most] if most else POINTS
+        for number, (call, when) in enumerate(points):
+            # The coordinator is in process 0: nobody survives its death.
+            victims = [1, 2] if way == "kill" else [1, 0, 2]
+            found.append(Attack(call, when, way, victims[number % len(victims)]))
+    return found
+
+
+def survived(ways: list[str], most: int | None) -> dict[Attack, list[str]]:
+    """What did not hold, by attack; a job for all of a way, for each death its own."""
+    found: dict[Attack, list[str]] = {}
+    for way in ways:
+        attacks = attacks_of([way], most)
+        jobs = [[attack] for attack in attacks] if way == "kill" else [attacks]
+        for job in jobs:
+            found |= run(job, timeout_s=60 + 12 * len(job))
+        missing = [attack for attack in attacks if attack not in found]
+        found |= {attack: ["was not come to"] for attack in missing}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--most", type=int, help="points of each way; default: all")
+    parser.add_argument("--record", action="store_true", help="keep the figures")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        port, process, given = args.work
+        work(port, int(process), [Attack(*each) for each in json.loads(given)])
+        return 0
+    found = survived(args.ways, args.most)
+    for attack, wrong in found.items():
+        for each in wrong:
+            print(f"{attack}: {each}")
+    good = sum(not wrong for wrong in found.values())
+    print(f"{len(POINTS)} points, {len(found)} attacks, {good} survived")
+    if args.record:
+        import recording
+
+        by_way = {
+            way: sum(not wrong for attack, wrong in found.items() if attack.way == way)
+            for way in args.ways
+        }
+        record = {
+            "kind": "attack-init",
+            "date": recording.date(),
+            "commit": recording.commit(),
+            "processes": PROCESSES,
+            "points": len(POINTS),
+            "attacks": len(found),
+            "survived": by_way,
+        }
+        recording.write("attack-init", record)
+    return int(good < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

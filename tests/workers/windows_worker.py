@@ -1,0 +1,239 @@
+"""A process of test_multiprocess_windows.py: imagined windows on CPU devices.
+
+Arguments: port of the coordinator, number of processes, this process, scenario. The
+last process is the one that dies or refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import jax_ep
+
+# isort: split
+import jax
+import numpy as np
+
+from jax_ep._native import ffi
+from jax_ep._peers import windows
+from jax_ep._peers.rendezvous import Meeting
+from support import fake_windows, helpers
+from support.worker_process import bound_life
+
+DEVICES = 2
+TIMEOUT_S = 6.0
+TRUE_GATHER = Meeting.gather
+
+
+def start(port: str, processes: int, process: int) -> fake_windows.Native:
+    bound_life()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    native = fake_windows.Native(
+        process,
+        take_invalid_ids=ffi.native.take_invalid_ids,
+        take_mixed_calls=ffi.native.take_mixed_calls,
+        pool_threads=ffi.native.pool_threads,
+        open_group=ffi.native.open_group,
+        wait_failures=lambda key: [],
+    )
+    ffi.native_for = lambda platform: native
+    windows.platform_of = lambda mesh: "gpu"
+    return native
+
+
+def client() -> Any:
+    from jax._src import distributed  # no public barrier that has an end
+
+    return distributed.global_state.client
+
+
+def barrier(name: str, processes: list[int] | None = None) -> None:
+    """Of all processes, or of those."""
+    client().wait_at_barrier(name, 300_000, processes)
+
+
+def leave(process: int, living: int) -> NoReturn:
+    """Process 0 last: its end is that of all.
+
+    The shutdown of jax.distributed would wait for the dead.
+    """
+    client().key_value_set(f"leaves/{process}", "")
+    if process == 0:
+        for other in range(living):
+            client().blocking_key_value_get(f"leaves/{other}", 300_000)
+        time.sleep(1)
+    os._exit(0)
+
+
+def choices(native: fake_windows.Native) -> dict:
+    """Inits with what each process has, in all of them; closing in turn."""
+    size, last = jax.device_count(), jax.process_count() - 1
+    whole = helpers.make_mesh(size)
+    crossed = helpers.make_mesh(size, order=[*range(0, size, 2), *range(1, size, 2)])
+    config = helpers.make_config(timeout_s=30.0)
+    found: dict = {"transports": [], "marks": [], "refused": []}
+    for mesh in (whole, crossed, whole):
+        ep = jax_ep.init(mesh, "ep", config)
+        found["transports"].append(ep.transport)
+        barrier(f"mapped{len(found['marks'])}")
+        marks = [native.marks(ordinal) for ordinal in sorted(native.own)]
+        found["marks"].append([[rank > 0 for rank in m[:size]] for m in marks])
+        found.setdefault("ranks", []).append(ep.my_rank.tolist())
+        # One after the other: who is still open goes on storing into what he mapped.
+        order = list(range(last + 1))
+        for process in order if len(found["marks"]) % 2 else reversed(order):
+            if process == jax.process_index():
+                ep.close()
+                assert not native.own
+            for memory in native.mapped.values():
+                memory[-1] = 1
+            barrier(f"closed{len(found['marks'])} {process}")
+    if native.process == last:
+        native.obstacle = ("GPUs of compute capability 9.0 or newer", "8.0")
+    with jax_ep.init(whole, "ep", config) as ep:
+        found["transports"].append(ep.transport)
+        inputs = helpers.make_inputs(np.random.default_rng(1), config, size)
+        helpers.assert_dispatched(
+            config, helpers.run_dispatch(ep, whole, inputs), inputs
+        )
+    found["refused"].append(refusal(whole, config))
+    native.obstacle = None
+    if native.process == last:
+        native.no_map = "CUDA_ERROR_INVALID_DEVICE"
+    found["transports"].append(jax_ep.init(whole, "ep", config).transport)
+    found["refused"].append(refusal(whole, config))
+    native.no_map = None
+    found["over hosts"] = over_hosts(native, whole, config)
+    found["failed, key"] = key_after_a_failure(whole)
+    # A mesh of a part of the processes, which alone take part.
+    first = [d for d in jax.devices() if d.process_index != last]
+    if native.process != last:
+        mesh = jax.sharding.Mesh(np.array(first), ("ep",))
+        fewer = helpers.make_config(num_experts=4 * len(first), timeout_s=30.0)
+        found["part"] = jax_ep.init(mesh, "ep", fewer).transport
+    if native.process == last:
+        config = helpers.make_config(top_k=1, timeout_s=30.0)
+    try:
+        jax_ep.init(whole, "ep", config)
+    except ValueError as error:
+        found["differ"] = str(error)
+    return found
+
+
+def key_after_a_failure(mesh) -> list[int | str]:
+    """Of inits of which one ends, in one process, when the others have gone on."""
+    config = helpers.make_config(top_k=3, timeout_s=TIMEOUT_S)
+    late = jax.process_index() == jax.process_count() - 1
+    found = []
+
+    def gather(self, step, value):
+        answers = TRUE_GATHER(self, step, value)
+        if late and step == "reach" and not found:
+            raise RuntimeError("interrupted")
+        return answers
+
+    Meeting.gather = gather
+    for _ in range(2):
+        try:
+            with jax_ep.init(mesh, "ep", config, transport="p2p") as ep:
+                found.append(ep.key)
+        except RuntimeError as error:
+            found.append(str(error))
+    Meeting.gather = TRUE_GATHER
+    return found
+
+
+def over_hosts(native: fake_windows.Native, mesh, config) -> list:
+    """As if each process had a host of its own: in one clique, and the last not."""
+    true_host, own = windows.host, native.process
+    windows.host = lambda: [f"boot{own}", f"node{own}"]
+    found, before = [], len(native.taken_by)
+    native.fabric = "rack.1"
+    with jax_ep.init(mesh, "ep", config) as ep:
+        found.append(ep.transport)
+        found.append(all(by is bytes for _, by in native.taken_by[before:]))
+        found.append(len(native.taken_by) - before)
+    if own == jax.process_count() - 1:
+        native.fabric = "rack.2"
+    found.append(jax_ep.init(mesh, "ep", config).transport)
+    found.append(refusal(mesh, config))
+    windows.host = true_host
+    return found
+
+
+def refusal(mesh, config) -> str:
+    try:
+        jax_ep.init(mesh, "ep", config, transport="p2p")
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+# When processes are killed, the last one at the first: by itself, at steps, afterwards.
+DEATHS = ("before", "devices", "reach", "windows", "mapped", "after")
+SURVIVORS = 2
+
+
+def dies(native: fake_windows.Native) -> list[dict]:
+    """Inits of the living, in each of which the last one of them is killed."""
+    found = []
+    for turn, when in enumerate(DEATHS):
+        living = list(range(jax.process_count() - turn))
+        barrier(f"begin {when}", living)
+        found.append(one_dies(native, living, when))
+    return found
+
+
+def one_dies(native: fake_windows.Native, living: list[int], when: str) -> dict:
+    """The last of the processes is killed before, at a step of, or after its init."""
+    dying = native.process == living[-1]
+    devices = [d for d in jax.devices() if d.process_index in living]
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    config = helpers.make_config(num_experts=4 * len(devices), timeout_s=TIMEOUT_S)
+
+    def gather(self, step, value):
+        if dying and step == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return TRUE_GATHER(self, step, value)
+
+    Meeting.gather = gather
+    if dying and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        ep = jax_ep.init(mesh, "ep", config, transport="p2p")
+        found = {"error": None}
+    except RuntimeError as error:
+        found = {"error": str(error), "open": len(native.own)}
+    found["seconds"] = time.monotonic() - begin
+    if when == "after":
+        if dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        # What the dead one had is still there for those who map it.
+        for memory in native.mapped.values():
+            memory[-1] = 1
+        ep.close()
+        found["open"] = len(native.own)
+    return found
+
+
+if __name__ == "__main__":
+    port, processes, process, scenario = sys.argv[1:]
+    native = start(port, int(processes), int(process))
+    run = {"choices": choices, "dies": dies}[scenario]
+    try:
+        print("result: " + json.dumps(run(native)), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    leave(int(process), SURVIVORS if scenario == "dies" else int(processes))
