@@ -125,7 +125,7 @@ class Job:
         environment = {
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "JAX_EP_TEST_TRANSPORT": self.suite.transport,
-            "JAX_EP_TEST_TURNS": str(self.turns),
+            "JAX_EP_TEST_GPU_LOCKS": str(self.turns),
         }
         if self.suite.one_gpu:
             environment |= {"JAX_EP_TEST_ONE_GPU": "1"}

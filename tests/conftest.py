@@ -30,7 +30,7 @@ from support.parts import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
 
-TURNS = gpu_lock.of_environment()
+GPU_LOCK = gpu_lock.of_environment()
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
 # multiprocess_plugin.py has started processes of fewer devices each.
@@ -41,16 +41,16 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if TURNS is not None and session.items:
+    if GPU_LOCK is not None and session.items:
         gpu_lock.warm_up()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[Any]:
     """All of a test, with the fixtures that it is the first or the last to need."""
-    if TURNS is None:
+    if GPU_LOCK is None:
         return (yield)
-    with TURNS.run():
+    with GPU_LOCK.hold():
         return (yield)
 
 

@@ -14,10 +14,10 @@ from support import grouped_kernels, helpers, moe_ffn
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.mark.parametrize("imagined", [True, False])
+@pytest.mark.parametrize("faked", [True, False])
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
-def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
+def test_default_experts(sizes, zero_tail, faked, monkeypatch):
     """On Hopper Pallas kernels; what they read past the rows is no matter."""
     mesh = helpers.make_mesh(helpers.fit(sizes))
     size, devices = 128, []
@@ -30,7 +30,7 @@ def test_default_experts(sizes, zero_tail, imagined, monkeypatch):
         return auto(*args, device=device)
 
     monkeypatch.setattr(jax_ep.experts, "auto", seen)
-    taken = grouped_kernels.imagine(monkeypatch) if imagined else None
+    taken = grouped_kernels.fake(monkeypatch) if faked else None
     rng = np.random.default_rng(4)
     shapes = {"router": (size, 16), "gate_up": (16, size, 2, size)}
     shapes["down"] = (16, size, size)

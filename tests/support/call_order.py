@@ -30,7 +30,7 @@ TOKEN_INDEX = WHOLE | HALVES
 def mesh():
     if jax.default_backend() != "cpu":
         # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
-        pytest.skip("imagines p2p on CPU devices")
+        pytest.skip("fakes p2p on CPU devices")
     return helpers.make_mesh(2)
 
 

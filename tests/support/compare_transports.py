@@ -60,7 +60,7 @@ def make_operands(
     weighted: bool = True,
     residual: bool = True,
 ) -> Operands:
-    """Random operands of all ranks; tokens are mixed, what is summed is finite."""
+    """Random operands of all ranks: tokens of all values, finite what is summed."""
     config, ranks, rng = ep.config, mesh.size, np.random.default_rng(seed)
     words = [routing] * ranks if isinstance(routing, str) else list(routing)[:ranks]
     ids = [helpers.make_ids(rng, config, n, word) for word in words]
@@ -217,7 +217,7 @@ def assert_near(actual: Any, wanted: Any) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * scale)
 
 
-class Twins:
+class Pair:
     """Handles of one content over p2p and over collective; a context manager."""
 
     def __init__(self, mesh: Mesh, config: Any, axis: Any = "ep") -> None:
@@ -233,7 +233,7 @@ class Twins:
             for ep in (self.p2p, self.collective)
         ]
 
-    def __enter__(self) -> Twins:
+    def __enter__(self) -> Pair:
         return self
 
     def __exit__(self, *error: Any) -> None:

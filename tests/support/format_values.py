@@ -1,4 +1,4 @@
-"""Tokens that reach every code of a format: for helpers (NumPy) and twins (on devices).
+"""Tokens that reach every code of a format: in NumPy and on devices.
 
 Of random bits alone nearly every block holds numbers of all sizes, or NaN: its codes
 are 0 and the largest then. Here every second row is of numbers of a few sizes instead,
@@ -28,7 +28,7 @@ def rows(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.nda
     values = rng.standard_normal(shape) * 2.0 ** rng.integers(-5, 10, (n, 1))
     largest = np.iinfo(unsigned).max
     bits = rng.integers(0, largest, shape, unsigned, endpoint=True)
-    made = _mixed(
+    made = _with_special(
         np,
         bits,
         values.astype(np.float32).astype(dtype).view(unsigned),
@@ -47,7 +47,7 @@ def draw(seed: Any, shape: tuple[int, int], name: str) -> jax.Array:
     unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
     values = device_random.numbers(seed, 0, shape)
     values *= jnp.exp2(device_random.below(16, seed, 1, (n, 1)).astype(jnp.float32) - 5)
-    made = _mixed(
+    made = _with_special(
         jnp,
         device_random.bits(seed, 2, shape).astype(unsigned),
         jax.lax.bitcast_convert_type(values.astype(dtype), unsigned),
@@ -59,7 +59,7 @@ def draw(seed: Any, shape: tuple[int, int], name: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(made, dtype)
 
 
-def _mixed(
+def _with_special(
     xp: Any, bits: Any, values: Any, lots: Any, of_runs: Any, first: int, dtype: Any
 ) -> Any:
     """Bits: `values` with special ones where the lots say so in every second row."""

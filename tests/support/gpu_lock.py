@@ -1,4 +1,4 @@
-"""Turns at the GPUs, for processes that run tests on the same ones.
+"""A lock on each GPU, for processes that run tests on the same ones.
 
 A GPU runs one process at a time, for milliseconds, and a kernel that waits for another
 GPU's may take all of its time. So a process holds a lock on each of its GPUs while it
@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 COMPILING = "/jax/core/compile/"
 
 
-class Turns:
-    """Locks of all of a process's threads; `files` one for each GPU."""
+class GpuLock:
+    """Of all of a process's threads, on several GPUs: `files` has one for each."""
 
     def __init__(self, files: list[pathlib.Path]) -> None:
         # In one order, so that no two wait for each other.
@@ -40,16 +40,16 @@ class Turns:
         jax.monitoring.register_event_duration_secs_listener(self._end)
 
     @contextlib.contextmanager
-    def run(self) -> Generator[None]:
-        """Holds the locks."""
+    def hold(self) -> Generator[None]:
+        """Holds the locks, but not while this process compiles."""
         self._set(wanted=True)
         try:
             yield
         finally:
             self._set(wanted=False)
 
-    def leave(self) -> None:
-        """Instead of the rest of a test's turn."""
+    def release(self) -> None:
+        """Ends `hold` early: the rest of the test runs without the locks."""
         self._set(wanted=False)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Turns:
 
 
 def warm_up() -> jax.Array:
-    """What a process does once, in no turn: starts the GPUs, and NCCL among them.
+    """What a process does once, without the lock: starts the GPUs, and NCCL among them.
 
     Returns a sum over all of them.
     """
@@ -88,25 +88,25 @@ def warm_up() -> jax.Array:
     return total.block_until_ready()
 
 
-def of_environment() -> Turns | None:
-    """Those that JAX_EP_TEST_TURNS asks for, a folder for the locks.
+def of_environment() -> GpuLock | None:
+    """The lock that JAX_EP_TEST_GPU_LOCKS asks for: the folder of its files.
 
-    Processes that a test starts take no turns: they may wait for each other, and what
-    some measure is no time of waiting for others. Either the test keeps its own for
-    them, by `for_processes`, or it has none from then on.
+    Processes that a test starts take no lock: they may wait for each other, and what
+    some of them measure must not include a wait for a lock. Either the test keeps its
+    own for them, by `for_processes`, or it has none from then on.
     """
-    folder = os.environ.pop("JAX_EP_TEST_TURNS", None)
+    folder = os.environ.pop("JAX_EP_TEST_GPU_LOCKS", None)
     if folder is None:
         return None
     gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    turns = Turns([pathlib.Path(folder, f"gpu{gpu}") for gpu in gpus])
+    lock = GpuLock([pathlib.Path(folder, f"gpu{gpu}") for gpu in gpus])
 
-    def leave(event: str, _: object) -> None:
+    def release(event: str, _: object) -> None:
         if event == "subprocess.Popen" and not _KEPT.get():
-            turns.leave()
+            lock.release()
 
-    sys.addaudithook(leave)
-    return turns
+    sys.addaudithook(release)
+    return lock
 
 
 _KEPT = contextvars.ContextVar("kept", default=False)
@@ -114,7 +114,7 @@ _KEPT = contextvars.ContextVar("kept", default=False)
 
 @contextlib.contextmanager
 def for_processes() -> Generator[None]:
-    """The test's turn, if it has one, is that of the processes that it starts in here.
+    """The test's lock, if it has one, is also for the processes that it starts in here.
 
     Nobody of its group is at the GPUs until they have ended.
     """

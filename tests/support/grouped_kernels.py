@@ -49,7 +49,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
 
 
-def imagine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has `mosaic` run by these; skips on GPUs, which may have the kernels.
 
     Returns a list that gets the name of each one that a trace takes.

@@ -59,7 +59,7 @@ class Together:
     ) -> list[bytes]:
         """The values of these processes, default all, which are at the same step."""
         who = tuple(sorted(processes or range(self.count)))
-        folder = f"lockstep/{self.place}/{'-'.join(map(str, who))}"
+        folder = f"steps/{self.place}/{'-'.join(map(str, who))}"
         folder += f"/{next(self.steps[who])}"
         parts = [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)]
         self._put(f"{folder}/{self.own}", str(len(parts)).encode())
@@ -194,7 +194,7 @@ class Plugin:
         except Apart as error:
             self.write(apart=str(error))
             sys.stdout.flush()
-            os.write(2, f"\nlockstep: {error}\n{self.message}\n".encode())
+            os.write(2, f"\nmultiprocess_plugin: {error}\n{self.message}\n".encode())
             os._exit(APART)
         return list(words)
 
@@ -218,16 +218,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same examples everywhere, and none tried again after a failure, which another
     # process may not have had.
     hypothesis.settings.register_profile(
-        "lockstep",
+        "multiprocess",
         derandomize=True,
         database=None,
         phases=[hypothesis.Phase.generate],
         deadline=None,
     )
-    hypothesis.settings.load_profile("lockstep")
+    hypothesis.settings.load_profile("multiprocess")
     folder = pathlib.Path(os.environ["JAX_EP_TEST_FOLDER"])
     first = int(os.environ.get("JAX_EP_TEST_FIRST", "0"))
-    config.pluginmanager.register(Plugin(together, folder, first), "lockstep_tests")
+    config.pluginmanager.register(Plugin(together, folder, first), "multiprocess_tests")
 
 
 assert jax_ep  # imported first: it readies JAX's CPU pool

@@ -41,7 +41,7 @@ def compare(case: Case) -> None:
     config = helpers.make_config(**case.config)
     seed = zlib.crc32(case.name.encode())
     dropped = 0
-    with compare_transports.Twins(mesh, config) as pair:
+    with compare_transports.Pair(mesh, config) as pair:
         for n in case.ns:
             for routing in case.routings:
                 seed += 1

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from support import TESTS, gpus, launch
-from support.gpu_lock import Turns, of_environment, warm_up
+from support.gpu_lock import GpuLock, of_environment, warm_up
 
 
 def free(path: pathlib.Path) -> bool:
@@ -32,8 +32,8 @@ def paths(tmp_path) -> list[pathlib.Path]:
 
 
 @pytest.fixture
-def turns(paths):
-    made = Turns(paths)
+def lock(paths):
+    made = GpuLock(paths)
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ def seen(paths: list[pathlib.Path]) -> list[bool]:
     return [free(path) for path in paths]
 
 
-def test_holds_all_but_while_compiling(turns, paths) -> None:
+def test_holds_all_but_while_compiling(lock, paths) -> None:
     found = []
 
     @jax.jit
@@ -53,7 +53,7 @@ def test_holds_all_but_while_compiling(turns, paths) -> None:
         return inner + 1
 
     assert seen(paths) == [True, True]
-    with turns.run():
+    with lock.hold():
         assert seen(paths) == [False, False]
         assert traced(3) == 7
         # While one compiles inside the other as well, and after it.
@@ -98,14 +98,14 @@ def test_inner():
 """
 
 
-def test_a_test_has_the_turn(tmp_path) -> None:
+def test_a_test_has_the_lock(tmp_path) -> None:
     """In a process of pytest's, which is told so by the environment."""
     (tmp_path / "test_inner.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{INNER}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_inner.py"]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         "PYTEST_ADDOPTS": "-p no:cacheprovider",
-        "JAX_EP_TEST_TURNS": str(tmp_path),
+        "JAX_EP_TEST_GPU_LOCKS": str(tmp_path),
         "CUDA_VISIBLE_DEVICES": "0,1",
         "JAX_PLATFORMS": "cpu",
     }
@@ -121,11 +121,11 @@ def test_a_test_has_the_turn(tmp_path) -> None:
     assert "1 passed" in run.stdout, run.stdout + run.stderr
 
 
-def test_one_after_the_other(turns, paths) -> None:
-    other = Turns(paths)
-    theirs = other.run()
+def test_one_after_the_other(lock, paths) -> None:
+    other = GpuLock(paths)
+    theirs = other.hold()
     waiting = threading.Thread(target=theirs.__enter__, daemon=True)
-    with turns.run():
+    with lock.hold():
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
@@ -138,9 +138,9 @@ def test_one_after_the_other(turns, paths) -> None:
 
 
 def test_environment(monkeypatch, tmp_path) -> None:
-    monkeypatch.delenv("JAX_EP_TEST_TURNS", raising=False)
+    monkeypatch.delenv("JAX_EP_TEST_GPU_LOCKS", raising=False)
     assert of_environment() is None
-    monkeypatch.setenv("JAX_EP_TEST_TURNS", str(tmp_path))
+    monkeypatch.setenv("JAX_EP_TEST_GPU_LOCKS", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,11")
     made = of_environment()
     assert made is not None
@@ -150,7 +150,7 @@ def test_environment(monkeypatch, tmp_path) -> None:
     script = tmp_path / "worker.py"
     script.write_text('print("{}")')
     for _ in range(2):
-        with made.run():
+        with made.hold():
             # They are the test's own.
             assert gpus.run_worker(str(script), timeout=60) == {}
             (ended,) = launch.launch(str(script), 1, [], tmp_path, 60)

@@ -24,7 +24,7 @@ from support.call_order import arguments, layer, mapped, p2p_handle, split_layer
 def mesh():
     if jax.default_backend() != "cpu":
         # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
-        pytest.skip("imagines p2p on CPU devices")
+        pytest.skip("fakes p2p on CPU devices")
     return helpers.make_mesh(2)
 
 

@@ -1,4 +1,4 @@
-"""Inits of transport p2p over jax.distributed processes, with imagined windows.
+"""Inits of transport p2p over jax.distributed processes, with fake windows.
 
 Agreement, hand-over and deaths are real; only CUDA's part is not.
 """

@@ -115,7 +115,7 @@ def test_bits_of_collective(case: Case) -> None:
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 32, 132])
 def test_bits_of_any_number_of_sms(num_sms: int) -> None:
     config = helpers.make_config(num_sms=num_sms, **LONG)
-    with compare_transports.Twins(compare_transports.p2p_mesh(), config) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config) as pair:
         for n in (1024, 1):
             pair.compare(pair.operands(n, n), f"n {n}")
 
@@ -132,7 +132,7 @@ def test_groups_side_by_side() -> None:
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     compare_transports.p2p_mesh(4)
     for axis in ("ep", "dp"):
-        with compare_transports.Twins(mesh, helpers.make_config(**LONG), axis) as pair:
+        with compare_transports.Pair(mesh, helpers.make_config(**LONG), axis) as pair:
             for seed in range(4):
                 pair.compare(pair.operands(seed, 700))
 
@@ -141,7 +141,7 @@ def test_groups_side_by_side() -> None:
 def test_ranks_are_places_in_the_mesh(order) -> None:
     compare_transports.p2p_mesh(len(order))
     mesh = helpers.make_mesh(len(order), order=order)
-    with compare_transports.Twins(mesh, helpers.make_config(top_k=8)) as pair:
+    with compare_transports.Pair(mesh, helpers.make_config(top_k=8)) as pair:
         pair.compare(pair.operands(1, 8))
 
 

@@ -1,6 +1,6 @@
 """The Python side of p2p: its handle, types and call sites; needs no GPU.
 
-Device memory is imagined, on CPU devices.
+Device memory is faked, on CPU devices.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def opened(monkeypatch):
 def mesh():
     if jax.default_backend() != "cpu":
         # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
-        pytest.skip("imagines windows on CPU devices")
+        pytest.skip("fakes windows on CPU devices")
     return helpers.make_mesh(4)
 
 

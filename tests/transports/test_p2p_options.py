@@ -57,7 +57,7 @@ def test_same_as_collective(mode: str, shape: str, few: int) -> None:
     changes = {"max_tokens_per_rank": 600, "hidden_size": 64} | SHAPES[shape]
     changes = helpers.HALVES | options.changes(mode, changes)
     config = helpers.make_config(**changes)
-    with compare_transports.Twins(compare_transports.p2p_mesh(), config) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config) as pair:
         assert pair.p2p.transport == "p2p"
         plain, whole, split = (
             compare_transports.mapped(pair.mesh, functools.partial(results, ep, calls))
@@ -86,7 +86,7 @@ def test_rows_without_a_place(mode: str) -> None:
     """A dropped row counts as zero: times a weight that is not finite as NaN."""
     changes = {"max_tokens_per_rank": 64, "hidden_size": 64, "recv_capacity": 70}
     config = helpers.make_config(**(changes | options.MODES[mode]))
-    with compare_transports.Twins(compare_transports.p2p_mesh(), config) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config) as pair:
 
         def run(ep: Any, o: Any) -> Any:
             d = jax_ep.dispatch(ep, o.dy, o.ids)

@@ -44,9 +44,7 @@ def programs(pair, body):
 @DEPTHS
 def test_many_in_flight(tokens: int) -> None:
     """250 dispatch-combine pairs enqueued before the first result is looked at."""
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, layer)
         sets = [pair.operands(seed, tokens) for seed in range(5)]
         wanted = [plain(o) for o in sets]
@@ -59,11 +57,11 @@ def test_handles_interleaved() -> None:
     """A-B-A-B of unlike handles and a twin of the first, many in flight."""
     mesh = compare_transports.p2p_mesh()
     with (
-        compare_transports.Twins(mesh, config(600)) as a,
-        compare_transports.Twins(
+        compare_transports.Pair(mesh, config(600)) as a,
+        compare_transports.Pair(
             mesh, config(64, dtype="float32", expert_alignment=8)
         ) as b,
-        compare_transports.Twins(mesh, config(600)) as again,
+        compare_transports.Pair(mesh, config(600)) as again,
     ):
         made = []
         for seed, pair in enumerate((a, b, again, b)):
@@ -109,9 +107,7 @@ def looped(ep, o):
 
 @DEPTHS
 def test_order_dispatch_dispatch_combine_combine(tokens: int) -> None:
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, ddcc)
         sets = [(pair.operands(s, tokens), pair.operands(s + 9, 5)) for s in range(3)]
         wanted = [plain(*o) for o in sets]
@@ -121,9 +117,7 @@ def test_order_dispatch_dispatch_combine_combine(tokens: int) -> None:
 
 @DEPTHS
 def test_scan_over_rematerialised_layers(tokens: int) -> None:
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, looped)
         operands = pair.operands(7, tokens)
         wanted = plain(operands)
@@ -136,9 +130,7 @@ def test_scan_over_rematerialised_layers(tokens: int) -> None:
 def test_epochs_wrap(bits: int, tokens: int, monkeypatch) -> None:
     """Calls whose numbers pass 2**32, 2**63 and 2**64; each call counts one."""
     monkeypatch.setattr(init, "_FIRST_EPOCH", 2**bits - 5)
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, layer)
         sets = [pair.operands(seed, tokens - seed) for seed in range(3)]
         wanted = [plain(o) for o in sets]

@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_same_bits(shape: str) -> None:
     """As whole calls over windows and as XLA's exchange, of any number of tokens."""
     made = config(1000, **SHAPES[shape])
-    with compare_transports.Twins(compare_transports.p2p_mesh(), made) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), made) as pair:
         runs = [
             compare_transports.mapped(pair.mesh, functools.partial(body, ep))
             for body, ep in (
@@ -108,7 +108,7 @@ def pulled(ep: Any, o: compare_transports.Operands) -> Any:
 def test_same_gradients(tokens: int, overlap: str) -> None:
     """Backward all is of the windows, on a route of either half's making."""
     made = config(tokens, overlap=overlap, recv_capacity=2 * tokens)
-    with compare_transports.Twins(compare_transports.p2p_mesh(), made) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), made) as pair:
         fast, plain = (
             compare_transports.mapped(pair.mesh, functools.partial(pulled, ep))
             for ep in (pair.p2p, pair.collective)
@@ -133,7 +133,7 @@ def looped(ep: Any, o: compare_transports.Operands) -> Any:
 @pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
 def test_loops(overlap: str) -> None:
     made = config(600, overlap=overlap, recv_capacity=1200)
-    with compare_transports.Twins(compare_transports.p2p_mesh(), made) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), made) as pair:
         fast, plain = (
             compare_transports.mapped(pair.mesh, functools.partial(looped, ep))
             for ep in (pair.p2p, pair.collective)
@@ -148,7 +148,7 @@ def test_loops(overlap: str) -> None:
 )
 def test_in_flight(tokens: int, overlap: str, first_epoch: Any, monkeypatch) -> None:
     monkeypatch.setattr(init, "_FIRST_EPOCH", first_epoch)
-    with compare_transports.Twins(
+    with compare_transports.Pair(
         compare_transports.p2p_mesh(), config(tokens, overlap=overlap)
     ) as pair:
         fast, plain = (
@@ -165,9 +165,7 @@ def test_in_flight(tokens: int, overlap: str, first_epoch: Any, monkeypatch) -> 
 @TURNS
 def test_across_programs(tokens: int) -> None:
     """Pendings leave their program; each is ended after the next one has begun."""
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         ep, mesh = pair.p2p, pair.mesh
 
         def begin(o: Any) -> Any:
@@ -188,9 +186,7 @@ def test_across_programs(tokens: int) -> None:
 
 @TURNS
 def test_dropped_calls_hold_up_nothing(tokens: int) -> None:
-    with compare_transports.Twins(
-        compare_transports.p2p_mesh(), config(tokens)
-    ) as pair:
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
 
         def drop(o: Any) -> Any:
             pendings = [
@@ -217,7 +213,7 @@ def test_dropped_calls_hold_up_nothing(tokens: int) -> None:
 def test_ended_when_not_pending(how: str) -> None:
     """A named error, after which other handles go on."""
     mesh = compare_transports.p2p_mesh()
-    with compare_transports.Twins(mesh, config(64)) as pair:
+    with compare_transports.Pair(mesh, config(64)) as pair:
         start = compare_transports.mapped(
             mesh, lambda o: jax_ep.dispatch_async(pair.p2p, o.dy, o.ids, o.weights)
         )
@@ -246,7 +242,7 @@ def test_ended_when_not_pending(how: str) -> None:
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match="was not pending"):
             jax.block_until_ready(again(o))
-    with compare_transports.Twins(mesh, config(64)) as pair:
+    with compare_transports.Pair(mesh, config(64)) as pair:
         run, plain = (
             compare_transports.mapped(mesh, functools.partial(halves, ep))
             for ep in (pair.p2p, pair.collective)

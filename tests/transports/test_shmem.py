@@ -1,6 +1,6 @@
-"""Transport shmem without a GPU: who may have it, and windows from an imagined heap.
+"""Transport shmem without a GPU: who may have it, and windows from a fake heap.
 
-Threads stand for processes and meet in the imagined NVSHMEM as they would in the real
+Threads stand for processes and meet in the fake NVSHMEM as they would in the real
 one: each of its steps waits for all.
 """
 

@@ -5,7 +5,7 @@
 
 The first form attacks every point in every way, for some minutes.
 
-Jobs of three real processes (jax.distributed on CPUs; the windows are imagined) run an
+Jobs of three real processes (jax.distributed on CPUs; the windows are fake) run an
 init in which one of them, the victim, meets its end at a point: an exception, Ctrl-C,
 a stop of some seconds (SIGSTOP) or its death (SIGKILL). After each the survivors must
 agree on whether the init succeeded, have ended in time and left nothing open, and the

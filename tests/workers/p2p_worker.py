@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from support import compare_transports, faults, faults_timing, helpers
+from support import compare_transports, faults, helpers
 
 FIELDS = {"max_tokens_per_rank": 64, "hidden_size": 64, "top_k": 4}
 # What another thread must have done meanwhile.
@@ -46,7 +46,7 @@ class Work:
 
     def __init__(self, mesh, seed, reduce=False, **changes):
         config = helpers.make_config(**(FIELDS | changes))
-        self.pair = compare_transports.Twins(mesh, config)
+        self.pair = compare_transports.Pair(mesh, config)
         self.sets = [self.pair.operands(seed + i, 64 - i) for i in range(4)]
         fast, plain = (
             compare_transports.mapped(mesh, functools.partial(layer, ep, reduce))
@@ -145,7 +145,7 @@ def threads(mesh):
 
 
 SCENARIOS = {f.__name__: f for f in (collectives, compiling, threads)}
-SCENARIOS |= faults.ALL | faults_timing.ALL
+SCENARIOS |= faults.ALL
 
 if __name__ == "__main__":
     start = time.monotonic()

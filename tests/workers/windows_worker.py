@@ -1,4 +1,4 @@
-"""A process of test_multiprocess_windows.py: imagined windows on CPU devices.
+"""A process of test_multiprocess_windows.py: fake windows on CPU devices.
 
 Arguments: port of the coordinator, number of processes, this process, scenario. The
 last process is the one that dies or refuses.
