@@ -25,7 +25,10 @@ import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+TESTS = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+# Last: of the repository's root `benchmarks` and `tools`, not jax_ep without its modules.
+sys.path += [str(TESTS.parent), str(TESTS.parent / "docs")]
 
 import helpers
 import turns

@@ -1,4 +1,4 @@
-"""Memory of this process, for test_leaks.py and benchmarks/soak.py.
+"""Memory of this process, for test_leaks.py and benchmarks/soak/soak.py.
 
 What it holds of the system (`resident`) grows without a leak: blocks of several MB that
 threads take and return leave gaps in the heaps of glibc's arenas. Bytes that somebody

@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
-import ports
 import turns
+
+from benchmarks.common import ports
 
 TESTS = pathlib.Path(__file__).parent
 LIMIT = "JAX_EP_TEST_LIMIT_S"

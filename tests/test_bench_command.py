@@ -12,9 +12,10 @@ import types
 import pytest
 from test_doctor import command
 
-from jax_ep._cli import bench as _cli_bench
-from jax_ep._cli import main, records
+from jax_ep._cli import main
 from jax_ep._cli import values as _cli_values
+from jax_ep._cli.bench import command as _cli_bench
+from jax_ep._cli.bench import compare as records
 from jax_ep._cli.demo import picture
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

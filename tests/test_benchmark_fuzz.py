@@ -1,15 +1,12 @@
-"""benchmarks/fuzz.py: what it records of either engine."""
+"""tools/fuzz.py: what it records of either engine."""
 
 from __future__ import annotations
 
 import pathlib
-import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
-import fuzz
+from tools import fuzz
 
 # Talks as libFuzzer does, and puts its finds where that puts them.
 LIBFUZZER = """#!/bin/bash

@@ -1,27 +1,22 @@
-"""What benchmarks/layer.py rests on: layers that agree, errors that are seen."""
+"""What benchmarks/layers/layer.py rests on: layers that agree, errors that are seen."""
 
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_benchmark_layer_report import timing
 
 import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import layer_cases
-import layer_experts
-import layer_kinds
-import layer_report
-import layer_worker
-from test_benchmark_layer_report import timing
+from benchmarks.layers import cases as layer_cases
+from benchmarks.layers import experts as layer_experts
+from benchmarks.layers import kinds as layer_kinds
+from benchmarks.layers import report as layer_report
+from benchmarks.layers import worker as layer_worker
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -1,23 +1,18 @@
-"""What benchmarks/layer.py says of its rows, and what it chooses to measure."""
+"""What benchmarks/layers/layer.py says of its rows, and what it chooses to measure."""
 
 from __future__ import annotations
 
 import copy
 import json
-import pathlib
-import sys
 import types
 
+import generate
+import layer_tables
 import pytest
 
-# It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-import generate
-import layer
-import layer_report
-import layer_tables
-import layer_worker
+from benchmarks.layers import layer
+from benchmarks.layers import report as layer_report
+from benchmarks.layers import worker as layer_worker
 
 
 def timing(ms):
@@ -60,7 +55,7 @@ def record():
         "date": "2026-01-01",
         "commit": "abc",
         "seed": 1,
-        "command": "benchmarks/layer.py",
+        "command": "benchmarks/layers/layer.py",
         "tokens": 4096,
         "top_k": 8,
         "results": rows,

@@ -1,17 +1,13 @@
-"""benchmarks/nodes.py: what it takes from its jobs of processes, what it refuses."""
+"""benchmarks/calls/nodes.py: what it takes from its jobs of processes, what it refuses."""
 
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import nodes
+from benchmarks.calls import nodes
 
 
 class Job:
@@ -56,7 +52,7 @@ def test_rows_before_a_failure_stay(tmp_path, monkeypatch, capsys) -> None:
     (path,) = tmp_path.glob("nodes-cpux2-*.json")
     record = json.loads(path.read_text())
     assert (len(record["rows"]), record["problems"]) == (1, ["a process is gone"])
-    assert record["command"] == "benchmarks/nodes.py --platform cpu --ranks 2"
+    assert record["command"] == "benchmarks/calls/nodes.py --platform cpu --ranks 2"
     assert "MISSING: a process is gone" in capsys.readouterr().out
 
 

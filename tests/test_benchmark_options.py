@@ -1,24 +1,16 @@
-"""benchmarks/options_cost.py: what is wrong or missing is said, the rest shown."""
+"""benchmarks/calls/options_cost.py: what is wrong or missing is said, the rest shown."""
 
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
-
-import helpers
-import pytest
-
-# It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
-import options_cost
-import options_report
-import options_worker
-import p2p
-import p2p_transports
+import helpers
 import performance_tables
+import pytest
+
+from benchmarks.calls import options_cost, options_report, options_worker, p2p
+from jax_ep._cli.bench import transports as p2p_transports
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -98,7 +90,7 @@ def record(**changes):
         "jax": "9.9",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/options_cost.py",
+        "command": "benchmarks/calls/options_cost.py",
         "hidden": 7168,
         "top_k": 8,
         "experts": 256,

@@ -1,11 +1,9 @@
-"""What benchmarks/overlap.py rests on: work that is done, results that are compared."""
+"""What benchmarks/overlap/overlap.py rests on: work that is done, results that are compared."""
 
 from __future__ import annotations
 
 import functools
 import json
-import pathlib
-import sys
 import types
 
 import helpers
@@ -13,15 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import overlap
-import overlap_cases
-import overlap_report
-import overlap_trace
-import overlap_worker
-import p2p
-import p2p_programs
+from benchmarks.calls import p2p
+from benchmarks.overlap import cases as overlap_cases
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
+from benchmarks.overlap import trace as overlap_trace
+from benchmarks.overlap import worker as overlap_worker
+from jax_ep._cli.bench import loops as p2p_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

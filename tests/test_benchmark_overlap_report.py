@@ -1,25 +1,19 @@
-"""What benchmarks/overlap.py makes of its rows: tables, verdicts, joined records."""
+"""What benchmarks/overlap/overlap.py makes of its rows: tables, verdicts, joined records."""
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
+import generate
+import performance_tables
 import pytest
 
-# It finds benchmarks/ itself.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-import generate
-import overlap
-import overlap_report
-import performance_tables
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
 
 RUN = {
     "commit": "0123456789abcdef",
     "date": "2001-02-03",
     "seed": 1,
-    "command": "benchmarks/overlap.py",
+    "command": "benchmarks/overlap/overlap.py",
     "driver": "1.2",
     "seconds": 3.0,
 }
@@ -61,7 +55,7 @@ def record(**changes):
         "count": 4,
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/overlap.py",
+        "command": "benchmarks/overlap/overlap.py",
         "jax": "9.9",
         "transport": "p2p",
         "tokens": 4096,

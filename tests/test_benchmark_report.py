@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
 
+import generate
+import performance_tables
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-import draw
-import generate
-import p2p
-import p2p_cases
-import p2p_report
-import p2p_worker
-import performance_tables
-import window_kernels
+from benchmarks.calls import p2p, window_kernels
+from jax_ep._cli.bench import draw
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
+from jax_ep._cli.bench import worker as p2p_worker
 
 
 def row(us, **changes):
@@ -49,7 +43,7 @@ def record(*rows):
         "kind": "p2p",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/p2p.py",
+        "command": "benchmarks/calls/p2p.py",
         "seed": 7,
         "peak_gb_s": 100.0,
         "hidden": 16,

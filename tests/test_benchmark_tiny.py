@@ -9,7 +9,6 @@ what needs a new JAX is in test_tiny_newest.py.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -18,63 +17,47 @@ import shlex
 import subprocess
 import sys
 
+import generate
 import helpers
 import jax
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-# It finds benchmarks/ itself.
-import generate
-
 # isort: split
 import call_tables
-import collective
-import cpu_steps
-import draw
-import format_errors
-import fuzz
-import gpu_limits
-import launch_waits
-import layer
-import layer_cases
-import layer_report
 import layer_tables
-import nodes
-import options_cost
-import options_report
-import overlap
-import overlap_report
-import p2p
-import p2p_cases
-import p2p_report
 import performance_tables
-import record_suite
-import recording
-import soak
-import soak_processes
-import soak_program
-import window_kernels
 
 import jax_ep
+from benchmarks.calls import (
+    collective,
+    cpu_steps,
+    format_errors,
+    nodes,
+    options_cost,
+    options_report,
+    p2p,
+    window_kernels,
+)
+from benchmarks.common import recording
+from benchmarks.layers import cases as layer_cases
+from benchmarks.layers import grouped, layer
+from benchmarks.layers import report as layer_report
+from benchmarks.limits import gpu_limits, launch_waits
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
+from benchmarks.soak import processes as soak_processes
+from benchmarks.soak import program as soak_program
+from benchmarks.soak import soak
+from jax_ep._cli.bench import draw
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
+from tools import fuzz, record_suite
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 ROOT = recording.ROOT
 ON_CPU = jax.default_backend() == "cpu"
 RANKS = helpers.some_ranks(2)
-
-
-def of_this_name(name):
-    """A benchmark whose name a module of the tests has as well."""
-    path = ROOT / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-grouped = of_this_name("grouped")
 
 
 def tiny(recorder, folder, *arguments):

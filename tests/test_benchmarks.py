@@ -1,11 +1,9 @@
-"""What the numbers of benchmarks/p2p.py rest on: bytes, JAX's own path, the checks."""
+"""What the numbers of benchmarks/calls/p2p.py rest on: bytes, JAX's own path, the checks."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import sys
 
 import helpers
 import jax
@@ -14,14 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import p2p_cases
-import p2p_check
-import p2p_programs
-import p2p_report
-import p2p_transports
-import ragged
+from jax_ep._cli.bench import checks as p2p_check
+from jax_ep._cli.bench import loops as p2p_programs
+from jax_ep._cli.bench import ragged
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
+from jax_ep._cli.bench import transports as p2p_transports
 
 EXPERTS, TOP_K, HIDDEN = 16, 3, 16
 SPEC = {

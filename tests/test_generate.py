@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
-
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import generate
 import layer_tables
+import pytest
 from reliability_table import soak_part
 
 
@@ -89,7 +84,7 @@ def grouped(**changes):
         "jax": "9.9",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/grouped.py",
+        "command": "benchmarks/layers/grouped.py",
         "cases": {"one": {"hidden": 100, "inner": 50, "groups": 2, "rows": 1000}},
         "results": [row | changes for row in rows],
     }

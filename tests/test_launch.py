@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import conftest
 import launch
-import ports
 import pytest
 import test_processes_gpu
+
+from benchmarks.common import ports
 
 
 def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:

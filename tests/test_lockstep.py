@@ -11,9 +11,7 @@ import time
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import lockstep_run
+from tools import lockstep_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +11,7 @@ import pytest
 import twins
 
 import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import overlap_batches
+from benchmarks.overlap import batches as overlap_batches
 
 pytestmark = pytest.mark.gpu
 

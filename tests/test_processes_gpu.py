@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import sys
 
 import gpus
 import helpers
@@ -19,9 +18,7 @@ from launch import Ended, launch, shares, tails, visible
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import lockstep_run
+from tools import lockstep_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import subprocess
 import sys
 import types
 from functools import partial
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
 import generate
-import lockstep_run
-import record_suite
-import recording
+import pytest
 import reliability_table
+
+from benchmarks.common import recording
+from tools import lockstep_run, record_suite
 
 ROOT = generate.ROOT
 ROWS = reliability_table.PROMISES

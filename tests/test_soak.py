@@ -1,12 +1,10 @@
-"""benchmarks/soak.py: right calls pass its checks, and each kind of wrong one fails."""
+"""benchmarks/soak/soak.py: right calls pass its checks, and each kind of wrong one fails."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import pathlib
-import sys
 
 import helpers
 import jax
@@ -17,13 +15,10 @@ import pytest
 import quantizer
 
 import jax_ep
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
-import soak
-import soak_codes
-import soak_program
-import soak_run
+from benchmarks.soak import codes as soak_codes
+from benchmarks.soak import program as soak_program
+from benchmarks.soak import run as soak_run
+from benchmarks.soak import soak
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -1,20 +1,17 @@
-"""benchmarks/soak_processes.py: what the processes agree on, and their one record."""
+"""benchmarks/soak/processes.py: what the processes agree on, and their one record."""
 
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
 import threading
 import types
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
-import soak
-import soak_processes
-import soak_run
+from benchmarks.soak import processes as soak_processes
+from benchmarks.soak import run as soak_run
+from benchmarks.soak import soak
 
 RECORD = {
     "calls": 80,
@@ -143,7 +140,7 @@ def test_record_of_all() -> None:
     assert (record["heap_start"], record["heap_end"]) == (10, 15)
     assert record["error"] is None
     assert record["command"] == (
-        "python benchmarks/soak_processes.py --processes 2 --one-gpu "
+        "python -m benchmarks.soak.processes --processes 2 --one-gpu "
         "--ranks-per-node 1 --calls 80 --seed 5"
     )
     json.dumps(record)

@@ -10,11 +10,8 @@ import time
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import record_suite
-import recording
-import suite_record
+from benchmarks.common import recording
+from tools import record_suite, suite_record
 
 # Records count skips by their reasons.
 REASON = "of this record"

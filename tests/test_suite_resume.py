@@ -6,18 +6,12 @@ import argparse
 import functools
 import json
 import pathlib
-import sys
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
-
-import lockstep_run
-import record_suite
-import recording
-import suite_record
 import suite_table
+
+from benchmarks.common import recording
+from tools import lockstep_run, record_suite, suite_record
 
 # Records count skips by their reasons.
 REASON = "of this record"

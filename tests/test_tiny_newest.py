@@ -5,17 +5,8 @@ That is a stream of collectives for calls in halves, and what Pallas needs to be
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import helpers
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import overlap
-import overlap_cases
-import overlap_report
 from test_benchmark_tiny import (
     ON_CPU,
     RANKS,
@@ -27,6 +18,9 @@ from test_benchmark_tiny import (
 )
 
 import jax_ep
+from benchmarks.overlap import cases as overlap_cases
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
