@@ -1,16 +1,17 @@
-"""The subcommand `jax-ep bench`: benchmarks/calls/p2p.py as a command, and comparisons."""
+"""The subcommand `jax-ep bench`: times calls here, or compares two recorded runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import pathlib
+import secrets
+import shlex
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
+from jax_ep._cli.bench import cuda, draw, measure, report
 from jax_ep._cli.bench.compare import compare, read_record
 from jax_ep._cli.text import complain
 from jax_ep._cli.values import (
@@ -24,8 +25,8 @@ from jax_ep._cli.values import (
 
 _TEXT = """\
 Times dispatch and combine on the GPUs of this machine, or on 8 virtual CPU devices, and
-compares every result bit for bit with the collective transport's. benchmarks/calls/p2p.py,
-which it runs, says how and what is counted. Or compares two recorded runs.
+compares every result bit for bit with that of the collective transport. Or compares two
+recorded runs. With nvcc it also measures how fast GPUs here can write to each other.
 """
 
 _EXAMPLES = """\
@@ -41,10 +42,10 @@ tolerance, that AFTER lacks or has wrong, or runs of unlike devices or sizes, 2 
 or with --compare a file that is no record, 130 interrupted
 """
 
-_TRANSPORTS = ("p2p", "collective", "ragged")
-
-_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
-_SMALL = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
+_SIZES: dict[str, Any] = {"hidden": 7168, "experts": 256, "top_k": 8}
+# What has another default where there are no GPUs.
+_SMALL: dict[str, Any] = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
+_SMALL |= {"transports": ["collective"], "tokens": [128, 16]}
 
 
 def _default(size: str) -> str:
@@ -73,10 +74,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--transports",
         nargs="+",
-        choices=_TRANSPORTS,
+        choices=measure.TRANSPORTS,
         metavar="NAME",
-        help=f"what to time: {', '.join(_TRANSPORTS)} (JAX's ragged_all_to_all); "
-        "default all, with --quick p2p, without GPUs collective",
+        help=f"what to time: {', '.join(measure.TRANSPORTS)} (JAX's "
+        "ragged_all_to_all); default all, with --quick p2p, without GPUs collective",
     )
     parser.add_argument(
         "--seed",
@@ -112,14 +113,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.compare:
         return _compare_files(args.compare, args.tolerance)
     _check_paths(args, parser)
-    folder = find_benchmarks()
-    if folder is None:
-        complain(
-            "jax-ep bench: its programs must be installed with jax_ep or lie beside "
-            "it, got neither; reinstall jax_ep"
-        )
-        return 1
-    return _measure(args, folder)
+    return _measure(args)
 
 
 def _compare_files(paths: list[str], tolerance: float) -> int:
@@ -156,20 +150,11 @@ def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         parser.error(f"--json must be {problem}, got {args.json!r}; name another")
 
 
-def find_benchmarks() -> pathlib.Path | None:
-    """The folder of p2p.py: in the installed package, or in the repository."""
-    package = pathlib.Path(__file__).resolve().parents[1]
-    for folder in (package / "_benchmarks", package.parent / "benchmarks"):
-        if (folder / "p2p.py").exists():
-            return folder
-    return None
-
-
-def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
+def _measure(args: argparse.Namespace) -> int:
     # Asked in a process that ends: one that keeps the GPUs would disturb the timing.
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     what = "import jax; print(jax.default_backend(), jax.device_count())"
-    # -P: a jax.py in the current folder is none of its business.
+    # -P: a jax.py in the current folder must not be imported.
     ask = [sys.executable, "-P", "-c", what]
     asked = subprocess.run(ask, capture_output=True, text=True, check=False)
     if asked.returncode:
@@ -188,28 +173,17 @@ def _measure(args: argparse.Namespace, folder: pathlib.Path) -> int:
     if problem:
         complain(f"jax-ep bench: {problem}")
         return 2
-    # Its programs import each other by bare names.
-    sys.path.insert(0, str(folder))
-    import p2p  # pyright: ignore[reportMissingImports]
-
-    p2p.find_peak = _guarded(p2p.find_peak)
-    record: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder_of_picture:
-
-        def keep(_: Any, measured: dict[str, Any]) -> pathlib.Path:
-            record.update(measured)
-            return pathlib.Path(folder_of_picture, "record.json")
-
-        # The command says where the record goes; p2p.py draws beside what it saves.
-        p2p.save = keep
-        code = p2p.main(_arguments(args, on_cpu))
+    given = _given(args)
+    small = _SMALL if on_cpu else {}
+    plan = measure.Plan(**{"seed": secrets.randbits(31), **small, **given})
+    record = measure.measure(plan, _command(given), find_peak=_peak)
+    report.print_table(record)
+    code = 1 if report.failures(record) else 0
     written = True
     if args.json is not None:
         text = json.dumps(record, indent=1) + "\n"
         written &= write_file(args.json, lambda path: path.write_text(text))
     if args.plot is not None:
-        import draw  # pyright: ignore[reportMissingImports]
-
         written &= write_file(args.plot, lambda path: draw.save(record, path))
     return code if written else 1
 
@@ -241,37 +215,33 @@ def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str 
     return None
 
 
-def _arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
-    """What p2p.py is told; small where there are no GPUs."""
-    given = []
-    if on_cpu:
-        given += [_option(name, value) for name, value in _SMALL.items()]
-        given += ["--transports", "collective"]
-        given += [] if args.tokens else ["--tokens", "128", "16"]
-    if args.quick:
-        given.append("--quick")
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user chose, as entries of a plan."""
+    found: dict[str, Any] = {"quick": True} if args.quick else {}
     for name in ("tokens", "transports"):
         if getattr(args, name):
             # What is named twice is one case.
-            given += [f"--{name}", *map(str, dict.fromkeys(getattr(args, name)))]
+            found[name] = list(dict.fromkeys(getattr(args, name)))
     for name in ("hidden", "experts", "top_k", "seed", "budget"):
         if getattr(args, name) is not None:
-            given.append(_option(name, getattr(args, name)))
-    return given
+            found[name] = getattr(args, name)
+    return found
 
 
-def _option(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')}={value}"
+def _command(given: dict[str, Any]) -> str:
+    """What makes the same record again."""
+    words = ["jax-ep", "bench"]
+    for name, value in given.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return shlex.join(words)
 
 
-def _guarded(find_peak: Any) -> Any:
-    """`find_peak`, or no peak where its copy kernels cannot be built."""
-
-    def find() -> tuple[float | None, dict[str, Any]]:
-        try:
-            return find_peak()
-        except (Exception, SystemExit) as error:
-            complain(f"peer write peak not measured: {error}")
-            return None, {}
-
-    return find
+def _peak() -> measure.Peak:
+    """No peak where its copy kernels cannot be built or run."""
+    try:
+        return cuda.peer_write_peak()
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        complain(f"peer write peak not measured: {error}")
+        return None, {}

@@ -1,15 +1,16 @@
-"""Draws a file of p2p.py: microseconds and GB/s against T, with the wire's floor.
+"""Draws a record: microseconds and GB/s against T, with the wire's floor.
 
-    python -m benchmarks.calls.draw benchmarks/results/p2p-<gpu>x<n>-<date>.json [PICTURE]
-
-Needs matplotlib. The picture says in its metadata which file it shows.
+Needs matplotlib. The picture says in its metadata which record it shows.
 """
 
-import argparse
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 from jax_ep._cli.bench import report
 
@@ -25,18 +26,18 @@ _SERIES = (
 _ROUTINGS = {"uniform": "-", "zipf": ":"}
 
 
-def available():
+def available() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def mark(record):
-    """What a picture of `record` says of itself: a digest of the record."""
+def mark(record: dict[str, Any]) -> str:
+    """What a picture of `record` has in its metadata: a digest of the record."""
     text = json.dumps(record, sort_keys=True)
     return f"jax_ep p2p {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _points(rows, key):
+def _points(rows: Sequence[report.Row], key: str) -> list[tuple[Any, ...]]:
     points = []
     for row in sorted(rows, key=lambda row: row["tokens"]):
         p2p = row["p2p"]
@@ -46,7 +47,7 @@ def _points(rows, key):
     return points
 
 
-def _draw_column(axes, rows, peak):
+def _draw_column(axes: Any, rows: Sequence[report.Row], peak: float | None) -> None:
     """Times above, speeds below, of one operation."""
     times, speeds = axes
     # Skewed routing is shown of one transport, the fastest of jax_ep's.
@@ -82,12 +83,12 @@ def _draw_column(axes, rows, peak):
         )
 
 
-def _short(tokens):
+def _short(tokens: int) -> str:
     whole = tokens >= 1024 and tokens % 1024 == 0
     return f"{tokens // 1024}k" if whole else str(tokens)
 
 
-def _dress(axis, rows):
+def _dress(axis: Any, rows: Sequence[report.Row]) -> None:
     tokens = sorted({row["tokens"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(tokens, [_short(each) for each in tokens])
@@ -103,14 +104,14 @@ def _dress(axis, rows):
         axis.spines[side].set_visible(False)
 
 
-def _measured(row_of_axes):
+def _measured(row_of_axes: Any) -> list[float]:
     lines = [line for axis in row_of_axes for line in axis.lines]
     return [
         y for line in lines if line.get_marker() != "None" for y in line.get_ydata()
     ]
 
 
-def _scale_times(row_of_axes):
+def _scale_times(row_of_axes: Any) -> None:
     """Logarithmic, with room around the measured times; the floor may leave it."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -130,12 +131,12 @@ def _scale_times(row_of_axes):
     first.set_ylim(min(values) / room, max(values) * room)
 
 
-def _scale_speeds(row_of_axes, peak):
+def _scale_speeds(row_of_axes: Any, peak: float | None) -> None:
     largest = max([*_measured(row_of_axes), peak or 0], default=0)
     row_of_axes[0].set_ylim(0, 1.08 * largest or 1)
 
 
-def figure(record):
+def figure(record: dict[str, Any]) -> Any:
     """The picture of a record as a matplotlib figure."""
     # Without pyplot: nothing global is touched and no display is looked for.
     from matplotlib.figure import Figure
@@ -168,26 +169,12 @@ def figure(record):
     return result
 
 
-def save(record, path):
+def save(record: dict[str, Any], path: pathlib.Path) -> None:
     """Draws `record` to `path`; the same record gives the same bytes of SVG."""
     import matplotlib
 
-    facts = {"Description": mark(record)}
+    facts: dict[str, Any] = {"Description": mark(record)}
     if path.suffix == ".svg":
         facts["Date"] = None
     with matplotlib.rc_context({"svg.hashsalt": "jax_ep"}):
         figure(record).savefig(path, dpi=150, metadata=facts)
-
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("picture", type=pathlib.Path, nargs="?")
-    args = parser.parse_args(arguments)
-    picture = args.picture or args.json.with_suffix(".svg")
-    save(json.loads(args.json.read_text()), picture)
-    print(f"wrote {picture}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,48 +1,54 @@
 """Programs that call one operation many times, compiled, checked and timed.
 
 A program is a loop around a body of unrolled calls, which XLA captures in a CUDA graph
-where it can. Each call waits for the one before it. Two ways to say so:
+where it can. Each call waits for the one before it. There are two ways to say so:
 
 * "barrier": an optimization barrier ties a call's ids to the outputs of the call
   before. XLA's GPU compiler drops barriers when everything is scheduled, so nothing
   runs between two calls.
-* "data": a value that is always zero, but not to XLA, is added to the ids: one more
-  small kernel a call. For operations that are slow anyway, and for XLA's CPU compiler,
-  which drops barriers so early that it merges calls.
+* "data": a value that is always zero, but not to XLA, is added to the ids, which costs
+  one small kernel per call. For operations that are slow anyway, and for XLA's CPU
+  compiler, which drops barriers so early that it merges calls.
 
-What comes back is a checksum over the calls' outputs.
+A program returns a checksum over its calls' outputs.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep._cli.bench import checks
 from jax_ep._native import loader
 
-COMPILER_THREADS = 8
+_COMPILER_THREADS = 8
 _NEVER = 0xFFFFFFFF  # no checksum of one call: their elements have at most 16 bits
 
 
 @dataclasses.dataclass
 class Operation:
-    """One operation on a rank's arrays, to be called in turn with several draws.
+    """One operation on one rank's arrays, to be called in turn with several draws.
 
-    `step(first, rest, shared)` returns arrays: all that must be computed. `draws` are
-    its (first, rest) pairs, global arrays; `first` is the array that ties calls.
-    `target` is the custom call to find once a call in the compiled program, or None;
-    `product` an array of which something must make one in every call, or None.
+    Attributes:
+        step: of (first, rest, shared); returns the arrays that must be computed.
+        draws: pairs (first, rest) of global arrays; `first` is what ties the calls.
+        shared: global arrays, the same for every call.
+        target: a custom call that the compiled program must have once per call.
+        product: an array such as the compiled program must make once per call.
     """
 
     step: Callable[..., list[jax.Array]]
@@ -54,7 +60,7 @@ class Operation:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled program of `calls` calls and what it is made of."""
+    """A compiled program of `calls` calls, and what it is made of."""
 
     run: Callable[[], jax.Array]
     calls: int
@@ -64,26 +70,35 @@ class Program:
     opcodes: dict[str, int]
 
 
-def last_element(array):
-    """The bits of the last element as uint32, cut to 16."""
+def last_element(array: jax.Array) -> jax.Array:
+    """The lowest 16 bits of the last element, as uint32."""
     last = array.reshape(-1)[-1]
     bits = lax.bitcast_convert_type(last, f"uint{8 * last.dtype.itemsize}")
     return bits.astype(jnp.uint32) & jnp.uint32(0xFFFF)
 
 
-def _checksum(arrays):
+def _checksum(arrays: Sequence[jax.Array]) -> Any:
     return sum(last_element(array) for array in arrays)
 
 
-def _add_nothing(array, outputs, never):
+def _add_nothing(array: jax.Array, outputs: Any, never: jax.Array) -> jax.Array:
     hit = (_checksum(outputs) == never).astype(array.dtype)
     return array + hit
 
 
-def _body(operation, unrolled, tie, draws, shared, never, total):
+def _body(
+    operation: Operation,
+    unrolled: int,
+    tie: str,
+    draws: Any,
+    shared: Any,
+    never: jax.Array,
+    total: jax.Array,
+) -> Any:
     # One trace for all calls.
     step = jax.jit(operation.step)
-    outputs, parts = [total], []
+    outputs: Any = [total]
+    parts = []
     for call in range(unrolled):
         first, rest = draws[call % len(draws)]
         if tie == "barrier":
@@ -97,11 +112,13 @@ def _body(operation, unrolled, tie, draws, shared, never, total):
     return sum(parts) + _checksum(outputs)
 
 
-def trace(mesh, operation, unrolled, iterations, tie):
+def trace(
+    mesh: Mesh, operation: Operation, unrolled: int, iterations: int, tie: str
+) -> tuple[Any, Any]:
     """The program, lowered, and its arguments."""
 
-    def program(draws, shared, never):
-        def body(_, total):
+    def program(draws: Any, shared: Any, never: Any) -> Any:
+        def body(_: Any, total: Any) -> Any:
             return _body(operation, unrolled, tie, draws, shared, never[0], total)
 
         return lax.fori_loop(0, iterations, body, jnp.uint32(0))[None]
@@ -118,7 +135,7 @@ def trace(mesh, operation, unrolled, iterations, tie):
     return jax.jit(mapped).lower(*arguments), arguments
 
 
-def _opcodes(text):
+def _opcodes(text: str) -> dict[str, int]:
     names = "fusion|copy|copy-start|custom-call|call|call-start|while|all-to-all"
     names += "|all-to-all-start|async-start"
     found = re.findall(rf" ({names})\(", text)
@@ -129,10 +146,10 @@ _TYPES = {"bfloat16": "bf16", "float32": "f32"}
 _WORK = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (?:fusion|custom-call)\(")
 
 
-def times_made(text, product):
-    """How many instructions that do work have such an array among their results.
+def times_made(text: str, product: jax.ShapeDtypeStruct) -> int:
+    """How many instructions of a compiled program that do work make such an array.
 
-    In any order of dimensions: some kernels transpose.
+    The order of dimensions does not count, since some kernels transpose.
     """
     sizes = sorted(size for size in product.shape if size > 1)
     name, count = _TYPES[str(product.dtype)], 0
@@ -145,14 +162,20 @@ def times_made(text, product):
     return count
 
 
-def compiling(mesh, operation, unrolled, iterations, tie="barrier"):
-    """A function that compiles a program, so that several can at the same time.
+def compiling(
+    mesh: Mesh,
+    operation: Operation,
+    unrolled: int,
+    iterations: int,
+    tie: str = "barrier",
+) -> Callable[[], Program]:
+    """A function that compiles a program, so that several can compile side by side.
 
-    Takes the other tie where XLA merged or moved calls.
+    It takes the other tie where XLA has merged or moved calls.
     """
     lowered, arguments = trace(mesh, operation, unrolled, iterations, tie)
 
-    def finish():
+    def finish() -> Program:
         executable = lowered.compile()
         text = executable.as_text()
         if operation.target is not None:
@@ -181,27 +204,53 @@ def compiling(mesh, operation, unrolled, iterations, tie="barrier"):
     return finish
 
 
-def compile_all(finishers):
-    """Finishes all of a dict of compilations at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS) as pool:
-        futures = {name: pool.submit(finish) for name, finish in finishers.items()}
-        return {name: future.result() for name, future in futures.items()}
+def compile_all(finishers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """By key what was compiled, all side by side, or the exception of its compilation.
+
+    `raised` turns such an exception into an error of the one program.
+    """
+
+    def finish(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:  # of one program of many
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(_COMPILER_THREADS) as pool:
+        return dict(zip(finishers, pool.map(finish, finishers.values()), strict=True))
+
+
+def raised(program: Any) -> Any:
+    """`program`, unless it is an exception."""
+    if isinstance(program, Exception):
+        raise program
+    return program
 
 
 @functools.cache
-def last_elements(mesh):
+def last_elements(mesh: Mesh) -> Callable[..., Any]:
     """`last_element` of every rank's part of a global array."""
     return checks.mapped(mesh, lambda array: last_element(array)[None])
 
 
-def expected_checksum(program, last):
+def expected_checksum(program: Program, last: Sequence[Any]) -> np.ndarray:
     """What `program` returns on every rank; `last` has each draw's `last_elements`."""
     sums = [np.asarray(each, np.uint64) for each in last]
     total = sum(sums[call % len(sums)] for call in range(program.unrolled))
-    return (total * program.iterations).astype(np.uint32)
+    return np.asarray(total * program.iterations).astype(np.uint32)
 
 
-def launches():
+def sizes(spec: dict[str, Any], unrolled: int, us: float) -> tuple[int, int]:
+    """Calls in a loop's body, and iterations, of a program of calls of `us` each.
+
+    The program takes the specification's milliseconds, so that starting it does not
+    show; `unrolled` is the default number of calls in the body.
+    """
+    unrolled = spec["unrolled"] or unrolled
+    return unrolled, max(1, math.ceil(spec["milliseconds"] * 1e3 / us / unrolled))
+
+
+def _launches() -> tuple[int, int]:
     """(captured, not captured) calls of this process so far; replays do not count.
 
     Zeros where there is no module for GPUs, or an older one.
@@ -210,28 +259,46 @@ def launches():
     return count() if count else (0, 0)
 
 
-def measure(program, repeats):
-    """Microseconds a call: median, least and most of the repeats; and the checksum."""
-    before = launches()
+def spread(unit: str, times: Sequence[float]) -> dict[str, float]:
+    """Median, least and most of repeats, under `unit`."""
+    return {
+        unit: statistics.median(times),
+        f"{unit}_least": min(times),
+        f"{unit}_most": max(times),
+        "repeats": len(times),
+    }
+
+
+def measure(
+    program: Program, repeats: int, last: Sequence[Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Microseconds per call, and what is wrong with the checksum, {} if nothing.
+
+    Args:
+        program: what runs once more than `repeats`.
+        repeats: how often it is timed.
+        last: each draw's `last_elements`, from which the checksum follows. Without
+            them the first and the last run only have to agree.
+    """
+    before = _launches()
     checksum = np.asarray(jax.block_until_ready(program.run()))
-    times = []
+    times, result = [], checksum
     for _ in range(repeats):
         start = time.perf_counter()
         result = jax.block_until_ready(program.run())
         times.append((time.perf_counter() - start) / program.calls * 1e6)
-    same = np.array_equal(checksum, np.asarray(result))
+    right = np.array_equal(checksum, np.asarray(result))
+    if last is not None:
+        right = right and np.array_equal(checksum, expected_checksum(program, last))
     captured, streamed = (
-        now - then for now, then in zip(launches(), before, strict=True)
+        now - then for now, then in zip(_launches(), before, strict=True)
     )
     return {
         "captured": captured,
         "streamed": streamed,
-        "us": statistics.median(times),
-        "us_least": min(times),
-        "us_most": max(times),
-        "repeats": repeats,
+        **spread("us", times),
         "calls": program.calls,
         "unrolled": program.unrolled,
         "tie": program.tie,
         "opcodes": program.opcodes,
-    }, (checksum if same else None)
+    }, ({} if right else {"checksum of the timed calls": 1})

@@ -1,8 +1,8 @@
 """Dispatch and combine as JAX has them: sort, `jax.lax.ragged_all_to_all`, regroup.
 
-What p2p.py compares with. On a rank's arrays inside shard_map; every (token, k) crosses
-as a row of its own, and weights are applied at the source, so they do not travel.
-`updates` says what one piece of the exchange is:
+What jax_ep's times are compared with. All functions take one rank's arrays inside
+shard_map. Every (token, k) crosses as a row of its own; weights are applied at the
+source, so they do not travel. `updates` says what one piece of the exchange is:
 
 * "rank": all rows for a rank. They arrive by source and are regrouped by expert.
 * "expert": the rows for one expert, sent to their place among that expert's rows.
@@ -12,17 +12,22 @@ must fit; rows past the last group are unspecified.
 
 Derivatives are written out: what was gathered forward is gathered backward, and an
 exchange goes back by the sizes that are known from the way there. JAX's own rules
-would scatter, and exchange the sizes anew.
+would scatter, and exchange the sizes again.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 UPDATES = ("rank", "expert")
+Exchange = Callable[..., jax.Array]
 
 
 @partial(
@@ -38,8 +43,9 @@ class Way:
         order: int32 [n * K], which (token, k) each sorted row is; the inverse of
             place_of.
         place_of: int32 [n * K], where each (token, k) is among the sorted rows.
-        there, back: input_offsets, send_sizes, output_offsets and recv_sizes of the two
-            exchanges.
+        there: input_offsets, send_sizes, output_offsets and recv_sizes of dispatch's
+            exchange.
+        back: the same of combine's.
         grouped: int32 [N], which arrived row each row is; None for "expert".
         arrived: int32 [N], the inverse of grouped.
     """
@@ -53,20 +59,31 @@ class Way:
 
 
 @jax.custom_vjp
-def gather(x, at, back, kept=None):
-    """`x[at]`; row i of x is at `back[i]` of the result, int32 [X, copies].
+def gather(
+    x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array | None = None
+) -> jax.Array:
+    """`x[at]`, with a derivative that gathers.
 
-    Where `kept`, bool [X, copies], is given and False, it is not there.
+    Args:
+        x: rows.
+        at: int32, which row each row of the result is.
+        back: int32 [X, copies], at which rows of the result row i of x is.
+        kept: bool [X, copies], which of `back` hold; None: all.
+
+    Returns:
+        The rows.
     """
     del back, kept
     return x[at]
 
 
-def _gather_forward(x, at, back, kept=None):
+def _gather_forward(
+    x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array | None = None
+) -> Any:
     return x[at], (back, kept)
 
 
-def _gather_backward(saved, cotangent):
+def _gather_backward(saved: Any, cotangent: jax.Array) -> Any:
     back, kept = saved
     copies = cotangent[back].astype(jnp.float32)
     if kept is not None:
@@ -78,20 +95,26 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _exchanged(exchange, axis, rows, operand, there, back):
+def _exchanged(
+    exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
+) -> jax.Array:
     """`rows` rows of what was sent here; `back` is the exchange the other way."""
     del back
     room = jnp.zeros((rows, operand.shape[1]), operand.dtype)
     return exchange(operand, room, *there, axis_name=axis)
 
 
-def _exchanged_forward(exchange, axis, rows, operand, there, back):
+def _exchanged_forward(
+    exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
+) -> Any:
     received = _exchanged(exchange, axis, rows, operand, there, back)
     # For its shape alone.
     return received, (jnp.zeros((operand.shape[0], 0)), there, back)
 
 
-def _exchanged_backward(exchange, axis, rows, kept, cotangent):
+def _exchanged_backward(
+    exchange: Exchange, axis: str, rows: int, kept: Any, cotangent: jax.Array
+) -> Any:
     del rows
     empty, there, back = kept
     sent = _exchanged(exchange, axis, empty.shape[0], cotangent, back, there)
@@ -101,14 +124,14 @@ def _exchanged_backward(exchange, axis, rows, kept, cotangent):
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
-def _starts(sizes, axis=-1):
+def _starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.cumsum(sizes, axis) - sizes
 
 
-def _regroup(sizes, rows):
-    """For blocks of `sizes` [A, B] in row-major order: where each row is from.
+def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
+    """From blocks of `sizes` [A, B] in row-major order to column-major order.
 
-    Returns int32 [rows]: row i of the column-major order is that row of the row-major.
+    Returns int32 [rows]: which row of the row-major order row i of the other one is.
     """
     ends = jnp.cumsum(sizes.T.reshape(-1))
     index = jnp.arange(rows, dtype=jnp.int32)
@@ -120,8 +143,8 @@ def _regroup(sizes, rows):
     return jnp.clip(moved, 0, rows - 1).astype(jnp.int32)
 
 
-def _exchanges(counts, me, updates):
-    """The two exchanges' arguments, from the rows of all (source, expert) pairs."""
+def _exchanges(counts: jax.Array, me: jax.Array, updates: str) -> tuple[Any, Any]:
+    """Arguments of the two exchanges, from the rows of all (source, expert) pairs."""
     ranks, experts = counts.shape
     local = experts // ranks
     mine = lax.dynamic_slice_in_dim(counts, me * local, local, axis=1)
@@ -143,8 +166,15 @@ def _exchanges(counts, me, updates):
 
 
 def dispatch(
-    tokens, ids, *, axis, experts, rows, updates="rank", exchange=lax.ragged_all_to_all
-):
+    tokens: jax.Array,
+    ids: jax.Array,
+    *,
+    axis: str,
+    experts: int,
+    rows: int,
+    updates: str = "rank",
+    exchange: Exchange = lax.ragged_all_to_all,
+) -> tuple[Any, jax.Array, Way]:
     """Rows [N, H] by expert, group sizes [L], and the way back."""
     top_k = ids.shape[1]
     flat = ids.reshape(-1)
@@ -170,11 +200,18 @@ def dispatch(
     return received, mine.sum(0), way
 
 
-def combine(expert_out, way, weights, *, axis, exchange=lax.ragged_all_to_all):
+def combine(
+    expert_out: jax.Array,
+    way: Way,
+    weights: jax.Array,
+    *,
+    axis: str,
+    exchange: Exchange = lax.ragged_all_to_all,
+) -> jax.Array:
     """The weighted sum [n, H] of rows [N, H], in float32, weights [n, K]."""
     n, top_k = weights.shape
     hidden = expert_out.shape[1]
-    if way.arrived is not None:
+    if way.arrived is not None and way.grouped is not None:
         expert_out = gather(expert_out, way.arrived, way.grouped[:, None])
     returned = _exchanged(exchange, axis, n * top_k, expert_out, way.back, way.there)
     rows = gather(returned, way.place_of, way.order[:, None])
@@ -183,9 +220,16 @@ def combine(expert_out, way, weights, *, axis, exchange=lax.ragged_all_to_all):
 
 
 def reference_exchange(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):
-    """`jax.lax.ragged_all_to_all` for tests: XLA's CPU compiler has none."""
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` for CPUs: XLA's compiler for them has none."""
     del recv_sizes
     me = lax.axis_index(axis_name)
     gather = partial(lax.all_gather, axis_name=axis_name)
@@ -204,3 +248,9 @@ def reference_exchange(
             place = jnp.where(here, goes, output.shape[0])
             output = output.at[place].set(operands[source], mode="drop")
     return output
+
+
+def exchange_here() -> Exchange:
+    """What this process's devices have."""
+    on_cpu = jax.default_backend() == "cpu"
+    return reference_exchange if on_cpu else lax.ragged_all_to_all

@@ -1,58 +1,57 @@
-"""Measures the path over jax.lax.ragged_all_to_all; called by p2p_worker.py."""
+"""Measures dispatch and combine over `jax.lax.ragged_all_to_all`."""
+
+from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jax_ep._cli.bench import checks, loops, ragged, transports
+from jax_ep._cli.bench import checks, loops, process, ragged, transports
 
 _REPEATS = 3
 _UNROLLED = 2  # calls copy counts to the host, so graphs are no help
 _TOLERANCE = 0.02  # of the largest output; the sums round in different places
 
 
-def _exchange():
-    on_cpu = jax.default_backend() == "cpu"
-    return ragged.reference_exchange if on_cpu else jax.lax.ragged_all_to_all
-
-
-def _functions(case, updates):
-    config = case.config
-    options = {"axis": "ep", "exchange": _exchange()}
+def _functions(
+    case: transports.Case, updates: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    options = {"axis": "ep", "exchange": ragged.exchange_here()}
     dispatch = functools.partial(
         ragged.dispatch,
-        experts=config.num_experts,
-        rows=config.capacity(case.mesh.size),
+        experts=case.config.num_experts,
+        rows=case.config.capacity(case.mesh.size),
         updates=updates,
         **options,
     )
     return dispatch, functools.partial(ragged.combine, **options)
 
 
-@jax.jit
-def _largest_error(a, b):
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
-
-
-def _real_rows(mesh, d, rows):
+def _real_rows(mesh: Mesh, d: Any, rows: jax.Array) -> Any:
     """How many of each rank's rows before the end differ from the reference's."""
 
-    def count(expected, row_offsets, rows):
+    def count(expected: Any, row_offsets: Any, rows: Any) -> Any:
         real = jnp.arange(rows.shape[0]) < row_offsets[-1]
         return jnp.sum(checks.differs(expected, rows) & real, dtype=jnp.int32)[None]
 
     return checks.mapped(mesh, count)(d.tokens, d.row_offsets, rows)
 
 
-def _differences(case, reference, dispatched, combined):
+def _differences(
+    case: transports.Case,
+    reference: transports.Transport,
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    y: jax.Array,
+) -> dict[str, Any]:
     """What differs from jax_ep's results in the first draw; {} if nothing."""
-    d, y = reference.dispatched[0], reference.combined[0]
-    rows, group_sizes, _ = dispatched
-    error = float(_largest_error(combined, y))
+    d = reference.dispatched[0]
+    error = checks.largest_error(y, reference.combined[0])
     found = {
         "tokens": int(np.asarray(_real_rows(case.mesh, d, rows)).sum()),
         "group_sizes": int(
@@ -63,9 +62,24 @@ def _differences(case, reference, dispatched, combined):
     return {name: count for name, count in found.items() if count}
 
 
-def _operations(case, updates, ways):
+def _measure_updates(
+    spec: dict[str, Any],
+    case: transports.Case,
+    reference: transports.Transport,
+    updates: str,
+    label: str,
+    emit: process.Emit,
+) -> None:
     dispatch, combine = _functions(case, updates)
-    return {
+    jitted = checks.mapped(case.mesh, dispatch)
+    results = [jitted(case.tokens, ids) for ids in case.ids]
+    ways = [result[2] for result in results]
+    rows, group_sizes, way = results[0]
+    del results
+    y = checks.mapped(case.mesh, combine)(case.expert_out, way, case.weights)
+    found = _differences(case, reference, rows, group_sizes, y)
+    del rows, group_sizes, y
+    operations = {
         "dispatch": loops.Operation(
             step=lambda ids, _, tokens: list(dispatch(tokens, ids)[:2]),
             draws=[(ids, ()) for ids in case.ids],
@@ -77,23 +91,9 @@ def _operations(case, updates, ways):
             shared=case.expert_out,
         ),
     }
-
-
-def _measure_updates(spec, case, reference, updates, label, emit):
-    dispatch, combine = _functions(case, updates)
-    jitted = checks.mapped(case.mesh, dispatch)
-    results = [jitted(case.tokens, ids) for ids in case.ids]
-    ways = [result[2] for result in results]
-    first = results[0]
-    del results
-    back = checks.mapped(case.mesh, combine)(case.expert_out, ways[0], case.weights)
-    found = _differences(case, reference, first, back)
-    del first, back
     megabytes = case.tokens.nbytes / case.mesh.size * spec["top_k"] / 1e6
-    expected_us = 300 + 5 * megabytes
-    calls = spec["milliseconds"] * 1e3 / expected_us
-    sizes = (_UNROLLED, max(1, math.ceil(calls / _UNROLLED)))
-    operations = _operations(case, updates, ways)
+    # Not what the specification says of jax_ep's calls.
+    sizes = loops.sizes(spec | {"unrolled": _UNROLLED}, _UNROLLED, 300 + 5 * megabytes)
     programs = loops.compile_all(
         {
             op: loops.compiling(case.mesh, operation, *sizes, tie="data")
@@ -101,7 +101,7 @@ def _measure_updates(spec, case, reference, updates, label, emit):
         }
     )
     for op, program in programs.items():
-        timing, checksum = loops.measure(program, _REPEATS)
+        timing, changed = loops.measure(loops.raised(program), _REPEATS)
         row = {
             "transport": "ragged",
             "flags": label,
@@ -111,12 +111,18 @@ def _measure_updates(spec, case, reference, updates, label, emit):
             **case.facts,
             **timing,
         }
-        changed = {} if checksum is not None else {"checksum between repeats": 1}
         emit(transports.finish(row, found | changed))
 
 
-def measure_case(spec, mesh, emit, tokens, routing, defaults):
-    """As transports.measure_case, for every kind of update of the specification."""
+def measure_case(
+    spec: dict[str, Any],
+    mesh: Mesh,
+    emit: process.Emit,
+    tokens: int,
+    routing: str,
+    defaults: bool,
+) -> None:
+    """As `transports.measure_case`, for every kind of update of the specification."""
     case = transports.make_case(mesh, spec, tokens, routing, defaults)
     reference = transports.reference(case)
     for updates, label in spec["ragged"]:
@@ -124,5 +130,5 @@ def measure_case(spec, mesh, emit, tokens, routing, defaults):
             _measure_updates(spec, case, reference, updates, label, emit)
         except RuntimeError as error:
             facts = {"transport": "ragged", "flags": label, **case.facts}
-            emit({**facts, "error": f"{type(error).__name__}: {error}"})
+            emit({**facts, "error": process.error_text(error)})
     reference.ep.close()

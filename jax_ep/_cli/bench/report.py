@@ -1,18 +1,27 @@
-"""What p2p.py prints: a line for each row and the table at the end."""
+"""What is printed of dispatch and combine: a line for each row, a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax_ep._cli.text import fill, fit, table
+
+Row = dict[str, Any]
+Record = dict[str, Any]
 
 OURS = "transports"  # the worker that measures jax_ep
 PLAIN = "bf16"  # of rows that name no format, too
 RECOVERED_AIM = 0.85  # of the ratio of bytes, at 4096 tokens
 
 
-def number(value, digits=0):
+def number(value: float | None, digits: int = 0) -> str:
+    """Blank for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def print_aligned(header, rows):
-    """A table in columns, behind an empty line."""
+def print_aligned(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints a table in columns, after an empty line."""
     shown = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     print()
@@ -21,7 +30,7 @@ def print_aligned(header, rows):
         print("  ".join(padded).rstrip())
 
 
-def variant(row):
+def variant(row: Row) -> str:
     """A row's transport, with what tells it from others of that name."""
     name = row.get("transport", "")
     if row.get("format", PLAIN) != PLAIN:
@@ -33,14 +42,14 @@ def variant(row):
     return name
 
 
-def error_text(row):
+def error_text(row: Row) -> str:
     """A row's error as one sentence."""
     text = (row["error"].splitlines() or [""])[0]
     # What jax_ep raises says what it is about.
     return text.removeprefix("ValueError: ").removeprefix("RuntimeError: ")
 
 
-def line(row):
+def line(row: Row) -> str:
     """A row in one line, as progress."""
     head = f"T {row['tokens']:<5}{row['routing']:<8} {row.get('op', ''):<9}"
     if "error" in row:
@@ -59,21 +68,21 @@ def line(row):
     )
 
 
-def rate(gb_s):
+def rate(gb_s: float) -> str:
     """GB/s; CPU devices have little of it."""
     return f"{gb_s:.2g}" if gb_s and gb_s < 1 else f"{gb_s:.1f}"
 
 
-def machine(record):
+def machine(record: Record) -> str:
     """The devices of a record in words."""
     if record["device"] == "cpu":
         return f"{record['count']} CPU devices"
     return f"{record['count']} x {record['device']}"
 
 
-def error_lines(rows):
+def error_lines(rows: Iterable[Row]) -> list[str]:
     """Each error once, with the cases that it kept from being measured."""
-    found = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "error" in row:
             case = f"T {row['tokens']} {row['routing']}"
@@ -86,8 +95,8 @@ def error_lines(rows):
     return lines
 
 
-def failures(record):
-    """What makes a record unfit: wrong results, or jax_ep's own that are missing.
+def failures(record: Record) -> list[Any]:
+    """What makes a record unfit: wrong results, or results of jax_ep that are missing.
 
     What XLA's ragged_all_to_all cannot do is left out of the table instead.
     """
@@ -100,7 +109,7 @@ def failures(record):
     return [*rows, *workers]
 
 
-def fastest(rows, **wanted):
+def fastest(rows: Iterable[Row], **wanted: Any) -> Row | None:
     """The fastest right row whose entries are `wanted`, or None."""
     found = [
         row
@@ -112,8 +121,8 @@ def fastest(rows, **wanted):
     return min(found, key=lambda row: row["us"], default=None)
 
 
-def summary(rows):
-    """A dict for every (routing, op, T, format) at N that fits: what tables show."""
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """What tables show: a dict for every (routing, op, T, format) at N that fits."""
     keys = {
         (row["routing"], row["op"], row["tokens"], row.get("format", PLAIN))
         for row in rows
@@ -150,12 +159,12 @@ def summary(rows):
     return result
 
 
-def formats(rows):
-    """summary's rows of p2p beside the same in bfloat16, where there is such a row.
+def formats(rows: Sequence[Row]) -> list[Row]:
+    """The rows of p2p in `summary`, beside the same in bfloat16 where there is one.
 
-    `recovered` is the part of the ratio of bytes that is found in the times: 1 where a
-    call takes as much less time as its wire has fewer bytes. Of calls that send nothing
-    to other ranks, as those of one rank, there are no such ratios.
+    `recovered` says how much of the ratio of bytes shows in the times: it is 1 where
+    the time shrinks as much as the bytes. Calls that send nothing to other ranks, such
+    as those of one rank, have no such ratios.
     """
     rows = [row for row in summary(rows) if row["p2p"]]
     keys = ("routing", "op", "tokens")
@@ -166,7 +175,7 @@ def formats(rows):
     for row in rows:
         base = plain.get(tuple(row[key] for key in keys))
         us = row["p2p"]["us"]
-        found = dict.fromkeys(("bytes_ratio", "us_ratio", "recovered"))
+        found: Row = dict.fromkeys(("bytes_ratio", "us_ratio", "recovered"))
         if base is not None:
             found["us_ratio"] = us / base["p2p"]["us"]
         if base is not None and base["bytes"]:
@@ -179,8 +188,8 @@ def formats(rows):
     )
 
 
-def print_formats(rows):
-    """p2p in formats against bfloat16."""
+def print_formats(rows: Sequence[Row]) -> None:
+    """Prints p2p in formats against bfloat16."""
     found = formats(rows)
     if all(row["format"] == PLAIN for row in found):
         return
@@ -203,15 +212,15 @@ def print_formats(rows):
     print("\n".join(table((*heads, "recovered"), cells, names=4)))
 
 
-def print_sweep(rows):
-    """p2p over the numbers of SMs tried."""
+def print_sweep(rows: Sequence[Row]) -> None:
+    """Prints p2p over the numbers of SMs tried."""
     swept = [r for r in rows if r.get("transport") == "p2p" and "us" in r]
     one = len({r.get("format", PLAIN) for r in swept}) == 1
     sms = sorted({r["num_sms"] or 0 for r in swept})
     if len(sms) < 2:
         return
     print("\np2p us by num_sms")
-    found = {}
+    found: dict[tuple[Any, ...], dict[int, float]] = {}
     for r in swept:
         if r["zero_tail"] is False:
             key = (r["routing"], r["op"], r["tokens"], r.get("format", PLAIN))
@@ -231,7 +240,8 @@ def print_sweep(rows):
     print("\n".join(table(heads, cells, names=3)))
 
 
-def print_table(record):
+def print_table(record: Record) -> None:
+    """Prints all that a record has measured."""
     rows = record["results"]
     print_sweep(rows)
     peak = record["peak_gb_s"]

@@ -1,9 +1,13 @@
-"""The inputs that p2p.py measures with, and what they cost on the wire.
+"""Routings drawn from a seed, and what they cost on the wire.
 
-Routings are drawn from a seed; bytes and capacities are counted from the drawn ids.
+Bytes and capacities are counted from the drawn ids.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,9 @@ _CAPACITY_MULTIPLE = 128
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _draw(order_key, noise_key, tokens, top_k, experts, routing):
+def _draw(
+    order_key: Any, noise_key: Any, tokens: int, top_k: int, experts: int, routing: str
+) -> Any:
     scores = jax.random.gumbel(noise_key, (tokens, experts), jnp.float32)
     if routing == "zipf":
         rank = jax.random.permutation(order_key, experts)
@@ -24,12 +30,14 @@ def _draw(order_key, noise_key, tokens, top_k, experts, routing):
     return jax.lax.top_k(scores, top_k)[1].astype(jnp.int32)
 
 
-def draw_ids(seed, tokens, top_k, experts, routing, draws=DRAWS):
+def draw_ids(
+    seed: int, tokens: int, top_k: int, experts: int, routing: str, draws: int = DRAWS
+) -> list[np.ndarray]:
     """`draws` arrays int32 [tokens, top_k] of expert ids, distinct in every token.
 
-    Gumbel top-k: `top_k` experts without replacement, all of them alike ("uniform") or
-    with a popularity of 1 / place, in an order of the experts drawn at random once for
-    all draws ("zipf").
+    Gumbel top-k draws experts without replacement. With "uniform" all experts are
+    equally likely; with "zipf" an expert's popularity is 1 / place, in an order of the
+    experts that is drawn once for all draws.
     """
     if routing not in ROUTINGS:
         raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
@@ -41,39 +49,48 @@ def draw_ids(seed, tokens, top_k, experts, routing, draws=DRAWS):
     ]
 
 
-def _destinations(ids, ranks, experts):
-    """Ranks of the ids [R * n, K] and, bool [R, n, R], which ranks a token goes to."""
+def remote_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
+    """Rows that the busiest rank sends or receives: one for each (token, other rank).
+
+    `ids` are those of all ranks, [R * n, K].
+    """
     owner = ids // (experts // ranks)
     reached = (owner[:, :, None] == np.arange(ranks)).any(axis=1)
-    return owner, reached.reshape(ranks, -1, ranks)
-
-
-def remote_rows(ids, ranks, experts):
-    """Rows that the busiest rank must send or receive, each (token, rank) once."""
-    _, reached = _destinations(ids, ranks, experts)
-    messages = reached.sum(axis=1)
+    messages = reached.reshape(ranks, -1, ranks).sum(axis=1)
     np.fill_diagonal(messages, 0)
     return int(max(messages.sum(axis=0).max(), messages.sum(axis=1).max()))
 
 
-def most_rows(ids, ranks, experts):
-    """Rows of the rank that dispatch gives most, each (token, k) once."""
-    owner, _ = _destinations(ids, ranks, experts)
+def most_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
+    """Rows of the rank that gets most from dispatch: one for each (token, k)."""
+    owner = ids // (experts // ranks)
     return int(np.bincount(owner.reshape(-1), minlength=ranks).max())
 
 
-def recv_capacity(draws, ranks, tokens, top_k, experts, routing):
-    """N with which none of the `draws` drops a row."""
+def recv_capacity(
+    draws: Sequence[np.ndarray],
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    routing: str,
+) -> int:
+    """An N with which none of the `draws` drops a row."""
     needed = max(most_rows(ids, ranks, experts) for ids in draws)
     if routing == "uniform":
         needed = max(needed, int(np.ceil(_CAPACITY_FACTOR * tokens * top_k)))
     return -(-needed // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
 
 
-def wire(draws, ranks, experts, row_bytes, peak_gb_s):
+def wire(
+    draws: Sequence[np.ndarray],
+    ranks: int,
+    experts: int,
+    row_bytes: int,
+    peak_gb_s: float | None,
+) -> dict[str, Any]:
     """Bytes of a call's busiest rank, mean of the draws, and their time at peak."""
-    sent = np.mean([remote_rows(ids, ranks, experts) for ids in draws]) * row_bytes
-    return {
-        "bytes": round(float(sent)),
-        "floor_us": float(sent) / peak_gb_s / 1e3 if peak_gb_s else None,
-    }
+    rows = np.mean([remote_rows(ids, ranks, experts) for ids in draws])
+    sent = float(rows * row_bytes)
+    floor_us = sent / peak_gb_s / 1e3 if peak_gb_s else None
+    return {"bytes": round(sent), "floor_us": floor_us}
