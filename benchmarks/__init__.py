@@ -2,12 +2,13 @@
 
     python -m benchmarks.calls.p2p --quick
 
-`python -m` puts the root first on the path, and there `import jax_ep` would find sources
-without compiled modules. Behind the other entries an installed jax_ep comes first.
+`python -m` puts the root first on the path, where `import jax_ep` would find sources
+without compiled modules. As the last entry it lets an installed jax_ep come first.
 """
 
 import pathlib
 import sys
 
-if pathlib.Path(sys.path[0]).resolve() == pathlib.Path(__file__).resolve().parent.parent:
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+if pathlib.Path(sys.path[0]).resolve() == _ROOT:
     sys.path.append(sys.path.pop(0))

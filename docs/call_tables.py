@@ -117,8 +117,9 @@ def cpu(data, table):
     ]
     head = (
         f"**CPU steps, one core** ({data['machine']}, {data['date']}, commit "
-        f"{data['commit'][:12]}; `benchmarks/calls/cpu_steps.py`): hidden {data['hidden']}, "
-        f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
+        f"{data['commit'][:12]}; `benchmarks/calls/cpu_steps.py`): hidden "
+        f"{data['hidden']}, bfloat16, top-{data['top_k']} of {data['experts']}, "
+        f"{data['ranks']} ranks. "
         "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
         "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
         "in a format quantises."

@@ -192,7 +192,7 @@ def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
     """What did not hold, by attack."""
     here = pathlib.Path(__file__).resolve()
     sys.path.append(str(here.parent.parent))
-    from benchmarks.common import ports
+    from benchmarks.common import processes as ports
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
     port = str(ports.free_port())

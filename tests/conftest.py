@@ -25,10 +25,10 @@ import jax
 import numpy as np
 import pytest
 
-TESTS = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(TESTS))
-# Last: of the repository's root `benchmarks` and `tools`, not jax_ep without its modules.
-sys.path += [str(TESTS.parent), str(TESTS.parent / "docs")]
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+# Last: of the root `benchmarks` and `tools`, but no jax_ep without compiled modules.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 
 import helpers
 import turns

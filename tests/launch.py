@@ -15,7 +15,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import turns
 
-from benchmarks.common import ports
+from benchmarks.common import processes as ports
 
 TESTS = pathlib.Path(__file__).parent
 LIMIT = "JAX_EP_TEST_LIMIT_S"

@@ -6,15 +6,18 @@ python tests/leaks_worker.py calls|programs|groups|handles [CYCLES]
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import gpus
 import helpers
-import host_memory
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.soak import memory as host_memory
 from jax_ep._core import handle as _handle
 from jax_ep._setup import init
 

@@ -17,6 +17,7 @@ from benchmarks.layers import experts as layer_experts
 from benchmarks.layers import kinds as layer_kinds
 from benchmarks.layers import report as layer_report
 from benchmarks.layers import worker as layer_worker
+from jax_ep._cli.bench.transports import normal
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -97,7 +98,7 @@ def test_dense_layer_equals_ours_but_for_what_it_drops(case, ours, factor, monke
 
 
 def test_padded_experts_equal_ragged_dot(case, ours):
-    rows = layer_cases.sharded_normal(
+    rows = normal(
         case.mesh,
         jax.random.key(0),
         (case.mesh.size * case.capacity, SIZES["hidden"]),

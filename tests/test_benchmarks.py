@@ -1,4 +1,4 @@
-"""What the numbers of benchmarks/calls/p2p.py rest on: bytes, JAX's own path, the checks."""
+"""What the numbers of p2p.py rest on: bytes, JAX's own path, the checks."""
 
 from __future__ import annotations
 

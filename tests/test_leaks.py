@@ -9,9 +9,10 @@ import ctypes
 
 import gpus
 import helpers
-import host_memory
 import pytest
 import twins
+
+from benchmarks.soak import memory as host_memory
 
 MB = 2**20
 # Allocated and not freed, a cycle. JAX keeps about 100 of a call at first (as many of

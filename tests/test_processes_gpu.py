@@ -18,8 +18,6 @@ from launch import Ended, launch, shares, tails, visible
 from processes_worker import TIMEOUT_S as CALL_TIMEOUT_S
 from processes_worker import named
 
-from tools import lockstep_run
-
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 TIMEOUT_S = 100
@@ -46,7 +44,7 @@ def start(
     """`own`: each process sees its GPUs alone, as under many schedulers."""
     environment, each = ENVIRONMENT, None
     if shares_one():
-        environment = ENVIRONMENT | lockstep_run.one_gpu((visible() or ["0"])[0])
+        environment = ENVIRONMENT | processes.one_gpu((visible() or ["0"])[0])
     elif own:
         each = shares(processes, devices)
     return launch(

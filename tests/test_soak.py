@@ -1,4 +1,4 @@
-"""benchmarks/soak/soak.py: right calls pass its checks, and each kind of wrong one fails."""
+"""soak.py: right calls pass its checks, and each kind of wrong one fails."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from benchmarks.common import processes as job_processes
 from benchmarks.soak import processes as soak_processes
 from benchmarks.soak import run as soak_run
 from benchmarks.soak import soak
@@ -75,8 +76,7 @@ def soak_in_two(monkeypatch, launchers, deadlines, launches=10**9) -> None:
         process_index=lambda: here.own, process_count=lambda: len(launchers)
     )
     monkeypatch.setitem(sys.modules, "jax", fake)
-    worker = types.SimpleNamespace(client=lambda: store)
-    monkeypatch.setitem(sys.modules, "windows_worker", worker)
+    monkeypatch.setattr(job_processes, "client", lambda: store)
 
     def together(those, compiler, deadline, most):
         (one,) = those

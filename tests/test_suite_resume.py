@@ -10,7 +10,7 @@ import pathlib
 import pytest
 import suite_table
 
-from benchmarks.common import recording
+from benchmarks.common import processes, recording
 from tools import lockstep_run, record_suite, suite_record
 
 # Records count skips by their reasons.
@@ -155,7 +155,7 @@ def test_the_newest_run_that_tells_is_resumed(results, tmp_path) -> None:
 
 def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(record_suite, "devices", lambda: DEVICES)
-    monkeypatch.setattr(lockstep_run, "visible_gpus", lambda here: ["0", "1"])
+    monkeypatch.setattr(processes, "visible_gpus", lambda count: ["0", "1"])
     late, ran = {("p2p", "test_mesh.py"), ("p2p", "test_p2p.py")}, []
 
     def run(job, deadline):

@@ -1,7 +1,7 @@
 """Runs tests in several processes at once, by tests/lockstep.py. For record_suite.py.
 
-Where the processes part, or one dies, the test that they were at has failed, and they
-are started again behind it.
+If the processes part or one dies, the test that they were at has failed, and they are
+started again after it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
-from benchmarks.common import ports
+from benchmarks.common import processes, recording
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
+TESTS = recording.ROOT / "tests"
 # The suite of what calls mean, the longest first; other tests start processes or look
 # at this one.
 SEMANTICS = (
@@ -39,33 +37,6 @@ SEMANTICS = (
     "grad_format",
     "bad_values",
 )
-# Several files of tests run beside each other on the same GPUs.
-SHARED_GPUS = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
-}
-
-
-def visible_gpus(here):
-    """Their names in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else list(map(str, range(here["count"])))
-
-
-def one_gpu(name, processes=4):
-    """For so many processes that all have that GPU, which then runs them in turns.
-
-    Nothing is measured so. What ranks of several processes do to each other is the
-    same as with a GPU each, but for the links.
-    """
-    return {
-        "CUDA_VISIBLE_DEVICES": name,
-        "JAX_EP_TEST_ONE_GPU": "1",
-        # Contexts and windows of all processes have the rest.
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{min(0.05, 0.6 / processes):.3f}",
-    }
-
-
 # Between the end of one process by itself and that of the others by force.
 GRACE_S = 1.0
 # Less time than it takes to start the processes.
@@ -142,8 +113,14 @@ def run(arguments, count, devices, folder, deadline, environment=None):
 
 def _start_and_wait(arguments, count, devices, folder, left, first, environment):
     """Returns how each process ended; None: it was ended by force."""
-    port = ports.free_port()
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
+    port = processes.free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(recording.ROOT / "pyproject.toml"),
+    ]
     command += ["-p", "lockstep", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-m", "not multiprocess and not exclusive", *arguments]
     shared = os.environ | {

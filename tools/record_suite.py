@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.common import recording
+from benchmarks.common import processes, recording
 from tools import lockstep_run
 from tools.suite_files import HOST_ONLY, LONG, P2P_ONLY, SHARING
 from tools.suite_record import REPORT_S, Suite, ended, heed_interrupts
@@ -155,7 +155,7 @@ class Job:
 def run_all(args, arguments, folder):
     """Every transport on every number of GPUs, the largest first."""
     here = devices()
-    gpus = lockstep_run.visible_gpus(here)
+    gpus = processes.visible_gpus(here["count"])
     if max(args.gpus) > len(gpus):
         raise SystemExit(f"{max(args.gpus)} GPUs were asked for, {len(gpus)} are here")
     host_only = {f"test_{name}.py" for name in HOST_ONLY}
@@ -210,13 +210,15 @@ def run_in_processes(args, arguments, folder):
     here, count = devices(), args.processes
     each, environment = "1", {"JAX_PLATFORMS": "cpu"}
     if here["platform"] == "gpu":
-        gpus = 1 if args.one_gpu else len(lockstep_run.visible_gpus(here)) // count
+        gpus = (
+            1 if args.one_gpu else len(processes.visible_gpus(here["count"])) // count
+        )
         if not gpus:
             raise SystemExit(f"{count} processes need a GPU each, {here['count']} here")
-        each, environment = f"gpu{gpus}", lockstep_run.SHARED_GPUS
+        each, environment = f"gpu{gpus}", processes.SHARED_GPUS
         if args.one_gpu:
-            environment = environment | lockstep_run.one_gpu(
-                lockstep_run.visible_gpus(here)[0], count * args.jobs
+            environment = environment | processes.one_gpu(
+                processes.visible_gpus(here["count"])[0], count * args.jobs
             )
     nodes = args.ranks_per_node
     if nodes:

@@ -131,25 +131,22 @@ mapfile -t summary < <(while read -r name; do cat "$logs/$name.log.summary"; don
 printf '%s\n' "${summary[@]}"
 worst=0
 for line in "${summary[@]}"; do [[ $line == *": clean;"* ]] || worst=1; done
-PYTHONPATH=benchmarks "$python" - "$two" "${summary[@]}" <<'END'
+"$python" - "$two" "${summary[@]}" <<'END'
 import subprocess
 import sys
 
-import recording
+from benchmarks.common import recording
 
 gpus, *summary = sys.argv[1:]
 query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
 names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-device, count = names[0] if names else "unknown", len(gpus.split(","))
-record = {
-    "kind": "sanitize",
-    "device": device,
-    "count": count,
-    "commit": recording.commit(),
-    "date": recording.date(),
-    "command": "tools/sanitize.sh",
-    "summary": summary,
-}
-recording.write(f"sanitize-{recording.short_device(device)}x{count}", record)
+record = recording.head(
+    "sanitize",
+    device=names[0] if names else "unknown",
+    count=len(gpus.split(",")),
+    command="tools/sanitize.sh",
+    summary=summary,
+)
+recording.write(recording.of("sanitize", record), record)
 END
 exit "$worst"

@@ -2,23 +2,22 @@
 
     python -m benchmarks.calls.cpu_steps [--tokens 128 1024 4096] [--core N]
 
-The view is rank 0's of a group of 4: hidden 7168 in bfloat16, top-8 of 256 experts
-drawn uniformly anew, `recv_capacity` 1.25 * T * K rounded up to 128,
+The steps are those of rank 0 in a group of 4: hidden 7168 in bfloat16, top-8 of 256
+experts drawn uniformly, `recv_capacity` 1.25 * T * K rounded up to 128,
 `zero_tail=False`. `pack` and `combine_unpack` work at the source, `unpack` and
 `combine_pack` at the destination of four sources. All memory has been written before.
 A step's bytes are the payload rows that it must read from memory, each counted once
-however many copies it feeds, plus the rows that it writes; indices and weights are
-not counted; `pack` in a quantised format reads bfloat16 and writes codes and scales.
+however many copies it feeds, plus the rows that it writes. Indices and weights are not
+counted; `pack` in a quantised format reads bfloat16 and writes codes and scales.
 `ratio` is the speed of the step relative to one memcpy that reads and writes as many
 bytes in one contiguous piece, run right after it: the median over all repeats, with the
-extremes beside it. The last column compares with a loop of memcpy
-over exactly the step's copies, one row at a time. Clocks are the thread's CPU time.
+extremes beside it. The last column compares with a loop of memcpy over exactly the
+step's copies, one row at a time. Clocks are the thread's CPU time.
 Writes benchmarks/results/cpu-<date>.json and prints a table.
 
 Needs cmake, g++ and, in this Python, nanobind and jaxlib (pip install nanobind jaxlib).
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -28,6 +27,7 @@ import secrets
 import subprocess
 import sys
 
+from benchmarks.common import arguments as common
 from benchmarks.common import recording
 
 BUILD = recording.ROOT / "build" / "bench"
@@ -58,7 +58,7 @@ def build():
             check=False,
         )
         if done.returncode != 0:
-            sys.exit(f"benchmarks/calls/cpu_steps.py: the build failed\n{done.stdout}")
+            sys.exit(f"cpu_steps.py: the build failed\n{done.stdout}")
     cache = (BUILD / "CMakeCache.txt").read_text()
     compiler = re.search(r"^CMAKE_CXX_COMPILER:\w+=(.*)$", cache, re.MULTILINE).group(1)
     version = subprocess.run(
@@ -91,12 +91,11 @@ def print_table(results):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--draws", type=int, default=5, help="of the routing")
     parser.add_argument("--repeats", type=int, default=7, help="of each draw")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     args = parser.parse_args(arguments)
     program, compiler = build()
     seed = secrets.randbits(32)
@@ -112,19 +111,17 @@ def main(arguments=None):
         )
     finally:
         os.sched_setaffinity(0, cores)
-    record = {
-        "kind": "cpu steps on one core",
-        "machine": processor(),
-        "compiler": compiler,
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "seed": seed,
-        "draws": args.draws,
-        "repeats": args.repeats,
-        "zero_tail": False,
-        "capacity_factor": 1.25,
-        **json.loads(run.stdout),
-    }
+    record = recording.head(
+        "cpu steps on one core",
+        machine=processor(),
+        compiler=compiler,
+        seed=seed,
+        draws=args.draws,
+        repeats=args.repeats,
+        zero_tail=False,
+        capacity_factor=1.25,
+    )
+    record |= json.loads(run.stdout)
     print_table(record["results"])
     recording.write("cpu", record, args.results)
 

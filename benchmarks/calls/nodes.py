@@ -11,27 +11,26 @@ what changes on the host changes for both.
 
 A time is that of a whole program of many calls, by the host's clock, from a start that
 all processes know before until the last one's end, divided by its calls; median, least
-and most of the repeats. Routing is drawn from a printed seed, 4 draws a program in
-turn. Each way's results are compared with the collective transport's bit for bit,
-before and after, and checksums of the timed programs; wrong ones are marked, and the
+and most of the repeats. A program takes 4 draws of the routing in turn, from a printed
+seed. Each way's results are compared with the collective transport's bit for bit,
+before and after, as are checksums of the timed programs; wrong ones are marked, and the
 command then exits 1. Writes benchmarks/results/nodes-<device>x<n>-<date>.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import pathlib
-import statistics
 import subprocess
 import sys
 import threading
 import time
 
-from benchmarks.calls import p2p
-from benchmarks.common import ports, recording
+from benchmarks.common import arguments as common
+from benchmarks.common import processes, recording
+from jax_ep._cli.bench import loops
+from jax_ep._cli.bench.measure import GRAPHS, specification
 
 AHEAD_S = 0.05  # from a command to the start that it names
 ONE = "one process"
@@ -53,12 +52,13 @@ class Job:
     """Processes that get the same commands."""
 
     def __init__(self, count, each, spec, environment, end):
-        port = ports.free_port()
+        port = processes.free_port()
         spec = spec | {"port": port, "processes": count, "devices": each}
-        script = str(pathlib.Path(__file__).with_name("nodes_process.py"))
+        command = [sys.executable, "-m", "benchmarks.calls.nodes_process"]
         self.started = [
             subprocess.Popen(
-                [sys.executable, script, json.dumps(spec | {"process": process})],
+                [*command, json.dumps(spec | {"process": process})],
+                cwd=recording.ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -150,10 +150,7 @@ def measure(jobs, ways, repeats):
             rows[way, op] = {
                 "way": way,
                 "op": op,
-                "us": statistics.median(us),
-                "us_least": min(us),
-                "us_most": max(us),
-                "repeats": repeats,
+                **loops.spread("us", us),
                 "calls": found[0][2],
                 "differences": differences,
             }
@@ -173,12 +170,12 @@ def turns(chosen):
 
 def run(args, record):
     """Fills the record's rows."""
-    spec = p2p.plain_spec(args) | {"platform": args.platform}
+    spec = specification(args, platform=args.platform)
     environment = os.environ | {
         # Two contexts on each GPU, and windows beside.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3",
         "NCCL_NVLS_ENABLE": "0",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {p2p.GRAPHS}".strip(),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip(),
     }
     if args.platform == "gpu":
         # Both kinds of processes see as many as there are ranks.
@@ -226,13 +223,13 @@ def line(row):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of GPUs")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
-    p2p.add_common(parser, repeats=9, milliseconds=150, budget=540)
-    args = p2p.parsed(parser, arguments)
+    common.add_calls(parser, repeats=9, milliseconds=150, budget=540)
+    args = common.parsed(parser, arguments)
     if args.ranks is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = (
@@ -270,17 +267,16 @@ def slower(rows):
 def main(arguments=None):
     args = parse(arguments)
     print(f"seed {args.seed}")
-    record = {
-        "date": recording.date(),
-        "commit": recording.commit(),
-        "command": p2p.command("nodes.py", arguments or sys.argv[1:]),
-        "seed": args.seed,
-        "count": args.ranks,
-        "hidden": args.hidden,
-        "device": "unknown",
-        "rows": [],
-        "problems": [],
-    }
+    record = recording.head(
+        "nodes",
+        command=recording.command("calls.nodes", arguments),
+        seed=args.seed,
+        count=args.ranks,
+        hidden=args.hidden,
+        device="unknown",
+        rows=[],
+        problems=[],
+    )
     try:
         run(args, record)
     except (OSError, RuntimeError) as error:
@@ -288,8 +284,7 @@ def main(arguments=None):
         record["problems"].append(str(error))
         print(f"MISSING: {error}")
     record["problems"] += slower(record["rows"])
-    device = recording.short_device(record["device"])
-    recording.write(f"nodes-{device}x{args.ranks}", record, args.results)
+    recording.write(recording.of("nodes", record), record, args.results)
     wrong = any(row["differences"] for row in record["rows"])
     return 1 if wrong or record["problems"] else 0
 

@@ -3,8 +3,8 @@
     python -m benchmarks.calls.nodes_process SPECIFICATION
 
 Commands come as lines of JSON, answers go out as lines that begin with "answer ". All
-processes of a job get the same commands. Runs begin at a time on the host's clock,
-which all processes share, so that none waits for another's start.
+processes of a job get the same commands. Runs begin at a given time on the host's
+clock, which all processes share, so that none waits for another's start.
 """
 
 from __future__ import annotations
@@ -20,46 +20,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.common import processes
 from jax_ep._cli.bench import loops, transports
-from jax_ep._cli.bench import process as worker
+from jax_ep._cli.bench.process import ep_mesh
 from jax_ep._peers import topology
 
 TIMEOUT_S = 60.0
-# A guess of a call's microseconds a token, to size programs; and of a call without any.
-_A_TOKEN_US = 0.15
+# Guesses, to size programs: microseconds per token, and of a call without tokens.
+_TOKEN_US = 0.15
 _EMPTY_US = {"p2p": 10, "shmem": 25, "collective": 120}
-
-
-def start(spec):
-    """Joins the job, which may be of this process alone."""
-    gpu = spec["platform"] == "gpu"
-    if not gpu:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", spec["devices"])
-    if spec["processes"] == 1:
-        return
-    if not gpu:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{spec['port']}",
-        spec["processes"],
-        spec["process"],
-        local_device_ids=[spec["process"]] if gpu else None,
-        cluster_detection_method="deactivate",
-    )
-
-
-def local(array):
-    """What this process holds of an array, in the order of ranks."""
-    shards = sorted(array.addressable_shards, key=lambda each: each.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
 class Process:
     """What a job has open: a case with its reference, and one way."""
 
     def __init__(self, spec):
-        self.spec, self.mesh = spec, worker.ep_mesh()
+        self.spec, self.mesh = spec, ep_mesh()
         self.bundled = topology.bundled
         self.reference = self.transport = None
         self.programs = {}
@@ -68,7 +44,7 @@ class Process:
         """A case, and the collective transport's results of it."""
         made = transports.make_case(self.mesh, self.spec, tokens, "uniform", False)
         self.reference = transports.Transport(made, "collective")
-        transports.call_all(self.reference)
+        self.reference.call_all()
         dropped = sum(int(jnp.sum(d.num_dropped)) for d in self.reference.dispatched)
         return {"dropped": dropped, "ranks": self.mesh.size, **made.facts}
 
@@ -82,18 +58,17 @@ class Process:
         )
         case = dataclasses.replace(case, config=config)
         self.transport = transports.Transport(case, transport)
-        transports.call_all(self.transport)
+        self.transport.call_all()
         tokens = case.facts["tokens"]
-        guess = _EMPTY_US[transport] + tokens * _A_TOKEN_US
-        sizes = transports._sizes(self.spec, case, guess)
+        guess = _EMPTY_US[transport] + tokens * _TOKEN_US
+        sizes = loops.sizes(self.spec, transports.unrolled(tokens), guess)
         self.programs, self.wanted = {}, {}
         for op in case.wires:
             # One by one: processes compile the same programs in the same order.
             operation = self.transport.operation(op)
             compiling = loops.compiling(self.mesh, operation, *sizes)
             self.programs[op] = compiling()
-            last = loops.last_elements(self.mesh)
-            sums = [local(last(array)) for array in self.reference.outputs(op)]
+            sums = [processes.local(each) for each in self.reference.last(op)]
             self.wanted[op] = loops.expected_checksum(self.programs[op], sums)
             jax.block_until_ready(self.programs[op].run())
         return {
@@ -108,7 +83,7 @@ class Process:
             pass
         checksum = jax.block_until_ready(self.programs[op].run())
         seconds = time.monotonic() - at
-        right = bool(np.array_equal(local(checksum), self.wanted[op]))
+        right = bool(np.array_equal(processes.local(checksum), self.wanted[op]))
         return {"seconds": seconds, "right": right, "late": late > 0}
 
     def close(self):
@@ -129,7 +104,8 @@ class Process:
 
 def main():
     spec = json.loads(sys.argv[1])
-    start(spec)
+    job = (spec[name] for name in ("port", "processes", "process", "platform"))
+    processes.join(*job, spec["devices"])
     process = Process(spec)
     device = jax.local_devices()[0].device_kind
     print("answer", json.dumps({"device": device, "jax": jax.__version__}), flush=True)

@@ -13,81 +13,57 @@ exits 1.
 Writes benchmarks/results/options-<gpu>x<n>-<date>.json and prints tables last.
 """
 
-import argparse
 import sys
-import time
 
-from benchmarks.calls import options_report, p2p
+from benchmarks.calls import options_report as report
+from benchmarks.common import arguments as common
 from benchmarks.common import recording
-from benchmarks.limits import gpu_limits
+from jax_ep._cli.bench.measure import GRAPHS
 
-WORKER = "options_worker.py"
+WORKER = "benchmarks.calls.options_worker"
 TINY = (
     *("--transport", "collective", "--tokens", "6", "--num-sms", "8"),
-    *p2p.TINY_CALLS,
+    *common.TINY_CALLS,
 )
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128, 1])
     parser.add_argument(
         "--options",
         nargs="+",
-        choices=tuple(options_report.NAMES),
-        default=tuple(options_report.NAMES),
+        choices=tuple(report.NAMES),
+        default=tuple(report.NAMES),
         help="besides the plain calls",
     )
     parser.add_argument(
         "--num-sms", type=int, nargs="*", default=[16, 24, 32], help="of first halves"
     )
     parser.add_argument("--transport", default="p2p")
-    p2p.add_common(parser, repeats=7, milliseconds=60, budget=300)
-    p2p.add_place(parser)
-    return p2p.parsed(parser, arguments, TINY)
+    common.add_calls(parser, repeats=7, milliseconds=60, budget=300)
+    common.add_place(parser)
+    return common.parsed(parser, arguments, TINY)
 
 
 def specification(args):
     """What the worker measures."""
-    return p2p.plain_spec(args) | {
-        "transport": args.transport,
-        "tokens": args.tokens,
-        "options": list(args.options),
-        "num_sms": args.num_sms,
-        **p2p.place(args),
-    }
+    names = ("transport", "tokens", "options", "num_sms")
+    return common.specification(args, **{name: getattr(args, name) for name in names})
 
 
 def main(arguments=None):
     args = parse(arguments)
-    start = time.time()
-    print(f"seed {args.seed}")
     spec = specification(args)
-    record = {
-        "kind": "options",
-        "device": "unknown",
-        "count": 0,
-        "driver": gpu_limits.driver(),
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "command": p2p.command("options_cost.py", arguments or sys.argv[1:]),
-        "flags": p2p.GRAPHS,
-        "results": [],
-        "problems": [],
-    }
-    record |= {
-        name: spec[name] for name in ("seed", "transport", "hidden", "top_k", "experts")
-    }
-    deadline = {"deadline": start + args.budget}
-    rows, problem = p2p.run_worker(p2p.GRAPHS, spec | deadline, WORKER)
-    p2p.take(record, rows)
-    if problem:
+    names = ("transport", "hidden", "top_k", "experts")
+    facts = {name: spec[name] for name in names} | {"flags": GRAPHS}
+    run = recording.run("options", "calls.options_cost", args, arguments, **facts)
+    record = run.record
+    if problem := run.work("options", GRAPHS, spec, module=WORKER):
         record["problems"].append(problem)
-    record["seconds"] = round(time.time() - start, 1)
-    name = f"options-{recording.short_device(record['device'])}x{record['count']}"
-    recording.write(name, record, args.results)
-    options_report.print_tables(record)
-    return int(options_report.unfit(record))
+    recording.write(recording.of("options", record), record, args.results)
+    report.print_tables(record)
+    return int(report.unfit(record))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What options_cost.py says of its rows; used by docs/generate.py too."""
+"""What options_cost.py and docs/generate.py say of its rows."""
 
+from benchmarks.common import reports
 from jax_ep._cli.bench.report import number, print_aligned
 
 PLAIN, FIRST_HALF = "plain", "first_half"
@@ -13,9 +14,8 @@ NAMES = {
     "halves": "in halves",
     FIRST_HALF: "the first half alone",
 }
-# What is the same call without the option, or has no such option.
+# Calls that an option leaves as they are, or that do not have it.
 _ALIKE = {("dispatch", name) for name in ("source", "none", "residual", "added")}
-NO_TIME = "no time left"
 
 
 def measured(op, name):
@@ -28,25 +28,24 @@ def line(row):
     sms = "" if row["num_sms"] is None else f"{row['num_sms']} SMs"
     head = f"T {row['tokens']:<5}{row['option']:<11}{row['op']:<9}{sms:<7}"
     if "us" not in row:
-        return f"{head} {row['error'].splitlines()[0][:150]}"
+        return f"{head} {reports.error_line(row)}"
     tail = f"  WRONG: {row['differences']}" if row["wrong"] else ""
     return f"{head}{row['us']:9.1f} us{tail}"
 
 
 def failures(record):
     """What makes a record unfit: wrong results."""
-    return [line(row) for row in record["results"] if row.get("wrong")]
+    return reports.failures(record["results"], line)
 
 
 def unfit(record):
     """Whether a run has failed: something is wrong, or nothing was measured."""
-    return bool(failures(record)) or all("us" not in r for r in record["results"])
+    return reports.unfit(record["results"])
 
 
 def missing(record):
     """What was not measured."""
-    rows = [line(row) for row in record["results"] if "us" not in row]
-    return [*rows, *record["problems"]]
+    return reports.missing(record["results"], record["problems"], line)
 
 
 def _by_key(record):
@@ -61,10 +60,10 @@ def _tokens(record):
 def _cell(row, base):
     if row is None:
         return ""
-    if "us" not in row or row["wrong"]:
-        return "no time" if row.get("error") == NO_TIME else "failed"
+    if not reports.good(row):
+        return reports.absent([row])
     shown = number(row["us"], 1)
-    if base is None or base is row or "us" not in base or base["wrong"]:
+    if base is None or base is row or not reports.good(base):
         return shown
     return f"{shown} ({row['us'] / base['us']:.2f})"
 
@@ -74,7 +73,7 @@ def header(record):
 
 
 def cells(record):
-    """(option, op, microseconds at each T and how many times the plain call's)."""
+    """(option, op, microseconds at each T, and in brackets over the plain call's)."""
     found = _by_key(record)
     for op in ("dispatch", "combine"):
         for name in (PLAIN, *NAMES):
@@ -104,14 +103,11 @@ def _num_sms(record):
 
 def halves_header(record):
     sms = ("default" if n is None else f"{n} SMs" for n in _num_sms(record))
-    return ("", "T a rank", *sms)
+    return ("", "T per rank", *sms)
 
 
 def print_tables(record):
     """Both tables, and what is wrong or missing."""
     print_aligned(header(record), cells(record))
     print_aligned(halves_header(record), halves(record))
-    for each in failures(record):
-        print(f"FAILED: {each}")
-    for each in missing(record):
-        print(f"MISSING: {each}")
+    reports.print_faults(failures(record), missing(record))

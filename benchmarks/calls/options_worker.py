@@ -2,27 +2,22 @@
 
     python -m benchmarks.calls.options_worker SPECIFICATION OUTPUT
 
-As p2p_worker.py. Each option has a handle of its own over the transport and one over
-collective, whose results are the right ones.
+Each option has a handle of its own over the transport, and one over collective, whose
+results are the right ones.
 """
 
 import dataclasses
 import functools
 import gc
-import math
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import jax_ep
 from benchmarks.calls import options_report
-from benchmarks.layers import cases
 from jax_ep._cli.bench import checks, loops, process, transports
 
-_OPS = ("dispatch", "combine")
 _CONFIGS = {
     "source": {"reduce": "source"},
     "none": {"reduce": "none"},
@@ -32,8 +27,7 @@ _CONFIGS = {
     options_report.FIRST_HALF: {"pending_calls": 1},
 }
 _IN_HALVES = ("halves", options_report.FIRST_HALF)
-_GUESSED_GB_S = 300
-_NO_WORD = 0x5EED  # nothing that a call leaves begins with it, but XLA cannot know
+_NO_WORD = 0x5EED  # no call leaves anything that begins with it; XLA cannot know
 
 
 def _dispatch(ep, name, tokens, ids, weights):
@@ -61,7 +55,7 @@ def _combine(ep, name, rows, route, row_weights, weights, tokens):
 
 
 def _target(ep, op, name):
-    """The custom call that is found once a call."""
+    """The custom call that a program has once per call."""
     if ep.transport != "p2p" or ep.config.skip_a2a:
         return "ep_pack" if op == "dispatch" else "ep_combine_pack"
     return f"ep_{op}_send" if name in _IN_HALVES else f"ep_{op}"
@@ -82,7 +76,7 @@ class Option:
         self.ep = init(config, transport=spec["transport"])
         shape = (case.mesh.size * self.ep.recv_capacity, config.hidden_size)
         key = jax.random.key(spec["seed"])
-        self.rows = cases.sharded_normal(case.mesh, key, shape)
+        self.rows = transports.normal(case.mesh, key, shape)
         # Of each draw, by a handle: what its combines take the routes of.
         self.arrived, self.wanted = (
             [
@@ -161,9 +155,8 @@ class Option:
         """Each draw's last elements of what the timed calls return."""
         made = self.operation(op)
         run = checks.mapped(self.case.mesh, lambda *args: made.step(*args)[0])
-        results = [run(first, rest, made.shared) for first, rest in made.draws]
-        last = loops.last_elements(self.case.mesh)
-        return [np.asarray(last(result)) for result in results]
+        results = (run(first, rest, made.shared) for first, rest in made.draws)
+        return [loops.last_elements(self.case.mesh)(result) for result in results]
 
 
 _CALLS = {"dispatch": _dispatch, "combine": _combine}
@@ -171,19 +164,18 @@ _CALLS = {"dispatch": _dispatch, "combine": _combine}
 
 def _sizes(spec, case, name):
     """Calls in a loop's body, and iterations."""
-    unrolled = spec["unrolled"] or (64 if case.facts["tokens"] < 512 else 16)
     rows = case.config.top_k if name in ("source", "none") else 1
-    us = 10 + 1.2 * rows * case.facts["bytes"] / _GUESSED_GB_S / 1e3
-    return unrolled, max(1, math.ceil(spec["milliseconds"] * 1e3 / us / unrolled))
+    us = 10 + 1.2 * rows * case.facts["bytes"] / transports.GUESSED_GB_S / 1e3
+    return loops.sizes(spec, transports.unrolled(case.facts["tokens"]), us)
 
 
 def measure(spec, case, emit, name, num_sms):
     """Emits the rows of one option."""
-    ops = [op for op in _OPS if options_report.measured(op, name)]
+    ops = [op for op in transports.OPS if options_report.measured(op, name)]
     facts = {"option": name, "num_sms": num_sms, "tokens": case.facts["tokens"]}
-    if time.time() > spec["deadline"]:
+    if process.late(spec):
         for op in ops:
-            emit({**facts, "op": op, "error": options_report.NO_TIME})
+            emit({**facts, "op": op, "error": process.NO_TIME})
         return
     option = None
     try:
@@ -192,9 +184,8 @@ def measure(spec, case, emit, name, num_sms):
             emit({**facts, "op": ops[0], **_measured(spec, option, ops[0])})
             ops.pop(0)
     except Exception as error:  # of one option of many
-        text = f"{type(error).__name__}: {error}"[:500]
         for op in ops:
-            emit({**facts, "op": op, "error": text})
+            emit({**facts, "op": op, "error": process.error_text(error)})
     finally:
         if option is not None:
             option.close()
@@ -204,14 +195,10 @@ def measure(spec, case, emit, name, num_sms):
 def _measured(spec, option, op):
     found = option.differences(op)
     sizes = _sizes(spec, option.case, option.name)
-    made = option.operation(op)
-    program = loops.compiling(option.case.mesh, made, *sizes)()
-    timing, checksum = loops.measure(program, spec["repeats"])
-    wanted = loops.expected_checksum(program, option.last(op))
-    if checksum is None or not np.array_equal(checksum, wanted):
-        found["checksum of the timed calls"] = 1
+    program = loops.compiling(option.case.mesh, option.operation(op), *sizes)()
+    timing, wrong = loops.measure(program, spec["repeats"], option.last(op))
     option.ep.check()
-    return {**timing, "differences": found, "wrong": bool(found)}
+    return {**timing, "differences": found | wrong, "wrong": bool(found | wrong)}
 
 
 def run(spec, mesh, emit):

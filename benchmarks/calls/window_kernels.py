@@ -2,7 +2,7 @@
 
     python -m benchmarks.calls.window_kernels [--keep PROGRAM] [--record] [option]...
 
-Builds benchmarks/calls/window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
+Builds window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
 all other options, among them
     --tokens 128,4096  --sms 0,24,132  --kinds dbc  --capacity worst  --no-check
     --format nvfp4  --tiled  --quantized  --halves  --alignment 128
@@ -16,13 +16,12 @@ Status: the program's, 1 for a wrong result, 2 for a wait that failed.
 import argparse
 import pathlib
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 
 from benchmarks.common import recording
-from benchmarks.limits import gpu_limits
+from jax_ep._cli.bench import cuda, record
 
 KERNELS = (
     "window/dispatch",
@@ -44,9 +43,9 @@ LINE = re.compile(
 
 
 def build(program, flags, folder):
-    nvcc = gpu_limits.find_nvcc()
+    nvcc = cuda.find_nvcc()
     sources = [recording.ROOT / "xla_ffi" / "cuda" / f"{name}.cu" for name in KERNELS]
-    sources.append(recording.ROOT / "benchmarks" / "window_kernels.cu")
+    sources.append(pathlib.Path(__file__).with_suffix(".cu"))
     objects = [folder / f"{i}-{s.stem}.o" for i, s in enumerate(sources)]
     include = str(recording.ROOT / "xla_ffi")
     common = [nvcc, *FLAGS, HOST_FLAGS, *flags]
@@ -58,7 +57,7 @@ def build(program, flags, folder):
     # All of them have to end before their folder goes.
     statuses = [compiler.wait() for compiler in compilers]
     if any(statuses):
-        sys.exit("benchmarks/calls/window_kernels.py: the build failed, see above")
+        sys.exit("window_kernels.py: the build failed, see above")
     subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
 
 
@@ -66,17 +65,15 @@ def record_of(lines, options):
     """What the program printed, as a record."""
     head = next(match for line in lines if (match := HEAD.fullmatch(line)))
     rows = [match.groups() for line in lines if (match := LINE.fullmatch(line))]
-    return {
-        "kind": "window kernels",
-        "count": int(head[1]),
-        "device": head[2],
-        "seed": int(head[3]),
-        "driver": gpu_limits.driver(),
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "command": shlex.join(["benchmarks/calls/window_kernels.py", *options]),
-        "checked": [line for line in lines if line.startswith("checked")],
-        "results": [
+    return recording.head(
+        "window kernels",
+        count=int(head[1]),
+        device=head[2],
+        seed=int(head[3]),
+        driver=record.driver(),
+        command=recording.command("calls.window_kernels", options),
+        checked=[line for line in lines if line.startswith("checked")],
+        results=[
             {
                 "call": call,
                 "tokens": int(tokens),
@@ -87,7 +84,7 @@ def record_of(lines, options):
             }
             for call, tokens, sms, us, gb_s, floor_us in rows
         ],
-    }
+    )
 
 
 def run(program, options, records, folder=recording.RESULTS):
@@ -99,9 +96,8 @@ def run(program, options, records, folder=recording.RESULTS):
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     if records and process.returncode == 0:
-        record = record_of(lines, options)
-        name = f"kernels-{recording.short_device(record['device'])}x{record['count']}"
-        recording.write(name, record, folder)
+        made = record_of(lines, options)
+        recording.write(recording.of("kernels", made), made, folder)
     return process.returncode
 
 

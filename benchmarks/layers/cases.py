@@ -1,10 +1,8 @@
 """The inputs, programs, comparisons and times of layer.py's workers."""
 
-import collections
 import dataclasses
 import functools
 import math
-import statistics
 import time
 
 import jax
@@ -13,15 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.common import timing
 from benchmarks.layers import kinds
-from jax_ep._cli.bench import routings
+from jax_ep._cli.bench import checks, loops, routings
+from jax_ep._cli.bench.transports import normal
 
-DRAWS = 2  # token arrays, each with a routing of its own, that calls take in turn
+DRAWS = 2  # token arrays that calls take in turn; each has a routing of its own
 PASSES = ("forward", "both")
 _GROUP_MULTIPLE = 128
-# Of the largest element. Sums round in other places; fp8 tokens have 3 bits.
+# Of the largest element: sums round in other places, and fp8 tokens have 3 bits.
 TOLERANCES = {"bf16": 0.03, "fp8_block128": 0.15}
-ROWS = P("ep")
 SPECS = {"router": P(), "gate_up": P("ep"), "down": P("ep")}
 
 
@@ -30,7 +29,7 @@ class Case:
     """One size of layer: global arrays, and what their routing needs."""
 
     mesh: Mesh
-    sizes: dict  # hidden, inner, experts, top_k, tokens a rank
+    sizes: dict  # hidden, inner, experts, top_k, tokens per rank
     params: dict
     tokens: list[jax.Array]
     cotangent: jax.Array
@@ -38,30 +37,23 @@ class Case:
     largest: int  # rows of the fullest expert, rounded up
 
 
-def sharded_normal(mesh, key, shape, spec=ROWS, scale=1.0):
-    """Random bfloat16, made where it belongs."""
-    make = jax.jit(
-        lambda key: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(scale),
-        out_shardings=NamedSharding(mesh, spec),
-    )
-    return make(key)
-
-
 def make_case(mesh, sizes, seed):
     """Random tokens and parameters; the router's own choices are the routing."""
     hidden, inner, experts = sizes["hidden"], sizes["inner"], sizes["experts"]
     keys = iter(jax.random.split(jax.random.key(seed), 4 + DRAWS))
-    normal = functools.partial(sharded_normal, mesh)
+
+    def param(name, fan_in, *shape):
+        key, scale = next(keys), fan_in**-0.5
+        return normal(mesh, key, shape, spec=SPECS[name], scale=scale)
+
     params = {
-        "router": normal(next(keys), (hidden, experts), P(), hidden**-0.5),
-        "gate_up": normal(
-            next(keys), (experts, hidden, 2, inner), P("ep"), hidden**-0.5
-        ),
-        "down": normal(next(keys), (experts, inner, hidden), P("ep"), inner**-0.5),
+        "router": param("router", hidden, hidden, experts),
+        "gate_up": param("gate_up", hidden, experts, hidden, 2, inner),
+        "down": param("down", inner, experts, inner, hidden),
     }
     shape = (mesh.size * sizes["tokens"], hidden)
-    cotangent = normal(next(keys), shape, P("ep"))
-    tokens = [normal(next(keys), shape, P("ep")) for _ in range(DRAWS)]
+    cotangent = normal(mesh, next(keys), shape)
+    tokens = [normal(mesh, next(keys), shape) for _ in range(DRAWS)]
 
     @functools.partial(jax.jit, static_argnums=2)
     def choose(tokens, router, top_k):
@@ -77,7 +69,7 @@ def make_case(mesh, sizes, seed):
 
 
 def group_sizes(case):
-    """int32 [experts] of the first tokens, global: what each rank's experts get."""
+    """int32 [experts], global: how many of the first tokens' rows each expert gets."""
 
     @jax.jit
     def count(tokens, router):
@@ -92,9 +84,9 @@ def group_sizes(case):
 def compiling(case, layer, *operands):
     """By pass, functions that compile `layer` on the case's global arrays.
 
-    "forward" returns what the layer does; "both" that and every gradient, of float
-    outputs with random cotangents. `operands` are what the layer takes besides, arrays
-    of floats before all else, which may be pytrees.
+    "forward" returns what the layer does; "both" also every gradient, with random
+    cotangents of the float outputs. `operands` are what the layer takes besides: first
+    arrays of floats, then others, which may be pytrees.
     """
     mapped = jax.shard_map(
         layer,
@@ -149,71 +141,40 @@ def _cotangent(case, output):
     if output.shape == case.cotangent.shape and output.dtype == case.cotangent.dtype:
         return case.cotangent
     key = jax.random.key(len(output.shape))
-    make = jax.jit(
-        lambda key: jax.random.normal(key, output.shape, output.dtype),
-        out_shardings=NamedSharding(case.mesh, P("ep")),
-    )
-    return make(key)
-
-
-@jax.jit
-def _largest_error(got, want, skip):
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    skip = skip.reshape(-1, *[1] * (got.ndim - 1))
-    error = jnp.where(skip, 0, jnp.abs(got - want))
-    # A NaN must not pass for a small error.
-    return jnp.max(jnp.where(jnp.isnan(error), jnp.inf, error)) / jnp.max(jnp.abs(want))
+    return normal(case.mesh, key, output.shape, output.dtype)
 
 
 def errors(got, want):
     """Largest error of y and of each gradient over the largest element, by name.
 
-    `got` and `want` are of "both"; tokens that lost a row are left out of what is by
-    token. Where others lost one than are wanted to, so are the parameters, whose
-    gradients are sums of all tokens'.
+    `got` and `want` are what "both" returns. Tokens that lost a row are left out of
+    what is per token. If other tokens lost rows than are wanted to, the parameters are
+    left out too, since their gradients are sums over all tokens.
     """
     (y, dropped), (tokens, params) = got
     (want_y, want_dropped), (want_tokens, want_params) = want
     found = {
-        "y": _largest_error(y, want_y, dropped),
-        "d tokens": _largest_error(tokens, want_tokens, dropped),
+        "y": checks.largest_error(y, want_y, dropped),
+        "d tokens": checks.largest_error(tokens, want_tokens, dropped),
     }
-    none = jnp.zeros(1, bool)
     alike = bool((dropped == want_dropped).all())
     for name in sorted(params) if alike else ():
-        found[f"d {name}"] = _largest_error(params[name], want_params[name], none)
-    return {name: float(error) for name, error in found.items()}
+        found[f"d {name}"] = checks.largest_error(params[name], want_params[name])
+    return found
 
 
 def measure(case, run, milliseconds, repeats):
-    """Milliseconds a call: median, least and most of the repeats."""
-    jax.block_until_ready([run(tokens) for tokens in case.tokens])
+    """Milliseconds per call: median, least and most of the repeats."""
+    draws = case.tokens
+    jax.block_until_ready([run(tokens) for tokens in draws])
     start = time.perf_counter()
-    jax.block_until_ready(run(case.tokens[0]))
+    jax.block_until_ready(run(draws[0]))
     once = time.perf_counter() - start
     calls = max(2, math.ceil(milliseconds / 1e3 / once))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        _call(run, case.tokens, calls)
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    return {
-        "ms": statistics.median(times),
-        "ms_least": min(times),
-        "ms_most": max(times),
-        "calls": calls,
-        "repeats": repeats,
-    }
 
+    # A call's gradients are as large as the parameters.
+    def repeat():
+        return timing.seconds(lambda i: run(draws[i % len(draws)]), calls, 2) * 1e3
 
-def _call(run, draws, calls):
-    """Calls enqueued ahead, so that the host's work hides behind the device's.
-
-    At most two are unfinished: a call's gradients are as large as the parameters.
-    """
-    running = collections.deque()
-    for call in range(calls):
-        running.append(run(draws[call % len(draws)]))
-        if len(running) > 2:
-            jax.block_until_ready(running.popleft())
-    jax.block_until_ready(list(running))
+    times = [repeat() for _ in range(repeats)]
+    return {**loops.spread("ms", times), "calls": calls}

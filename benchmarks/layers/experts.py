@@ -1,6 +1,6 @@
 """The ways of `jax_ep.experts` to multiply, by name, for layer.py and overlap.py.
 
-All layers of a run use the same one, so that they differ in the exchange alone.
+All layers of a run use the same one, so that they differ only in the exchange.
 """
 
 from jax_ep import experts
@@ -10,7 +10,7 @@ __all__ = ["available", "default", "grouped_matmul", "make"]
 
 
 def available(name, sizes):
-    """Whether this machine's devices can run it for these sizes."""
+    """Whether the devices here can run it for these sizes."""
     obstacle = experts.mosaic_obstacle(sizes["hidden"], sizes["inner"])
     return name != "mosaic" or obstacle is None
 

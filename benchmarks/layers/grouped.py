@@ -1,19 +1,20 @@
 """Times the grouped matmuls of `jax_ep.experts.mosaic` on one Hopper GPU.
 
-    python -m benchmarks.layers.grouped [--cases large-256] [--room 1 4] [--set _PANEL=8]
+    python -m benchmarks.layers.grouped [--cases large-256] [--room 1 4]
 
 For each size, each of an expert's matrices and each way to multiply: microseconds and
 teraflops of the rows that groups hold. `ours` are the kernels, `jax` is
-`jax.experimental.pallas.ops.gpu`'s, `batched` one matmul of as many rows an expert,
-what cuBLAS makes of it. `--room` is how many rows the operand has for each that a group
-holds. Results are compared. Leaves benchmarks/results/grouped-<device>x1-<date>.json.
-With --tiny, on a machine without such a GPU, the kernels are lowered for one.
+`jax.experimental.pallas.ops.gpu`'s, `batched` is one matmul with equally many rows per
+expert, as cuBLAS does it. `--room` is how many rows the operand has for each that a
+group holds, `--set _PANEL=8` changes a constant of hopper.py. Results are compared.
+Leaves
+benchmarks/results/grouped-<device>x1-<date>.json. With --tiny, on a machine without
+such a GPU, the kernels are lowered for one.
 """
 
-import argparse
 import functools
 import math
-import pathlib
+import statistics
 import sys
 import time
 import types
@@ -24,15 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.calls import p2p
-from benchmarks.common import recording
+from benchmarks.common import arguments as common
+from benchmarks.common import recording, timing
 from jax_ep._experts import hopper
 from jax_ep._experts.grouped_outer import grouped_outer
 from jax_ep._experts.grouped_rows import grouped_rows
 
 
 class Case(typing.NamedTuple):
-    """Of a rank."""
+    """Sizes on one rank."""
 
     hidden: int
     inner: int
@@ -52,6 +53,7 @@ TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
 WAYS = ("ours", "jax", "batched")
 MULTIPROCESSORS = 132  # of the GPU that kernels are lowered for where there is none
 TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
+CALLS = 5  # of a time
 # A sum of products in bfloat16, over the largest element.
 BOUND = 0.02
 
@@ -123,12 +125,8 @@ def median_us(run, args, seconds):
     jax.block_until_ready(run(*args))
     times, end = [], time.monotonic() + seconds
     while time.monotonic() < end or len(times) < 3:
-        begin = time.perf_counter()
-        for _ in range(5):
-            result = run(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begin) / 5e-6)
-    return float(np.median(times))
+        times.append(timing.seconds(lambda _: run(*args), CALLS, CALLS))
+    return statistics.median(times) * 1e6
 
 
 def difference(found, wanted, held):
@@ -175,7 +173,7 @@ def measure(case, room, rng, names, seconds):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])
@@ -185,9 +183,8 @@ def parse(arguments):
         "--seconds", type=float, default=0.3, help="of a time, at least"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the operands")
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    p2p.add_tiny(parser)
-    return p2p.parsed(parser, arguments, TINY)
+    common.add_tiny(parser)
+    return common.parsed(parser, arguments, TINY)
 
 
 def main(arguments=None):
@@ -204,17 +201,16 @@ def main(arguments=None):
                 rows.append(row)
                 print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
     if not args.set:
-        device = jax.devices()[0].device_kind
-        record = {"kind": "grouped", "device": device, "count": 1}
-        record |= {"jax": jax.__version__, "commit": recording.commit()}
-        record |= {
-            "date": recording.date(),
-            "command": p2p.command("grouped.py", arguments or sys.argv[1:]),
-        }
-        record["cases"] = {case: (CASES | SMALL)[case]._asdict() for case in args.cases}
-        record["results"] = rows
-        name = f"grouped-{recording.short_device(device)}x1"
-        recording.write(name, record, args.results)
+        record = recording.head(
+            "grouped",
+            device=jax.devices()[0].device_kind,
+            count=1,
+            jax=jax.__version__,
+            command=recording.command("layers.grouped", arguments),
+            cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
+            results=rows,
+        )
+        recording.write(recording.of("grouped", record), record, args.results)
     return int(any(row.get("wrong") for row in rows))
 
 

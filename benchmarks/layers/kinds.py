@@ -1,7 +1,7 @@
 """Whole expert layers that layer.py compares: router, exchange, experts, exchange.
 
-Each is a function of a rank's (tokens [n, H], params as `jax_ep.moe_ffn` takes them)
-inside shard_map that returns (y [n, H], dropped bool [n]: which tokens lost a row).
+Each is a function of one rank's (tokens [n, H], params as `jax_ep.moe_ffn` takes them)
+inside shard_map. It returns (y [n, H], dropped bool [n]: which tokens lost a row).
 """
 
 import functools
@@ -28,7 +28,7 @@ def route(tokens, router, top_k):
 
 
 def ours(ep, experts):
-    """jax_ep; its handle says over which transport and in which format."""
+    """jax_ep's, over the transport and in the format of its handle."""
 
     def layer(tokens, params):
         y, _ = jax_ep.moe_ffn(ep, tokens, params, experts=experts)
@@ -38,9 +38,9 @@ def ours(ep, experts):
 
 
 def counted(ep, experts):
-    """As `ours`, with `jax_ep.stats.update` of `load`, a rank's part of one.
+    """As `ours`, with `jax_ep.stats.update` of `load`, one rank's part of a `Load`.
 
-    No token is ever marked as dropped, but it takes all of the new `Load` to know.
+    No token is ever marked as dropped, but XLA needs all of the new `Load` to know.
     """
 
     def layer(tokens, params, load):
@@ -53,9 +53,8 @@ def counted(ep, experts):
 
 
 def over_ragged(sizes, experts, rows, updates):
-    """Sorted rows by `jax.lax.ragged_all_to_all`: ragged.py."""
-    on_cpu = jax.default_backend() == "cpu"
-    exchange = ragged.reference_exchange if on_cpu else lax.ragged_all_to_all
+    """Sorted rows by `jax.lax.ragged_all_to_all`: jax_ep/_cli/bench/ragged.py."""
+    exchange = ragged.exchange_here()
 
     def layer(tokens, params):
         routing = route(tokens, params["router"], sizes["top_k"])
@@ -90,7 +89,7 @@ def batched_experts(rows, gate_up, down):
 
 
 def over_dense(sizes):
-    """`slots` rows for each (rank, expert) by `all_to_all`; what is over is dropped."""
+    """`slots` rows for each (rank, expert) by `all_to_all`; the rest is dropped."""
     room, experts, top_k = slots(sizes), sizes["experts"], sizes["top_k"]
 
     def layer(tokens, params):
@@ -136,8 +135,8 @@ def over_dense(sizes):
 def alone(sizes, experts):
     """Router and experts without any exchange, on rows that are there already.
 
-    Of (tokens, params, rows [N, H], group_sizes [L]): the rows that come out, and the
-    weights, so that nothing is left out.
+    A function of (tokens, params, rows [N, H], group_sizes [L]). It returns the rows
+    that come out, and the weights, so that XLA leaves nothing out.
     """
 
     def layer(tokens, params, rows, group_sizes):

@@ -3,21 +3,22 @@
     python -m benchmarks.layers.layer [--budget 540]
     python -m benchmarks.layers.layer --cases mid --layers p2p ragged --matmul padded
 
-On all GPUs of this process, in one run, for T tokens a rank: router, exchange, SwiGLU
+On all GPUs of this process, in one run, for T tokens per rank: router, exchange, SwiGLU
 experts, exchange; forward, and forward with every gradient. The layers:
 
 * "p2p", "collective": `jax_ep.moe_ffn` over that transport, tokens as they are and as
   fp8_block128;
-* "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all` (ragged.py), with XLA's
-  default flags and with its better ones, each in a process of its own;
-* "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), what is over
+* "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all`
+  (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with its better ones, each
+  in a process of its own;
+* "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), the rest is
   dropped, and batched matmuls.
 
-The router is the same function in all of them, and so is what the experts do, but for
-"dense": of several ways of multiplying (layer_experts.py) each case takes the one that
-is fastest here, and p2p's layer is timed besides as one has it that names none.
-`jax.lax.ragged_dot` is tried in the mid-size case, and in large ones where --matmul
-names it. `recv_capacity` is 1.25 * T * K rounded up to 128.
+The router is the same function in all of them. So are the experts, but for "dense": of
+several ways of multiplying (experts.py) each case takes the one that is fastest here,
+and p2p's layer is also timed as one gets it without naming any. `jax.lax.ragged_dot` is
+tried in the mid-size case, and in large ones where --matmul names it. `recv_capacity`
+is 1.25 * T * K rounded up to 128.
 
 A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
 host's clock, over the calls; median of the repeats; two token arrays in turn. The share
@@ -31,19 +32,16 @@ adds the cases of earlier records that this run did not time. A case without any
 exits 1 as well.
 """
 
-import argparse
 import functools
 import json
-import pathlib
 import sys
-import time
 
-from benchmarks.calls import p2p
-from benchmarks.common import recording
+from benchmarks.common import arguments as common
+from benchmarks.common import merging, recording
 from benchmarks.layers import report
-from benchmarks.limits import gpu_limits
+from jax_ep._cli.bench.measure import RAGGED
 
-# The order in which they are measured. Mixture of the models that people train.
+# In the order in which they are measured. Sizes of models that people train.
 CASES = {
     "large-256": {"hidden": 7168, "inner": 2048, "experts": 256},
     "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
@@ -52,11 +50,11 @@ CASES = {
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
-# For layer_experts.make. Surest first; a way that is slow comes last.
+# For experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "mosaic", "ragged_dot")
-# As XLA may do it, the last takes 341 ms a matmul on H200s in cases that are large.
+# As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
 _OF_LARGE = MATMULS[:2]
-WORKER = "layer_worker.py"
+WORKER = "benchmarks.layers.worker"
 TINY = (
     *("--cases", *SMALL, "--layers", "collective", "dense", "ragged"),
     *("--transport", "collective", "--take", MATMULS[0], "--tokens", "8"),
@@ -65,7 +63,7 @@ TINY = (
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
@@ -80,25 +78,20 @@ def parse(arguments):
         "--transport",
         choices=report.OURS,
         default=report.OURS[0],
-        help="whose layer is timed with jax_ep.stats and with the default experts too",
+        help="whose layer is also timed with jax_ep.stats and with the default experts",
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="a rank")
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--milliseconds", type=float, default=200, help="of a repeat")
     parser.add_argument("--seed", type=int, help="of tokens and parameters")
-    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
-    parser.add_argument(
-        "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
-    )
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    p2p.add_place(parser)
-    return p2p.parsed(parser, arguments, TINY)
+    common.add_times(parser, repeats=5, milliseconds=200, budget=540)
+    common.add_merge(parser)
+    common.add_place(parser)
+    return common.parsed(parser, arguments, TINY)
 
 
 def workers(args, cases):
     """(what it measures, XLA flags, its share of the time, its specification)."""
-    common = {
+    shared = {
         "cases": cases,
         "seed": args.seed,
         "repeats": args.repeats,
@@ -108,24 +101,24 @@ def workers(args, cases):
         "take": args.take,
         "dense": False,
         "ragged": (),
-        **p2p.place(args),
+        **common.place(args),
     }
     transports = [name for name in args.layers if name in report.OURS]
     ours = [(name, each) for name in transports for each in args.formats]
     with_dense, with_ragged = ("dense" in args.layers, "ragged" in args.layers)
     if args.tiny:
         # In this process flags change nothing.
-        ragged = [each for _, measured in p2p.RAGGED for each in measured]
+        ragged = [each for _, measured in RAGGED for each in measured]
         found = {"ours": ours, "dense": with_dense, "ragged": ragged * with_ragged}
-        yield "all layers", "", 1.0, {**common, **found}
+        yield "all layers", "", 1.0, {**shared, **found}
         return
     if ours or with_dense:
         share = 0.5 if with_ragged else 1.0
-        yield "jax_ep", "", share, {**common, "ours": ours, "dense": with_dense}
+        yield "jax_ep", "", share, {**shared, "ours": ours, "dense": with_dense}
     if with_ragged:
-        for index, (flags, measured) in enumerate(p2p.RAGGED):
+        for index, (flags, measured) in enumerate(RAGGED):
             name = f"ragged_all_to_all with {flags or 'the default flags'}"
-            yield name, flags, 0.8 + 0.2 * index, {**common, "ragged": measured}
+            yield name, flags, 0.8 + 0.2 * index, {**shared, "ragged": measured}
 
 
 def chosen_matmuls(results, offered):
@@ -143,82 +136,44 @@ def offered_matmuls(args, case):
     return list(args.matmul or (_OF_LARGE if case.startswith("large") else MATMULS))
 
 
-OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
-
-
 def merged(before, after):
     """One record of two runs on the same devices: of each case the last one's rows."""
+    same = functools.partial(merging.require_same, "layer.py")
     for name in ("device", "count", "jax", "tokens", "top_k"):
-        _require_same(name, before[name], after[name])
-    transports = map(report.main_transport, (before, after))
-    _require_same("transport", *transports)
+        same(name, before[name], after[name])
+    same("transport", *map(report.main_transport, (before, after)))
     for case in before["cases"].keys() & after["cases"].keys():
-        _require_same(f"sizes of {case}", before["cases"][case], after["cases"][case])
+        same(f"sizes of {case}", before["cases"][case], after["cases"][case])
     measured = set(after["cases"]) - set(report.untimed(after))
     rows = [row for row in before["results"] if row["case"] not in measured]
     rows += [row for row in after["results"] if row["case"] in measured]
     cases = before["cases"] | after["cases"]
-    runs = [*_runs(before), *_runs(after)]
-    problems = before["problems"] + after["problems"]
-    joined = {"cases": cases, "results": rows, "runs": runs, "problems": problems}
-    return {**after, **joined}
-
-
-def _require_same(name, before, after):
-    if before != after:
-        raise SystemExit(
-            f"layer.py: records to merge must have the same {name}, got {before!r} and "
-            f"{after!r}; leave one of them out"
-        )
-
-
-def _runs(record):
-    return record.get("runs", [{name: record[name] for name in OF_A_RUN}])
+    return merging.joined(before, after, cases=cases, results=rows)
 
 
 def main(arguments=None):
     args = parse(arguments)
-    start = time.time()
     earlier = [json.loads(path.read_text()) for path in args.merge]
-    print(f"seed {args.seed}")
     cases = {
         name: {**(CASES | SMALL)[name], "tokens": args.tokens, "top_k": args.top_k}
         for name in args.cases
     }
-    record = {
-        "kind": "layer",
-        "device": "unknown",
-        "count": 0,
-        "driver": gpu_limits.driver(),
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "seed": args.seed,
-        "command": p2p.command("layer.py", arguments or sys.argv[1:]),
-        "cases": cases,
-        "tokens": args.tokens,
-        "top_k": args.top_k,
-        "transport": args.transport,
-        "flags": {},
-        "results": [],
-        "problems": [],
-    }
+    facts = {"cases": cases, "tokens": args.tokens, "top_k": args.top_k}
+    facts |= {"transport": args.transport, "flags": {}}
+    run = recording.run("layer", "layers.layer", args, arguments, **facts)
+    record = run.record
     offered = {case: offered_matmuls(args, case) for case in cases}
     for name, flags, share, spec in workers(args, cases):
-        print(f"{name}, {time.time() - start:.0f} s", flush=True)
         spec["matmul"] = chosen_matmuls(record["results"], offered)
-        spec["deadline"] = start + share * args.budget
         record["flags"][name] = flags
-        rows, problem = p2p.run_worker(flags, spec, WORKER)
-        p2p.take(record, rows)
-        if problem:
+        if problem := run.work(name, flags, spec, share, WORKER):
             record["problems"].append(f"{name}: {problem}")
-    record["seconds"] = round(time.time() - start, 1)
-    name = recording.short_device(record["device"])
+    name = recording.of("layer", record)
     try:
         record = functools.reduce(merged, [*earlier, record])
     finally:
         # Also where it cannot be joined.
-        recording.write(f"layer-{name}x{record['count']}", record, args.results)
+        recording.write(name, record, args.results)
     report.print_table(record)
     return 1 if report.failures(record) or report.untimed(record) else 0
 

@@ -1,12 +1,18 @@
 """What layer.py prints, and the rows of the tables of README.md and docs/layers.md."""
 
+import functools
+
+from benchmarks.common import reports
+from jax_ep._cli.bench.process import NO_TIME
+from jax_ep._cli.bench.report import number
+
 PASSES = {"forward": "forward", "both": "forward + backward"}
 OURS = ("p2p", "collective")
-NO_TIME = "no time left"
+_number = functools.partial(number, digits=2)
 
 
 def default_experts(transport="p2p"):
-    """The row of jax_ep's layer with the experts that a user has who chooses none."""
+    """The row of jax_ep's layer with the experts of a user who chooses none."""
     return f"{transport}, default experts"
 
 
@@ -20,10 +26,6 @@ def main_transport(record):
     return record.get("transport", OURS[0])
 
 
-def number(value, digits=2):
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def name(row):
     """Which layer a row is of."""
     parts = [row["layer"], row.get("format"), row.get("flags"), row.get("matmul")]
@@ -34,7 +36,7 @@ def line(row):
     """A row in one line, as progress."""
     head = f"{row['case']:<10} {name(row):<44}"
     if "error" in row:
-        return f"{head} {row['error'].splitlines()[0][:150]}"
+        return f"{head} {reports.error_line(row)}"
     worst = max(row["errors"].values())
     tail = f"largest error {worst:.4f}"
     if row["wrong"]:
@@ -50,7 +52,7 @@ def line(row):
 
 
 def failures(record):
-    """What makes a record unfit: wrong results, or jax_ep's own that are missing.
+    """What makes a record unfit: wrong results, or results of jax_ep that are missing.
 
     What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out, and
     so are the cases of `untimed`.
@@ -66,7 +68,7 @@ def failures(record):
 
 
 def untimed(record):
-    """The cases that the time did not last to: no layer of theirs was timed."""
+    """The cases for which no time was left: no layer of theirs was timed."""
     rows = [row for row in record["results"] if row["layer"] != "experts"]
     begun = {row["case"] for row in rows if not row.get("error", "").endswith(NO_TIME)}
     return [case for case in record["cases"] if case not in begun]
@@ -78,19 +80,16 @@ def sizes(record, case):
     return f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
 
 
-def _right(rows, **wanted):
-    return [
+def best(rows, **wanted):
+    """The fastest right row whose entries are `wanted`, or None."""
+    found = [
         row
         for row in rows
         if "ms" in row
         and not row["wrong"]
         and all(row.get(key) == value for key, value in wanted.items())
     ]
-
-
-def best(rows, **wanted):
-    """The fastest right row whose entries are `wanted`, or None."""
-    return min(_right(rows, **wanted), key=lambda row: row["ms"], default=None)
+    return min(found, key=lambda row: row["ms"], default=None)
 
 
 def summary(record):
@@ -120,7 +119,7 @@ def summary(record):
     return [each for each in found if any(each[key] for key in _LAYERS)]
 
 
-PER_RANK = "decomposer"  # p2p.RAGGED: one update a rank, with XLA's better flags
+PER_RANK = "decomposer"  # measure.RAGGED: one update per rank, XLA's better flags
 # What p2p's speed-up is said over.
 BASELINES = {
     "dense": "over dense",
@@ -170,9 +169,9 @@ def cells(record):
         yield (
             sizes(record, each["case"]),
             PASSES[each["pass"]],
-            number(sparse[0]["experts_ms"] if sparse else None),
+            _number(sparse[0]["experts_ms"] if sparse else None),
             *(_time(each[key]) for key in _LAYERS),
-            *(number(each["speed_ups"][key]) for key in BASELINES),
+            *(_number(each["speed_ups"][key]) for key in BASELINES),
         )
 
 
@@ -183,7 +182,7 @@ def matmuls(record):
         key = (row["case"], row.get("pass"), row.get("matmul"))
         if row["layer"] == "experts" and key not in shown:
             shown.add(key)
-            ms = number(row.get("ms")) if not row.get("wrong") else "wrong"
+            ms = _number(row.get("ms")) if not row.get("wrong") else "wrong"
             yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
 
 
@@ -197,13 +196,13 @@ def stats_cost(record):
             both = best(record["results"], layer=counted(main), **at)
             if ours and both:
                 change = f"{100 * (both['ms'] / ours['ms'] - 1):+.1f}%"
-                yield case, each, number(ours["ms"]), number(both["ms"]), change
+                yield case, each, _number(ours["ms"]), _number(both["ms"]), change
 
 
 def print_table(record):
     print(
-        f"\n{record['count']} x {record['device']}, {record['tokens']} tokens a rank, "
-        f"top-{record['top_k']}, bfloat16; ms a step (share of it that is not experts)"
+        f"\n{record['count']} x {record['device']}, {record['tokens']} tokens per rank,"
+        f" top-{record['top_k']}, bfloat16; ms per step (share that is not experts)"
     )
     lines = [COLUMNS, *cells(record)]
     widths = [max(len(str(row[i])) for row in lines) for i in range(len(COLUMNS))]

@@ -2,14 +2,12 @@
 
     python -m benchmarks.layers.worker SPECIFICATION OUTPUT
 
-As p2p_worker.py: XLA reads its flags once. A line of JSON goes to OUTPUT for the
-devices and for each row once it is measured.
+A line of JSON goes to OUTPUT for the devices, and for each row as soon as it is
+measured.
 """
 
-import concurrent.futures
 import functools
 import gc
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,8 @@ import jax_ep
 from benchmarks.layers import cases, kinds, report
 from benchmarks.layers import experts as layer_experts
 from jax_ep._cli.bench import checks, process
-from jax_ep._cli.bench.loops import COMPILER_THREADS
+from jax_ep._cli.bench.loops import compile_all, raised
+from jax_ep._cli.bench.transports import normal
 
 # Of the fastest forward pass; slower ways of multiplying are tried no further.
 _HOPELESS = 3
@@ -27,27 +26,7 @@ _REFERENCE = ("collective", "bf16")
 
 
 def _error(error):
-    return {"error": f"{type(error).__name__}: {error}"[:500]}
-
-
-def compile_all(finishers):
-    """By key, what was compiled, all at the same time, or the exception."""
-
-    def finish(function):
-        try:
-            return function()
-        except Exception as error:  # of one layer of many
-            return error
-
-    with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS) as pool:
-        return dict(zip(finishers, pool.map(finish, finishers.values()), strict=True))
-
-
-def raised(program):
-    """`program`, unless it is an exception."""
-    if isinstance(program, Exception):
-        raise program
-    return program
+    return {"error": process.error_text(error)}
 
 
 class Worker:
@@ -62,7 +41,7 @@ class Worker:
         self.emit({**facts, **entries})
 
     def late(self):
-        return time.time() > self.spec["deadline"]
+        return process.late(self.spec)
 
     def time(self, program):
         how = (self.spec["milliseconds"], self.spec["repeats"])
@@ -71,15 +50,15 @@ class Worker:
     def choose_matmul(self):
         """Times every way of multiplying; the name of the fastest right one, or None.
 
-        Forward first; only what is not hopeless then with its gradients. The way that
-        the specification takes is neither hopeless nor slow.
+        Forward passes come first; only what is not hopeless is then timed with its
+        gradients. The way that the specification takes never counts as hopeless.
         """
         take = self.spec["take"]
         case = self.case
         shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
         counts = cases.group_sizes(case)
         keep_real = checks.mapped(case.mesh, _zeros_past_the_end)
-        rows = cases.sharded_normal(case.mesh, jax.random.key(3), shape)
+        rows = normal(case.mesh, jax.random.key(3), shape)
         rows = keep_real(rows, counts)
         finishers, forward = {}, {}
         for matmul in self.spec["matmul"][self.name]:
@@ -182,7 +161,7 @@ class Worker:
         case, sizes = self.case, self.case.sizes
         slots = case.mesh.size * kinds.slots(sizes)
         shape = (sizes["experts"], slots, sizes["hidden"])
-        rows = cases.sharded_normal(case.mesh, jax.random.key(3), shape)
+        rows = normal(case.mesh, jax.random.key(3), shape)
         layer = kinds.alone_batched(sizes)
         programs = compile_all(cases.compiling(case, layer, rows))
         return {name: self.time(each)["ms"] for name, each in programs.items()}
@@ -190,7 +169,7 @@ class Worker:
     def measure(self, facts, programs, reference, matmul):
         """The rows of one layer; what its "both" returned."""
         if self.late():
-            raise RuntimeError(report.NO_TIME)
+            raise RuntimeError(process.NO_TIME)
         result = raised(programs["both"])(self.case.tokens[0])
         if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
             raise RuntimeError("there is nothing to compare it with")
@@ -223,7 +202,7 @@ class Worker:
         layers, finishers, handles = [], {}, []
         for facts, make in self.layers(experts, matmul):
             if self.late():
-                self.row(**{"matmul": matmul, **facts}, error=report.NO_TIME)
+                self.row(**{"matmul": matmul, **facts}, error=process.NO_TIME)
                 continue
             try:
                 layer, ep, *operands = make()
@@ -282,8 +261,8 @@ def main(arguments=None):
     mesh = process.ep_mesh(spec["devices"])
     with process.reporting(output, report.line, mesh) as emit:
         for name, sizes in spec["cases"].items():
-            if time.time() > spec["deadline"]:
-                emit({"case": name, "layer": "all", "error": report.NO_TIME})
+            if process.late(spec):
+                emit({"case": name, "layer": "all", "error": process.NO_TIME})
                 continue
             case = cases.make_case(mesh, sizes, spec["seed"])
             Worker(spec, case, name, emit).run()

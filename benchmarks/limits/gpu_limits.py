@@ -2,106 +2,38 @@
 
     python -m benchmarks.limits.gpu_limits [--seconds 20]
 
-Builds benchmarks/limits/gpu_limits.cu for this GPU and runs it on all GPUs present, up to 8;
-with one, what needs peers is left out and the litmus test runs within the GPU.
-`--seconds` is the length of the litmus test, the rest takes about 20 s more.
-GB/s count the bytes that a pattern reads and writes on one GPU; for peer writes what
-each GPU sends, all of them at once. A time of `publish` and `cells` is one lockstep
-round of all GPUs: until every GPU has everything from every other. Medians of five.
+Builds gpu_limits.cu for this GPU and runs it on all GPUs present, up to 8. With one
+GPU, what needs peers is left out and the litmus test runs within the GPU. `--seconds`
+is the length of the litmus test; the rest takes about 20 s more.
+GB/s count the bytes that a pattern reads and writes on one GPU; for peer writes they
+count what each GPU sends, with all of them sending at once. A time of `publish` and
+`cells` is one lockstep round of all GPUs: until every GPU has everything from every
+other. Medians of five.
 Fails if the litmus test of the recipe, or a cell, ever showed wrong data; mutants of
 the recipe only report what they showed.
 Writes benchmarks/results/limits-<gpu>x<n>-<date>.json and prints a table.
 """
 
-import argparse
-import json
-import os
 import pathlib
-import shutil
-import subprocess
 import sys
-import tempfile
 
-from benchmarks.common import recording
+from benchmarks.common import arguments as common
+from benchmarks.common import programs
+from jax_ep._cli.bench import cuda, record
 
-# In the repository, or where jax_ep is installed.
-HERE = pathlib.Path(__file__).resolve().parent
-INCLUDE = next(
-    (f for f in (HERE / "xla_ffi", HERE.parent / "xla_ffi") if f.exists()), HERE
-)
+SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 
 
-def find_nvcc():
-    home = os.environ.get("CUDA_HOME")
-    candidates = [pathlib.Path(home, "bin", "nvcc")] if home else []
-    candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
-    for candidate in candidates:
-        if candidate and os.access(candidate, os.X_OK):
-            return str(candidate)
-    return sys.exit(f"{sys.argv[0]}: no nvcc in CUDA_HOME or PATH")
+def find_peak():
+    """What each GPU can write to the others, all at once, and the report it is from.
 
-
-def build(nvcc, source="gpu_limits.cu", *flags):
-    """Compiles a program of this folder; returns its path and nvcc's version."""
-    made = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / source.removesuffix(".cu")
-    warnings = ["-Xcompiler=-Wall,-Wextra", "--Werror=all-warnings"]
-    flags = ["-O3", "-std=c++20", "-arch=sm_90", *warnings, "-I", str(INCLUDE), *flags]
-    done = subprocess.run(
-        [nvcc, *flags, "-o", str(made), str(HERE / source)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        sys.exit(f"benchmarks/{source}: the build failed\n{done.stdout}")
-    version = subprocess.run(
-        [nvcc, "--version"], capture_output=True, text=True, check=True
-    )
-    return made, version.stdout.strip().splitlines()[-1]
-
-
-def driver():
-    try:
-        query = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:
-        return "unknown"
-    return query.stdout.strip().splitlines()[0] if query.returncode == 0 else "unknown"
-
-
-def run(program, arguments, limit):
-    """Returns the program's report; what it had measured is shown if it fails."""
-    # What it measures is bounded by itself; a hung GPU is not.
-    try:
-        done = subprocess.run(
-            [str(program), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        sys.exit(f"{program.name}: no answer in {limit:.0f} s")
-    if done.returncode != 0:
-        sys.exit(f"{done.stdout}\n{program.name}: failed, see above")
-    return json.loads(done.stdout)
-
-
-def peer_write_peak():
-    """What each GPU can write to the others, all at once: GB/s, None for one GPU.
-
-    The best of copy kernels on 64 and 132 SMs; with the report it is from.
+    In GB/s: the best of the copy kernels on 64 and on 132 SMs, as in all records of
+    calls; None for a single GPU. Without GPUs the report is empty.
     """
-    program, _ = build(find_nvcc())
-    report = run(program, ["--peak"], 60)
-    rows = report.get("peer_write", [])
-    copies = [row["gb_s"] for row in rows if row["pattern"].endswith("copy")]
-    return max(copies, default=None), report
+    if record.driver() == "unknown":
+        return None, {}
+    report = cuda.run(programs.build(SOURCE)[0], ["--peak"], 60)
+    return cuda.copy_peak(report), report
 
 
 def print_bandwidths(title, rows):
@@ -186,29 +118,20 @@ def print_table(report):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20, help="of the litmus test")
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None):
     args = parse(arguments)
-    program, nvcc = build(find_nvcc())
-    report = run(program, ["--seconds", str(args.seconds)], 120 + 2 * args.seconds)
-    record = {
-        "kind": "limits of the GPUs of one host",
-        "driver": driver(),
-        "nvcc": nvcc,
-        "commit": recording.commit(),
-        "date": recording.date(),
-        **report,
-    }
-    name = recording.short_device(record["device"])
-    recording.write(f"limits-{name}x{record['count']}", record, args.results)
-    print_table(record)
-    if record["litmus"]["bad_reads"] or record.get("wrong_cells"):
-        sys.exit("benchmarks/limits/gpu_limits.py: WRONG DATA, see the litmus lines and cells")
+    words, limit = ["--seconds", str(args.seconds)], 120 + 2 * args.seconds
+    made = programs.measure(
+        "limits of the GPUs of one host", "limits", SOURCE, words, limit, args.results
+    )
+    print_table(made)
+    if made["litmus"]["bad_reads"] or made.get("wrong_cells"):
+        sys.exit("gpu_limits.py: WRONG DATA, see the litmus lines and cells")
 
 
 if __name__ == "__main__":

@@ -2,22 +2,23 @@
 
     python -m benchmarks.limits.launch_waits
 
-Builds benchmarks/limits/launch_waits.cu for this GPU and runs it. A kernel waits on GPU 0 as
-one of p2p waits for a peer. Meanwhile a thread loads a module, frees memory and so on,
-and others launch small kernels, on GPU 0 and, where there are two, on GPU 1, with peer
-access as JAX enables it. The kernel is let go after `hold_ms` of the record: what took
-that long waited for it. Of two GPUs also: what waits for a thread that loads a module
-on GPU 0, and what waits on GPU 0 for a kernel of GPU 1, for which one of its streams
-waits. Takes about 15 s, on two GPUs 40 s.
+Builds launch_waits.cu for this GPU and runs it. A kernel waits on GPU 0 as one of p2p
+waits for a peer. Meanwhile a thread loads a module, frees memory and so on, and others
+launch small kernels, on GPU 0 and, where there are two, on GPU 1, with peer access as
+JAX enables it. The kernel is let go after `hold_ms` of the record: what took that long
+waited for it. With two GPUs the record also says what waits for a thread that loads a
+module on GPU 0, and what waits on GPU 0 for a kernel of GPU 1, for which one of its
+streams waits. Takes about 15 s, on two GPUs 40 s.
 Writes benchmarks/results/waits-<gpu>x<n>-<date>.json and prints a table.
 """
 
-import argparse
 import itertools
 import pathlib
 
-from benchmarks.common import recording
-from benchmarks.limits import gpu_limits
+from benchmarks.common import arguments as common
+from benchmarks.common import programs
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 
 
 def cells(record):
@@ -69,27 +70,21 @@ def header(record):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
-    return parser.parse_args(arguments)
+    return common.parser(__doc__).parse_args(arguments)
 
 
 def main(arguments=None):
     args = parse(arguments)
-    nvcc = gpu_limits.find_nvcc()
-    program, version = gpu_limits.build(nvcc, "launch_waits.cu")
-    cubin, _ = gpu_limits.build(nvcc, "launch_waits.cu", "-cubin")
-    report = gpu_limits.run(program, [str(cubin)], 120)
-    record = {
-        "kind": "what waits for a running kernel",
-        "driver": gpu_limits.driver(),
-        "nvcc": version,
-        "commit": recording.commit(),
-        "date": recording.date(),
-        **report,
-    }
-    name = recording.short_device(record["device"])
-    recording.write(f"waits-{name}x{record['count']}", record, args.results)
+    # The module that it loads meanwhile.
+    cubin, _ = programs.build(SOURCE, "-cubin")
+    record = programs.measure(
+        "what waits for a running kernel",
+        "waits",
+        SOURCE,
+        [str(cubin)],
+        120,
+        args.results,
+    )
     for head, rows in [(header(record), cells(record)), *other_tables(record)]:
         for row in [head, *rows]:
             print(" | ".join(row))

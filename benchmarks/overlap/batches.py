@@ -1,23 +1,20 @@
-"""Two micro-batches, one's exchange under the other's experts. For overlap.py."""
+"""Two micro-batches, with one's exchange under the other's experts."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import jax_ep
-from benchmarks.layers import cases
 from benchmarks.layers import experts as layer_experts
 from benchmarks.overlap import report
-from jax_ep._cli.bench import checks, loops
+from jax_ep._cli.bench import checks, loops, transports
 
 NAME = report.TWO_BATCHES
 _UNROLLED = 2
 _EXPECTED_US = 12_000
-# Of the largest element: matmuls of other programs may round in another order.
+# Of the largest element: matmuls in another program may round in another order.
 _TOLERANCE = 0.03
 
 
@@ -67,7 +64,7 @@ class Batches:
         # A matmul of all rows by one matrix stands for the experts elsewhere.
         each = 1 if self.way == "matmul" else self.eps[0].local_experts
         count = self.case.mesh.size * each
-        make = functools.partial(cases.sharded_normal, self.case.mesh)
+        make = functools.partial(transports.normal, self.case.mesh)
         self.params = (
             make(jax.random.key(8), (count, hidden, inner), scale=hidden**-0.5),
             make(jax.random.key(9), (count, inner, hidden), scale=inner**-0.5),
@@ -103,7 +100,7 @@ class Batches:
         sums = once(case.tokens, tuple(case.ids[:2]), case.weights, self.params)
         if self.wanted is None:
             self.wanted = sums
-        error = max(map(_largest_error, sums, self.wanted))
+        error = max(map(checks.largest_error, sums, self.wanted))
         ids = [tuple(pair) for pair in zip(case.ids[::2], case.ids[1::2], strict=True)]
         operation = loops.Operation(
             step=lambda weights, ids, shared: list(
@@ -112,32 +109,19 @@ class Batches:
             draws=[(case.weights, pair) for pair in ids],
             shared=(case.tokens, self.params),
         )
-        each_us = _UNROLLED * _EXPECTED_US
-        iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
-        program = loops.compiling(
-            case.mesh, operation, _UNROLLED, iterations, tie="data"
-        )()
-        timing, checksum = loops.measure(program, self.spec["repeats"])
+        sizes = loops.sizes(
+            self.spec | {"unrolled": _UNROLLED}, _UNROLLED, _EXPECTED_US
+        )
+        program = loops.compiling(case.mesh, operation, *sizes, tie="data")()
+        timing, different = loops.measure(program, self.spec["repeats"])
         for ep in self.eps:
             ep.check()
-        different = {}
         if error > _TOLERANCE:
             different["y"] = error
-        if checksum is None:
-            different["checksum of the timed calls"] = 1
         facts = {"experts": self.way, "largest_error": error}
-        return {**timing, "facts": facts, "differences": different} | {
-            "wrong": bool(different)
+        return {
+            **timing,
+            "facts": facts,
+            "differences": different,
+            "wrong": bool(different),
         }
-
-
-@jax.jit
-def _error_of(got, wanted):
-    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
-    error = jnp.max(jnp.abs(got - wanted)) / jnp.max(jnp.abs(wanted))
-    # A NaN must not pass for a small error.
-    return jnp.where(jnp.isnan(error), jnp.inf, error)
-
-
-def _largest_error(got, wanted):
-    return float(np.asarray(_error_of(got, wanted)))

@@ -1,6 +1,6 @@
-"""What overlap_worker.py runs beside an exchange, and how the two stand in a program.
+"""What runs beside an exchange, and how the two are arranged in a program.
 
-Everything here is of one rank's arrays, but for operands, which are global.
+Functions here take one rank's arrays; operands are global ones.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from benchmarks.layers import cases, experts
+from benchmarks.layers import experts
 from benchmarks.overlap import report
-from jax_ep._cli.bench import checks, loops
+from jax_ep._cli.bench import checks, loops, transports
 from jax_ep._transport import p2p
 
-# A matmul "fitted" to the exchange takes so much longer that all of it could hide.
+# A matmul "fitted" to the exchange is so much longer that the exchange could hide.
 _LONGER = 1.2
 _HEAD = 128  # elements of an attention head
 _NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
@@ -45,7 +45,7 @@ class Beside:
 
 
 def _normal(mesh, seed, shape):
-    return cases.sharded_normal(mesh, jax.random.key(seed), shape)
+    return transports.normal(mesh, jax.random.key(seed), shape)
 
 
 def matmul(mesh, size, rows=None, name="matmul"):
@@ -57,7 +57,7 @@ def matmul(mesh, size, rows=None, name="matmul"):
 
 
 def fitted_matmul(mesh, size, us, exchange_us):
-    """As `matmul`, which takes `us`, with the rows that are as long as the exchange."""
+    """As `matmul`, which takes `us`, with rows for as long as the exchange takes."""
     rows = int(np.ceil(size * _LONGER * exchange_us / us / 128)) * 128
     return matmul(mesh, size, rows, "matmul_fitted")
 
@@ -78,7 +78,7 @@ def grouped(mesh, case, group_sizes, inner, way):
 
 
 def attention(mesh, case):
-    """Causal, of one sequence of a rank's tokens, with heads of 128."""
+    """Causal, on one sequence of a rank's tokens, with heads of 128."""
     tokens = case.config.max_tokens_per_rank
     heads = max(1, case.config.hidden_size // _HEAD)
     shape = (mesh.size, tokens, heads, _HEAD)
@@ -116,8 +116,8 @@ def once_us(mesh, beside):
     return (time.perf_counter() - start) * 1e6
 
 
-# Of each operation: whole, begin, end and the order of its operands (first, rest,
-# shared), the first of which ties calls, as `Transport.operation` has them.
+# By operation: whole, begin, end, and a function that puts the (first, rest, shared) of
+# `Transport.operation` in the order of the call's operands.
 def _exchange(ep, op):
     if op == "dispatch":
         return (
@@ -164,16 +164,16 @@ def operation(transport, op, arrangement, beside):
     run = together(transport.ep, op, arrangement, beside)
 
     def step(first, rest, shared):
-        # Tied to the call, or XLA would do what is beside the first one once for all.
+        # Tied to the call, or XLA would do the work beside the calls only once.
         first, others = lax.optimization_barrier((first, shared["beside"]))
         result, other = run(order(first, rest, shared["exchange"]), others)
         outputs = []
         if result is not None:
             outputs.append(result.row_offsets if op == "dispatch" else result)
         if other is not None:
-            # The barrier keeps all of it from being cut down to the element that is
-            # looked at. Without an exchange nothing else uses `first`, and a barrier
-            # that lost it would tie nothing.
+            # The barrier keeps XLA from computing only the element that is looked at.
+            # Without an exchange nothing else uses `first`, and a barrier that lost it
+            # would tie nothing.
             for array in (lax.optimization_barrier(other), first):
                 last = loops.last_element(array)
                 # Zero, which XLA cannot know.

@@ -4,54 +4,51 @@
     python -m benchmarks.overlap.overlap --beside matmul --arrangements stream_halves
 
 On all GPUs of this process: dispatch and combine of T tokens alone, other work alone,
-and both in one program, calls that do not depend on each other. The other work:
+and both in one program, in calls that do not depend on each other. The other work:
 
-* "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": of as many rows as take 1.2
-  times as long as the exchange;
+* "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": with so many rows that it
+  takes 1.2 times as long as the exchange;
 * "mosaic" and, where asked for, "ragged_dot": the first grouped matmul of the experts,
   of rows as dispatch groups them, by JAX's own kernel for Hopper and, with fewer
-  columns, by `jax.lax.ragged_dot`, which XLA may do as a dense matmul an expert;
+  columns, by `jax.lax.ragged_dot`, which XLA may do as one dense matmul per expert;
 * "attention": causal, of one sequence of T tokens;
 * "elementwise": reads and writes 1 GB.
 
-"two_batches" is no such work: two micro-batches through dispatch, experts and combine,
-one after the other, and each one's exchange under the other's experts.
+"two_batches" is no such work: two micro-batches go through dispatch, experts and
+combine, one after the other, and with each one's exchange under the other's experts.
 
 The arrangements: "whole" calls and "halves" with the work between them, both on the
 one stream that XLA has by default; "stream_halves": halves of a handle with
 `overlap="stream"`, the first on XLA's stream of collectives, with several `num_sms`,
-with XLA's default flags and with its latency-hiding scheduler;
-"copy_halves": halves of a handle with `overlap="copy"`, that scheduler and XLA's copies
-by copy engines; of these packing, copies and placing are timed alone too.
+with XLA's default flags and with its latency-hiding scheduler; "copy_halves": halves of
+a handle with `overlap="copy"`, with that scheduler and with XLA's copies by copy
+engines; for these, packing, copies and placing are also timed alone.
 
-A time is that of a program of many calls tied by data (p2p_programs.py), median of the
-repeats. Exposed is the time of both less that of the work alone; hidden is the share of
-the whole call's own time that is not exposed. Results are compared with the collective
-transport's bit for bit; wrong ones are marked, and the command then exits 1. With
---trace a call of each arrangement is profiled: when each stream began and ended what,
-and how many copies went between GPUs.
+A time is that of a program of many calls tied by data (jax_ep/_cli/bench/loops.py),
+median of the repeats. Exposed is the time of both less that of the work alone; hidden
+is the share of the whole call's own time that is not exposed. Results are compared with
+the collective transport's bit for bit; wrong ones are marked, and the command then
+exits 1. With --trace one call of each arrangement is profiled: when each stream began
+and ended what, and how many copies went between GPUs.
 
 Then the time of a call of few tokens with XLA's CUDA graphs and without, each in a
 process of its own.
 
-Writes benchmarks/results/overlap-<gpu>x<n>-<date>.json and prints tables last. Rows of
-the records that --merge names join it, those measured again replaced, so that several
-runs make one: `--beside --graph-tokens --merge A.json B.json` only joins.
+Writes benchmarks/results/overlap-<gpu>x<n>-<date>.json and prints tables last. --merge
+adds the rows of earlier records that this run did not measure, so that several runs
+make one record: `--beside --graph-tokens --merge A.json B.json` only joins.
 """
 
-import argparse
 import functools
 import json
-import pathlib
 import sys
-import time
 
-from benchmarks.calls import p2p
-from benchmarks.common import recording
-from benchmarks.limits import gpu_limits
+from benchmarks.common import arguments as common
+from benchmarks.common import merging, recording
 from benchmarks.overlap import report
+from jax_ep._cli.bench.measure import GRAPHS as GRAPHS_ON
 
-# The last where asked for: it may take all of the time there is.
+# The last only where asked for: it may take all of the time there is.
 BESIDE = (
     *("matmul", "matmul_fitted", "mosaic", "elementwise", "attention"),
     *("two_batches", "ragged_dot"),
@@ -60,14 +57,14 @@ ARRANGEMENTS = tuple(report.COLUMNS)
 COPIES = "--xla_gpu_use_memcpy_local_p2p=true"
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
 # Whether calls are captured, and the flags for it.
-GRAPHS = {True: p2p.GRAPHS, False: "--xla_gpu_enable_command_buffer="}
-WORKER = "overlap_worker.py"
+GRAPHS = {True: GRAPHS_ON, False: "--xla_gpu_enable_command_buffer="}
+WORKER = "benchmarks.overlap.worker"
+GRAPHS_WORKER = "jax_ep._cli.bench.worker"
 TINY = (
     *("--transport", "collective", "--tokens", "8", "--inner", "128"),
     *("--ragged-inner", "64", "--matmul", "64", "--megabytes", "1"),
-    *("--beside", *BESIDE, "--num-sms", "8", "--graph-tokens", "1", *p2p.TINY_CALLS),
+    *("--beside", *BESIDE, "--num-sms", "8", "--graph-tokens", "1", *common.TINY_CALLS),
 )
-OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
 OF_A_CASE = (
     *("device", "count", "jax", "transport", "tokens", "hidden", "top_k", "experts"),
 )
@@ -75,10 +72,10 @@ _GRAPHS_SHARE = 0.25  # of the time
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="a rank")
-    p2p.add_common(parser, repeats=5, milliseconds=60, budget=540)
-    p2p.add_place(parser)
+    parser = common.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
+    common.add_calls(parser, repeats=5, milliseconds=60, budget=540)
+    common.add_place(parser)
     parser.add_argument("--inner", type=int, default=2048, help="of the experts")
     parser.add_argument("--ragged-inner", type=int, default=128, help="of ragged_dot")
     parser.add_argument("--matmul", type=int, default=8192, help="its size")
@@ -94,26 +91,16 @@ def parse(arguments):
     parser.add_argument(
         "--graph-tokens", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32]
     )
-    parser.add_argument("--trace", action="store_true", help="profile a call each")
-    parser.add_argument(
-        "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
-    )
-    return p2p.parsed(parser, arguments, TINY)
+    parser.add_argument("--trace", action="store_true", help="profile a call of each")
+    common.add_merge(parser)
+    return common.parsed(parser, arguments, TINY)
 
 
 def overlap_workers(args):
     """(XLA flags, specification), the surest first."""
-    spec = p2p.plain_spec(args) | {
-        "transport": args.transport,
-        "tokens": args.tokens,
-        "beside": args.beside,
-        "matmul": args.matmul,
-        "inner": args.inner,
-        "ragged_inner": args.ragged_inner,
-        "megabytes": args.megabytes,
-        "trace": args.trace,
-        **p2p.place(args),
-    }
+    names = ("transport", "tokens", "beside", "matmul", "inner", "ragged_inner")
+    names += ("megabytes", "trace")
+    spec = common.specification(args, **{name: getattr(args, name) for name in names})
     if not args.beside:
         return
     ways = [("sm", "")]
@@ -151,84 +138,57 @@ def _joined(before, after):
 def merged(before, after):
     """One record of two runs of the same case on the same devices."""
     for name in OF_A_CASE:
-        if before[name] != after[name]:
-            raise SystemExit(
-                f"overlap.py: records to merge must have the same {name}, got "
-                f"{before[name]!r} and {after[name]!r}; leave one of them out"
-            )
+        merging.require_same("overlap.py", name, before[name], after[name])
     rows = {name: _joined(before[name], after[name]) for name in ("results", "graphs")}
-    lists = {name: [*before[name], *after[name]] for name in ("problems", "runs")}
-    return {**after, **rows, **lists}
+    return merging.joined(before, after, **rows)
 
 
 def graph_spec(args):
-    return p2p.plain_spec(args) | {
-        "transports": [args.transport],
-        "tokens": args.graph_tokens,
-        "routings": ["uniform"],
-        "num_sms": [None],
-        "defaults_at": 0,
-        "ragged": (),
-        **p2p.place(args),
-    }
+    return common.specification(
+        args,
+        transports=[args.transport],
+        tokens=args.graph_tokens,
+        routings=["uniform"],
+        num_sms=[None],
+        defaults_at=0,
+        ragged=(),
+    )
 
 
 def main(arguments=None):
     args = parse(arguments)
-    start = time.time()
-    print(f"seed {args.seed}")
-    record = {
-        "kind": "overlap",
-        "device": "unknown",
-        "count": 0,
-        "driver": gpu_limits.driver(),
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "seed": args.seed,
-        "command": p2p.command("overlap.py", arguments or sys.argv[1:]),
-        "transport": args.transport,
-        "tokens": args.tokens,
-        "hidden": args.hidden,
-        "top_k": args.top_k,
-        "experts": args.experts,
-        "results": [],
-        "graphs": [],
-        "problems": [],
-    }
+    names = ("transport", "tokens", "hidden", "top_k", "experts")
+    facts = {name: getattr(args, name) for name in names} | {"graphs": []}
+    run = recording.run("overlap", "overlap.overlap", args, arguments, **facts)
+    record = run.record
+    earlier = [json.loads(path.read_text()) for path in args.merge]
 
-    def run(flags, spec, script, key, **facts):
-        rows, problem = p2p.run_worker(flags, spec, script)
-        p2p.take(record, rows, key, **facts)
-        if problem:
+    def work(flags, spec, until, module, **facts):
+        if problem := run.work(f"flags {flags!r}", flags, spec, until, module, **facts):
             record["problems"].append({"flags": flags, "problem": problem})
 
     workers = list(overlap_workers(args))
-    earlier = [json.loads(path.read_text()) for path in args.merge]
     share = 1 - _GRAPHS_SHARE if args.graph_tokens else 1
     # By what each has to measure.
     weights = [1 + len(s["arrangements"]) * (1 + len(s["num_sms"])) for _, s in workers]
     for index, (flags, spec) in enumerate(workers):
-        print(f"flags {flags!r}, {time.time() - start:.0f} s", flush=True)
         until = share * sum(weights[: index + 1]) / sum(weights)
-        spec["deadline"] = start + until * args.budget
-        run(flags, spec, WORKER, "results")
+        work(flags, spec, until, WORKER)
     if args.graph_tokens:
         for index, (graphs, flags) in enumerate(GRAPHS.items()):
-            print(f"flags {flags!r}, {time.time() - start:.0f} s", flush=True)
             until = share + _GRAPHS_SHARE * (index + 1) / len(GRAPHS)
-            spec = graph_spec(args) | {"deadline": start + until * args.budget}
-            run(flags, spec, "p2p_worker.py", "graphs", graphs=graphs)
-    record["seconds"] = round(time.time() - start, 1)
+            facts = {"key": "graphs", "graphs": graphs}
+            work(flags, graph_spec(args), until, GRAPHS_WORKER, **facts)
+    record["seconds"] = run.seconds
     empty = record["count"] == 0
     if earlier and empty:
         # Nothing to join: it does not even say on which devices.
         earlier[-1]["problems"] += record["problems"]
     else:
-        record["runs"] = [{name: record[name] for name in OF_A_RUN}]
+        record["runs"] = merging.runs(record)
         earlier.append(record)
     record = functools.reduce(merged, earlier)
-    name = f"overlap-{recording.short_device(record['device'])}x{record['count']}"
-    recording.write(name, record, args.results)
+    recording.write(recording.of("overlap", record), record, args.results)
     report.print_table(record)
     asked = bool(workers or args.graph_tokens)
     return int((asked and empty) or report.unfit(record))

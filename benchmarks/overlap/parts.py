@@ -1,14 +1,13 @@
-"""The three steps of a call in halves of overlap="copy", each alone. For overlap.py.
+"""The three steps of a call in halves with overlap="copy", each alone.
 
-Packing and placing are kernels on the stream of everything else, and stay exposed; the
-copies between them are what can hide.
+Packing and placing are kernels on the stream of everything else and stay exposed; only
+the copies between them can hide.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_ep._cli.bench import checks, loops
@@ -28,7 +27,7 @@ _TARGETS = {
 
 
 def _pack(ep, op, *inputs):
-    """What is sent, and what placing takes besides what arrives."""
+    """What is sent, and what placing needs besides what arrives."""
     if op == "dispatch":
         args = dispatching._checked("dispatch", ep, *inputs, None)
         send, *rest = _COLLECTIVE.dispatch_pack(ep, args, in_halves=False)
@@ -50,7 +49,7 @@ def _place(ep, op, arrived, rest, like):
 
 
 def _word(array):
-    """The first one: of messages the rest may be unspecified."""
+    """The first one, since the rest of a message may be unspecified."""
     return lax.optimization_barrier(array)[0, :1]
 
 
@@ -76,7 +75,7 @@ class Parts:
         ]
 
     def differences(self, other):
-        """What the steps in turn give that another transport does not."""
+        """Where the results of the three steps differ from another transport's."""
         found, case = {}, self.transport.case
         if self.op == "dispatch":
             for a, b in zip(self.results, other.dispatched, strict=True):
@@ -139,7 +138,7 @@ class Parts:
         def counted():
             program = finish()
             count = program.opcodes.get
-            # What async-start begins has its all-to-all in a computation of its own.
+            # The all-to-all of an async-start is in a computation of its own.
             found = count("all-to-all", 0) + count("all-to-all-start", 0)
             found = max(found, count("async-start", 0))
             if part == "copies" and found < unrolled:
@@ -150,16 +149,13 @@ class Parts:
 
     def last(self, part):
         """Each draw's last elements of what `operation` returns."""
+        mesh = self.transport.case.mesh
         if part == "place":
             arrays = [
                 result.row_offsets if self.op == "dispatch" else result
                 for result in self.results
             ]
-            return [self._last_elements(array) for array in arrays]
-        arrays = self.sent if part == "pack" else self.arrived
-        first = checks.mapped(self.transport.case.mesh, _word)
-        return [self._last_elements(first(array)) for array in arrays]
-
-    def _last_elements(self, array):
-        last = loops.last_elements(self.transport.case.mesh)
-        return np.asarray(last(array))
+        else:
+            arrays = self.sent if part == "pack" else self.arrived
+            arrays = map(checks.mapped(mesh, _word), arrays)
+        return [loops.last_elements(mesh)(array) for array in arrays]

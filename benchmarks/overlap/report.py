@@ -1,12 +1,9 @@
-"""What overlap.py says of its rows: a line of each, and the tables at the end.
+"""What overlap.py and docs/generate.py say of its rows: lines and tables."""
 
-Used by docs/generate.py too.
-"""
-
+from benchmarks.common import reports
 from jax_ep._cli.bench.report import number, print_aligned
 
-NO_TIME = "no time left"
-TARGET_US = 30  # that overlap="copy" may leave exposed beside its packing and placing
+TARGET_US = 30  # that overlap="copy" may leave exposed besides packing and placing
 PARTS = ("pack", "copies", "place")
 TWO_BATCHES = "two_batches"
 # `EPConfig.overlap` of each arrangement.
@@ -25,7 +22,7 @@ COLUMNS = {
 
 
 def exposed(us, beside_us, alone_us):
-    """What stays of an exchange that takes `alone_us` where both take `us`."""
+    """What is exposed of an exchange of `alone_us` where both take `us`."""
     rest = None if beside_us is None else us - beside_us
     share = None if rest is None or not alone_us else 1 - rest / alone_us
     return {
@@ -37,7 +34,7 @@ def exposed(us, beside_us, alone_us):
 
 
 def over_parts(row, pack_us, copies_us, place_us):
-    """What a row has exposed over packing and placing, each of which took so long."""
+    """What a row has exposed besides packing and placing, which took so long alone."""
     if None in (row["exposed_us"], pack_us, place_us):
         return {}
     return {
@@ -59,7 +56,7 @@ def line(row):
         f"beside {row['beside'] or 'nothing':<14}"
     )
     if "us" not in row:
-        return f"{head} {row.get('error', 'not measured').splitlines()[0][:150]}"
+        return f"{head} {reports.error_line(row)}"
     tail = ""
     if row.get("hidden") is not None:
         tail = (
@@ -76,18 +73,18 @@ def _rows(record):
 
 def failures(record):
     """What makes a record unfit: wrong results."""
-    return [line(row) for row in _rows(record) if row.get("wrong")]
+    return reports.failures(_rows(record), line)
 
 
 def unfit(record):
     """Whether a run has failed: something is wrong, or nothing was measured."""
-    return bool(failures(record)) or all("us" not in row for row in _rows(record))
+    return reports.unfit(_rows(record))
 
 
 def missing(record):
     """What was not measured; the tables say so in its place."""
-    rows = [line(row) for row in _rows(record) if "us" not in row]
-    return [*rows, *(problem["problem"] for problem in record["problems"])]
+    problems = [problem["problem"] for problem in record["problems"]]
+    return reports.missing(_rows(record), problems, line)
 
 
 def _best(rows):
@@ -96,14 +93,6 @@ def _best(rows):
         row for row in rows if row.get("exposed_us") is not None and not row["wrong"]
     ]
     return min(found, key=lambda row: row["exposed_us"], default=None)
-
-
-def _absent(rows):
-    """Why none of these rows has a time."""
-    if not rows:
-        return ""
-    late = all(row.get("error") == NO_TIME for row in rows)
-    return "no time" if late else "failed"
 
 
 def _noted(row, text):
@@ -116,7 +105,7 @@ def _noted(row, text):
 def _cell(rows):
     row = _best(rows)
     if row is None:
-        return _absent(rows)
+        return reports.absent(rows)
     return _noted(row, f"{row['exposed_us']:.0f} ({100 * row['hidden']:.0f}%)")
 
 
@@ -152,7 +141,7 @@ def cells(record):
     # What could not even be made, or had no time left.
     for name in dict.fromkeys(row["beside"] for row in rows):
         if name not in seen:
-            reason = _absent([row for row in rows if row["beside"] == name])
+            reason = reports.absent([row for row in rows if row["beside"] == name])
             yield ("", name, "", "", *[reason] * len(COLUMNS), "")
 
 
@@ -176,8 +165,8 @@ def parts(record):
 
 
 def _time(rows):
-    times = [row["us"] for row in rows if "us" in row and not row["wrong"]]
-    return number(min(times)) if times else _absent(rows) or "not measured"
+    times = [row["us"] for row in rows if reports.good(row)]
+    return number(min(times)) if times else reports.absent(rows) or "not measured"
 
 
 PARTS_HEADER = ("", "pack us", "copies us", "place us")
@@ -197,8 +186,8 @@ def batches(record):
         name, flags = COLUMNS[row["arrangement"]], row["flags"] or "default"
         base = before.get(row["flags"])
         shown = number(base and base / 1e3, 2)
-        if "us" not in row or row["wrong"]:
-            yield name, f"`{flags}`", _absent([row]), shown, ""
+        if not reports.good(row):
+            yield name, f"`{flags}`", reports.absent([row]), shown, ""
             continue
         ratio = number(base and base / row["us"], 2)
         yield name, f"`{flags}`", number(row["us"] / 1e3, 2), shown, ratio
@@ -273,7 +262,7 @@ def graphs(record):
 
 
 GRAPHS_HEADER = (
-    *("T a rank", "", "without us", "captured us", "ratio"),
+    *("T per rank", "", "without us", "captured us", "ratio"),
     *("launches captured/not, without", "with"),
 )
 
@@ -288,7 +277,4 @@ def print_table(record):
     ):
         if found := list(rows):
             print_aligned(head, found)
-    for each in failures(record):
-        print(f"FAILED: {each}")
-    for each in missing(record):
-        print(f"MISSING: {each}")
+    reports.print_faults(failures(record), missing(record))

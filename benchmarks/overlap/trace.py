@@ -1,6 +1,6 @@
-"""What the profiler saw of one call beside other work. For overlap_worker.py.
+"""What the profiler saw of one call beside other work.
 
-Nothing here may cost a measurement: what cannot be traced is said in its row.
+Nothing here may cost a measurement: a row says what could not be traced.
 """
 
 import collections
@@ -8,6 +8,8 @@ import pathlib
 import tempfile
 
 import jax
+
+from jax_ep._cli.bench import process
 
 _EXCHANGE = ("jax_ep", "nccl")
 
@@ -23,9 +25,9 @@ def _is_exchange(name):
 
 
 def summary(planes):
-    """Of each stream of each GPU, when the exchange and the rest began and ended.
+    """When the exchange and the rest began and ended, for each stream of each GPU.
 
-    Microseconds from the first event of a GPU on; and the copies between GPUs.
+    In microseconds since the first event of a GPU; also counts the copies between GPUs.
     """
     streams, copies = [], 0
     for plane in planes:
@@ -71,13 +73,13 @@ def traced(program, *arguments):
             profile = jax.profiler.ProfileData.from_file(str(path))
             found = summary(list(profile.planes))
     except Exception as error:  # a profiler that is not there, or another format
-        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        found = {"error": process.error_text(error)[:300]}
     if "error" in found:
         print(f"  no trace: {found['error']}", flush=True)
     return found
 
 
 def require_copies(arrangement, trace):
-    """Raises where a call that copy engines should move had no copies."""
+    """Raises where copy engines should have moved rows and no copies were seen."""
     if arrangement == "copy_halves" and trace.get("peer_copies") == 0:
         raise RuntimeError("no copies between GPUs in the trace: others moved the rows")

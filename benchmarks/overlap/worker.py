@@ -2,29 +2,26 @@
 
     python -m benchmarks.overlap.worker SPECIFICATION OUTPUT
 
-As p2p_worker.py: XLA reads its flags once. A line of JSON goes to OUTPUT for the
-devices and for each row once it is measured.
+A line of JSON goes to OUTPUT for the devices, and for each row as soon as it is
+measured.
 """
 
 import dataclasses
 import functools
 import gc
-import math
-import time
 
 import jax
 import numpy as np
 
-from benchmarks.layers.worker import compile_all, raised
 from benchmarks.overlap import batches as overlap_batches
 from benchmarks.overlap import cases, report, trace
 from benchmarks.overlap import parts as overlap_parts
 from jax_ep._cli.bench import checks, loops, process, transports
+from jax_ep._cli.bench.loops import compile_all, raised
 
-# Draws of a program's loop body: the longest programs have matmuls of a millisecond.
+# Calls in a program's loop body: the longest programs have matmuls of a millisecond.
 _UNROLLED = 4
 _EXPECTED_US = 1500
-_OPS = ("dispatch", "combine")
 
 
 class Worker:
@@ -50,12 +47,12 @@ class Worker:
         self.emit({**facts, **entries})
 
     def late(self):
-        return time.time() > self.spec["deadline"]
+        return process.late(self.spec)
 
     def open(self, num_sms):
         """A handle whose calls give what the collective transport gives."""
         transport = transports.Transport(self.case, self.spec["transport"], num_sms)
-        transports.call_all(transport)
+        transport.call_all()
         found = transport.differences(self.other)
         if found:
             raise RuntimeError(f"results differ from the reference's: {found}")
@@ -63,10 +60,7 @@ class Worker:
 
     def sizes(self):
         """Calls in a loop's body, and iterations."""
-        unrolled = self.spec["unrolled"] or _UNROLLED
-        each_us = unrolled * max(_EXPECTED_US, self.once_us)
-        iterations = max(1, math.ceil(self.spec["milliseconds"] * 1e3 / each_us))
-        return unrolled, iterations
+        return loops.sizes(self.spec, _UNROLLED, max(_EXPECTED_US, self.once_us))
 
     def compiling(self, transport, op, arrangement, beside):
         """Functions that compile what is timed and what is compared."""
@@ -94,21 +88,17 @@ class Worker:
 
     def time(self, program, op, arrangement):
         """Its timing, and what is wrong with its checksum."""
-        program = raised(program)
-        timing, checksum = loops.measure(program, self.spec["repeats"])
-        last = [
-            loops.last_elements(self.mesh)(array) for array in self.other.outputs(op)
-        ]
+        last = self.other.last(op)
         if arrangement is None:
             last = [np.zeros_like(each) for each in last]
-        return timing, _unlike(program, checksum, last)
+        return loops.measure(raised(program), self.spec["repeats"], last)
 
     def measure_parts(self):
         """Times the steps of overlap="copy" alone."""
-        for op in _OPS:
+        for op in transports.OPS:
             facts = {"op": op, "num_sms": None, "beside": None}
             if self.late():
-                self.no_parts(facts, {"error": report.NO_TIME})
+                self.no_parts(facts, {"error": process.NO_TIME})
                 continue
             try:
                 parts = overlap_parts.Parts(self.transports[None], op)
@@ -125,12 +115,13 @@ class Worker:
             for part, program in programs.items():
                 facts["arrangement"] = part
                 try:
-                    program = raised(program)
-                    timing, checksum = loops.measure(program, self.spec["repeats"])
+                    timing, wrong = loops.measure(
+                        raised(program), self.spec["repeats"], parts.last(part)
+                    )
                 except Exception as error:  # of one program of many
                     self.row(**facts, **_error(error))
                     continue
-                wrong = different | _unlike(program, checksum, parts.last(part))
+                wrong |= different
                 self.parts_us[op, part] = timing["us"]
                 self.row(**facts, **timing, differences=wrong, wrong=bool(wrong))
 
@@ -146,7 +137,7 @@ class Worker:
             op, arrangement, num_sms = key
             facts = {"op": op, "arrangement": arrangement, "num_sms": num_sms}
             if self.late():
-                self.row(**facts, beside=name, error=report.NO_TIME)
+                self.row(**facts, beside=name, error=process.NO_TIME)
                 continue
             try:
                 found = self.compiling(
@@ -183,7 +174,7 @@ class Worker:
             self.note(facts, beside, timing, different | wrong)
 
     def note(self, facts, beside, timing, different):
-        """Emits a row of what was measured, with what follows from earlier rows."""
+        """Emits a measured row, with what follows from earlier ones."""
         op, us = facts["op"], timing["us"]
         row = {**facts, "beside": beside and beside.name, **timing}
         row |= {"differences": different, "wrong": bool(different)}
@@ -219,7 +210,7 @@ class Worker:
                 continue
             facts = {"op": None, "arrangement": None, "num_sms": None, "beside": name}
             if self.late():
-                self.row(**facts, error=report.NO_TIME)
+                self.row(**facts, error=process.NO_TIME)
                 continue
             try:
                 beside = make[name]()
@@ -235,7 +226,7 @@ class Worker:
         forms = [None, *(a for a in arrangements if a.endswith("halves"))]
         if self.late():
             for form in forms:
-                self.row(**facts, arrangement=form, error=report.NO_TIME)
+                self.row(**facts, arrangement=form, error=process.NO_TIME)
             return
         with overlap_batches.Batches(self.transports[None], self.spec) as batches:
             for form in forms:
@@ -258,7 +249,7 @@ class Worker:
             print(f"  {name}: not in jax {jax.__version__}", flush=True)
         alone = [
             (op, form, num_sms)
-            for op in _OPS
+            for op in transports.OPS
             for form in ("whole", "halves")
             for num_sms in self.transports
         ]
@@ -268,7 +259,7 @@ class Worker:
         # Of the other multiprocessors something is left to others on a second stream.
         wanted = [
             (op, name, num_sms)
-            for op in _OPS
+            for op in transports.OPS
             for name in chosen
             for num_sms in self.transports
             if num_sms is None or report.OVERLAPS[name] == "stream"
@@ -289,15 +280,8 @@ def _result(run, operands, others):
     return result, loops.last_element(jax.lax.optimization_barrier(other))[None]
 
 
-def _unlike(program, checksum, last):
-    """What is wrong with a timed program's checksum, {} if nothing."""
-    wanted = loops.expected_checksum(program, last)
-    right = checksum is not None and np.array_equal(checksum, wanted)
-    return {} if right else {"checksum of the timed calls": 1}
-
-
 def _error(error):
-    return {"error": f"{type(error).__name__}: {error}"[:500]}
+    return {"error": process.error_text(error)}
 
 
 def main(arguments=None):

@@ -3,10 +3,11 @@
     python -m benchmarks.soak.processes --processes 4 [--one-gpu] [--ranks-per-node 2]
         [arguments of soak.py]
 
-A GPU each, or with --one-gpu all have the first one, which runs them in turns; without
-GPUs a CPU device each. In each process one thread launches, since calls of two threads
-come to the devices of several processes in different orders, and one compiles and runs
-programs without calls, unless --no-compiling. Writes benchmarks/results/
+Each process has a GPU, or with --one-gpu they all share the first one, which takes
+turns between them; without GPUs each has a CPU device. In each process one thread
+launches, since calls of two threads would come to the devices of several processes in
+different orders. Unless --no-compiling, another one compiles and runs programs without
+calls. Writes benchmarks/results/
 processes-soak-<transport>-<p>proc-[<m>nodes-]<device>x<n>-<date>.json.
 """
 
@@ -24,12 +25,10 @@ import sys
 import tempfile
 import time
 
-from benchmarks.common import ports, recording
+from benchmarks.common import processes, recording
 from benchmarks.soak import program, soak
 from benchmarks.soak import run as soak_run
-from tools import lockstep_run
-
-sys.path.insert(0, str(recording.ROOT / "tests"))
+from jax_ep._cli.bench.process import ep_mesh
 
 CHUNK = 8  # launches between two looks at the clock
 START_S = 240  # for handles and compilation
@@ -54,22 +53,15 @@ def arguments():
 def local(results):
     """What this process holds of results, rank by rank."""
     import jax
-    import numpy as np
 
-    def read(array):
-        parts = array.addressable_shards
-        return np.concatenate([np.asarray(part.data) for part in parts])
-
-    return jax.tree.map(read, results)
+    return jax.tree.map(processes.local, results)
 
 
 class Together:
     """soak_run.together by steps on which the processes agree."""
 
     def __init__(self):
-        from windows_worker import client
-
-        self.client, self.steps = client(), itertools.count()
+        self.client, self.steps = processes.client(), itertools.count()
 
     def go_on(self, own, own_says):
         """Whether process 0 says so, and nobody has failed."""
@@ -101,22 +93,14 @@ class Together:
 
 def process(args, port, own):
     """One of them; its record is a line of its output."""
-    import jax
-    import multiprocess_worker
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-    from windows_worker import leave
-
-    devices = "gpu1" if args.platform == "gpu" else "1"
-    if args.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    multiprocess_worker.start(port, args.processes, own, devices)
-    mesh = Mesh(np.array(jax.devices()), ("ep",), axis_types=(AxisType.Auto,))
-    record = soak.soaked(mesh, args, together=Together(), fetch=local)
+    # Also where it hangs in what heeds no signal: jax.distributed ignores SIGTERM.
+    signal.alarm(5 + int(limit_s(args)))
+    processes.join(port, args.processes, own, args.platform)
+    record = soak.soaked(ep_mesh(), args, together=Together(), fetch=local)
     print("result: " + json.dumps(record), flush=True)
     if record["error"]:
         os._exit(1)
-    leave(own, args.processes)
+    processes.leave(own, args.processes)
 
 
 # ---- All of them ---------------------------------------------------------------------
@@ -161,29 +145,39 @@ def command(args):
         words += f" --ranks-per-node {args.ranks_per_node}"
     if args.platform == "cpu":
         words += " --platform cpu"
-    own = soak.command(args).replace("soak.py", f"soak_processes.py {words}")
+    own = soak.command(args).replace("soak.soak", f"soak.processes {words}")
     return own.replace(" --threads 1", "")
+
+
+def limit_s(args):
+    """Seconds that the processes have."""
+    return START_S + SLACK_S + 60 * (args.minutes or 30)
 
 
 def run(args, given):
     """Starts the processes and waits for them; the exit status."""
-    limit = START_S + SLACK_S + 60 * (args.minutes or 30)
-    environment = dict(os.environ) | {"JAX_EP_TEST_LIMIT_S": str(limit)}
+    limit = limit_s(args)
+    environment = dict(os.environ)
     if args.platform == "gpu":
-        environment |= lockstep_run.SHARED_GPUS
+        environment |= processes.SHARED_GPUS
     if args.one_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-        environment |= lockstep_run.one_gpu(visible[0])
-    port = str(ports.free_port())
+        environment |= processes.one_gpu(visible[0])
+    port = str(processes.free_port())
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder) / f"{own}.log" for own in range(args.processes)]
         started = []
         for own, log in enumerate(logs):
-            worker = [sys.executable, __file__, *given, "--process", port, str(own)]
+            worker = [sys.executable, "-m", "benchmarks.soak.processes", *given]
+            worker += ["--process", port, str(own)]
             with log.open("wb") as output:
                 started.append(
                     subprocess.Popen(
-                        worker, env=environment, stdout=output, stderr=output
+                        worker,
+                        cwd=recording.ROOT,
+                        env=environment,
+                        stdout=output,
+                        stderr=output,
                     )
                 )
         # What is stopped from outside says how far it came, and leaves no process.

@@ -3,13 +3,13 @@
     python -m benchmarks.soak.soak [--calls 20000] [--minutes M] [--seed S] [--carried]
 
 Layers of two handles (A-B-A) with their derivatives, several steps in one program,
-programs of several sizes in random order and many in flight (soak_program.py). A call
-is one exchange. A second thread runs programs with formats, the kinds of reduce, a
-shared expert, skip_a2a and calls in halves (`OPTIONS`), a third one compiles and runs
-a program without calls every second, unless --no-compiling: on GPUs also products for
-which XLA times several kernels, and XLA's own collectives. --threads 1 launches all
-from one thread and compiles nothing. With --minutes alone as many calls as fit. With
---carried what a launch is given comes from the first device, and on several GPUs calls
+programs of several sizes in random order with many in flight (program.py). A call is
+one exchange. A second thread runs programs with formats, the kinds of reduce, a shared
+expert, skip_a2a and calls in halves (`OPTIONS`). Unless --no-compiling, a third one
+compiles and runs a program without calls every second: on GPUs also products for which
+XLA times several kernels, and XLA's own collectives. --threads 1 launches all from one
+thread and compiles nothing. With --minutes alone it makes as many calls as fit. With
+--carried the inputs of a launch come from the first device, and on several GPUs calls
 may hang beside the new programs: docs/sharp_bits.md says why.
 Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch,
 and where memory was lost. A failure is run again with the same seed.
@@ -30,16 +30,13 @@ import jax_ep
 # isort: split
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from benchmarks.common import recording
+from benchmarks.soak import memory as host_memory
 from benchmarks.soak import program
 from benchmarks.soak import run as soak_run
 from benchmarks.soak.configs import OPTIONS, changed, configs, defaults
-
-sys.path.insert(0, str(recording.ROOT / "tests"))
-
-import host_memory
+from jax_ep._cli.bench.process import ep_mesh
 
 STEPS = 4
 # Sizes of a call; the second's program has XLA's collectives between the calls.
@@ -62,21 +59,19 @@ def option_handles(mesh, config, transport, names):
 
 
 def free_memory(devices):
-    """The least of all GPUs; of CPUs the process's own, below zero."""
+    """The least of all GPUs; on CPUs the process's own memory, below zero."""
     if devices[0].platform == "cpu":
         return -host_memory.resident()
-    import gpus
-
-    return min(gpus.free_bytes(device.local_hardware_id) for device in devices)
+    return min(host_memory.free_on_gpu(each.local_hardware_id) for each in devices)
 
 
 def memory(devices):
-    """Of the devices, and of the host's heap what is allocated and not freed."""
+    """Free on the devices; allocated and not freed on the host's heap."""
     return free_memory(devices), host_memory.in_use()
 
 
 def executables(parts, seed):
-    """`parts` with executables, which have run once, in place of programs."""
+    """`parts` with executables, which have run once, instead of programs."""
     numbers = np.array([seed, 0, 0], np.uint32)
     # All at once, because each takes XLA many seconds; traced one after the other.
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -163,7 +158,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
 
 
 def arguments():
-    """Parses those of one process."""
+    """A parser of those of one process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, help="default: 20000, or all in --minutes")
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -250,20 +245,18 @@ def soaked(mesh, args, **how):
             pass  # drawn on purpose
         except jax.errors.JaxRuntimeError as raised:
             found["error"] = found["error"] or str(raised)
-    record = {
-        "kind": "soak",
-        "device": mesh.devices.flat[0].device_kind,
-        "count": mesh.size,
-        "transport": eps[0].transport,
-        "jax": jax.__version__,
-        "commit": recording.commit(),
-        "date": recording.date(),
-        "seed": args.seed,
-        "command": command(args),
-        "asked_calls": args.calls if args.calls < sys.maxsize else None,
-        "options": list(options),
+    record = recording.head(
+        "soak",
+        device=mesh.devices.flat[0].device_kind,
+        count=mesh.size,
+        transport=eps[0].transport,
+        jax=jax.__version__,
+        seed=args.seed,
+        command=command(args),
+        asked_calls=args.calls if args.calls < sys.maxsize else None,
+        options=list(options),
         **found,
-    }
+    )
     record["error"] = record["error"] or soak_run.grown(record)
     for ep in eps:
         ep.close()
@@ -280,11 +273,8 @@ def write(record, name, folder):
 
 def run(args):
     """Soaks in this process and records; the exit status."""
-    devices = jax.devices()[: args.devices or None]
-    mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    record = soaked(mesh, args)
-    device = recording.short_device(record["device"])
-    return write(record, f"soak-{device}x{mesh.size}", args.folder)
+    record = soaked(ep_mesh(args.devices), args)
+    return write(record, recording.of("soak", record), args.folder)
 
 
 if __name__ == "__main__":

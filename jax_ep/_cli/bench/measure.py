@@ -107,7 +107,7 @@ def specification(args: Any, **changes: Any) -> dict[str, Any]:
     """A worker's specification of bfloat16 calls, from a plan or from arguments."""
     names = ("hidden", "experts", "top_k", "seed", "repeats", "milliseconds")
     return {
-        **{name: getattr(args, name) for name in (*names, "unrolled")},
+        **{name: getattr(args, name, None) for name in (*names, "unrolled")},
         "dtype": "bfloat16",
         "format": "bf16",
         "combine_format": None,

@@ -49,16 +49,22 @@ def draw_ids(
     ]
 
 
-def remote_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
-    """Rows that the busiest rank sends or receives: one for each (token, other rank).
+def messages(ids: np.ndarray, ranks: int, experts: int) -> np.ndarray:
+    """[R, R] rows from each rank to each other: one for each (token, rank).
 
     `ids` are those of all ranks, [R * n, K].
     """
     owner = ids // (experts // ranks)
     reached = (owner[:, :, None] == np.arange(ranks)).any(axis=1)
-    messages = reached.reshape(ranks, -1, ranks).sum(axis=1)
-    np.fill_diagonal(messages, 0)
-    return int(max(messages.sum(axis=0).max(), messages.sum(axis=1).max()))
+    found = reached.reshape(ranks, -1, ranks).sum(axis=1)
+    np.fill_diagonal(found, 0)
+    return found
+
+
+def remote_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
+    """Rows that the busiest rank sends or receives."""
+    found = messages(ids, ranks, experts)
+    return int(max(found.sum(axis=0).max(), found.sum(axis=1).max()))
 
 
 def most_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
