@@ -1,5 +1,5 @@
 // Checks and times the fused window calls on all GPUs of this machine, without JAX: for tuning and
-// for profilers. benchmarks/calls/window_kernels.py builds and runs it; --help says with what options.
+// for profilers. window_kernels.py builds and runs it; --help says with what options.
 #include <cuda_runtime.h>
 
 #include <algorithm>

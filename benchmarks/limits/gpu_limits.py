@@ -32,7 +32,7 @@ def find_peak():
     """
     if record.driver() == "unknown":
         return None, {}
-    report = cuda.run(programs.build(SOURCE)[0], ["--peak"], 60)
+    report, _ = programs.run(SOURCE, ["--peak"], 60)
     return cuda.copy_peak(report), report
 
 

@@ -36,7 +36,8 @@ struct Peers {
 };
 
 // One warp per row, through registers; rows go to the peers in turn.
-__global__ void __launch_bounds__(kThreads) CopyKernel(const uint4* source, Peers peers) {
+__global__ void __launch_bounds__(kThreads)
+    CopyKernel(const uint4* source, const __grid_constant__ Peers peers) {
   const uint32_t warps = gridDim.x * (blockDim.x / kWarp);
   const uint32_t warp = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
   const uint32_t items = peers.count * kRegionRows * kRounds;
