@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What is recorded on GPUs, run again on all of this machine: one step after the other, or those
-# given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in
-# benchmarks/results; then docs/generate.py writes the tables.
+# Records everything that is recorded on GPUs, on all GPUs of this machine: all steps one after the
+# other, or those given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in
+# benchmarks/results, from which docs/generate.py writes the tables.
 #
 #   tools/record_gpu.sh [step]...
 #
 # Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-# overlap grouped layer collective. Where there is one GPU, four processes share it. Needs jax_ep built
-# for these GPUs, importable by PYTHON (default python3), with the extra test; steps limits, waits and
-# kernels need nvcc. Status 1 if a step failed or ran out of time.
+# overlap grouped layer collective. A single GPU is shared by four processes. Needs jax_ep built for these
+# GPUs and installed for PYTHON (default python3), with the extra test; steps limits, waits, kernels and
+# p2p need nvcc. Status 1 if a step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

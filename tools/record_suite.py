@@ -8,16 +8,16 @@
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-a file of tests a process, --jobs of them side by side, SHARE of which take turns at the
-GPUs; it leaves out what no device runs. With --one-gpu it runs the files of SHARING
-alone, whose tests start processes that share the GPU. The last form runs the files of
-SEMANTICS, in lockstep_run.py, each in so many processes that share out the GPUs
-(without any: a CPU device each), or all have the first of them: --one-gpu.
+with one process per file of tests and --jobs processes side by side, SHARE of which
+take turns at the GPUs; it leaves out files that use no device. With --one-gpu it runs
+only the files of SHARING, whose tests start processes that share the GPU. The last form
+runs each file of SEMANTICS in several processes (lockstep_run.py), which share out the
+GPUs or, with --one-gpu, all have the first one; without GPUs each has a CPU device.
 
-Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, of
-SHARING suite-<transport>-shared-<device>x<n>-<date>.json, which says which devices, JAX
-and commit, which tests passed and failed and how many were skipped for which reason,
-and which files were not run if --limit-s was over: the record behind every claim that
+Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, for
+SHARING suite-<transport>-shared-<device>x<n>-<date>.json. It names devices, JAX and
+commit, which tests passed and failed, how many were skipped for which reason, and which
+files were not run because --limit-s was over: the record behind every claim that
 something runs on a GPU. With --resume, all forms but the first run what the newest
 record of the same commit, devices and arguments has not run.
 """
@@ -45,9 +45,9 @@ STUCK_S = 240
 FEW_S = 10
 ALONE_S = 20  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
-# Processes of which one at a time may use the GPUs. Of too few, GPUs switch between
-# kernels that wait for each other; of all, GPUs idle while each process waits behind
-# all others after every compilation.
+# Processes in a group of which one at a time may use the GPUs. With small groups GPUs
+# switch between kernels that wait for each other; with one large group they idle, since
+# each process waits behind all others after every compilation.
 SHARE = 5
 
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# compute-sanitizer over jax_ep's kernels, first without JAX (window_kernels.py's program, which is
-# built unless KERNELS names one), in all formats: synccheck, racecheck and memcheck; then memcheck
-# over tests, a process a file, side by side. Needs the tool, GPUs and the tests' packages; ends
-# within LIMIT_S (default 600).
+# Runs compute-sanitizer over jax_ep's kernels. First without JAX, in all formats: synccheck, racecheck
+# and memcheck of the program of benchmarks/calls/window_kernels.py, which is built unless KERNELS names
+# one. Then memcheck over tests, with a process per file, side by side. Needs the tool, GPUs and the
+# tests' packages; ends within LIMIT_S (default 600).
 #
 #   tools/sanitize.sh [python]
 #
 # racecheck and synccheck run launches one after the other, so they get a group of one rank, which
-# waits for no other's kernel. Where warps meet by bar.arrive, or some wait at other barriers meanwhile,
-# racecheck takes accesses for races that a barrier orders, even those on both sides of a
+# waits for no other rank's kernel. Where warps use bar.arrive, or some wait at other barriers
+# meanwhile, racecheck reports races between accesses that a barrier orders, even across a
 # __syncthreads. So it gets a program whose warps wait where they need only arrive, and no formats
-# with helpers: tests/emulator/races.cmake looks for races in those, without a GPU.
+# with helper warps: tests/emulator/races.cmake looks for races in those, without a GPU.
 #
-# The last lines are the summary, which benchmarks/results gets as well; exit status 0 if all are
-# clean.
+# The last lines are the summary, which is also recorded in benchmarks/results; exit status 0 if all
+# are clean.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -62,7 +62,7 @@ sanitized() {
   [ "$verdict" = clean ] || { grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
   echo "$name: $verdict; ${found:-no summary}; ${tests:-no test ended}" >"$log.summary"
 }
-# tests NAME SECONDS GPUS EXPRESSION FILE...: memcheck over some tests, a process a file, in the
+# tests NAME SECONDS GPUS EXPRESSION FILE...: memcheck over some tests, with a process per file, in the
 # background.
 tests() {
   local file
@@ -71,8 +71,8 @@ tests() {
       "$python" -m pytest -q -x -p no:cacheprovider "$file" -k "$4" &
   done
 }
-# kernels NAME SECONDS GPUS TOOL FORMATS [option]...: over the kernels' program, a process a format,
-# all at once.
+# kernels NAME SECONDS GPUS TOOL FORMATS [option]...: over the kernels' program, with a process per
+# format, all at once.
 kernels() {
   local format
   for format in $5; do

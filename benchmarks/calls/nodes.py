@@ -2,11 +2,11 @@
 
     python -m benchmarks.calls.nodes [--tokens 4096 128] [--hidden 7168] [--ways ...]
 
-dispatch and combine over p2p in one process of all GPUs and with a process for each,
-and over shmem with all ranks on a node, with two ranks a node (dispatches in bundles,
-and direct) and with one rank a node: there puts are stores over NVLink, so this is the
-cost of staging, of the steps between the halves and of their launches, and says nothing
-about a network. Both kinds of processes are there all the time and run in turn, so that
+dispatch and combine over p2p in one process with all GPUs and with a process per GPU,
+and over shmem with all ranks on one node, with two ranks per node (dispatches bundled,
+and direct) and with one rank per node. Puts are stores over NVLink here, so this is the
+cost of staging, of the steps between the halves and of their launches; it says nothing
+about a network. Both kinds of processes exist all the time and run in turn, so that
 what changes on the host changes for both.
 
 A time is that of a whole program of many calls, by the host's clock, from a start that
@@ -116,7 +116,7 @@ class Job:
 
 
 def timed(job, op, calls):
-    """Microseconds a call of one run, and whether its results were right."""
+    """Microseconds per call of one run, and whether its results were right."""
     for _ in range(10):
         found = job.ask("time", op, time.monotonic() + AHEAD_S)
         if not any(answer["late"] for answer in found):

@@ -1,6 +1,7 @@
 """Values that token formats keep exactly, and the codes that they must have.
 
-From section 5 of SPEC.md, for what `values` draws: there no quotient is rounded.
+The codes follow from section 5 of SPEC.md: for what `values` draws no quotient is
+rounded.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 BLOCKS = {"fp8_block128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 FOUR_BITS = ("mxfp4", "nvfp4")
 INPUT_SCALE = 0.25  # of nvfp4
-# The largest code is this times a power of two, and so then is what a block's largest
-# value is divided by. Other formats have powers of two for scales and take any.
+# The largest code is this times a power of two, so a block's largest value must be too.
+# Other formats have powers of two for scales and keep any small integer.
 UNITS = {"fp8_block128": 7, "nvfp4": 3}
 POWERS = (0, 1, 2, 4, -1, -2, -4)
 # mx: what is added to the bits of the largest value, and subtracted from its exponent.

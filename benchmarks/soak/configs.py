@@ -6,8 +6,8 @@ import dataclasses
 
 import jax_ep
 
-# Changes of B, and whether its calls are made in halves. What soak_codes draws passes
-# every wire exactly: a format that quantises sums must have one row a sum.
+# Changes of B, and whether its calls are made in halves. What codes.py draws passes all
+# wires exactly; a format that quantises sums must therefore have one row per sum.
 OPTIONS = {
     "mxfp8": ({"dispatch_format": "mxfp8", "hidden_size": 256}, False),
     "tiled": (
