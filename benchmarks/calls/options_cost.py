@@ -34,7 +34,7 @@ def parse(arguments):
         "--options",
         nargs="+",
         choices=tuple(report.NAMES),
-        default=tuple(report.NAMES),
+        default=list(report.NAMES),
         help="besides the plain calls",
     )
     parser.add_argument(
