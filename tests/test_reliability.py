@@ -202,7 +202,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         suite.write({"kind": "NVIDIA Made Up", "count": 4, "jax": "9.8.7"})
     assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
     found = reliability_table.promises(generate.records, generate.table)
-    row = row_of(found, "record_suite.py --processes 4")
+    row = row_of(found, "record_suite --processes 4")
     for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks per node"):
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
@@ -276,7 +276,7 @@ def test_soaks_in_processes_have_a_row_of_their_own() -> None:
         lambda prefix: [soak, direct, on_cpus] * (prefix == "processes-soak"),
         generate.table,
     )
-    row = row_of(found, "soak_processes.py")
+    row = row_of(found, "soak.processes")
     name = "`shmem`, 4 processes that share it, 2 ranks per node on 1 x NVIDIA Made Up"
     assert f"{name}, " in row
     assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row

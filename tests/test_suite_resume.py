@@ -271,5 +271,5 @@ def test_processes_that_share_a_gpu(results, tmp_path, monkeypatch) -> None:
     record = json.loads(path.read_text())
     assert record["devices"]["count"] == 1
     assert "--one-gpu" in record["arguments"]
-    words = "`shmem`, 4 processes that share it, 2 ranks a node, of mesh alone"
+    words = "`shmem`, 4 processes that share it, 2 ranks per node, of mesh alone"
     assert suite_table.name(record) == words
