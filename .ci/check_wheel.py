@@ -25,28 +25,20 @@ METADATA = (
     "licenses/LICENSE",
     "licenses/THIRD_PARTY.md",
 )
-# Programs that `jax-ep bench` runs, with what some of them compile.
-PROGRAMS = "jax_ep/_benchmarks/"
-SOURCES = (".py", ".cu", ".cuh", ".h")
 
 
 def faults(names: list[str], tracked: set[str]) -> list[str]:
     """What is wrong with the names in a wheel, given the files of the repository."""
     found, natives, metadata = [], [], set()
+    package = {name for name in tracked if name.startswith("jax_ep/")}
     for name in names:
-        program = name.removeprefix(PROGRAMS)
         inside = re.fullmatch(r"jax_ep-[\w.]+\.dist-info/(.+)", name)
         if inside:
             metadata.add(inside[1])
         elif re.fullmatch(NATIVE, name):
             natives.append(name.split(".")[0])
-        elif name.startswith(PROGRAMS):
-            known = {program, f"benchmarks/{program}"} & tracked
-            if not known or not name.endswith(SOURCES):
-                found.append(f"{name}: no source of a benchmark")
-        elif name not in tracked:
-            found.append(f"{name}: no file of the repository")
-    package = {name for name in tracked if name.startswith("jax_ep/")}
+        elif name not in package:
+            found.append(f"{name}: no file of the package")
     found += [f"{name}: missing" for name in sorted(package - set(names))]
     if "jax_ep/_native_cpu" not in natives or len(set(natives)) != len(natives):
         found.append(f"native modules: {natives}, not one for CPUs and one of a kind")

@@ -1,7 +1,8 @@
 """Tables of single calls: p2p beside JAX's own path, CPU steps, collective."""
 
-import p2p_report
 import performance_tables
+
+from jax_ep._cli.bench import report
 
 COLUMNS = (
     "T per rank",
@@ -21,10 +22,10 @@ SHORT_TOKENS = 4096
 
 def rows_of(data):
     """What p2p.py's summary makes of a record, dispatches first."""
-    failures = p2p_report.failures(data)
+    failures = report.failures(data)
     if failures or not data["peak_gb_s"]:
         raise SystemExit(f"the newest p2p file is unfit: {failures or 'no peak'}")
-    rows = p2p_report.summary(data["results"])
+    rows = report.summary(data["results"])
     return sorted(rows, key=lambda row: (row["op"] != "dispatch", row["tokens"]))
 
 
@@ -65,7 +66,7 @@ def p2p(data, table, picture):
         f"{data['commit'][:12]}, seed {data['seed']}; `{data['command']}`). Hidden "
         f"{data['hidden']}, {data['dtype']}, top-{data['top_k']} of {data['experts']} "
         "experts, distinct random ids. `floor` is the time that the busiest rank's "
-        f"bytes need at {p2p_report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
+        f"bytes need at {report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
         "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
         "JAX's own path: with XLA's default flags, with the best flags, and the "
         f"fastest variant we found (here {', '.join(labels)}), which `speed-up` "
@@ -116,8 +117,9 @@ def cpu(data, table):
     ]
     head = (
         f"**CPU steps, one core** ({data['machine']}, {data['date']}, commit "
-        f"{data['commit'][:12]}; `benchmarks/cpu_steps.py`): hidden {data['hidden']}, "
-        f"bfloat16, top-{data['top_k']} of {data['experts']}, {data['ranks']} ranks. "
+        f"{data['commit'][:12]}; `benchmarks/calls/cpu_steps.py`): hidden "
+        f"{data['hidden']}, bfloat16, top-{data['top_k']} of {data['experts']}, "
+        f"{data['ranks']} ranks. "
         "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
         "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
         "in a format quantises."
@@ -140,7 +142,7 @@ def collective(data, table):
     head = (
         f"**Collective transport, {data['count']} x {data['device']}** (jax "
         f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
-        f"`benchmarks/collective.py`): hidden {data['hidden']}, bfloat16, "
+        f"`benchmarks/calls/collective.py`): hidden {data['hidden']}, bfloat16, "
         f"top-{data['top_k']} of {data['experts']}, whole calls back to back, host "
         "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
         "unpack and launches."

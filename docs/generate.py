@@ -14,17 +14,18 @@ import sys
 
 from jax_ep import _native_cpu as native
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+# For `benchmarks`. Last: the root's jax_ep has no compiled modules.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import call_tables
-import draw
-import format_errors
 import layer_tables
 import performance_tables
 import reliability_table
 import scale_model
 import suite_table
+
+from benchmarks.calls import format_errors
+from jax_ep._cli.bench import draw
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

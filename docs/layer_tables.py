@@ -2,21 +2,22 @@
 
 import math
 
-import layer_report
 import performance_tables
+
+from benchmarks.layers import report
 
 
 def _times(data, table):
     """Of whole layers over jax_ep and over what JAX has."""
-    failures = layer_report.failures(data)
+    failures = report.failures(data)
     if failures:
         raise SystemExit(f"the newest layer file is unfit: {failures}")
-    untimed = [layer_report.sizes(data, case) for case in layer_report.untimed(data)]
-    yield table(layer_report.COLUMNS, list(layer_report.cells(data)))
+    untimed = [report.sizes(data, case) for case in report.untimed(data)]
+    yield table(report.COLUMNS, list(report.cells(data)))
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
-# Of layer_report.COLUMNS, what README.md shows.
+# Of report.COLUMNS, what README.md shows.
 SHORT = ("layer", "", "p2p", "collective", "dense", "ragged, flags", "ragged, best")
 SHORT_RATIOS = ("over dense", "over ragged, flags", "over ragged, best")
 
@@ -48,7 +49,7 @@ def layers(data, table):
         rows = [r for r in data["results"] if r["layer"] in names and "ms" in r]
         return ", ".join(sorted({row[key] for row in rows}))
 
-    default = seen("matmul", layer_report.default_experts())
+    default = seen("matmul", report.default_experts())
     head = (
         f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
         f"{data['tokens']} tokens per rank, top-{data['top_k']}, "
@@ -56,14 +57,14 @@ def layers(data, table):
         "every gradient in the second row of each size, and in brackets the share of "
         "them that the same router and experts do not take on rows that are there "
         "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        "(`benchmarks/ragged.py`): an update per rank with default flags, the same "
-        f"with XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
+        "(`jax_ep/_cli/bench/ragged.py`): an update per rank with default flags, the "
+        f"same with XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
         "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
         "dropped, and batched matmuls; `default experts` is p2p's as a layer had it at "
         f"that commit that named none ({default}); the last columns are p2p's speed-up "
         "over each other layer. "
         "The others multiply by the fastest of several ways in each size (here "
-        f"{seen('matmul', *layer_report.OURS)}; "
+        f"{seen('matmul', *report.OURS)}; "
         "`jax_ep.experts`); `Padded` has the room that the timed routings need. Why "
         "`dense` takes longer in some sizes than its bytes say was not looked into. "
         "All results and gradients were compared in the run that timed them, within "
@@ -75,8 +76,7 @@ def layers(data, table):
 def all_layers(data, table):
     """`layers`, and what they rest on."""
     alone = [
-        (case, each, f"`{way}`", ms)
-        for case, each, way, ms in layer_report.matmuls(data)
+        (case, each, f"`{way}`", ms) for case, each, way, ms in report.matmuls(data)
     ]
     return "\n\n".join(
         [
@@ -135,7 +135,7 @@ def grouped(data, table):
 
 
 def _stats_cost(data, table):
-    rows = list(layer_report.stats_cost(data))
+    rows = list(report.stats_cost(data))
     if rows:
         yield "What `jax_ep.stats.update` adds to p2p's layer:"
         yield table(("size", "pass", "ms", "with it", ""), rows)

@@ -1,9 +1,9 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
-import launch_waits
-import options_report
-import overlap_report
-import p2p_report
+from benchmarks.calls import options_report
+from benchmarks.limits import launch_waits
+from benchmarks.overlap import report as overlap_report
+from jax_ep._cli.bench import report
 
 # (op, format, T, must be below, aimed at), microseconds of a whole call on 4 H200s,
 # hidden 7168, bfloat16 tokens, top-8 of 256, uniform routing.
@@ -41,7 +41,7 @@ def targets(plain, formats, table):
         _must_be_fit(data)
         found |= {
             (row["op"], row["format"], row["tokens"]): row
-            for row in p2p_report.summary(data["results"])
+            for row in report.summary(data["results"])
             if row["routing"] == "uniform" and row["p2p"] and row["format"] == wanted
         }
         sources.append(f"`{wanted}`: {source(data, data['command'])}.")
@@ -53,7 +53,7 @@ def targets(plain, formats, table):
             continue
         us = row["p2p"]["us"]
         verdict = "reached" if us <= aim else "met" if us <= limit else "missed"
-        floor = p2p_report.number(row["floor_us"], 1)
+        floor = report.number(row["floor_us"], 1)
         rows.append((op, f"`{name}`", tokens, floor, limit, aim, f"{us:.1f}", verdict))
     columns = ("", "format", "T per rank", "floor us", "target us", "aim us")
     columns += ("measured us", "")
@@ -61,7 +61,7 @@ def targets(plain, formats, table):
 
 
 def _must_be_fit(data):
-    failures = p2p_report.failures(data)
+    failures = report.failures(data)
     if failures:
         raise SystemExit(f"the newest {data['kind']} file is unfit: {failures}")
 
@@ -70,31 +70,31 @@ def formats(data, table):
     """What fewer bytes gain."""
     _must_be_fit(data)
     rows = []
-    for row in p2p_report.formats(data["results"]):
+    for row in report.formats(data["results"]):
         recovered, verdict = row["recovered"], ""
         judged = data["count"] == 4 and row["tokens"] == 4096
         if judged and recovered and row["format"] != "bf16":
-            missed = recovered < p2p_report.RECOVERED_AIM
+            missed = recovered < report.RECOVERED_AIM
             verdict = "missed" if missed else "reached"
         rows.append(
             (
                 row["op"],
                 row["tokens"],
                 f"`{row['format']}`",
-                p2p_report.number(row["floor_us"], 1),
-                p2p_report.number(row["us"], 1),
-                p2p_report.number(row["bytes_ratio"], 3),
-                p2p_report.number(row["us_ratio"], 3),
-                p2p_report.number(recovered, 2),
+                report.number(row["floor_us"], 1),
+                report.number(row["us"], 1),
+                report.number(row["bytes_ratio"], 3),
+                report.number(row["us_ratio"], 3),
+                report.number(recovered, 2),
                 verdict,
             )
         )
     columns = ("", "T per rank", "format", "floor us", "measured us")
     columns += ("bytes of bf16's", "time of bf16's", "recovered", "")
-    peak = p2p_report.number(data["peak_gb_s"], 0)
+    peak = report.number(data["peak_gb_s"], 0)
     head = (
         f"{source(data, data['command'])}, seed {data['seed']}; peak {peak} GB/s. "
-        f"On 4 GPUs, at T = 4096, the aim is {p2p_report.RECOVERED_AIM} of the bytes; "
+        f"On 4 GPUs, at T = 4096, the aim is {report.RECOVERED_AIM} of the bytes; "
         "fewer GPUs are less held up by their links."
     )
     return f"{head}\n\n" + table(columns, rows)
@@ -109,7 +109,7 @@ def nodes(data, table):
             row["way"],
             f"{row['us']:.1f}",
             f"{row['us_least']:.1f} to {row['us_most']:.1f}",
-            p2p_report.number(row["to_one_process"], 3),
+            report.number(row["to_one_process"], 3),
             "no" if row["differences"] else "yes",
         )
         for row in sorted(data["rows"], key=lambda row: (row["op"], row["tokens"]))
@@ -217,7 +217,9 @@ def halves(data, table):
 
 def waits(data, table):
     """What waits for a running kernel."""
-    head = f"{source(data, 'benchmarks/launch_waits.py')}, driver {data['driver']}."
+    head = (
+        f"{source(data, 'benchmarks/limits/launch_waits.py')}, driver {data['driver']}."
+    )
     tables = [(launch_waits.header(data), launch_waits.cells(data))]
     tables += launch_waits.other_tables(data)
     return "\n\n".join([head, *(table(*each) for each in tables)])
@@ -225,7 +227,7 @@ def waits(data, table):
 
 def _speed_up(row):
     p2p, ragged = row["p2p"], row["ragged_best_us"]
-    return p2p_report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
+    return report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
 
 
 def p2p_row(row):
@@ -234,13 +236,13 @@ def p2p_row(row):
     return (
         row["tokens"],
         row["op"],
-        p2p_report.number(row["floor_us"], 1),
-        p2p_report.number(p2p.get("us"), 1),
-        p2p_report.number(p2p.get("gb_s"), 0),
-        p2p_report.number(100 * share if share else None, 0),
-        p2p_report.number(row["collective_us"], 0),
-        p2p_report.number(row["ragged_default_us"], 0),
-        p2p_report.number(row["ragged_flags_us"], 0),
-        p2p_report.number(row["ragged_best_us"], 0),
+        report.number(row["floor_us"], 1),
+        report.number(p2p.get("us"), 1),
+        report.number(p2p.get("gb_s"), 0),
+        report.number(100 * share if share else None, 0),
+        report.number(row["collective_us"], 0),
+        report.number(row["ragged_default_us"], 0),
+        report.number(row["ragged_flags_us"], 0),
+        report.number(row["ragged_best_us"], 0),
         _speed_up(row),
     )

@@ -23,7 +23,7 @@ PROMISES = (
      ("ci", "gpu")),
     ("Whatever bytes are in ids, counts, messages, routes, sizes or attributes, "
      "nothing is read or written outside a buffer",
-     "python benchmarks/fuzz.py --minutes 30; ctest -R fuzz",
+     "python -m tools.fuzz --minutes 30; ctest -R fuzz",
      ("ci", "fuzz")),
     ("p2p, shmem: a custom call is refused if one operand has another size, rank or "
      "dtype, or an attribute another value, by itself or compared with the windows",
@@ -48,14 +48,14 @@ PROMISES = (
      ("ci", "gpu")),
     ("Results stay right for long, with random shapes, routing, skew, formats and "
      "options",
-     "python benchmarks/soak.py --minutes 15",
+     "python -m benchmarks.soak.soak --minutes 15",
      ("soak-cpu",)),
     ("The same on GPUs",
-     "python benchmarks/soak.py --minutes 10",
+     "python -m benchmarks.soak.soak --minutes 10",
      ("soak-gpu",)),
     ("The same with one process per GPU, also over forced nodes, while others compile",
-     "python benchmarks/soak_processes.py --processes 4 --minutes 10 --transport p2p; "
-     "python benchmarks/soak_processes.py --processes 4 --ranks-per-node 2 --minutes "
+     "python -m benchmarks.soak.processes --processes 4 --minutes 10 --transport p2p; "
+     "python -m benchmarks.soak.processes --processes 4 --ranks-per-node 2 --minutes "
      "10 --transport shmem",
      ("soak-processes",)),
     ("3,000 calls, 300 handles with their compilation (150 on GPUs) and 20,000 "
@@ -104,8 +104,8 @@ PROMISES = (
      "pytest tests/transports/test_fabric.py",
      ("ci",)),
     ("The semantics with one process per GPU: p2p, and shmem over forced nodes",
-     "python benchmarks/record_suite.py --processes 4 --transports p2p; python "
-     "benchmarks/record_suite.py --processes 4 --ranks-per-node 2 --transports shmem",
+     "python -m tools.record_suite --processes 4 --transports p2p; python -m "
+     "tools.record_suite --processes 4 --ranks-per-node 2 --transports shmem",
      ("processes",)),
     ("p2p: calls keep their order, also from threads, in graphs and beside XLA's "
      "collectives",
@@ -118,7 +118,7 @@ PROMISES = (
     ("p2p: the kernels access only their own memory, in all formats, whole and in "
      "halves, and whole ones leave no barrier early; bfloat16 calls have no races in "
      "shared memory",
-     "benchmarks/sanitize.sh",
+     "tools/sanitize.sh",
      ("sanitize",)),
     ("p2p, shmem: no accesses of threads, bulk copies and puts to other nodes race, "
      "in shared memory, between blocks or between ranks (random calls and failing "

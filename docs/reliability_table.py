@@ -247,7 +247,7 @@ def soak_part(data, _table=None):
     text = (
         f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
         f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
-        f"{data['seed']}; `benchmarks/soak.py`): {data['calls']} calls in "
+        f"{data['seed']}; `benchmarks/soak/soak.py`): {data['calls']} calls in "
         f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
         f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
         f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."

@@ -242,7 +242,7 @@ def steps(tokens, table):
 
 
 def sends(tokens, table):
-    """Both ways to send a dispatch, and a combine, of so many tokens a rank."""
+    """Both ways to send a dispatch, and a combine, of so many tokens per rank."""
     rows = []
     for kind in (dispatch(), dispatch("fp8_block128"), combine()):
         for ranks in RANKS:

@@ -60,7 +60,7 @@ def on_gpus(records, table):
     ]
     counts = ("passed", "failed", "skipped", "cut off")
     return (
-        "Recorded by `benchmarks/record_suite.py`; `cut off` counts files that had not "
+        "Recorded by `tools/record_suite.py`; `cut off` counts files that had not "
         "finished when the time was over.\n\n"
         + table(("on", "transport", *counts, "jax", "date", "commit"), rows)
     )

@@ -9,7 +9,7 @@ and returns `[N, H]` in the dtype of the rows; those past the last group are rea
 none and come out unspecified. Keywords are optional: `gate_bias` and `up_bias`
 `[L, F]`, `down_bias` `[L, H]`, and `activation`, a function of (gate, up) `[N, F]` in
 place of `silu(gate) * up`. `auto` is the default. Which one is fastest depends on
-sizes, on the GPU and on versions: `benchmarks/layer.py` times them.
+sizes, on the GPU and on versions: `benchmarks/layers/layer.py` times them.
 """
 
 from __future__ import annotations

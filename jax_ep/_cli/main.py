@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax_ep
-from jax_ep._cli import bench
-from jax_ep._cli.doctor import command
+from jax_ep._cli.bench import command as bench_command
+from jax_ep._cli.doctor import command as doctor_command
 from jax_ep._cli.text import Parser, complain
 from jax_ep._cli.values import at_least
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--version", action="version", version=f"jax-ep {jax_ep.__version__}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo, command.add, bench.add):
+    for add in (_add_demo, doctor_command.add, bench_command.add):
         add(commands)
     asked = sys.argv[1:] if argv is None else argv
     try:

@@ -9,7 +9,8 @@ import ctypes
 
 import pytest
 
-from support import compare_transports, gpus, helpers, host_memory
+from benchmarks.soak import memory as host_memory
+from support import compare_transports, gpus, helpers
 
 MB = 2**20
 # Allocated and not freed, a cycle. JAX keeps about 100 of a call at first (as many of

@@ -11,9 +11,10 @@ import types
 
 import pytest
 
-from jax_ep._cli import bench as _cli_bench
-from jax_ep._cli import main, records
+from jax_ep._cli import main
 from jax_ep._cli import values as _cli_values
+from jax_ep._cli.bench import command as _cli_bench
+from jax_ep._cli.bench import compare as records
 from jax_ep._cli.demo import picture
 from support.commands import command, record, write
 
@@ -139,12 +140,12 @@ def test_a_disk_that_fills_meanwhile_is_one_line(option, tmp_path, monkeypatch, 
 
     path = "/dev/full" if option == "--json" else str(tmp_path / "run.svg")
     started = types.SimpleNamespace(returncode=0, stdout="cpu 8\n", stderr="")
-    p2p = types.SimpleNamespace(find_peak=None, main=lambda _: p2p.save(None, {}) and 0)
     monkeypatch.setattr(_cli_bench.subprocess, "run", lambda *_, **__: started)
     monkeypatch.setattr(picture, "available", lambda: True)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "p2p", p2p)
-    monkeypatch.setitem(sys.modules, "draw", types.SimpleNamespace(save=full))
+    measured = record() | {"problems": []}
+    monkeypatch.setattr(_cli_bench.measure, "measure", lambda *_, **__: measured)
+    monkeypatch.setattr(_cli_bench.report, "print_table", lambda record: None)
+    monkeypatch.setattr(_cli_bench.draw, "save", full)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert main.main(["bench", option, path]) == 1
     said = capsys.readouterr()

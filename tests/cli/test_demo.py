@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep._cli import bench, main
+from jax_ep._cli import main
+from jax_ep._cli.bench import command as bench
 from jax_ep._cli.demo import (
     check,
     corpus,
@@ -81,6 +82,7 @@ def test_check_fails_when_a_gradient_is_wrong(tmp_path):
 import sys
 import jax
 from jax_ep._cli import main
+from jax_ep._cli.bench import command as bench
 from jax_ep._cli.demo import dense, moe
 right = moe.experts
 def wrong(rows, params, group_sizes):

@@ -1,6 +1,6 @@
 """What test files and the processes that they start (workers/) import.
 
-Also lets them import the repository's own programs.
+Also lets them import the repository's own programs, of benchmarks/, tools/ and docs/.
 """
 
 import pathlib
@@ -10,4 +10,5 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 WORKERS = TESTS / "workers"
 
-sys.path += [str(ROOT / name) for name in ("benchmarks", "docs")]
+# Last: the root's jax_ep has no compiled modules, so an installed one must come first.
+sys.path += [str(ROOT), str(ROOT / "docs")]

@@ -6,9 +6,9 @@ import json
 import os
 import pathlib
 
-import lockstep_run
 import pytest
 
+from benchmarks.common import processes as jobs
 from jax_ep._native import loader
 from jax_ep._peers import nvshmem
 from support import compare_transports, gpus, helpers
@@ -40,7 +40,7 @@ def start(
     """`own`: each process sees its GPUs alone, as under many schedulers."""
     environment, each = ENVIRONMENT, None
     if shares_one():
-        environment = ENVIRONMENT | lockstep_run.one_gpu((visible() or ["0"])[0])
+        environment = ENVIRONMENT | jobs.one_gpu((visible() or ["0"])[0])
     elif own:
         each = shares(processes, devices)
     return launch(

@@ -1,8 +1,6 @@
-"""Rows as benchmarks/layer.py measures them."""
+"""Rows as the layers' benchmark measures them."""
 
 from __future__ import annotations
-
-# It finds benchmarks/ itself.
 
 
 def timing(ms):

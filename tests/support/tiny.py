@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import grouped
 import jax
-import overlap_report
 
+from benchmarks.layers import grouped
+from benchmarks.overlap import report as overlap_report
 from support import helpers
 
 ON_CPU = jax.default_backend() == "cpu"

@@ -1,11 +1,12 @@
-"""benchmarks/fuzz.py: what it records of either engine."""
+"""tools/fuzz.py: what it records of either engine."""
 
 from __future__ import annotations
 
 import pathlib
 
-import fuzz
 import pytest
+
+from tools import fuzz
 
 # Talks as libFuzzer does, and puts its finds where that puts them.
 LIBFUZZER = """#!/bin/bash

@@ -1,4 +1,4 @@
-"""What benchmarks/layer.py rests on: layers that agree, errors that are seen."""
+"""What benchmarks/layers/layer.py rests on: layers that agree, errors that are seen."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import layer_cases
-import layer_experts
-import layer_kinds
-import layer_report
-import layer_worker
 import numpy as np
 import pytest
 
 import jax_ep
+from benchmarks.layers import cases as layer_cases
+from benchmarks.layers import experts as layer_experts
+from benchmarks.layers import kinds as layer_kinds
+from benchmarks.layers import report as layer_report
+from benchmarks.layers import worker as layer_worker
+from jax_ep._cli.bench.transports import normal
 from support import helpers
 from support.layer_rows import timing
 
@@ -97,7 +98,7 @@ def test_dense_layer_equals_ours_but_for_what_it_drops(case, ours, factor, monke
 
 
 def test_padded_experts_equal_ragged_dot(case, ours):
-    rows = layer_cases.sharded_normal(
+    rows = normal(
         case.mesh,
         jax.random.key(0),
         (case.mesh.size * case.capacity, SIZES["hidden"]),

@@ -1,4 +1,4 @@
-"""What benchmarks/layer.py says of its rows, and what it chooses to measure."""
+"""What benchmarks/layers/layer.py says of its rows, and what it chooses to measure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import copy
 import json
 import types
 
-# It finds benchmarks/ itself.
 import generate
-import layer
-import layer_report
 import layer_tables
-import layer_worker
 import pytest
 
+from benchmarks.layers import layer
+from benchmarks.layers import report as layer_report
+from benchmarks.layers import worker as layer_worker
+from jax_ep._cli.bench import process
+from jax_ep._cli.bench import record as bench_record
 from support.layer_rows import timing
 
 
@@ -53,7 +54,7 @@ def record():
         "date": "2026-01-01",
         "commit": "abc",
         "seed": 1,
-        "command": "benchmarks/layer.py",
+        "command": "benchmarks/layers/layer.py",
         "tokens": 4096,
         "top_k": 8,
         "results": rows,
@@ -174,13 +175,13 @@ def test_a_run_is_kept_whether_it_can_be_joined_or_not(device, tmp_path, monkeyp
         each["case"] = "large-64"
     (tmp_path / "earlier.json").write_text(json.dumps(earlier))
 
-    def run_worker(flags, spec, script):
+    def run_worker(flags, spec, script, root):
         facts = {"device": device, "count": 4, "jax": "1"}
         rows = [facts, row("p2p", 9.0), row("p2p", 9.5, "forward")]
         return rows, None
 
-    monkeypatch.setattr(layer.p2p, "run_worker", run_worker)
-    monkeypatch.setattr(layer.gpu_limits, "driver", lambda: "1")
+    monkeypatch.setattr(process, "start", run_worker)
+    monkeypatch.setattr(bench_record, "driver", lambda: "1")
     words = (
         f"--cases mid --layers p2p --results {tmp_path} --merge {tmp_path}/earlier.json"
     )

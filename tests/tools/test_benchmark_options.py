@@ -1,19 +1,16 @@
-"""benchmarks/options_cost.py: what is wrong or missing is said, the rest shown."""
+"""options_cost.py: what is wrong or missing is said, the rest shown."""
 
 from __future__ import annotations
 
 import json
 
-# It finds benchmarks/ itself.
 import generate
-import options_cost
-import options_report
-import options_worker
-import p2p
-import p2p_transports
 import performance_tables
 import pytest
 
+from benchmarks.calls import options_cost, options_report, options_worker
+from jax_ep._cli.bench import measure, process
+from jax_ep._cli.bench import transports as p2p_transports
 from support import helpers
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -63,7 +60,7 @@ def test_what_fails_or_has_no_time_is_said(case, monkeypatch):
     spec, made = case
     rows = []
     options_worker.measure(spec | {"deadline": 0}, made, rows.append, "plain", None)
-    assert [row["error"] for row in rows] == [options_report.NO_TIME] * 2
+    assert [row["error"] for row in rows] == [process.NO_TIME] * 2
     rows.clear()
     monkeypatch.setitem(options_worker._CONFIGS, "shared", {"top_k": 0})
     options_worker.measure(spec, made, rows.append, "shared", None)
@@ -94,7 +91,7 @@ def record(**changes):
         "jax": "9.9",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/options_cost.py",
+        "command": "python -m benchmarks.calls.options_cost",
         "hidden": 7168,
         "top_k": 8,
         "experts": 256,
@@ -118,13 +115,13 @@ def test_tables():
 
 
 def test_record_is_what_the_worker_wrote(tmp_path, monkeypatch, capsys):
-    def run_worker(flags, spec, script):
-        assert (flags, script) == (p2p.GRAPHS, options_cost.WORKER)
+    def run_worker(flags, spec, script, root):
+        assert (flags, script) == (measure.GRAPHS, options_cost.WORKER)
         assert spec["options"] == list(options_report.NAMES)
         rows = [{"device": "Made Up", "count": 4, "jax": "9.9"}]
         return rows + record()["results"], "worker killed"
 
-    monkeypatch.setattr(p2p, "run_worker", run_worker)
+    monkeypatch.setattr(process, "start", run_worker)
     assert options_cost.main(["--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("options-made-upx4-*.json")
     written = json.loads(path.read_text())

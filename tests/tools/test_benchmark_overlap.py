@@ -1,4 +1,4 @@
-"""What benchmarks/overlap.py rests on: work that is done, results that are compared."""
+"""What overlap.py rests on: work that is done, results that are compared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import types
 
 import jax
 import numpy as np
-import overlap
-import overlap_cases
-import overlap_report
-import overlap_trace
-import overlap_worker
-import p2p
-import p2p_programs
 import pytest
 
+from benchmarks.overlap import cases as overlap_cases
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
+from benchmarks.overlap import trace as overlap_trace
+from benchmarks.overlap import worker as overlap_worker
+from jax_ep._cli.bench import loops as p2p_programs
+from jax_ep._cli.bench import process
 from support import helpers
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -133,7 +133,7 @@ def test_steps_without_a_time_say_why(opened, monkeypatch):
     keys = [(op, p) for op in ("dispatch", "combine") for p in overlap_report.PARTS]
     for patch, error in (
         ((run, "other", None), "AttributeError"),
-        ((run, "late", lambda: True), overlap_report.NO_TIME),
+        ((run, "late", lambda: True), process.NO_TIME),
     ):
         rows.clear()
         monkeypatch.setattr(*patch)
@@ -201,14 +201,14 @@ def test_trace_that_cannot_be_costs_nothing(capsys):
 def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def run_worker(flags, spec, script="p2p_worker.py"):
+    def run_worker(flags, spec, script, root):
         calls.append((flags, spec, script))
         first = {"device": "Made Up", "count": 4, "jax": "9.9"}
         if script == overlap.WORKER:
             return [first, ROW | {"us": 1500.0, "flags": spec["flags"]}], ""
         return [first, {"tokens": 1, "op": "combine", "us": 9.0, "wrong": False}], ""
 
-    monkeypatch.setattr(p2p, "run_worker", run_worker)
+    monkeypatch.setattr(process, "start", run_worker)
     arguments = ["--results", str(tmp_path), "--graph-tokens", "1", "--seed", "1"]
     assert overlap.main(arguments) == 0
     (path,) = tmp_path.glob("overlap-made-upx4-*.json")
@@ -226,7 +226,7 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     assert deadlines == sorted(deadlines)
     assert "100 (80%)" in capsys.readouterr().out
     # Joined to what there is, a run that measured nothing has failed all the same.
-    monkeypatch.setattr(p2p, "run_worker", lambda *_: ([], "worker killed"))
+    monkeypatch.setattr(process, "start", lambda *_: ([], "worker killed"))
     arguments += ["--merge", str(path)]
     assert overlap.main(arguments) == 1
     assert "MISSING: worker killed" in capsys.readouterr().out

@@ -1,19 +1,20 @@
-"""What benchmarks/overlap.py makes of its rows: tables, verdicts, joined records."""
+"""What overlap.py makes of its rows: tables, verdicts, joined records."""
 
 from __future__ import annotations
 
-# It finds benchmarks/ itself.
 import generate
-import overlap
-import overlap_report
 import performance_tables
 import pytest
+
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
+from jax_ep._cli.bench import process
 
 RUN = {
     "commit": "0123456789abcdef",
     "date": "2001-02-03",
     "seed": 1,
-    "command": "benchmarks/overlap.py",
+    "command": "overlap.py",
     "driver": "1.2",
     "seconds": 3.0,
 }
@@ -55,7 +56,7 @@ def record(**changes):
         "count": 4,
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/overlap.py",
+        "command": "overlap.py",
         "jax": "9.9",
         "transport": "p2p",
         "tokens": 4096,
@@ -117,7 +118,7 @@ def test_what_copies_leave_is_judged(exposed_us, beside_us, wanted):
 
 
 def test_what_is_missing_is_said_and_the_rest_shown():
-    late = {"error": overlap_report.NO_TIME}
+    late = {"error": process.NO_TIME}
     lost = {key: v for key, v in row(0.0, arrangement="halves").items() if key != "us"}
     lost |= {"exposed_us": None}
     unmade = lost | {"op": None, "arrangement": None, "beside": "mosaic"}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import draw
 import generate
-import p2p
-import p2p_cases
-import p2p_report
-import p2p_worker
 import performance_tables
 import pytest
-import window_kernels
+
+from benchmarks.calls import p2p, window_kernels
+from jax_ep._cli.bench import draw, measure
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
+from jax_ep._cli.bench import worker as p2p_worker
 
 
 def row(us, **changes):
@@ -43,7 +43,7 @@ def record(*rows):
         "kind": "p2p",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/p2p.py",
+        "command": "python -m benchmarks.calls.p2p",
         "seed": 7,
         "peak_gb_s": 100.0,
         "hidden": 16,
@@ -123,30 +123,33 @@ def test_wrong_or_missing_results_make_a_record_unfit():
     assert p2p_report.failures(record() | {"problems": [hung]}) == [hung]
 
 
+def specifications(*arguments):
+    return list(measure.workers(p2p.plan(p2p.parse(arguments))))
+
+
 def test_specifications_of_the_workers_are_json_and_cover_the_arguments():
-    args = p2p.parse(["--tokens", "8", "--num-sms", "16", "24", "--seed", "5"])
-    found = list(p2p.workers(args))
-    assert len(found) == 1 + len(p2p.RAGGED)
+    found = specifications("--tokens", "8", "--num-sms", "16", "24", "--seed", "5")
+    assert len(found) == 1 + len(measure.RAGGED)
     spec = json.loads(json.dumps(found[0][3]))
     assert spec["num_sms"] == [None, 16, 24]
     assert spec["transports"] == ["p2p", "collective"]
     assert spec["defaults_at"] == 8
     assert spec["variants"] == [{"format": "bf16", "combine_format": None}]
-    quick = list(p2p.workers(p2p.parse(["--quick"])))
+    quick = specifications("--quick")
     assert [spec["transports"] for *_, spec in quick] == [["p2p"]]
 
 
 def test_formats_are_variants_of_one_worker():
     arguments = ["--combine-format", "fp8_block128", "--formats"]
     names = ["bf16", "fp8_block128", "nvfp4"]
-    ((*_, spec),) = p2p.workers(p2p.parse([*arguments, *names]))
+    ((*_, spec),) = specifications(*arguments, *names)
     assert spec["routings"] == ["uniform"]
     assert [each["format"] for each in spec["variants"]] == names
     combined = [
         each["combine_format"] for each in spec["variants"] if "combine" in each["ops"]
     ]
     assert combined == [None, "fp8_block128"]
-    ((*_, spec),) = p2p.workers(p2p.parse(["--format", "nvfp4"]))
+    ((*_, spec),) = specifications("--format", "nvfp4")
     assert spec["transports"] == ["p2p", "collective"]
     assert spec["variants"] == [{"format": "nvfp4", "combine_format": None}]
     with pytest.raises(SystemExit):

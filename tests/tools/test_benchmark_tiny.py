@@ -11,46 +11,45 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pathlib
 import re
 import shlex
 import subprocess
 import sys
 
 import call_tables
-import collective
-import cpu_steps
-import draw
-import format_errors
-import fuzz
 import generate
-import gpu_limits
-import grouped
-import launch_waits
-import layer
-import layer_cases
-import layer_report
 import layer_tables
-import nodes
-import options_cost
-import options_report
-import overlap
-import overlap_report
-import p2p
-import p2p_cases
-import p2p_report
 import performance_tables
 import pytest
-import record_suite
-import recording
-import soak
-import soak_processes
-import soak_program
-import window_kernels
 
 import jax_ep
+from benchmarks.calls import (
+    collective,
+    cpu_steps,
+    draw,
+    format_errors,
+    nodes,
+    options_cost,
+    options_report,
+    p2p,
+    window_kernels,
+)
+from benchmarks.common import recording
+from benchmarks.layers import cases as layer_cases
+from benchmarks.layers import grouped, layer
+from benchmarks.layers import report as layer_report
+from benchmarks.limits import gpu_limits, launch_waits
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
+from benchmarks.soak import processes as soak_processes
+from benchmarks.soak import program as soak_program
+from benchmarks.soak import soak
+from jax_ep._cli.bench import measure
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
 from support import helpers
 from support.tiny import ON_CPU, RANKS, TRACE, rows_by, tiny, unmeasured, written
+from tools import fuzz, record_suite
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -76,7 +75,7 @@ def test_layer(tmp_path):
     ours, names = [*over("collective")], ("layer", "format", "flags")
     kinds = {(name, each, "") for name in ours for each in layer.FORMATS}
     kinds |= {("dense", "bf16", "")}
-    kinds |= {("ragged", "bf16", label) for _, of in p2p.RAGGED for _, label in of}
+    kinds |= {("ragged", "bf16", label) for _, of in measure.RAGGED for _, label in of}
     for made in (layer_report.counted, layer_report.default_experts):
         kinds.add((made(helpers.TRANSPORT), "bf16", ""))
     found = rows_by(rows, *names, "pass")
@@ -103,13 +102,13 @@ def test_p2p(tmp_path, capsys):
         for transport in over("collective")
         for case in [*((r, False) for r in p2p_cases.ROUTINGS), ("uniform", True)]
     }
-    ragged = (label for _, updates in p2p.RAGGED for _, label in updates)
+    ragged = (label for _, updates in measure.RAGGED for _, label in updates)
     kinds |= {("ragged", "uniform", False, label) for label in ragged}
     default = [row for row in rows if row["num_sms"] is None]
     found = rows_by(default, *names)
     assert found.keys() == {(*k, op) for k in kinds for op in ("dispatch", "combine")}
     assert len(capsys.readouterr().out.splitlines()) > len(rows)
-    if draw.available():
+    if draw.draw.available():
         (path,) = tmp_path.glob("*.json")
         draw.main([str(path), str(tmp_path / "picture.svg")])
         assert (tmp_path / "picture.svg").read_text().count("ragged_all_to_all") > 0
@@ -387,20 +386,21 @@ HERE = {
 }
 # By those above.
 WORKERS = {
-    *("layer_worker", "nodes_process", "options_worker", "overlap_worker"),
-    "p2p_worker",
+    *("layers.worker", "overlap.worker", "calls.nodes_process"),
+    "calls.options_worker",
 }
 
 
 def test_no_benchmark_is_left_out():
     """One that is new must be tried here too."""
     found = {
-        path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("benchmarks", "tools")
+        for path in (ROOT / folder).rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text()
     }
-    names = {pathlib.Path(module.__file__).stem for module in HERE}
-    assert found == WORKERS | names
+    workers = {f"benchmarks.{name}" for name in WORKERS}
+    assert found == workers | {module.__name__ for module in HERE}
 
 
 PYTHON = """#!/bin/bash
@@ -419,7 +419,7 @@ def test_what_records_on_gpus_is_understood(gpus, tmp_path, monkeypatch):
         path = folder / name
         path.write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
-    script = ROOT / "benchmarks" / "record_gpu.sh"
+    script = ROOT / "tools" / "record_gpu.sh"
     steps = re.search(r"Steps: (.*?)\.", script.read_text().replace("\n#", ""))[1]
     steps = [step for step in steps.split() if step != "sanitize"]
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -428,7 +428,7 @@ def test_what_records_on_gpus_is_understood(gpus, tmp_path, monkeypatch):
     subprocess.run([str(script), *steps], check=True, stdout=subprocess.DEVNULL)
     commands = [shlex.split(line) for line in said.read_text().splitlines()]
     assert len(commands) >= len(steps)
-    for path, *words in commands:
-        name = pathlib.Path(path).stem
-        (module,) = (m for m in HERE if pathlib.Path(m.__file__).stem == name)
+    for option, name, *words in commands:
+        assert option == "-m"
+        (module,) = (m for m in HERE if m.__name__ == name)
         module.parse(words)

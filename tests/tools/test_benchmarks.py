@@ -1,4 +1,4 @@
-"""What the numbers of benchmarks/p2p.py rest on: bytes, JAX's own path, the checks."""
+"""What the numbers of p2p.py rest on: bytes, JAX's own path, the checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import p2p_cases
-import p2p_check
-import p2p_programs
-import p2p_report
-import p2p_transports
 import pytest
-import ragged
 from jax.sharding import PartitionSpec as P
 
+from jax_ep._cli.bench import checks as p2p_check
+from jax_ep._cli.bench import loops as p2p_programs
+from jax_ep._cli.bench import ragged
+from jax_ep._cli.bench import report as p2p_report
+from jax_ep._cli.bench import routings as p2p_cases
+from jax_ep._cli.bench import transports as p2p_transports
 from support import helpers
 
 EXPERTS, TOP_K, HIDDEN = 16, 3, 16

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._cli.bench import ragged
 from jax_ep.router import Router
 from support import ROOT, helpers, moe_dense
 from support.pages import python_blocks
@@ -42,23 +40,11 @@ def test_layers_page_runs(tmp_path):
     np.testing.assert_array_equal(moe.down[...], before)
 
 
-def reference_exchange():
-    """benchmarks/ragged.py has one; XLA's CPU compiler has no ragged_all_to_all."""
-    path = pathlib.Path(ROOT) / "benchmarks" / "ragged.py"
-    spec = importlib.util.spec_from_file_location("ragged_for_docs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.reference_exchange
-
-
 def test_both_sides_of_the_migration_agree(monkeypatch):
     names: dict = {}
     exec("\n".join(python_blocks("docs/migrate.md")), names)
     if jax.default_backend() == "cpu":
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", reference_exchange())
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged.reference_exchange)
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     experts = 4 * mesh.size
     rng = np.random.default_rng(0)

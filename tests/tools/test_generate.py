@@ -84,7 +84,7 @@ def grouped(**changes):
         "jax": "9.9",
         "date": "2001-02-03",
         "commit": "0123456789abcdef",
-        "command": "benchmarks/grouped.py",
+        "command": "benchmarks/layers/grouped.py",
         "cases": {"one": {"hidden": 100, "inner": 50, "groups": 2, "rows": 1000}},
         "results": [row | changes for row in rows],
     }

@@ -9,20 +9,20 @@ import subprocess
 import types
 from typing import Any, cast
 
-import ports
 import pytest
 
+from benchmarks.common import processes as ports
 from support import ROOT, gpu_processes, parts, worker_process
 
 
 def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:
     given = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    assert ports.RANGE[1] <= int(given.split()[0])
+    assert ports.PORTS[1] <= int(given.split()[0])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports.free_port()))
         port = taken.getsockname()[1]
-        assert ports.RANGE[0] <= port < ports.RANGE[1]
-        monkeypatch.setattr(ports, "RANGE", (port, port + 20))
+        assert ports.PORTS[0] <= port < ports.PORTS[1]
+        monkeypatch.setattr(ports, "PORTS", (port, port + 20))
         assert all(port < ports.free_port() < port + 20 for _ in range(200))
 
 

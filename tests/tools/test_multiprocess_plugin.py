@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 
-import lockstep_run
 import pytest
+
+from tools import lockstep_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

@@ -9,11 +9,11 @@ import types
 from functools import partial
 
 import generate
-import lockstep_run
 import pytest
-import record_suite
-import recording
 import reliability_table
+
+from benchmarks.common import recording
+from tools import lockstep_run, record_suite
 
 ROOT = generate.ROOT
 ROWS = reliability_table.PROMISES
@@ -37,6 +37,8 @@ def test_commands_name_what_exists(row) -> None:
     for part in command.split("; "):
         program, *words = part.split()
         files = [w for w in (program, *words) if "/" in w]
+        if words[:1] == ["-m"] and words[1] != "pytest":
+            files.append(words[1].replace(".", "/") + ".py")
         assert files or program == "ctest", part
         for file in files:
             assert (ROOT / file).exists(), file
@@ -65,7 +67,7 @@ def row_of(found: str, word: str) -> str:
 def test_rows_without_a_run_say_so() -> None:
     found = reliability_table.promises(records(), generate.table)
     assert "GPUs: not yet run" in row_of(found, "test_p2p_faults.py -k")
-    assert "CPU: not yet run" in row_of(found, "soak.py --minutes 15")
+    assert "CPU: not yet run" in row_of(found, "soak --minutes 15")
 
 
 def test_a_suite_on_cpus_is_none_on_gpus() -> None:
@@ -170,7 +172,7 @@ def write_suite(monkeypatch, tmp_path, date: str, count: int, ends: str) -> None
 
 def write_sanitized(monkeypatch) -> None:
     """What sanitize.sh writes of two runs."""
-    script = (ROOT / "benchmarks" / "sanitize.sh").read_text()
+    script = (ROOT / "tools" / "sanitize.sh").read_text()
     code = re.search(r"<<'END'\n(.*?)\nEND\n", script, re.DOTALL)[1]
     lines = ["memcheck-one: clean; 0 errors; 3 passed", "racecheck: OUT OF TIME; no"]
     monkeypatch.setattr(sys, "argv", ["-", "0,1", *lines])
@@ -201,7 +203,7 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         suite.write({"kind": "NVIDIA Made Up", "count": 4, "jax": "9.8.7"})
     assert (tmp_path / "suite-shmem-4proc-2nodes-made-upx4-2001-02-03.json").exists()
     found = reliability_table.promises(generate.records, generate.table)
-    row = row_of(found, "record_suite.py --processes 4")
+    row = row_of(found, "record_suite --processes 4")
     for name in ("`shmem`, 4 processes", "`shmem`, 4 processes, 2 ranks per node"):
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
@@ -215,12 +217,12 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
     write_sanitized(monkeypatch)
     found = reliability_table.promises(generate.records, generate.table)
     assert "1200 calls in 15 min, 900 checks, 0 failed" in row_of(
-        found, "soak.py --minutes 10"
+        found, "soak --minutes 10"
     )
     assert "2 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 of 2 runs clean" in row_of(
         found, "sanitize.sh"
     )
-    assert "CPU: not yet run" in row_of(found, "soak.py --minutes 15")
+    assert "CPU: not yet run" in row_of(found, "soak --minutes 15")
     found = reliability_table.figures(generate.records, generate.table)
     for row in ("faults injected, p2p", "bad inputs, GPUs"):
         assert re.search(r": \d{2,} passed, 0 failed", row_of(found, row))
@@ -249,9 +251,9 @@ def test_faults_are_tests_in_which_something_fails(command) -> None:
 def test_soaks_on_cpus_and_gpus_are_apart() -> None:
     found = reliability_table.promises(records(soaks=[SOAK]), generate.table)
     assert "1200 calls in 15 min, 900 checks, 2 failed" in row_of(
-        found, "soak.py --minutes 15"
+        found, "soak --minutes 15"
     )
-    assert "not yet run" in row_of(found, "soak.py --minutes 10")
+    assert "not yet run" in row_of(found, "soak --minutes 10")
 
 
 def test_a_soak_that_ended_with_an_error_says_so() -> None:
@@ -275,12 +277,12 @@ def test_soaks_in_processes_have_a_row_of_their_own() -> None:
         lambda prefix: [soak, direct, on_cpus] * (prefix == "processes-soak"),
         generate.table,
     )
-    row = row_of(found, "soak_processes.py")
+    row = row_of(found, "soak.processes")
     name = "`shmem`, 4 processes that share it, 2 ranks per node on 1 x NVIDIA Made Up"
     assert f"{name}, " in row
     assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row
     assert row.count("1200 calls in 15 min, 900 checks, 0 failed") == 2
-    assert "not yet run" in row_of(found, "soak.py --minutes 10")
+    assert "not yet run" in row_of(found, "soak --minutes 10")
 
 
 def test_a_soak_tells_a_leak_from_gaps() -> None:

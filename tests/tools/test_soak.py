@@ -1,4 +1,4 @@
-"""benchmarks/soak.py: right calls pass its checks, and each kind of wrong one fails."""
+"""soak.py: right calls pass its checks, and each kind of wrong one fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import soak
-import soak_codes
-import soak_program
-import soak_run
 
 import jax_ep
+from benchmarks.soak import codes as soak_codes
+from benchmarks.soak import program as soak_program
+from benchmarks.soak import run as soak_run
+from benchmarks.soak import soak
 from support import helpers, quantizer
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -1,4 +1,4 @@
-"""benchmarks/soak_processes.py: what the processes agree on, and their one record."""
+"""benchmarks/soak/processes.py: what the processes agree on, and their one record."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import threading
 import types
 
 import pytest
-import soak
-import soak_processes
-import soak_run
+
+from benchmarks.common import processes as job_processes
+from benchmarks.soak import processes as soak_processes
+from benchmarks.soak import run as soak_run
+from benchmarks.soak import soak
 
 RECORD = {
     "calls": 80,
@@ -74,8 +76,7 @@ def soak_in_two(monkeypatch, launchers, deadlines, launches=10**9) -> None:
         process_index=lambda: here.own, process_count=lambda: len(launchers)
     )
     monkeypatch.setitem(sys.modules, "jax", fake)
-    worker = types.SimpleNamespace(client=lambda: store)
-    monkeypatch.setitem(sys.modules, "workers.windows_worker", worker)
+    monkeypatch.setattr(job_processes, "client", lambda: store)
 
     def together(those, compiler, deadline, most):
         (one,) = those
@@ -139,7 +140,7 @@ def test_record_of_all() -> None:
     assert (record["heap_start"], record["heap_end"]) == (10, 15)
     assert record["error"] is None
     assert record["command"] == (
-        "python benchmarks/soak_processes.py --processes 2 --one-gpu "
+        "python -m benchmarks.soak.processes --processes 2 --one-gpu "
         "--ranks-per-node 1 --calls 80 --seed 5"
     )
     json.dumps(record)

@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-import record_suite
-import recording
-import suite_record
+
+from benchmarks.common import recording
+from tools import record_suite, suite_record
 
 # Records count skips by their reasons.
 REASON = "of this record"

@@ -7,12 +7,11 @@ import functools
 import json
 import pathlib
 
-import lockstep_run
 import pytest
-import record_suite
-import recording
-import suite_record
 import suite_table
+
+from benchmarks.common import processes, recording
+from tools import lockstep_run, record_suite, suite_record
 
 # Records count skips by their reasons.
 REASON = "of this record"
@@ -156,7 +155,7 @@ def test_the_newest_run_that_tells_is_resumed(results, tmp_path) -> None:
 
 def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(record_suite, "devices", lambda: DEVICES)
-    monkeypatch.setattr(lockstep_run, "visible_gpus", lambda here: ["0", "1"])
+    monkeypatch.setattr(processes, "visible_gpus", lambda count: ["0", "1"])
     late, ran = {("p2p", "test_mesh.py"), ("p2p", "test_p2p.py")}, []
 
     def run(job, deadline):
@@ -272,5 +271,5 @@ def test_processes_that_share_a_gpu(results, tmp_path, monkeypatch) -> None:
     record = json.loads(path.read_text())
     assert record["devices"]["count"] == 1
     assert "--one-gpu" in record["arguments"]
-    words = "`shmem`, 4 processes that share it, 2 ranks a node, of mesh alone"
+    words = "`shmem`, 4 processes that share it, 2 ranks per node, of mesh alone"
     assert suite_table.name(record) == words

@@ -5,13 +5,13 @@ That is a stream of collectives for calls in halves, and what Pallas needs to be
 
 from __future__ import annotations
 
-import grouped
-import overlap
-import overlap_cases
-import overlap_report
 import pytest
 
 import jax_ep
+from benchmarks.layers import grouped
+from benchmarks.overlap import cases as overlap_cases
+from benchmarks.overlap import overlap
+from benchmarks.overlap import report as overlap_report
 from support import helpers
 from support.tiny import ON_CPU, RANKS, TRACE, rows_by, tiny, unmeasured
 

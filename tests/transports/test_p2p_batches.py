@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import overlap_batches
 import pytest
 
 import jax_ep
+from benchmarks.overlap import batches as overlap_batches
 from support import compare_transports, helpers
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def test_in_turns(tokens: int, overlap: str) -> None:
     config = helpers.make_config(**fields, overlap=overlap, pending_calls=1)
     mesh = compare_transports.p2p_mesh()
     with (
-        compare_transports.Pair(mesh, config) as pair,
+        compare_transports.Twins(mesh, config) as pair,
         jax_ep.init(mesh, "ep", config, transport="p2p") as other,
     ):
 

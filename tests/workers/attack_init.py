@@ -192,7 +192,7 @@ def _of_processes(mesh: Any, processes: list[int]) -> Any:
 def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
     """What did not hold, by attack."""
     here = pathlib.Path(__file__).resolve()
-    import ports
+    from benchmarks.common import processes as ports
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
     port = str(ports.free_port())
@@ -334,7 +334,7 @@ def main() -> int:
     good = sum(not wrong for wrong in found.values())
     print(f"{len(POINTS)} points, {len(found)} attacks, {good} survived")
     if args.record:
-        import recording
+        from benchmarks.common import recording
 
         by_way = {
             way: sum(not wrong for attack, wrong in found.items() if attack.way == way)

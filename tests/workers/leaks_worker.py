@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.soak import memory as host_memory
 from jax_ep._core import handle as _handle
 from jax_ep._setup import init
-from support import gpus, helpers, host_memory
+from support import gpus, helpers
 
 jax.config.update("jax_num_cpu_devices", 2)
 CYCLES = {

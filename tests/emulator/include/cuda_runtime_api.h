@@ -1,5 +1,5 @@
 // Stands in for CUDA's header of this name: what the host's side of the window kernels and of
-// benchmarks/window_kernels calls. Graphs and events are not emulated.
+// benchmarks/calls/window_kernels calls. Graphs and events are not emulated.
 #pragma once
 
 #include <cstddef>

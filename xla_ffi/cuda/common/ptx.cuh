@@ -196,7 +196,7 @@ __device__ __forceinline__ void NamedBarrierApart(uint32_t id, uint32_t threads)
 // Arrives at barrier `id` without waiting. This warp's earlier accesses come before the later ones
 // of threads that wait there.
 __device__ __forceinline__ void ArriveAtBarrier(uint32_t id, uint32_t threads) {
-#ifdef JAX_EP_ARRIVE_WAITS  // racecheck does not understand arrivals; see benchmarks/sanitize.sh
+#ifdef JAX_EP_ARRIVE_WAITS  // racecheck does not understand arrivals; see tools/sanitize.sh
   NamedBarrierApart(id, threads);
 #else
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,0 +1,1 @@
+"""Times of single calls, of the kernels alone, and of their steps."""

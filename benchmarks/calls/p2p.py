@@ -1,0 +1,108 @@
+"""Measures transport p2p against the wire, the collective transport and JAX itself.
+
+    python -m benchmarks.calls.p2p [--quick] [--num-sms 16 24 32] [--only p2p]
+    python -m benchmarks.calls.p2p --format mxfp8 --combine-format fp8_block128
+    python -m benchmarks.calls.p2p --formats bf16 fp8_block128 mxfp8 mxfp4 nvfp4
+
+On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
+GPU at once), then dispatch and combine of each transport, then the same by sorting and
+`jax.lax.ragged_all_to_all` (jax_ep/_cli/bench/ragged.py), with XLA's default flags and
+with its better ones. Routing is drawn from a printed seed, 4 draws that a program takes
+in turn; tokens are random. `recv_capacity` is 1.25 * T * K rounded up to 128, or what
+skewed routing needs, and `zero_tail=False`; one more row has the defaults.
+
+With several `--formats`, dispatch is measured in each, one after the other on each
+case, so that times can be divided by each other. Combine is measured with the first of
+them and, given a `--combine-format`, also in that, with the second. JAX's own path has
+no formats.
+
+A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
+by its calls; nothing is subtracted; median of the repeats. Bytes are those of the rank
+that sends or receives most: a row for each (token, other rank). Results are compared
+bit for bit with the collective transport's (ragged's sums within a tolerance); wrong
+ones are marked, and the command then exits 1.
+
+Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json. The name of a record of another
+format than bf16 begins with that format; a record of several formats is
+formats-<gpu>x<n>-<date>.json. Draws a picture of one format where matplotlib is
+installed (benchmarks.calls.draw draws it elsewhere), and prints a table last.
+"""
+
+import sys
+
+from benchmarks.common import arguments as common
+from benchmarks.common import recording
+from benchmarks.limits import gpu_limits
+from jax_ep._cli.bench import draw, measure, report
+
+# What --tiny stands for: all kinds of cases that CPUs have.
+TINY = (
+    *("--transports", "collective", "ragged", "--routing", "uniform", "zipf"),
+    *("--tokens", "8", "--num-sms", "8", *common.TINY_CALLS),
+)
+
+
+def parse(arguments):
+    parser = common.parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="p2p, few T, uniform")
+    parser.add_argument("--tokens", type=int, nargs="+", help="T, in this order")
+    parser.add_argument("--ragged-tokens", type=int, nargs="+", help="T of ragged")
+    parser.add_argument("--routing", nargs="+", choices=("uniform", "zipf"))
+    parser.add_argument(
+        "--transports",
+        "--only",
+        nargs="+",
+        choices=measure.TRANSPORTS,
+        help="default all",
+    )
+    parser.add_argument(
+        "--num-sms", type=int, nargs="+", default=[], help="besides the default"
+    )
+    common.add_calls(parser, repeats=7, milliseconds=100, budget=300)
+    common.add_place(parser)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--formats", "--format", nargs="+", default=["bf16"], help="dispatch_format"
+    )
+    parser.add_argument("--combine-format", help="default None")
+    args = common.parsed(parser, arguments, TINY)
+    chosen = plan(args)
+    if "ragged" in chosen.transports and not chosen.plain:
+        parser.error("ragged has no formats: leave it, or --formats and the like, out")
+    return args
+
+
+def plan(args):
+    """What is measured."""
+    given = dict(vars(args))
+    del given["results"]
+    return measure.Plan(here=given.pop("tiny"), **given)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    chosen = plan(args)
+    command = recording.command("calls.p2p", arguments)
+    record = measure.measure(chosen, command, recording.ROOT, gpu_limits.find_peak)
+    path = save(args, record)
+    if draw.available() and not chosen.several:
+        draw.save(record, path.with_suffix(".svg"))
+    report.print_table(record)
+    return 1 if report.failures(record) else 0
+
+
+def save(args, record):
+    # The README's table is of tokens as they are.
+    names, kind = [args.combine_format, *args.formats], "p2p"
+    if plan(args).several:
+        names, kind = [], "formats"
+    if args.quick:
+        kind = f"quick-{kind}"
+    for name in names:
+        if name not in (None, "bf16"):
+            kind = f"{name}-{kind}"
+    return recording.write(recording.of(kind, record), record, args.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Where records are written, and what every recorded run says about itself."""
+
+import json
+import pathlib
+import shlex
+import sys
+
+from jax_ep._cli.bench import record
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+date = record.date
+
+
+def commit():
+    """The commit measured; JAX_EP_COMMIT names it where the sources are no checkout."""
+    return record.commit(ROOT)
+
+
+def short_device(kind):
+    """A device kind as part of a file name."""
+    return kind.lower().replace("nvidia ", "").replace(" ", "-")
+
+
+def of(prefix, record):
+    """The name of a record of some devices."""
+    return f"{prefix}-{short_device(record['device'])}x{record['count']}"
+
+
+def write(name, record, folder=RESULTS):
+    """Writes <folder>/<name>-<date>.json and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{record['date']}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    return path
+
+
+def command(module, arguments=None):
+    """What makes the same record again: without the folder for its results."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--results" in words:
+        at = words.index("--results")
+        words = [*words[:at], *words[at + 2 :]]
+    return shlex.join(["python", "-m", f"benchmarks.{module}", *words])
+
+
+def run(kind, module, args, arguments, **facts):
+    """A run that `module`, of benchmarks, has begun with `args`."""
+    told = command(module, arguments)
+    return record.Run(kind, told, args.seed, args.budget, ROOT, **facts)
+
+
+def head(kind, **facts):
+    """The first entries of a record of a run without workers."""
+    return {"kind": kind, "commit": commit(), "date": date(), **facts}

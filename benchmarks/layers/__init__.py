@@ -1,0 +1,1 @@
+"""Times of whole expert layers, and of their grouped matmuls."""

@@ -1,0 +1,26 @@
+"""The ways of `jax_ep.experts` to multiply, by name, for layer.py and overlap.py.
+
+All layers of a run use the same one, so that they differ only in the exchange.
+"""
+
+from jax_ep import experts
+from jax_ep.experts import grouped_matmul
+
+__all__ = ["available", "default", "grouped_matmul", "make"]
+
+
+def available(name, sizes):
+    """Whether the devices here can run it for these sizes."""
+    obstacle = experts.mosaic_obstacle(sizes["hidden"], sizes["inner"])
+    return name != "mosaic" or obstacle is None
+
+
+def default(sizes):
+    """What `jax_ep.experts.auto` is here, for bfloat16 rows."""
+    dense = experts.ragged_dot_is_dense("bfloat16")
+    return "mosaic" if dense and available("mosaic", sizes) else "ragged_dot"
+
+
+def make(name, largest):
+    """The function; `largest` is the most rows that any group has in this run."""
+    return experts.Padded(largest) if name == "padded" else getattr(experts, name)

@@ -1,0 +1,182 @@
+"""Times whole expert layers: jax_ep's, over ragged_all_to_all, over all_to_all.
+
+    python -m benchmarks.layers.layer [--budget 540]
+    python -m benchmarks.layers.layer --cases mid --layers p2p ragged --matmul padded
+
+On all GPUs of this process, in one run, for T tokens per rank: router, exchange, SwiGLU
+experts, exchange; forward, and forward with every gradient. The layers:
+
+* "p2p", "collective": `jax_ep.moe_ffn` over that transport, tokens as they are and as
+  fp8_block128;
+* "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all`
+  (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with its better ones, each
+  in a process of its own;
+* "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), the rest is
+  dropped, and batched matmuls.
+
+The router is the same function in all of them. So are the experts, but for "dense": of
+several ways of multiplying (experts.py) each case takes the one that is fastest here,
+and p2p's layer is also timed as one gets it without naming any. `jax.lax.ragged_dot` is
+tried in the mid-size case, and in large ones where --matmul names it. `recv_capacity`
+is 1.25 * T * K rounded up to 128.
+
+A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
+host's clock, over the calls; median of the repeats; two token arrays in turn. The share
+that is not experts is the time of the layer less the time of the same router and
+experts on rows that are there already, over the time of the layer. Results and all
+gradients are compared with those of transport collective, within rounding; wrong ones
+are marked, and the command then exits 1.
+
+Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. --merge
+adds the cases of earlier records that this run did not time. A case without any time
+exits 1 as well.
+"""
+
+import functools
+import json
+import sys
+
+from benchmarks.common import arguments as common
+from benchmarks.common import merging, recording
+from benchmarks.layers import report
+from jax_ep._cli.bench.measure import RAGGED
+
+# In the order in which they are measured. Sizes of models that people train.
+CASES = {
+    "large-256": {"hidden": 7168, "inner": 2048, "experts": 256},
+    "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
+    "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
+}
+SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
+LAYERS = ("p2p", "collective", "dense", "ragged")
+FORMATS = ("bf16", "fp8_block128")
+# For experts.make. Surest first; a way that is slow comes last.
+MATMULS = ("padded", "mosaic", "ragged_dot")
+# As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
+_OF_LARGE = MATMULS[:2]
+WORKER = "benchmarks.layers.worker"
+TINY = (
+    *("--cases", *SMALL, "--layers", "collective", "dense", "ragged"),
+    *("--transport", "collective", "--take", MATMULS[0], "--tokens", "8"),
+    *("--top-k", "2", "--milliseconds", "0.1", "--repeats", "1", "--devices", "2"),
+)
+
+
+def parse(arguments):
+    parser = common.parser(__doc__)
+    known = [*CASES, *SMALL]
+    parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument(
+        "--matmul", nargs="+", choices=MATMULS, help="default: all that are fast enough"
+    )
+    parser.add_argument(
+        "--take", choices=MATMULS, help="this way of multiplying, if not the fastest"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=report.OURS,
+        default=report.OURS[0],
+        help="whose layer is also timed with jax_ep.stats and with the default experts",
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--seed", type=int, help="of tokens and parameters")
+    common.add_times(parser, repeats=5, milliseconds=200, budget=540)
+    common.add_merge(parser)
+    common.add_place(parser)
+    return common.parsed(parser, arguments, TINY)
+
+
+def workers(args, cases):
+    """(what it measures, XLA flags, its share of the time, its specification)."""
+    shared = {
+        "cases": cases,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "milliseconds": args.milliseconds,
+        "ours": [],
+        "transport": args.transport,
+        "take": args.take,
+        "dense": False,
+        "ragged": (),
+        **common.place(args),
+    }
+    transports = [name for name in args.layers if name in report.OURS]
+    ours = [(name, each) for name in transports for each in args.formats]
+    with_dense, with_ragged = ("dense" in args.layers, "ragged" in args.layers)
+    if args.tiny:
+        # In this process flags change nothing.
+        ragged = [each for _, measured in RAGGED for each in measured]
+        found = {"ours": ours, "dense": with_dense, "ragged": ragged * with_ragged}
+        yield "all layers", "", 1.0, {**shared, **found}
+        return
+    if ours or with_dense:
+        share = 0.5 if with_ragged else 1.0
+        yield "jax_ep", "", share, {**shared, "ours": ours, "dense": with_dense}
+    if with_ragged:
+        for index, (flags, measured) in enumerate(RAGGED):
+            name = f"ragged_all_to_all with {flags or 'the default flags'}"
+            yield name, flags, 0.8 + 0.2 * index, {**shared, "ragged": measured}
+
+
+def chosen_matmuls(results, offered):
+    """By case, what the first worker found fastest; later ones take the same."""
+    found = {
+        row["case"]: [row["matmul"]]
+        for row in results
+        if "ms" in row and row["layer"] in report.OURS
+    }
+    return {case: found.get(case, matmuls) for case, matmuls in offered.items()}
+
+
+def offered_matmuls(args, case):
+    """What is tried for a case."""
+    return list(args.matmul or (_OF_LARGE if case.startswith("large") else MATMULS))
+
+
+def merged(before, after):
+    """One record of two runs on the same devices: of each case the last one's rows."""
+    same = functools.partial(merging.require_same, "layer.py")
+    for name in ("device", "count", "jax", "tokens", "top_k"):
+        same(name, before[name], after[name])
+    same("transport", *map(report.main_transport, (before, after)))
+    for case in before["cases"].keys() & after["cases"].keys():
+        same(f"sizes of {case}", before["cases"][case], after["cases"][case])
+    measured = set(after["cases"]) - set(report.untimed(after))
+    rows = [row for row in before["results"] if row["case"] not in measured]
+    rows += [row for row in after["results"] if row["case"] in measured]
+    cases = before["cases"] | after["cases"]
+    return merging.joined(before, after, cases=cases, results=rows)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    earlier = [json.loads(path.read_text()) for path in args.merge]
+    cases = {
+        name: {**(CASES | SMALL)[name], "tokens": args.tokens, "top_k": args.top_k}
+        for name in args.cases
+    }
+    facts = {"cases": cases, "tokens": args.tokens, "top_k": args.top_k}
+    facts |= {"transport": args.transport, "flags": {}}
+    run = recording.run("layer", "layers.layer", args, arguments, **facts)
+    record = run.record
+    offered = {case: offered_matmuls(args, case) for case in cases}
+    for name, flags, share, spec in workers(args, cases):
+        spec["matmul"] = chosen_matmuls(record["results"], offered)
+        record["flags"][name] = flags
+        if problem := run.work(name, flags, spec, share, WORKER):
+            record["problems"].append(f"{name}: {problem}")
+    name = recording.of("layer", record)
+    try:
+        record = functools.reduce(merged, [*earlier, record])
+    finally:
+        # Also where it cannot be joined.
+        recording.write(name, record, args.results)
+    report.print_table(record)
+    return 1 if report.failures(record) or report.untimed(record) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

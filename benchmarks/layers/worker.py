@@ -1,0 +1,274 @@
+"""Measures whole layers in a process of its own for layer.py.
+
+    python -m benchmarks.layers.worker SPECIFICATION OUTPUT
+
+A line of JSON goes to OUTPUT for the devices, and for each row as soon as it is
+measured.
+"""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_ep
+from benchmarks.layers import cases, kinds, report
+from benchmarks.layers import experts as layer_experts
+from jax_ep._cli.bench import checks, process
+from jax_ep._cli.bench.loops import compile_all, raised
+from jax_ep._cli.bench.transports import normal
+
+# Of the fastest forward pass; slower ways of multiplying are tried no further.
+_HOPELESS = 3
+_REFERENCE = ("collective", "bf16")
+
+
+def _error(error):
+    return {"error": process.error_text(error)}
+
+
+class Worker:
+    """One case of one specification."""
+
+    def __init__(self, spec, case, name, emit):
+        self.spec, self.case, self.name, self.emit = spec, case, name, emit
+        self.experts_ms = {}  # by way of multiplying and pass
+
+    def row(self, **entries):
+        facts = {"case": self.name, "recv_capacity": self.case.capacity}
+        self.emit({**facts, **entries})
+
+    def late(self):
+        return process.late(self.spec)
+
+    def time(self, program):
+        how = (self.spec["milliseconds"], self.spec["repeats"])
+        return cases.measure(self.case, raised(program), *how)
+
+    def choose_matmul(self):
+        """Times every way of multiplying; the name of the fastest right one, or None.
+
+        Forward passes come first; only what is not hopeless is then timed with its
+        gradients. The way that the specification takes never counts as hopeless.
+        """
+        take = self.spec["take"]
+        case = self.case
+        shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
+        counts = cases.group_sizes(case)
+        keep_real = checks.mapped(case.mesh, _zeros_past_the_end)
+        rows = normal(case.mesh, jax.random.key(3), shape)
+        rows = keep_real(rows, counts)
+        finishers, forward = {}, {}
+        for matmul in self.spec["matmul"][self.name]:
+            if layer_experts.available(matmul, case.sizes):
+                layer = kinds.alone(
+                    case.sizes, layer_experts.make(matmul, case.largest)
+                )
+                try:
+                    found = cases.compiling(case, layer, rows, counts)
+                except Exception as error:  # a kernel that this JAX refuses
+                    self.row(layer="experts", matmul=matmul, **_error(error))
+                    continue
+                finishers[matmul] = found
+        finished = compile_all({m: f["forward"] for m, f in finishers.items()})
+        for matmul, program in finished.items():
+            try:
+                forward[matmul] = self.time(program)
+            except Exception as error:  # out of memory, or refused
+                self.row(layer="experts", matmul=matmul, **_error(error))
+        least = min((each["ms"] for each in forward.values()), default=0)
+        good = [m for m in forward if m == take or forward[m]["ms"] < _HOPELESS * least]
+        programs = compile_all({m: finishers[m]["both"] for m in good})
+        best, reference = None, None
+        # What has gradients comes first: the rest is compared with it.
+        for matmul in [*good, *(m for m in forward if m not in good)]:
+            facts = {"layer": "experts", "matmul": matmul}
+            times = {"forward": forward[matmul]}
+            try:
+                if matmul in good:
+                    (out, _), grads = raised(programs[matmul])(case.tokens[0])
+                    rest = keep_real(grads[2], counts), grads[1]
+                    times["both"] = self.time(programs[matmul])
+                else:
+                    (out, _), rest = finished[matmul](case.tokens[0]), reference[1]
+                none = jnp.zeros(out.shape[0], bool)
+                kept = (keep_real(out, counts), none), rest
+                reference = reference or kept
+                errors = cases.errors(kept, reference)
+            except Exception as error:  # out of memory, or refused
+                self.row(**facts, **_error(error))
+                continue
+            finally:
+                out = grads = rest = kept = None
+            wrong = max(errors.values()) > cases.TOLERANCES["bf16"]
+            for name, each in times.items():
+                extra = {"pass": name, "errors": errors, "wrong": wrong}
+                self.row(**facts, **extra, **each)
+            self.experts_ms[matmul] = {name: t["ms"] for name, t in times.items()}
+            total = 0 if matmul == take else sum(self.experts_ms[matmul].values())
+            if matmul in good and not wrong and (best is None or total < best[0]):
+                best = (total, matmul)
+        return best and best[1]
+
+    def layers(self, experts, matmul):
+        """(facts, how to make the layer and its handle) of the specification."""
+        case = self.case
+        for transport, name in self.spec["ours"]:
+            facts = {"layer": transport, "format": name, "flags": ""}
+            yield facts, functools.partial(self.ours, transport, name, experts)
+        if self.spec["dense"]:
+            facts = {"layer": "dense", "format": "bf16", "flags": ""}
+            yield facts, lambda: (kinds.over_dense(case.sizes), None)
+        for updates, label in self.spec["ragged"]:
+            facts = {"layer": "ragged", "format": "bf16", "flags": label}
+            layer = kinds.over_ragged(case.sizes, experts, case.capacity, updates)
+            yield facts, functools.partial(lambda layer: (layer, None), layer)
+        main = self.spec["transport"]
+        asked = any(transport == main for transport, _ in self.spec["ours"])
+        if asked:
+            facts = {"layer": report.counted(main), "format": "bf16", "flags": ""}
+            yield facts, functools.partial(self.counted, main, experts)
+        offered = self.spec["matmul"][self.name]
+        default = layer_experts.default(case.sizes)
+        if asked and matmul != default and default in offered:
+            facts = {"layer": report.default_experts(main), "format": "bf16"}
+            facts |= {"flags": "", "matmul": default}
+            yield facts, functools.partial(self.ours, main, "bf16", None)
+
+    def counted(self, transport, experts):
+        """The layer with jax_ep.stats, and what it has counted so far."""
+        _, ep = self.ours(transport, "bf16", experts)
+        return kinds.counted(ep, experts), ep, jax_ep.stats.init(ep)
+
+    def ours(self, transport, name, experts):
+        sizes = self.case.sizes
+        config = jax_ep.EPConfig(
+            num_experts=sizes["experts"],
+            top_k=sizes["top_k"],
+            hidden_size=sizes["hidden"],
+            max_tokens_per_rank=sizes["tokens"],
+            dispatch_format=name,
+            recv_capacity=self.case.capacity,
+            timeout_s=20.0,
+        )
+        ep = jax_ep.init(self.case.mesh, "ep", config, transport=transport)
+        return kinds.ours(ep, experts), ep
+
+    def time_dense_experts(self):
+        """By pass, milliseconds of the dense all-to-all's experts on their slots."""
+        case, sizes = self.case, self.case.sizes
+        slots = case.mesh.size * kinds.slots(sizes)
+        shape = (sizes["experts"], slots, sizes["hidden"])
+        rows = normal(case.mesh, jax.random.key(3), shape)
+        layer = kinds.alone_batched(sizes)
+        programs = compile_all(cases.compiling(case, layer, rows))
+        return {name: self.time(each)["ms"] for name, each in programs.items()}
+
+    def measure(self, facts, programs, reference, matmul):
+        """The rows of one layer; what its "both" returned."""
+        if self.late():
+            raise RuntimeError(process.NO_TIME)
+        result = raised(programs["both"])(self.case.tokens[0])
+        if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
+            raise RuntimeError("there is nothing to compare it with")
+        found = cases.errors(result, reference or result)
+        times = {name: self.time(program) for name, program in programs.items()}
+        dense = facts["layer"] == "dense"
+        matmul = "batched" if dense else facts.get("matmul", matmul)
+        alone = self.time_dense_experts() if dense else self.experts_ms.get(matmul, {})
+        for name, timing in times.items():
+            experts_ms = alone.get(name)  # None: too slow to be timed alone
+            share = None if experts_ms is None else 1 - experts_ms / timing["ms"]
+            self.row(
+                **{"matmul": matmul, **facts, "pass": name},
+                **timing,
+                experts_ms=experts_ms,
+                exchange_share=share,
+                errors=found,
+                wrong=max(found.values()) > cases.TOLERANCES[facts["format"]],
+                tokens_with_drops=int(np.asarray(result[0][1]).sum()),
+            )
+        return result
+
+    def run(self):
+        matmul = self.choose_matmul()
+        if matmul is None:
+            self.row(layer="all", error="no way of multiplying works")
+            return
+        gc.collect()
+        experts = layer_experts.make(matmul, self.case.largest)
+        layers, finishers, handles = [], {}, []
+        for facts, make in self.layers(experts, matmul):
+            if self.late():
+                self.row(**{"matmul": matmul, **facts}, error=process.NO_TIME)
+                continue
+            try:
+                layer, ep, *operands = make()
+                handles.append(ep)
+                found = cases.compiling(self.case, layer, *operands)
+            except (RuntimeError, ValueError) as error:
+                self.row(**{"matmul": matmul, **facts}, **_error(error))
+                continue
+            index = len(layers)
+            layers.append((facts, ep))
+            finishers |= {(index, name): finish for name, finish in found.items()}
+        measured = any((f["layer"], f["format"]) == _REFERENCE for f, _ in layers)
+        if layers and not measured:
+            layer, ep = self.ours(*_REFERENCE, experts)
+            handles.append(ep)
+            finishers["reference"] = cases.compiling(self.case, layer)["both"]
+        programs = compile_all(finishers)
+        reference = None
+        if "reference" in programs:
+            reference = raised(programs["reference"])(self.case.tokens[0])
+
+        # First what the others are compared with, last what may be very slow.
+        def place(index):
+            facts = layers[index][0]
+            if (facts["layer"], facts["format"]) == _REFERENCE:
+                return 0
+            default = report.default_experts(self.spec["transport"])
+            return 2 if facts["layer"] == default else 1
+
+        order = sorted(range(len(layers)), key=place)
+        for index in order:
+            facts, ep = layers[index]
+            by_pass = {name: programs[index, name] for name in cases.PASSES}
+            try:
+                result = self.measure(facts, by_pass, reference, matmul)
+                reference = reference or result
+                if ep is not None:
+                    ep.check()
+            except Exception as error:  # of one layer of many
+                self.row(**{"matmul": matmul, **facts}, **_error(error))
+            result = None
+            gc.collect()
+        for ep in handles:
+            if ep is not None:
+                ep.close()
+
+
+def _zeros_past_the_end(rows, sizes):
+    """A rank's rows as dispatch leaves them: what is past the last group is cleared."""
+    real = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(real[:, None], rows, 0)
+
+
+def main(arguments=None):
+    spec, output = process.given(arguments)
+    mesh = process.ep_mesh(spec["devices"])
+    with process.reporting(output, report.line, mesh) as emit:
+        for name, sizes in spec["cases"].items():
+            if process.late(spec):
+                emit({"case": name, "layer": "all", "error": process.NO_TIME})
+                continue
+            case = cases.make_case(mesh, sizes, spec["seed"])
+            Worker(spec, case, name, emit).run()
+            del case
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

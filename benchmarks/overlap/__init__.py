@@ -1,0 +1,1 @@
+"""How much of an exchange hides beside other work."""

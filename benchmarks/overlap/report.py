@@ -1,0 +1,280 @@
+"""What overlap.py and docs/generate.py say of its rows: lines and tables."""
+
+from benchmarks.common import reports
+from jax_ep._cli.bench.report import number, print_aligned
+
+TARGET_US = 30  # that overlap="copy" may leave exposed besides packing and placing
+PARTS = ("pack", "copies", "place")
+TWO_BATCHES = "two_batches"
+# `EPConfig.overlap` of each arrangement.
+OVERLAPS = {
+    "whole": "sm",
+    "halves": "sm",
+    "stream_halves": "stream",
+    "copy_halves": "copy",
+}
+COLUMNS = {
+    "whole": "one stream, whole",
+    "halves": "one stream, halves",
+    "stream_halves": "two streams, halves",
+    "copy_halves": "copy engines, halves",
+}
+
+
+def exposed(us, beside_us, alone_us):
+    """What is exposed of an exchange of `alone_us` where both take `us`."""
+    rest = None if beside_us is None else us - beside_us
+    share = None if rest is None or not alone_us else 1 - rest / alone_us
+    return {
+        "beside_us": beside_us,
+        "alone_us": alone_us,
+        "exposed_us": rest,
+        "hidden": share,
+    }
+
+
+def over_parts(row, pack_us, copies_us, place_us):
+    """What a row has exposed besides packing and placing, which took so long alone."""
+    if None in (row["exposed_us"], pack_us, place_us):
+        return {}
+    return {
+        "over_parts_us": row["exposed_us"] - pack_us - place_us,
+        # Else not all copies can hide.
+        "longer": copies_us is not None and row["beside_us"] >= copies_us,
+    }
+
+
+def line(row):
+    """A row in one line, as progress."""
+    if "graphs" in row:
+        state = "on" if row["graphs"] else "off"
+        head = f"T {row['tokens']:<5}{row.get('op', ''):<9} graphs {state:<4}"
+        return head + (row.get("error") or f"{row['us']:9.1f} us")
+    sms = "" if row["num_sms"] is None else f"{row['num_sms']} SMs"
+    head = (
+        f"{row['op'] or '':<9}{row['arrangement'] or 'without':<14}{sms:<8}"
+        f"beside {row['beside'] or 'nothing':<14}"
+    )
+    if "us" not in row:
+        return f"{head} {reports.error_line(row)}"
+    tail = ""
+    if row.get("hidden") is not None:
+        tail = (
+            f"  exposed {row['exposed_us']:7.1f} us, {100 * row['hidden']:.0f}% hidden"
+        )
+    if row["wrong"]:
+        tail += f"  WRONG: {row['differences']}"
+    return f"{head}{row['us']:9.1f} us{tail}"
+
+
+def _rows(record):
+    return [*record["results"], *record["graphs"]]
+
+
+def failures(record):
+    """What makes a record unfit: wrong results."""
+    return reports.failures(_rows(record), line)
+
+
+def unfit(record):
+    """Whether a run has failed: something is wrong, or nothing was measured."""
+    return reports.unfit(_rows(record))
+
+
+def missing(record):
+    """What was not measured; the tables say so in its place."""
+    problems = [problem["problem"] for problem in record["problems"]]
+    return reports.missing(_rows(record), problems, line)
+
+
+def _best(rows):
+    """The right row with the least exposed, or None."""
+    found = [
+        row for row in rows if row.get("exposed_us") is not None and not row["wrong"]
+    ]
+    return min(found, key=lambda row: row["exposed_us"], default=None)
+
+
+def _noted(row, text):
+    notes = [] if row["num_sms"] is None else [f"{row['num_sms']} SMs"]
+    if "latency_hiding" in row["flags"]:
+        notes.append("scheduler")
+    return f"{text} [{', '.join(notes)}]" if notes else text
+
+
+def _cell(rows):
+    row = _best(rows)
+    if row is None:
+        return reports.absent(rows)
+    return _noted(row, f"{row['exposed_us']:.0f} ({100 * row['hidden']:.0f}%)")
+
+
+def _over(rows):
+    """Of the copy engines' best row: over pack + place, and whether that is little."""
+    row = _best(rows)
+    if row is None or row.get("over_parts_us") is None:
+        return ""
+    over = row["over_parts_us"]
+    verdict = " (met)" if over <= TARGET_US else " (missed)"
+    return f"{over:.0f}{verdict if row['longer'] else ''}"
+
+
+def cells(record):
+    """Rows of the table, least exposed of all `num_sms` and flags."""
+    rows = [r for r in record["results"] if r["beside"] not in (None, TWO_BATCHES)]
+    measured = dict.fromkeys(
+        (row["op"], row["beside"]) for row in rows if row["op"] and row["arrangement"]
+    )
+    seen = {name for _, name in measured}
+    for op, name in measured:
+        found = [
+            [
+                row
+                for row in rows
+                if (row["op"], row["beside"], row["arrangement"]) == (op, name, each)
+            ]
+            for each in COLUMNS
+        ]
+        first = next((best for best in map(_best, found) if best), {})
+        times = (number(first.get("alone_us")), number(first.get("beside_us")))
+        yield (op, name, *times, *map(_cell, found), _over(found[-1]))
+    # What could not even be made, or had no time left.
+    for name in dict.fromkeys(row["beside"] for row in rows):
+        if name not in seen:
+            reason = reports.absent([row for row in rows if row["beside"] == name])
+            yield ("", name, "", "", *[reason] * len(COLUMNS), "")
+
+
+def header():
+    return ("", "beside", "alone us", "beside us", *COLUMNS.values(), "over pack+place")
+
+
+def parts(record):
+    """(op, microseconds of each step of the calls that copy engines do)."""
+    for op in ("dispatch", "combine"):
+        found = [
+            [
+                row
+                for row in record["results"]
+                if (row["op"], row["beside"], row["arrangement"]) == (op, None, part)
+            ]
+            for part in PARTS
+        ]
+        if any(found):
+            yield (op, *map(_time, found))
+
+
+def _time(rows):
+    times = [row["us"] for row in rows if reports.good(row)]
+    return number(min(times)) if times else reports.absent(rows) or "not measured"
+
+
+PARTS_HEADER = ("", "pack us", "copies us", "place us")
+
+
+def batches(record):
+    """(arrangement, flags, ms of it, of one batch after the other, speed-up)."""
+    rows = [row for row in record["results"] if row["beside"] == TWO_BATCHES]
+    before = {
+        row["flags"]: row["us"]
+        for row in rows
+        if row["arrangement"] is None and "us" in row and not row["wrong"]
+    }
+    for row in rows:
+        if row["arrangement"] is None:
+            continue
+        name, flags = COLUMNS[row["arrangement"]], row["flags"] or "default"
+        base = before.get(row["flags"])
+        shown = number(base and base / 1e3, 2)
+        if not reports.good(row):
+            yield name, f"`{flags}`", reports.absent([row]), shown, ""
+            continue
+        ratio = number(base and base / row["us"], 2)
+        yield name, f"`{flags}`", number(row["us"] / 1e3, 2), shown, ratio
+
+
+BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
+
+
+_TIMELINES = ("matmul", "mosaic", "ragged_dot", "elementwise", "attention")
+TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from to us")
+
+
+def _spans(streams, kind):
+    """When each stream began and ended what is of a kind; its sum where it paused."""
+    for stream in sorted(streams, key=lambda s: s.get(kind, {}).get("start_us", 0)):
+        if kind not in stream:
+            continue
+        span = stream[kind]
+        start, end, busy = (span[name] for name in ("start_us", "end_us", "busy_us"))
+        note = f" ({busy:.0f} in all)" if busy < 0.9 * (end - start) else ""
+        yield f"{start:.0f} to {end:.0f}{note}"
+
+
+def timelines(record):
+    """One traced call of each arrangement, the first GPU's streams."""
+    rows = [row for row in record["results"] if row["beside"] in _TIMELINES]
+    cases = dict.fromkeys((row["op"], row["beside"]) for row in rows if row["op"])
+    for op, beside in cases:
+        for arrangement, name in COLUMNS.items():
+            wanted = (op, beside, arrangement)
+            keys = ("op", "beside", "arrangement")
+            found = [row for row in rows if tuple(row[k] for k in keys) == wanted]
+            row = _best(found) or {}
+            streams = (row.get("trace") or {}).get("streams", [])
+            first = [s for s in streams if s["gpu"] == streams[0]["gpu"]]
+            if first:
+                spans = ("; ".join(_spans(first, k)) for k in ("exchange", "other"))
+                yield (op, beside, _noted(row, name), *spans)
+
+
+def _captured(row):
+    """The time of calls in graphs, if handlers were seen under capture alone."""
+    captured, streamed = row.get("captured"), row.get("streamed")
+    if captured is None:
+        return number(row["us"], 1)
+    # A program's body may run once before it is captured; uncaptured calls count all.
+    if captured == 0 or 2 * streamed > row["calls"]:
+        return "not captured"
+    return number(row["us"], 1)
+
+
+def graphs(record):
+    """(T, op, microseconds without graphs, with them, ratio, handlers' launches)."""
+    found = {
+        (row["tokens"], row["op"], row["graphs"]): row
+        for row in record["graphs"]
+        if "op" in row and not row.get("wrong")
+    }
+    for tokens, op in sorted({key[:2] for key in found}):
+        off, on = (found.get((tokens, op, state), {}) for state in (False, True))
+        us_off, us_on = off.get("us"), on.get("us")
+        shown = _captured(on) if us_on else "failed"
+        ratio = us_off / us_on if us_off and us_on else None
+        seen = [
+            f"{row.get('captured', '')}/{row.get('streamed', '')}" for row in (off, on)
+        ]
+        yield (
+            *(tokens, op, number(us_off, 1) or "failed", shown),
+            number(None if shown == "not captured" else ratio, 2),
+            *("" if each == "/" else each for each in seen),
+        )
+
+
+GRAPHS_HEADER = (
+    *("T per rank", "", "without us", "captured us", "ratio"),
+    *("launches captured/not, without", "with"),
+)
+
+
+def print_table(record):
+    for head, rows in (
+        (header(), cells(record)),
+        (PARTS_HEADER, parts(record)),
+        (TIMELINES_HEADER, timelines(record)),
+        (BATCHES_HEADER, batches(record)),
+        (GRAPHS_HEADER, graphs(record)),
+    ):
+        if found := list(rows):
+            print_aligned(head, found)
+    reports.print_faults(failures(record), missing(record))

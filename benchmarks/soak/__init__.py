@@ -1,0 +1,1 @@
+"""Long runs of random calls whose results are all checked."""

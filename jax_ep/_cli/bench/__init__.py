@@ -1,0 +1,1 @@
+"""`jax-ep bench`: times dispatch and combine; benchmarks/ uses the same programs."""

@@ -1,0 +1,256 @@
+"""Dispatch and combine as JAX has them: sort, `jax.lax.ragged_all_to_all`, regroup.
+
+What jax_ep's times are compared with. All functions take one rank's arrays inside
+shard_map. Every (token, k) crosses as a row of its own; weights are applied at the
+source, so they do not travel. `updates` says what one piece of the exchange is:
+
+* "rank": all rows for a rank. They arrive by source and are regrouped by expert.
+* "expert": the rows for one expert, sent to their place among that expert's rows.
+
+Either way dispatch returns jax_ep's order of rows. Ids must be in [0, E), and all rows
+must fit; rows past the last group are unspecified.
+
+Derivatives are written out: what was gathered forward is gathered backward, and an
+exchange goes back by the sizes that are known from the way there. JAX's own rules
+would scatter, and exchange the sizes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+UPDATES = ("rank", "expert")
+Exchange = Callable[..., jax.Array]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("order", "place_of", "there", "back", "grouped", "arrived"),
+    meta_fields=(),
+)
+@dataclasses.dataclass
+class Way:
+    """What combine needs of a dispatch.
+
+    Attributes:
+        order: int32 [n * K], which (token, k) each sorted row is; the inverse of
+            place_of.
+        place_of: int32 [n * K], where each (token, k) is among the sorted rows.
+        there: input_offsets, send_sizes, output_offsets and recv_sizes of dispatch's
+            exchange.
+        back: the same of combine's.
+        grouped: int32 [N], which arrived row each row is; None for "expert".
+        arrived: int32 [N], the inverse of grouped.
+    """
+
+    order: jax.Array
+    place_of: jax.Array
+    there: tuple[jax.Array, ...]
+    back: tuple[jax.Array, ...]
+    grouped: jax.Array | None
+    arrived: jax.Array | None
+
+
+@jax.custom_vjp
+def gather(
+    x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array | None = None
+) -> jax.Array:
+    """`x[at]`, with a derivative that gathers.
+
+    Args:
+        x: rows.
+        at: int32, which row each row of the result is.
+        back: int32 [X, copies], at which rows of the result row i of x is.
+        kept: bool [X, copies], which of `back` hold; None: all.
+
+    Returns:
+        The rows.
+    """
+    del back, kept
+    return x[at]
+
+
+def _gather_forward(
+    x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array | None = None
+) -> Any:
+    return x[at], (back, kept)
+
+
+def _gather_backward(saved: Any, cotangent: jax.Array) -> Any:
+    back, kept = saved
+    copies = cotangent[back].astype(jnp.float32)
+    if kept is not None:
+        copies = jnp.where(kept[:, :, None], copies, 0)
+    return copies.sum(1).astype(cotangent.dtype), None, None, None
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _exchanged(
+    exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
+) -> jax.Array:
+    """`rows` rows of what was sent here; `back` is the exchange the other way."""
+    del back
+    room = jnp.zeros((rows, operand.shape[1]), operand.dtype)
+    return exchange(operand, room, *there, axis_name=axis)
+
+
+def _exchanged_forward(
+    exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
+) -> Any:
+    received = _exchanged(exchange, axis, rows, operand, there, back)
+    # For its shape alone.
+    return received, (jnp.zeros((operand.shape[0], 0)), there, back)
+
+
+def _exchanged_backward(
+    exchange: Exchange, axis: str, rows: int, kept: Any, cotangent: jax.Array
+) -> Any:
+    del rows
+    empty, there, back = kept
+    sent = _exchanged(exchange, axis, empty.shape[0], cotangent, back, there)
+    return sent, None, None
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+
+
+def _starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
+    return jnp.cumsum(sizes, axis) - sizes
+
+
+def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
+    """From blocks of `sizes` [A, B] in row-major order to column-major order.
+
+    Returns int32 [rows]: which row of the row-major order row i of the other one is.
+    """
+    ends = jnp.cumsum(sizes.T.reshape(-1))
+    index = jnp.arange(rows, dtype=jnp.int32)
+    block = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    block = jnp.minimum(block, ends.size - 1)
+    starts_here = ends - sizes.T.reshape(-1)
+    starts_there = _starts(sizes.reshape(-1)).reshape(sizes.shape).T.reshape(-1)
+    moved = index - starts_here[block] + starts_there[block]
+    return jnp.clip(moved, 0, rows - 1).astype(jnp.int32)
+
+
+def _exchanges(counts: jax.Array, me: jax.Array, updates: str) -> tuple[Any, Any]:
+    """Arguments of the two exchanges, from the rows of all (source, expert) pairs."""
+    ranks, experts = counts.shape
+    local = experts // ranks
+    mine = lax.dynamic_slice_in_dim(counts, me * local, local, axis=1)
+    if updates == "rank":
+        sizes = counts.reshape(ranks, ranks, local).sum(2)
+        send, receive = sizes[me], sizes[:, me]
+        at_source = _starts(sizes, 1)
+        at_expert = _starts(sizes, 0)
+        there = (at_source[me], send, at_expert[me], receive)
+        return there, (at_expert[:, me], receive, at_source[:, me], send)
+    send, receive = counts[me], mine.reshape(-1)
+    totals = counts.sum(0).reshape(ranks, local)
+    at_source = _starts(counts, 1)
+    at_expert = _starts(totals, 1).reshape(-1) + _starts(counts, 0)
+    own = partial(lax.dynamic_slice_in_dim, start_index=me * local, slice_size=local)
+    there = (at_source[me], send, at_expert[me], receive)
+    from_here = own(at_expert, axis=1).reshape(-1)
+    return there, (from_here, receive, own(at_source, axis=1).reshape(-1), send)
+
+
+def dispatch(
+    tokens: jax.Array,
+    ids: jax.Array,
+    *,
+    axis: str,
+    experts: int,
+    rows: int,
+    updates: str = "rank",
+    exchange: Exchange = lax.ragged_all_to_all,
+) -> tuple[Any, jax.Array, Way]:
+    """Rows [N, H] by expert, group sizes [L], and the way back."""
+    top_k = ids.shape[1]
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    me = lax.axis_index(axis)
+    all_counts = lax.all_gather(counts, axis)
+    there, back = _exchanges(all_counts, me, updates)
+    place_of = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    )
+    spread = gather(tokens, order // top_k, place_of.reshape(-1, top_k))
+    received = _exchanged(exchange, axis, rows, spread, there, back)
+    local = experts // all_counts.shape[0]
+    mine = lax.dynamic_slice_in_dim(all_counts, me * local, local, axis=1)
+    grouped = arrived = None
+    if updates == "rank":
+        grouped, arrived = _regroup(mine, rows), _regroup(mine.T, rows)
+        received = gather(received, grouped, arrived[:, None])
+    way = Way(order, place_of, there, back, grouped, arrived)
+    return received, mine.sum(0), way
+
+
+def combine(
+    expert_out: jax.Array,
+    way: Way,
+    weights: jax.Array,
+    *,
+    axis: str,
+    exchange: Exchange = lax.ragged_all_to_all,
+) -> jax.Array:
+    """The weighted sum [n, H] of rows [N, H], in float32, weights [n, K]."""
+    n, top_k = weights.shape
+    hidden = expert_out.shape[1]
+    if way.arrived is not None and way.grouped is not None:
+        expert_out = gather(expert_out, way.arrived, way.grouped[:, None])
+    returned = _exchanged(exchange, axis, n * top_k, expert_out, way.back, way.there)
+    rows = gather(returned, way.place_of, way.order[:, None])
+    rows = rows.reshape(n, top_k, hidden).astype(jnp.float32)
+    return jnp.sum(rows * weights[:, :, None], axis=1).astype(expert_out.dtype)
+
+
+def reference_exchange(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` for CPUs: XLA's compiler for them has none."""
+    del recv_sizes
+    me = lax.axis_index(axis_name)
+    gather = partial(lax.all_gather, axis_name=axis_name)
+    operands = gather(operand)
+    starts, sizes, targets = map(gather, (input_offsets, send_sizes, output_offsets))
+    ranks = operands.shape[0]
+    pieces = starts.shape[1] // ranks
+    index = jnp.arange(operand.shape[0])
+    for source in range(ranks):
+        for piece in range(pieces):
+            at = me * pieces + piece
+            here = (index >= starts[source, at]) & (
+                index < starts[source, at] + sizes[source, at]
+            )
+            goes = index - starts[source, at] + targets[source, at]
+            place = jnp.where(here, goes, output.shape[0])
+            output = output.at[place].set(operands[source], mode="drop")
+    return output
+
+
+def exchange_here() -> Exchange:
+    """What this process's devices have."""
+    on_cpu = jax.default_backend() == "cpu"
+    return reference_exchange if on_cpu else lax.ragged_all_to_all

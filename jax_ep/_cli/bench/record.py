@@ -1,0 +1,125 @@
+"""A recorded run: what it says about itself, and the workers that fill it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import subprocess
+import time
+from typing import Any
+
+from jax_ep._cli.bench import process
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[2]
+
+
+def commit(root: pathlib.Path = _PACKAGE.parent) -> str:
+    """The commit of the checkout `root`; JAX_EP_COMMIT names it for other sources."""
+    if "JAX_EP_COMMIT" in os.environ:
+        return os.environ["JAX_EP_COMMIT"]
+    if not (root / ".git").exists():
+        return "unknown"
+    found = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    return found[0] if found else "unknown"
+
+
+def driver() -> str:
+    """The version of the GPUs' driver; "unknown" where there is none."""
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    found = _output("nvidia-smi", *query)
+    return found[0] if found else "unknown"
+
+
+def _output(*command: str) -> list[str]:
+    """Lines that a command prints; none where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def date() -> str:
+    """Today."""
+    return datetime.date.today().isoformat()
+
+
+class Run:
+    """A record that workers fill until the time is over."""
+
+    def __init__(
+        self,
+        kind: str,
+        command: str,
+        seed: int,
+        budget: float,
+        root: pathlib.Path | None = None,
+        **facts: Any,
+    ) -> None:
+        """Begins now.
+
+        Args:
+            kind: of the record.
+            command: what makes the same record again.
+            seed: of what is drawn; printed.
+            budget: seconds for all workers.
+            root: the checkout whose commit is measured and in which workers start;
+                None: the package's own.
+            **facts: more entries of the record.
+        """
+        self._start, self._budget, self._root = time.time(), budget, root
+        print(f"seed {seed}")
+        self.record: dict[str, Any] = {
+            "kind": kind,
+            "device": "unknown",
+            "count": 0,
+            "driver": driver(),
+            "commit": commit(root or _PACKAGE.parent),
+            "date": date(),
+            "seed": seed,
+            "command": command,
+            **facts,
+            "results": [],
+            "problems": [],
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return round(time.time() - self._start, 1)
+
+    def work(
+        self,
+        name: str,
+        flags: str,
+        spec: dict[str, Any],
+        share: float = 1.0,
+        module: str = "jax_ep._cli.bench.worker",
+        key: str = "results",
+        **facts: Any,
+    ) -> str:
+        """Runs a worker, which has until `share` of the time is over.
+
+        Args:
+            name: what is timed, as progress.
+            flags: XLA's.
+            spec: the worker's specification.
+            share: of the budget.
+            module: the worker.
+            key: the list of the record that takes its rows.
+            **facts: more entries of each row.
+
+        Returns:
+            What went wrong, or "".
+        """
+        print(f"timing {name}, after {self.seconds:.0f} s", flush=True)
+        spec = spec | {"deadline": self._start + share * self._budget}
+        rows, problem = process.start(flags, spec, module, self._root)
+        for row in rows:
+            if "device" in row:
+                self.record |= row
+            else:
+                self.record[key].append(row | facts)
+        self.record["seconds"] = self.seconds
+        return problem

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Records everything that is recorded on GPUs, on all GPUs of this machine: all steps one after the
+# other, or those given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in
+# benchmarks/results, from which docs/generate.py writes the tables.
+#
+#   tools/record_gpu.sh [step]...
+#
+# Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+# overlap grouped layer collective. A single GPU is shared by four processes. Needs jax_ep built for these
+# GPUs and installed for PYTHON (default python3), with the extra test; steps limits, waits, kernels and
+# p2p need nvcc. Status 1 if a step failed or ran out of time.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+limit=${LIMIT_S:-550}
+gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
+[ "$gpus" -gt 0 ] || { echo "nvidia-smi shows no GPU"; exit 2; }
+# Else a process takes most of each GPU, and those that a step starts find too little.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+counts=()
+for count in 4 2 1; do
+  [ "$count" -gt "$gpus" ] || counts+=("$count")
+done
+processes=(--processes "$gpus")
+[ "$gpus" -gt 1 ] || processes=(--processes 4 --one-gpu)
+formats=(bf16 fp8_block128 mxfp8 mxfp4 nvfp4)
+
+run() {
+  local started=$SECONDS
+  timeout --kill-after=10 "$((limit + 30))" "$@"
+  local status=$?
+  echo "== $step: ended with $status after $((SECONDS - started)) s: $*"
+  [ "$status" = 0 ] || failed+=("$step")
+}
+
+failed=()
+steps=("$@")
+[ $# -gt 0 ] ||
+  steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+    overlap grouped layer collective)
+for step in "${steps[@]}"; do
+  case $step in
+    # With the litmus test of the memory order.
+    limits) run "$python" -m benchmarks.limits.gpu_limits ;;
+    waits) run "$python" -m benchmarks.limits.launch_waits ;;
+    kernels)
+      run "$python" -m benchmarks.calls.window_kernels --record --sms 0,24,32 \
+        --tokens 1,8,32,128,512,1024,4096,8192
+      ;;
+    p2p) run "$python" -m benchmarks.calls.p2p --budget "$limit" ;;
+    formats)
+      run "$python" -m benchmarks.calls.p2p --formats "${formats[@]}" --combine-format fp8_block128 \
+        --only p2p --routing uniform --tokens 4096 128 1024 1 --budget "$limit"
+      ;;
+    suite)
+      run "$python" -m tools.record_suite --gpus "${counts[@]}" \
+        --jobs "$((($(nproc) + 1) / 2))" --limit-s "$limit"
+      ;;
+    processes)
+      run "$python" -m tools.record_suite "${processes[@]}" --transports p2p collective \
+        --limit-s "$((limit / 2))"
+      run "$python" -m tools.record_suite "${processes[@]}" --ranks-per-node 2 \
+        --transports shmem --limit-s "$((limit / 2))"
+      ;;
+    process-soak)
+      run "$python" -m benchmarks.soak.processes "${processes[@]}" --transport p2p --minutes 4
+      run "$python" -m benchmarks.soak.processes "${processes[@]}" --ranks-per-node 2 \
+        --transport shmem --minutes 4
+      ;;
+    nodes) run "$python" -m benchmarks.calls.nodes ;;
+    soak) run "$python" -m benchmarks.soak.soak --calls 20000 ;;
+    sanitize) LIMIT_S=$limit run tools/sanitize.sh "$python" ;;
+    options) run "$python" -m benchmarks.calls.options_cost --budget "$limit" ;;
+    overlap) run "$python" -m benchmarks.overlap.overlap --trace --budget "$limit" ;;
+    grouped) run "$python" -m benchmarks.layers.grouped ;;
+    layer) run "$python" -m benchmarks.layers.layer --budget "$limit" ;;
+    collective) run "$python" -m benchmarks.calls.collective ;;
+    *) echo "no step '$step'"; exit 2 ;;
+  esac
+done
+[ "${#failed[@]}" = 0 ] || { echo "not well: ${failed[*]}"; exit 1; }
