@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from benchmarks.common import processes as jobs
+from benchmarks.common.processes import free_port
 from support import TESTS, WORKERS, gpu_lock
 from support.worker_process import LIMIT, visible
 
@@ -63,7 +63,7 @@ def launch(
     Waits until all have, one has failed that is not in `dying`, or time is up. Workers
     call `bound_life`, so that they end even where the tests were ended.
     """
-    port, started, shared = str(jobs.free_port()), [], shared or {}
+    port, started, shared = str(free_port()), [], shared or {}
     here = environment(**{LIMIT: str(timeout_s)})
     for process in range(processes):
         own = per_process[process] if per_process else {}

@@ -191,21 +191,20 @@ def _of_processes(mesh: Any, processes: list[int]) -> Any:
 
 def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
     """What did not hold, by attack."""
-    here = pathlib.Path(__file__).resolve()
-    from benchmarks.common import processes as ports
+    from support.launch import command, environment, free_port
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
-    port = str(ports.free_port())
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    port = str(free_port())
+    env = environment(JAX_PLATFORMS="cpu")
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, f"{process}.log") for process in range(PROCESSES)]
         jobs = []
         for process, log in enumerate(logs):
-            command = [sys.executable, str(here), "--work", port, str(process), given]
+            words = command("attack_init.py", "--work", port, str(process), given)
             with log.open("wb") as output:
                 jobs.append(
                     subprocess.Popen(
-                        command, env=env, stdout=output, stderr=subprocess.STDOUT
+                        words, env=env, stdout=output, stderr=subprocess.STDOUT
                     )
                 )
         over = threading.Event()
