@@ -47,15 +47,20 @@ def operands(config: Any, batch: int, ranks: int) -> tuple[jax.Array, ...]:
     )
 
 
+def bent(rows: jax.Array) -> jax.Array:
+    """Not linear, and exact: the bits of `tanh` differ with the shape that it is compiled for."""
+    return jnp.where(rows > 0, rows, rows / 2)
+
+
 def whole(ep: Any, x: Any, ids: Any, w: Any, residual: Any = None) -> jax.Array:
     d = jax_ep.dispatch(ep, x, ids, w)
-    rows = jnp.tanh(jax_ep.dequantize(d))
+    rows = bent(jax_ep.dequantize(d))
     return jax_ep.combine(ep, rows, d.route, d.router_weights, residual=residual)
 
 
 def halves(ep: Any, x: Any, ids: Any, w: Any, residual: Any = None) -> jax.Array:
     d = jax_ep.dispatch_wait(jax_ep.dispatch_async(ep, x, ids, w))
-    rows = jnp.tanh(jax_ep.dequantize(d))
+    rows = bent(jax_ep.dequantize(d))
     sent = jax_ep.combine_async(ep, rows, d.route, d.router_weights, residual=residual)
     return jax_ep.combine_wait(sent)
 
