@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import check_form, raises
+from errors import check_form, check_state, raises
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -157,7 +157,7 @@ def test_errors_of_a_ranks_call_name_the_layer():
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     with raises() as caught:
         layer(jnp.ones((8, 4, 16)), input_scale=jnp.ones(()))
-    check_form(caught, "flax.MoE", "input_scale", "(jax_ep.dispatch, of one")
+    check_form(caught, "flax.MoE", "input_scale", "(raised by jax_ep.dispatch for")
 
 
 @pytest.mark.parametrize("manual", [("dp", "ep"), ("dp",)], ids="-".join)
@@ -189,7 +189,9 @@ def test_a_closed_layer_says_how_to_go_on():
     layer.ep.close()
     with raises() as caught:
         layer(jnp.ones((8, 4, 16)))
-    check_form(caught, "flax.MoE", "make the layer of jax_ep.flax again")
+    check_state(
+        caught, "flax.MoE", "closed", "make the jax_ep.flax layer that holds it"
+    )
     again = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     assert jnp.isfinite(again(jnp.ones((8, 4, 16)))).all()
 

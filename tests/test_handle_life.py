@@ -20,7 +20,7 @@ import weakref
 import helpers
 import numpy as np
 import pytest
-from errors import check_form
+from errors import check_form, check_state
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import sharded
@@ -147,10 +147,10 @@ def test_no_twins(mesh, changes: dict) -> None:
     with helpers.init(mesh) as ep:
         with pytest.raises(TypeError) as caught:
             dataclasses.replace(ep, **changes)
-        check_form(caught, "EPHandle", "replace", "jax_ep.init")
+        check_state(caught, "EPHandle", "replace", "jax_ep.init")
         with pytest.raises(TypeError) as caught:
             type(ep)(**{f.name: getattr(ep, f.name) for f in dataclasses.fields(ep)})
-        check_form(caught, "EPHandle", "jax_ep.init")
+        check_state(caught, "EPHandle", "jax_ep.init")
         inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
         d = helpers.run_dispatch(ep, mesh, inputs)
         helpers.assert_dispatched(ep.config, d, inputs)

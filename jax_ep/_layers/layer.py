@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep._core import checks, context
+from jax_ep._core import context, errors
 from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
@@ -250,7 +250,7 @@ class Layer(Arguments):
     def _body(
         self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
     ) -> tuple[jax.Array, MoEAux]:
-        with checks.told_of(self.function):
+        with errors.told_of(self.function):
             y, aux = moe_ffn(
                 ep,
                 x.reshape(-1, self.config.hidden_size),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
+from jax_ep._core import errors
 from jax_ep._core.literals import Dtype, Format
 from jax_ep._core.types import Dispatched
 
@@ -34,23 +35,32 @@ def dequantize(d: Dispatched) -> jax.Array:
             pass, if its port is.
     """
     if not isinstance(d, Dispatched):
-        raise TypeError(
-            "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
-            f"{type(d).__name__}; pass the Dispatched, not its arrays"
+        raise errors.invalid(
+            "dequantize",
+            "d must be the Dispatched that jax_ep.dispatch returned",
+            type(d).__name__,
+            "pass the Dispatched, not its arrays",
+            operand="d",
+            kind=TypeError,
         )
     if (d.scales is not None) != formats.is_quantized(d.format):
-        raise ValueError(
-            f"jax_ep.dequantize: d must have the scales of its format {d.format!r}, "
-            f"got {'none' if d.scales is None else 'some'}; keep `scales` and `format` "
-            "as the dispatch returned them"
+        raise errors.invalid(
+            "dequantize",
+            f"d must have the scales of its format {d.format!r}",
+            "none" if d.scales is None else "some",
+            "keep `scales` and `format` as the dispatch returned them",
+            operand="d",
         )
     if not formats.is_quantized(d.format):
         return d.tokens
     ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
     if ranks != 1:
-        raise ValueError(
-            f"jax_ep.dequantize: d must be one rank's, got one of {ranks} ranks; use "
-            "jax_ep.sharded.dequantize on global arrays"
+        raise errors.invalid(
+            "dequantize",
+            "d must hold the rows of one rank",
+            f"those of {ranks} ranks",
+            "use jax_ep.sharded.dequantize on global arrays",
+            operand="d",
         )
     with jax.named_scope("jax_ep.dequantize"):
         return _dequantized(d)
@@ -115,10 +125,12 @@ def _values_fwd(static: _Static, *args: Any) -> Any:
 def _values_bwd(static: _Static, _: None, ct: jax.Array) -> Any:
     # No gradient at all would be a wrong one that nobody sees.
     if not static.has_port:
-        raise ValueError(
-            "jax_ep.dequantize: d must have the grad_port of its dispatch where a "
-            "gradient is taken, got None; keep it, or stop the gradient at the rows "
-            "with jax.lax.stop_gradient"
+        raise errors.invalid(
+            "dequantize",
+            "d must have the grad_port of its dispatch when it is differentiated",
+            "None",
+            "keep it, or stop the gradient at the rows with jax.lax.stop_gradient",
+            operand="d",
         )
     return ct, None, None, None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks
+from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
@@ -144,17 +144,23 @@ def _checked(
     checks.require_dtype(function, "tokens", tokens, config.dtype)
     checks.require_dtype(function, "topk_ids", topk_ids, "int32")
     if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
-        raise ValueError(
-            f"jax_ep.{function}: tokens must have shape [n, hidden_size] with "
-            f"hidden_size {config.hidden_size}, got {tokens.shape}; "
-            "reshape the tokens or init with their hidden_size"
+        raise errors.invalid(
+            function,
+            "tokens must have shape [n, hidden_size] with hidden_size "
+            f"{config.hidden_size}",
+            tokens.shape,
+            "reshape the tokens or init with their hidden_size",
+            operand="tokens",
         )
     n = tokens.shape[0]
     if n > config.max_tokens_per_rank:
-        raise ValueError(
-            f"jax_ep.{function}: tokens must have at most max_tokens_per_rank = "
-            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
-            "split the call"
+        raise errors.invalid(
+            function,
+            "tokens must have at most max_tokens_per_rank = "
+            f"{config.max_tokens_per_rank} rows",
+            n,
+            "init with a larger max_tokens_per_rank or split the call",
+            operand="tokens",
         )
     ids_shape = (n, config.top_k)
     checks.require_shape(

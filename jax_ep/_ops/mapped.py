@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep._core import checks, context
+from jax_ep._core import checks, context, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
@@ -96,7 +96,7 @@ def run(
 
         def body(operands: dict[str, Any], after: Token) -> Any:
             name = f"sharded.{function.__name__.lstrip('_')}"
-            with checks.told_of(name, _whole(ep, sharded_over, operands)):
+            with errors.told_of(name, _whole(ep, sharded_over, operands)):
                 return ordering.mapped(ep, after, lambda: function(ep, **operands))
 
         rows = PartitionSpec(axes)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import batching, checks, handle, traces
+from jax_ep._core import batching, checks, errors, handle, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.varying import varying
 from jax_ep._transport import transport_of
@@ -145,9 +145,10 @@ def _one_by_one(
         args_batched, after_batched = in_batched
         ep = handle.find(key)
         if ep is None:
-            raise ValueError(
-                f"jax_ep.{call.function}: the handle must be open, got one that is "
-                "gone; keep it while what was traced with it is used"
+            raise errors.unusable(
+                call.function,
+                "the handle of this call no longer exists",
+                "keep a reference to it while functions traced with it are used",
             )
         body = _one_by_one(call, ep, static)
         token = batching.entry(after, after_batched, axis_size - 1)
@@ -179,7 +180,7 @@ def _batch_of(call: OrderedCall, ep: EPHandle, axis_size: int) -> Iterator[None]
     outer = getattr(_batches, "size", 1)
     most = call.most_batched(ep)
     if most is not None and outer * axis_size > most:
-        raise ValueError(batch_error(call.function, ep, outer * axis_size))
+        raise batch_error(call.function, ep, outer * axis_size)
     _batches.size = outer * axis_size
     try:
         yield
@@ -187,13 +188,15 @@ def _batch_of(call: OrderedCall, ep: EPHandle, axis_size: int) -> Iterator[None]
         _batches.size = outer
 
 
-def batch_error(function: str, ep: EPHandle, size: int) -> str:
-    """That a batch of calls in halves is larger than `pending_calls`."""
+def batch_error(function: str, ep: EPHandle, size: int) -> Exception:
+    """The error for a vmap whose batch is larger than `pending_calls`."""
     kind = function.partition("_")[0]
-    return (
-        f"jax_ep.{function}: a batch of vmap must have at most pending_calls = "
-        f"{ep.config.most_pending} calls, which are all pending at once, got {size} on "
-        f"a rank; init with a larger pending_calls, or call jax_ep.{kind}"
+    return errors.invalid(
+        function,
+        f"a batch of vmap must have at most pending_calls = {ep.config.most_pending} "
+        "calls, which are all pending at once",
+        f"{size} per rank",
+        f"init with a larger pending_calls, or call jax_ep.{kind}",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_ep._core import checks, handle, traces
+from jax_ep._core import checks, errors, handle, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind
 from jax_ep._ops.ordering import batch_error
@@ -64,19 +64,21 @@ def require_room(function: str, kind: CallKind, ep: EPHandle, operands: Any) -> 
             if where is trace and (pending.kind, pending.key) == (kind, ep.key)
         )
     if most == 0:
-        raise ValueError(
-            f"jax_ep.{function}: the config's pending_calls must be at least 1 for "
-            f"calls in halves, got {ep.config.pending_calls}; init with "
-            f"EPConfig(pending_calls=1), or call jax_ep.{kind}"
+        raise errors.invalid(
+            function,
+            "pending_calls of the config must be at least 1",
+            ep.config.pending_calls,
+            f"init with EPConfig(pending_calls=1), or call jax_ep.{kind}",
         )
     calls = traces.batch_size(*jax.tree.leaves(operands))
     if calls > most:
-        raise ValueError(batch_error(function, ep, calls))
+        raise batch_error(function, ep, calls)
     if trace is not None and count + calls > most:
-        raise ValueError(
-            f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
-            f"config's pending_calls, got {count + calls}; call jax_ep.{kind}_wait on "
-            "an earlier one first"
+        raise errors.invalid(
+            function,
+            f"at most pending_calls = {most} calls of {kind}_async must be pending",
+            count + calls,
+            f"call jax_ep.{kind}_wait on an earlier one first",
         )
 
 
@@ -109,9 +111,12 @@ def awaited(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     wanted = split_transport_of(ep).held_rows(ep)
     held = jax.tree.leaves(pending.held)[0].shape[0]
     if held != wanted:
-        raise ValueError(
-            f"jax_ep.{function}: pending must be one rank's, which holds {wanted}, got "
-            f"{held}; use jax_ep.sharded.{function} on global arrays"
+        raise errors.invalid(
+            function,
+            f"pending must hold the {wanted} rows of one rank",
+            held,
+            f"use jax_ep.sharded.{function} on global arrays",
+            operand="pending",
         )
     return ep
 
@@ -119,25 +124,34 @@ def awaited(function: str, kind: CallKind, pending: Pending) -> EPHandle:
 def handle_of(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     """The open handle of a call of that kind."""
     if not isinstance(pending, Pending):
-        raise TypeError(
-            f"jax_ep.{function}: pending must be what jax_ep.{kind}_async returned, "
-            f"got {type(pending).__name__}; keep the Pending itself"
+        raise errors.invalid(
+            function,
+            f"pending must be the Pending that jax_ep.{kind}_async returned",
+            type(pending).__name__,
+            "pass the Pending itself",
+            operand="pending",
+            kind=TypeError,
         )
     if pending.kind != kind:
-        raise ValueError(
-            f"jax_ep.{function}: pending must be of a {kind}, got one of a "
-            f"{pending.kind}; call jax_ep.{pending.kind}_wait on it"
+        raise errors.invalid(
+            function,
+            f"pending must come from {kind}_async",
+            f"one of {pending.kind}_async",
+            f"call jax_ep.{pending.kind}_wait on it",
+            operand="pending",
         )
     if was_closed(pending):
-        raise ValueError(
-            f"jax_ep.{function}: this Pending was already waited on; keep the result "
-            "of the first wait"
+        raise errors.unusable(
+            function,
+            "this Pending was already waited on",
+            "keep the result of the first wait",
         )
     ep = handle.find(pending.key)
     if ep is None:
-        raise ValueError(
-            f"jax_ep.{function}: the handle of pending must be open, got one that is "
-            "gone; keep it until the wait"
+        raise errors.unusable(
+            function,
+            "the handle of this Pending no longer exists",
+            "keep a reference to the handle until the wait",
         )
     checks.require_open(function, ep)
     return ep
