@@ -72,7 +72,7 @@ WRONG = {
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
     "class": ({"experts": Padded}, "experts must be a function, got the class"),
-    "handle": ({"ep": 3}, "ep must be what jax_ep.init returned"),
+    "handle": ({"ep": 3}, "ep must be the handle that jax_ep.init returned"),
 }
 
 
@@ -104,7 +104,7 @@ def test_arguments_that_are_no_arrays():
     x = jnp.ones((8, 4, 16))
     for given, mask, words in (
         (None, None, "x must be an array"),
-        (x.astype(int), None, "x must be of a floating dtype"),
+        (x.astype(int), None, "x must have a floating dtype"),
         (x, 3, "mask must be an array"),
         (x, jnp.ones((8, 4)), "mask must be bool"),
         (x, jnp.ones(8, bool), "mask must have shape"),

@@ -72,6 +72,15 @@ def require(holds: bool, function: str, rule: str, value: Any, remedy: str) -> N
         raise invalid(function, rule, value, remedy)
 
 
+def require_type(
+    function: str, name: str, value: Any, kinds: Any, what: str, remedy: str
+) -> None:
+    """Raises TypeError unless `value` is of `kinds`, which the message calls `what`."""
+    if not isinstance(value, kinds):
+        rule = f"{name} must be {what}"
+        raise invalid(function, rule, repr(value), remedy, operand=name, kind=TypeError)
+
+
 @contextlib.contextmanager
 def told_of(
     function: str, whole: Mapping[str, tuple[int, ...]] | None = None
