@@ -17,13 +17,13 @@ import imagined
 import pytest
 
 from jax_ep._peers import descriptors as _descriptors
-from jax_ep._peers.descriptors import Giver, Taker
+from jax_ep._peers.descriptors import DescriptorClient, DescriptorServer
 
 # Gives a memfd under number 7, then waits to be killed or told to end.
 GIVING = """
 import mmap, os, sys
-from jax_ep._peers.descriptors import Giver
-giver = Giver()
+from jax_ep._peers.descriptors import DescriptorServer
+giver = DescriptorServer()
 descriptor = os.memfd_create("window")
 os.ftruncate(descriptor, 4096)
 memory = mmap.mmap(descriptor, 4096)
@@ -55,7 +55,7 @@ def giving():
 def giver():
     """A giver of this process; leaves neither threads nor descriptors."""
     before = imagined.descriptors()
-    one = Giver()
+    one = DescriptorServer()
     yield one
     one.close()
     assert imagined.threads_of_meetings() == 0
@@ -68,7 +68,7 @@ def make_file(content: bytes = b"here") -> int:
     return descriptor
 
 
-def take_content(taker: Taker, number: int) -> bytes:
+def take_content(taker: DescriptorClient, number: int) -> bytes:
     descriptor = taker.take(number)
     try:
         assert not os.get_inheritable(descriptor)
@@ -80,7 +80,7 @@ def take_content(taker: Taker, number: int) -> bytes:
 def test_memory_of_another_process(giving) -> None:
     """What one stores the other sees; the memory outlives whoever gave it."""
     process, address = giving
-    taker = Taker(address, 20.0)
+    taker = DescriptorClient(address, 20.0)
     descriptor = taker.take(7)
     assert os.pread(descriptor, 5, 0) == b"first"
     os.pwrite(descriptor, b"other", 0)
@@ -97,7 +97,7 @@ def test_memory_of_another_process(giving) -> None:
 def test_giver_that_dies(giving) -> None:
     """At once, in the middle of a connection and before one."""
     process, address = giving
-    taker = Taker(address, 20.0)
+    taker = DescriptorClient(address, 20.0)
     process.send_signal(signal.SIGKILL)
     process.wait()
     start = time.monotonic()
@@ -105,7 +105,7 @@ def test_giver_that_dies(giving) -> None:
         taker.take(7)
     taker.close()
     with pytest.raises(ConnectionRefusedError):
-        Taker(address, 20.0)
+        DescriptorClient(address, 20.0)
     assert time.monotonic() - start < 15
 
 
@@ -114,7 +114,7 @@ def test_giver_that_is_silent(giving) -> None:
     process, address = giving
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
-    with contextlib.closing(Taker(address, 0.3)) as taker:
+    with contextlib.closing(DescriptorClient(address, 0.3)) as taker:
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
             taker.take(7)
@@ -127,7 +127,7 @@ def test_many_takers(giver) -> None:
     found = []
 
     def take_all() -> None:
-        taker = Taker(giver.address, 20.0)
+        taker = DescriptorClient(giver.address, 20.0)
         found.append([take_content(taker, number) for number in (2, 0, 1, 2)])
         taker.close()
 
@@ -141,8 +141,8 @@ def test_many_takers(giver) -> None:
 
 def test_unknown_number(giver) -> None:
     giver.give(1, make_file())
-    taker = Taker(giver.address, 20.0)
-    with pytest.raises(OSError, match="nothing is there under number 2"):
+    taker = DescriptorClient(giver.address, 20.0)
+    with pytest.raises(OSError, match="the server has no descriptor 2"):
         taker.take(2)
     assert take_content(taker, 1) == b"here"
     taker.close()
@@ -151,7 +151,7 @@ def test_unknown_number(giver) -> None:
 def test_whoever_asks_amiss_gets_nothing(giver) -> None:
     """Others are served meanwhile, also by silent ones that never ask."""
     giver.give(1, make_file())
-    good = Taker(giver.address, 20.0)
+    good = DescriptorClient(giver.address, 20.0)
     secret = bytes.fromhex(giver.address)[8:]
     pack = _descriptors._MESSAGE.pack
     magic = _descriptors._MAGIC
@@ -163,9 +163,9 @@ def test_whoever_asks_amiss_gets_nothing(giver) -> None:
         pack(magic, secret, 1) + b"x",
         os.urandom(100_000),
     )
-    silent = Taker(giver.address, 20.0)
+    silent = DescriptorClient(giver.address, 20.0)
     for message in wrong:
-        taker = Taker(giver.address, 20.0)
+        taker = DescriptorClient(giver.address, 20.0)
         taker._socket.send(message)
         data, descriptors, _, _ = socket.recv_fds(taker._socket, 100, 4)
         assert (data, descriptors) == (b"", [])
@@ -185,13 +185,13 @@ def test_other_users_are_left(giver, monkeypatch) -> None:
         patch.setattr(
             _descriptors, "_same_user", lambda _: threading.get_ident() == main
         )
-        for ask in (Taker.greet, lambda taker: taker.take(1)):
+        for ask in (DescriptorClient.greet, lambda taker: taker.take(1)):
             with (
-                contextlib.closing(Taker(giver.address, 20.0)) as taker,
+                contextlib.closing(DescriptorClient(giver.address, 20.0)) as taker,
                 pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
             ):
                 ask(taker)
-    with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+    with contextlib.closing(DescriptorClient(giver.address, 20.0)) as taker:
         taker.greet()
         assert take_content(taker, 1) == b"here"
 
@@ -201,7 +201,7 @@ def test_giver_of_another_user_is_asked_nothing(giver, monkeypatch) -> None:
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
     with pytest.raises(PermissionError, match="of another user"):
-        Taker(giver.address, 20.0)
+        DescriptorClient(giver.address, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,9 @@ def test_users_that_a_namespace_does_not_know(giver, monkeypatch, known, good) -
     with contextlib.ExitStack() as stack:
         if not good:
             stack.enter_context(pytest.raises(PermissionError))
-        stack.enter_context(contextlib.closing(Taker(giver.address, 20.0))).greet()
+        stack.enter_context(
+            contextlib.closing(DescriptorClient(giver.address, 20.0))
+        ).greet()
 
 
 CROWD = """
@@ -248,12 +250,14 @@ def test_crowd_of_silent_takers(user, monkeypatch) -> None:
     """They take nobody's place in line, nor that of one that has shown the secret."""
     if user and os.geteuid():
         pytest.skip("needs root, to be another user")
-    givers = [Giver() for _ in range(2)]
+    givers = [DescriptorServer() for _ in range(2)]
     with contextlib.ExitStack() as stack:
         for giver in givers:
             stack.callback(giver.close)
             giver.give(1, make_file())
-        early = stack.enter_context(contextlib.closing(Taker(givers[0].address, 20.0)))
+        early = stack.enter_context(
+            contextlib.closing(DescriptorClient(givers[0].address, 20.0))
+        )
         early.greet()
         for giver in givers:
             name = (_descriptors._PREFIX[1:] + giver._name.hex().encode()).decode()
@@ -268,7 +272,7 @@ def test_crowd_of_silent_takers(user, monkeypatch) -> None:
             assert crowd.stdout.readline() == b"here\n"
         for giver in givers:
             for _ in range(3):
-                with contextlib.closing(Taker(giver.address, 20.0)) as taker:
+                with contextlib.closing(DescriptorClient(giver.address, 20.0)) as taker:
                     taker.greet()
                     assert take_content(taker, 1) == b"here"
         assert take_content(early, 1) == b"here"
@@ -276,14 +280,16 @@ def test_crowd_of_silent_takers(user, monkeypatch) -> None:
 
 def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
     """Silent ones make room, oldest first, for those who come."""
-    monkeypatch.setattr(_descriptors, "_MOST_TAKERS", 4)
+    monkeypatch.setattr(_descriptors, "_MAX_CLIENTS", 4)
     giver.give(1, make_file())
     with contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(contextlib.closing(Taker(giver.address, 20.0)))
+            stack.enter_context(
+                contextlib.closing(DescriptorClient(giver.address, 20.0))
+            )
             for _ in range(40)
         ]
-        for taker in (silent[-1], Taker(giver.address, 20.0)):
+        for taker in (silent[-1], DescriptorClient(giver.address, 20.0)):
             stack.enter_context(contextlib.closing(taker))
             assert take_content(taker, 1) == b"here"
         for taker in silent[:36]:
@@ -303,7 +309,7 @@ def test_no_file_to_listen_with(spare) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (file + spare, hard))
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                Giver()
+                DescriptorServer()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -362,8 +368,8 @@ def test_answer_that_is_none(reply: bytes, count: int) -> None:
     before = imagined.descriptors()
     files = [make_file() for _ in range(count)]
     address, thread = answers(reply, files)
-    taker = Taker(address, 20.0)
-    with pytest.raises(OSError, match=r"an answer that is none|nothing is there"):
+    taker = DescriptorClient(address, 20.0)
+    with pytest.raises(OSError, match=r"malformed answer|the server has no descriptor"):
         taker.take(1)
     taker.close()
     thread.join()
@@ -373,9 +379,9 @@ def test_answer_that_is_none(reply: bytes, count: int) -> None:
 
 
 def test_end_of_a_giver_is_the_end_of_its_takers() -> None:
-    giver = Giver()
+    giver = DescriptorServer()
     giver.give(1, make_file())
-    taker = Taker(giver.address, 20.0)
+    taker = DescriptorClient(giver.address, 20.0)
     kept = taker.take(1)
     giver.close()
     with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
@@ -384,4 +390,4 @@ def test_end_of_a_giver_is_the_end_of_its_takers() -> None:
     os.close(kept)
     taker.close()
     with pytest.raises(ConnectionRefusedError):
-        Taker(giver.address, 20.0)
+        DescriptorClient(giver.address, 20.0)

@@ -19,7 +19,7 @@ from test_windows import make_groups
 
 from jax_ep._native import ffi, loader
 from jax_ep._peers import nvshmem, windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 
 KERNELS = [11, 12]
 here = threading.local()  # the process that a thread stands for
@@ -128,7 +128,7 @@ class Job:
     def run(self, key: int, timeout_s: float = 20.0, **changes: Any) -> dict[int, Any]:
         config = helpers.make_config(timeout_s=timeout_s, **changes)
 
-        def act(meeting: Meeting) -> Any:
+        def act(meeting: Rendezvous) -> Any:
             here.process = meeting.own
             native, heap = self.natives[meeting.own], self.heaps[meeting.own]
             found = heap.find_obstacle(native, self.groups, config, meeting)

@@ -16,11 +16,11 @@ import pytest
 from errors import check_form, raises
 
 from jax_ep._native import ffi
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._setup import init
 from jax_ep._transport import p2p, select
 
-ALONE = Meeting([0], 0, 1.0)
+ALONE = Rendezvous([0], 0, 1.0)
 
 LACKS = ("peer access between all devices of an EP group", "none from device 0 to 1")
 
@@ -77,7 +77,7 @@ def native(monkeypatch):
 def choose(
     mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), config: Any = None
 ) -> str:
-    with Meeting.of(mesh, 1.0) as meeting:
+    with Rendezvous.of(mesh, 1.0) as meeting:
         return select.choose(
             mesh, names, requested, meeting, config or helpers.make_config()
         )

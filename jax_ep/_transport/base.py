@@ -18,7 +18,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 
 # What a call of an ordered transport comes after and leaves for the next one: one
 # int32 `[1]`. () elsewhere, so that programs of other transports hold nothing of it.
@@ -144,7 +144,7 @@ class Transport(abc.ABC):
     windowed: ClassVar[bool] = False
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
         """(what it must have, what was found), or None where it can serve the mesh.
 
@@ -154,7 +154,7 @@ class Transport(abc.ABC):
             mesh: the mesh.
             groups: its devices as `[EP groups, ranks]`.
             config: of the handle.
-            meeting: of the mesh's processes.
+            rendezvous: of the mesh's processes.
         """
         return None
 
@@ -165,7 +165,7 @@ class Transport(abc.ABC):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens the native group `key`; returns the bytes of its windows per device.
 

@@ -21,7 +21,7 @@ from jax_ep._core.types import Route
 from jax_ep._native import ffi
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
@@ -54,10 +54,10 @@ class Collective(Transport):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens a group without windows."""
-        own = meeting.own
+        own = rendezvous.own
         ranks = [
             (windows.ordinal(device), rank)
             for group in groups

@@ -25,7 +25,7 @@ from jax_ep._native import ffi
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
@@ -63,13 +63,13 @@ class P2P(Transport):
     windowed = True
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
         """GPUs, all of whose pairs have peer access, and rows that kernels hold."""
         return (
             row_obstacle(config)
             or gpu_obstacle(mesh, groups)
-            or windows.find_obstacle(native_of(mesh), groups, meeting)
+            or windows.find_obstacle(native_of(mesh), groups, rendezvous)
         )
 
     def open(
@@ -79,10 +79,12 @@ class P2P(Transport):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens the windows of all ranks."""
-        return windows.open_windows(native, key, groups, config, first_epoch, meeting)
+        return windows.open_windows(
+            native, key, groups, config, first_epoch, rendezvous
+        )
 
     def dispatch(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token

@@ -12,7 +12,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport import by_name
 from jax_ep._transport.p2p import NO_GPUS
 
@@ -23,7 +23,7 @@ def choose(
     mesh: Mesh,
     names: tuple[str, ...],
     requested: Transport,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     config: EPConfig,
 ) -> HandleTransport:
     """The transport that `init` uses where `requested` was asked for.
@@ -36,27 +36,29 @@ def choose(
     """
     groups = ep_groups(mesh, names)
     wanted = "p2p" if requested == "auto" else requested
-    found = by_name(wanted).obstacle(mesh, groups, config, meeting)
+    found = by_name(wanted).obstacle(mesh, groups, config, rendezvous)
     if found is None:
         return wanted
     # What exchanges nothing needs no NVSHMEM to be looked for, let alone started.
     far = requested == "auto" and not config.skip_a2a
-    if far and _puts_reach(mesh, groups, config, meeting):
+    if far and _puts_reach(mesh, groups, config, rendezvous):
         return "shmem"
-    return instead(requested, found, meeting)
+    return instead(requested, found, rendezvous)
 
 
 def _puts_reach(
-    mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+    mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
 ) -> bool:
     """Whether groups span nodes, and shmem serves them; the same in all processes."""
     shmem = by_name("shmem")
-    if meeting.alone or shmem.obstacle(mesh, groups, config, meeting) is not None:
+    if rendezvous.alone or shmem.obstacle(mesh, groups, config, rendezvous) is not None:
         return False
     return topology.several(topology.of_groups(groups, config, nvshmem.heap.hosts))
 
 
-def instead(requested: Transport, found: Obstacle, meeting: Meeting) -> HandleTransport:
+def instead(
+    requested: Transport, found: Obstacle, rendezvous: Rendezvous
+) -> HandleTransport:
     """What `init` uses where there is an obstacle.
 
     Raises:
@@ -67,7 +69,7 @@ def instead(requested: Transport, found: Obstacle, meeting: Meeting) -> HandleTr
         # CPU devices have no faster transport to miss.
         if found != NO_GPUS:
             # What one machine lacks stays so. Between processes it may be another time.
-            say = _warn_once if meeting.alone else _log.warning
+            say = _warn_once if rendezvous.alone else _log.warning
             say(
                 'jax_ep.init: "auto" takes transport "collective", because "p2p" must '
                 f"have {must}, got {got}; jax-ep doctor says more"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax_ep._core.config import EPConfig
 from jax_ep._peers import nvshmem
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import register
 from jax_ep._transport.p2p import P2P, gpu_obstacle, native_of, row_obstacle
 
@@ -25,7 +25,7 @@ class Shmem(P2P):
     name = "shmem"
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
         """NVSHMEM, and GPUs that it reaches."""
         if config.skip_a2a:
@@ -33,7 +33,7 @@ class Shmem(P2P):
         return (
             row_obstacle(config)
             or gpu_obstacle(mesh, groups)
-            or nvshmem.heap.find_obstacle(native_of(mesh), groups, config, meeting)
+            or nvshmem.heap.find_obstacle(native_of(mesh), groups, config, rendezvous)
         )
 
     def open(
@@ -43,9 +43,9 @@ class Shmem(P2P):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens the windows of all ranks, on the heap."""
         return nvshmem.heap.open_windows(
-            native, key, groups, config, first_epoch, meeting
+            native, key, groups, config, first_epoch, rendezvous
         )

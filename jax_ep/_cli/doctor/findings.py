@@ -20,7 +20,7 @@ from jax_ep._core.literals import TRANSPORTS, HandleTransport
 from jax_ep._native import ffi, loader
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers import windows as _windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport import by_name, select
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -139,10 +139,10 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
         return {name: {"works": False, "why": why} for name in _names()}
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
     # Of this process's devices alone.
-    with Meeting.of(mesh, config.timeout_s) as meeting:
+    with Rendezvous.of(mesh, config.timeout_s) as rendezvous:
         groups = select.ep_groups(mesh, ("ep",))
         p2p, shmem = (
-            by_name(name).obstacle(mesh, groups, config, meeting)
+            by_name(name).obstacle(mesh, groups, config, rendezvous)
             for name in ("p2p", "shmem")
         )
     found["p2p"] = _windowed(p2p, "every device reaches every other")
