@@ -200,7 +200,7 @@ def test_giver_of_another_user_is_asked_nothing(giver, monkeypatch) -> None:
     """Whoever listens under a name learns no secret, and gives no memory."""
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
-    with pytest.raises(PermissionError, match="of another user"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         DescriptorClient(giver.address, 20.0)
 
 

@@ -157,7 +157,7 @@ def test_mesh_of_other_processes(native, monkeypatch) -> None:
     monkeypatch.setattr(jax, "process_index", lambda client=None: 2)
     with raises() as caught:
         choose(make_mesh({"ep": 4}, processes=2), "auto")
-    check_form(caught, "init", "mesh", "[0, 1]", "process 2")
+    check_form(caught, "init", "mesh", "[0, 1]", "this process, 2")
 
 
 def test_too_many_ranks(native) -> None:
