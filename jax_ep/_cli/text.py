@@ -1,4 +1,4 @@
-"""Text of the commands, laid out for the width of the terminal."""
+"""Lays out the commands' text for the width of the terminal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-LABEL = 12  # columns of what a finding is of
-NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, at which no line ends
+LABEL = 12  # columns for the label of a finding
+NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, but lines do not break at it
 _WIDEST = 100  # longer lines are hard to read
 _NARROWEST = 24
 
 
 def width() -> int:
-    """Columns for text: the terminal's up to 100; 80 where there is no terminal."""
+    """Returns the columns for text: the terminal's, up to 100, or 80 without one."""
     columns = shutil.get_terminal_size((80, 24)).columns
     return min(max(columns, _NARROWEST), _WIDEST)
 
 
 def fill(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    """Lines of `text`, of which the first begins with `first`, others with `rest`."""
+    """Wraps `text`; the first line begins with `first`, others with `rest`."""
     rest = " " * len(first) if rest is None else rest
     return _wrapped(text, width(), first, rest)
 
@@ -34,7 +34,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str
         width,
         initial_indent=first,
         subsequent_indent=rest,
-        # Names, paths and commands are copied whole.
+        # Names, paths and commands stay whole, so that they can be copied.
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -42,7 +42,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str
 
 
 def fit(line: str, indent: int) -> list[str]:
-    """`line` as it is where it fits, else filled, with other lines indented."""
+    """Returns `line` unchanged if it fits, else wrapped with further lines indented."""
     if len(line) <= width():
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
@@ -50,14 +50,14 @@ def fit(line: str, indent: int) -> list[str]:
 
 
 def entry(label: str, text: str) -> list[str]:
-    """Lines of a finding: its label, and `text` beside it."""
+    """Returns lines with a label and `text` beside it."""
     return fill(text, f"{label:<{LABEL - 1}} ", " " * LABEL)
 
 
 def matrix(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[str]:
-    """Lines of a square table of devices; one that is too wide comes in parts."""
+    """Returns lines of a square table of devices, in parts if it is too wide."""
     cell = 1 + max(len(text) for row in (heads, *rows) for text in row)
     fitting = max(1, (width() - LABEL + 1) // cell)
     lines = []
@@ -70,16 +70,16 @@ def matrix(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> list[str]:
-    """Lines of a table, without columns that are empty in every row.
+    """Returns lines of a table, without columns that are empty in every row.
 
     Args:
-        heads: of the columns.
+        heads: headings of the columns.
         rows: cells.
-        names: the first so many columns say what a row is of, and are never left out.
+        names: number of leading columns that identify a row; they are always shown.
 
     Returns:
-        Aligned columns where they fit, else for each row its names, and below them
-        each cell behind its head.
+        Aligned columns if they fit, else for each row its names, followed by each cell
+        after its heading.
     """
     kept = [i for i in range(len(heads)) if i < names or any(row[i] for row in rows)]
     shown = [[row[i] for i in kept] for row in (heads, *rows)]
