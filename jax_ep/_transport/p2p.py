@@ -65,7 +65,7 @@ class P2P(Transport):
     def obstacle(
         self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
-        """Checks for peer access between all GPUs, and for rows that kernels can hold."""
+        """Checks for peer access between all GPUs, and for rows that fit kernels."""
         return (
             row_obstacle(config)
             or gpu_obstacle(mesh, groups)
