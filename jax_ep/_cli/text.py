@@ -106,27 +106,27 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> li
 
 
 def complain(text: str) -> None:
-    """Prints an error: laid out on a terminal, else in one line, for logs."""
+    """Prints an error, wrapped on a terminal or in one line for logs."""
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\n".join(fill(text, rest="  "))
     print(text, file=sys.stderr)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs of descriptions and epilogs, and lays out examples.
+    """Wraps paragraphs of descriptions and epilogs, and lays out examples.
 
-    An example is a line that begins with two spaces: a command, and after two spaces
-    or more what it does.
+    An example is a line that begins with two spaces. It holds a command, two or more
+    spaces, and an explanation.
     """
 
     def __init__(self, prog: str) -> None:
-        """For the program or subcommand `prog`."""
+        """Makes a formatter for the program or subcommand `prog`."""
         super().__init__(prog, width=width())
 
     def _format_usage(
         self, usage: Any, actions: Any, groups: Any, prefix: str | None
     ) -> str:
-        """As argparse's, or without the options where they do not fit."""
+        """Formats the usage as argparse does, without the options if they do not fit."""
         text = super()._format_usage(usage, actions, groups, prefix)
         if max(map(len, text.splitlines())) > width():
             short = "%(prog)s [options]"
@@ -164,24 +164,24 @@ def _examples(lines: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that lays out its help, and is the one to complain of its arguments."""
+    """A parser that lays out its help, and reports unknown arguments itself."""
 
     def __init__(self, **options: Any) -> None:
-        """As argparse's."""
+        """Takes the arguments of argparse's parser."""
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(**options)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuses unknown ones: else the main parser does, with its own usage."""
+        """Rejects unknown arguments here; the main parser would print its own usage."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and the message; exits with 2."""
+        """Prints usage and message, and exits with code 2."""
         self.print_usage(sys.stderr)
         complain(f"{self.prog}: error: {message}")
         raise SystemExit(2)

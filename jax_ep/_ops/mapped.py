@@ -36,9 +36,9 @@ def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[st
     known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
     if others_sharded or not known or len(set(axes)) < len(axes):
         raise ValueError(
-            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
-            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
-            "to shard over all axes"
+            f"jax_ep.{function}: spec must be a PartitionSpec that shards only "
+            f"dimension 0, over mesh axes that include {ep.axis_names}, got {spec!r}; "
+            "leave it out to shard over all axes"
         )
     return axes
 

@@ -26,7 +26,7 @@ Says what this machine can do with jax_ep and why: devices, which of them reach 
 other's memory and over what link, versions, which transports work (each is tried with a
 few tokens), how much memory a layer would take, and advice.
 
-Memory is counted from sizes alone, so any machine tells it for any group.
+Memory is computed from sizes only, so any machine can report it for any group.
 """
 
 _EXAMPLES = """\
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         description=_TEXT,
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     layer = parser.add_argument_group("the layer whose memory is counted")
     count = at_least(1)
     for name, default, text in (
