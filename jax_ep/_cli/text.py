@@ -126,7 +126,7 @@ class HelpFormatter(argparse.HelpFormatter):
     def _format_usage(
         self, usage: Any, actions: Any, groups: Any, prefix: str | None
     ) -> str:
-        """Formats the usage as argparse does, but without options if they do not fit."""
+        """Formats the usage as argparse does, or without options if they do not fit."""
         text = super()._format_usage(usage, actions, groups, prefix)
         if max(map(len, text.splitlines())) > width():
             short = "%(prog)s [options]"
