@@ -1,4 +1,4 @@
-"""`python -m jax_ep` is the command `jax-ep`."""
+"""Runs the command `jax-ep` as `python -m jax_ep`."""
 
 import sys
 

@@ -1,15 +1,15 @@
 """SwiGLU experts on rows grouped by expert, for `experts=` of `jax_ep.moe_ffn`.
 
-A layer is given one of them::
+Pass one of them to a layer::
 
     moe = jax_ep.flax.MoE(..., experts=jax_ep.experts.Padded(largest=512))
 
 Each takes (rows `[N, H]`, gate_up `[L, H, 2, F]`, down `[L, F, H]`, group_sizes `[L]`)
-and returns `[N, H]` in the dtype of the rows; those past the last group are read by
-none and come out unspecified. Keywords are optional: `gate_bias` and `up_bias`
-`[L, F]`, `down_bias` `[L, H]`, and `activation`, a function of (gate, up) `[N, F]` in
-place of `silu(gate) * up`. `auto` is the default. Which one is fastest depends on
-sizes, on the GPU and on versions: `benchmarks/layers/layer.py` times them.
+and returns `[N, H]` in the dtype of the rows. Rows past the last group are ignored, and
+their results are unspecified. Optional keywords are `gate_bias` and `up_bias` `[L, F]`,
+`down_bias` `[L, H]`, and `activation`, a function of (gate, up) `[N, F]` that replaces
+`silu(gate) * up`. `auto` is the default. Which one is fastest depends on sizes, GPU and
+versions; `benchmarks/layers/layer.py` times them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax_ep._core import checks, threads
 from jax_ep._experts import grouped
 from jax_ep._experts.grouped import grouped_matmul
 
-# Of gate and up, `[N, F]` each.
+# A function of gate and up, `[N, F]` each.
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
 Experts = TypeVar("Experts", bound=Callable[..., Any])
@@ -38,17 +38,17 @@ _MOSAIC_ITEMSIZE = 2
 
 
 def takes_dispatched(experts: Experts) -> Experts:
-    """Decorator: `experts` are called with a whole `Dispatched`, not with its rows.
+    """Decorator for experts that take a whole `Dispatched` instead of its rows.
 
-    So they see codes and scales of a quantised dispatch as they came::
+    Such experts see the codes and scales of a quantised dispatch as they arrived::
 
         @jax_ep.experts.takes_dispatched
         def experts(d, gate_up, down):  # and the keywords of those of this module
             ...
 
     Args:
-        experts: a function of (d, gate_up, down), or a class of such, returning
-            `[N, H]` in the config's dtype.
+        experts: a function of (d, gate_up, down) that returns `[N, H]` in the config's
+            dtype, or a class of such functions.
 
     Returns:
         `experts`, marked.
@@ -59,7 +59,7 @@ def takes_dispatched(experts: Experts) -> Experts:
 
 
 class _Options(NamedTuple):
-    """The keywords that experts take, and what they do to rows."""
+    """The optional keywords of experts, and their effect on rows."""
 
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
@@ -67,7 +67,7 @@ class _Options(NamedTuple):
     activation: Activation | None = None
 
     def inner(self, both: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """What the second matrix multiplies, from gate and up side by side."""
+        """Returns the left operand of `down`, from gate and up side by side."""
         gate, up = jnp.split(both, 2, axis=-1)
         gate = _with_bias(gate, self.gate_bias, group_sizes)
         up = _with_bias(up, self.up_bias, group_sizes)
@@ -76,21 +76,21 @@ class _Options(NamedTuple):
         return self.activation(gate, up).astype(both.dtype)
 
     def outer(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """The result, from what the second matrix made."""
+        """Returns the result of the experts, from the product with `down`."""
         return _with_bias(rows, self.down_bias, group_sizes)
 
 
 def _with_bias(
     rows: jax.Array, bias: jax.Array | None, group_sizes: jax.Array
 ) -> jax.Array:
-    """`rows` plus their group's bias; those past the last group stay as they are."""
+    """Adds each group's bias to its rows; rows past the last group stay unchanged."""
     if bias is None:
         return rows
     ends = jnp.cumsum(group_sizes)
     index = jnp.arange(rows.shape[0], dtype=jnp.int32)
     group = jnp.searchsorted(ends, index, side="right", method="compare_all")
     own = bias.astype(rows.dtype)[jnp.minimum(group, bias.shape[0] - 1)]
-    # Chosen, not multiplied: a cotangent there may be NaN.
+    # where, not a product with 0: the cotangent of a row past the groups may be NaN.
     return jnp.where((index < ends[-1])[:, None], rows + own, rows)
 
 
@@ -106,25 +106,25 @@ def auto(
     activation: Activation | None = None,
     device: Any = None,
 ) -> jax.Array:
-    """By `ragged_dot`, or where that is dense and `mosaic` runs, by `mosaic`.
+    """Applies experts by `ragged_dot`, or by `mosaic` if XLA's ragged_dot is dense.
 
     Args:
         rows: `[N, H]`.
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
-        group_sizes: int32 `[L]`.
+        group_sizes: int32 `[L]`, rows of each group.
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
         down_bias: `[L, H]`, or None.
-        activation: of (gate, up); None is `silu(gate) * up`.
-        device: a `jax.Device` of those it will run on; None is this process's first.
+        activation: a function of (gate, up); None means `silu(gate) * up`.
+        device: one of the `jax.Device`s to run on; None means this process's first.
 
     Returns:
         `[N, H]` in the dtype of the rows.
 
     Raises:
-        TypeError: while tracing, where the rows are not of a floating type of 16 bits
-            or more; the codes of a quantised dispatch are not.
+        TypeError: while tracing, if the rows do not have a floating dtype of 16 bits or
+            more, as the codes of a quantised dispatch do not.
     """
     _require_values("auto", rows)
     given = (rows, gate_up, down, group_sizes)
@@ -139,7 +139,7 @@ def auto(
 def _dense(dtype: str, device: Any) -> bool:
     try:
         return ragged_dot_is_dense(dtype, device)
-    except Exception:  # an error of XLA's: the layer's own may compile
+    except Exception:  # XLA failed on the small program; the layer's may compile
         return False
 
 
@@ -154,26 +154,26 @@ def ragged_dot(
     down_bias: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """By `jax.lax.ragged_dot`: anywhere, for any sizes.
+    """Applies experts by `jax.lax.ragged_dot`, on any device and for any sizes.
 
-    Where XLA has no grouped matmul for it, it multiplies every row with the matrix of
-    every local expert: L times the arithmetic. `ragged_dot_is_dense` says whether.
+    If XLA has no grouped matmul for the device, it multiplies every row with the matrix
+    of every local expert, L times the arithmetic; `ragged_dot_is_dense` tells.
 
     Args:
         rows: `[N, H]`.
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
-        group_sizes: int32 `[L]`.
+        group_sizes: int32 `[L]`, rows of each group.
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
         down_bias: `[L, H]`, or None.
-        activation: of (gate, up); None is `silu(gate) * up`.
+        activation: a function of (gate, up); None means `silu(gate) * up`.
 
     Returns:
         `[N, H]` in the dtype of the rows.
 
     Raises:
-        TypeError: as `auto`.
+        TypeError: as in `auto`.
     """
     _require_values("ragged_dot", rows)
     options = _Options(gate_bias, up_bias, down_bias, activation)
@@ -184,22 +184,23 @@ def ragged_dot(
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:
-    """Whether XLA does `jax.lax.ragged_dot` densely.
+    """Whether XLA computes `jax.lax.ragged_dot` as a dense matmul over all experts.
 
-    Compiles a small one, forward, once; another shape may fare otherwise.
+    Compiles a small forward program, once; other shapes may behave differently.
 
     Args:
-        dtype: of rows and matrices.
-        device: where, a `jax.Device`; None is this process's first.
+        dtype: dtype of rows and matrices.
+        device: the `jax.Device` to compile for; None means this process's first.
     """
     return _ragged_dot_is_dense(jnp.dtype(dtype), device)
 
 
-# Not of the public function: type checkers lose the arguments of what is cached.
+# Cached here, because functools.cache hides a public function's types from checkers.
 @functools.cache
 def _ragged_dot_is_dense(dtype: jnp.dtype, device: Any) -> bool:
     text = threads.untraced(functools.partial(_ragged_dot_text, dtype, device))
-    # A kernel that takes groups keeps the operation, inside of a fusion.
+    # With a grouped kernel the operation stays, inside a fusion; the dense form
+    # replaces it.
     return " ragged-dot(" not in text
 
 
@@ -226,36 +227,38 @@ def mosaic(
     down_bias: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """By grouped matmuls for Hopper (Pallas), with derivatives of any order.
+    """Applies experts by Pallas grouped matmuls for Hopper GPUs.
+
+    Derivatives of any order work.
 
     Args:
-        rows: `[N, H]` of a 16-bit type.
+        rows: `[N, H]`, bfloat16 or float16.
         gate_up: `[L, H, 2, F]`, gate first.
         down: `[L, F, H]`.
-        group_sizes: int32 `[L]`.
+        group_sizes: int32 `[L]`, rows of each group.
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
         down_bias: `[L, H]`, or None.
-        activation: of (gate, up); None is `silu(gate) * up`.
+        activation: a function of (gate, up); None means `silu(gate) * up`.
 
     Returns:
         `[N, H]` in the dtype of the rows.
 
     Raises:
-        ValueError: while tracing, where the rows are not of a 16-bit type, or
-            `mosaic_obstacle` names what is in the way.
-        TypeError: as `auto`.
+        ValueError: while tracing, if the rows do not have a 16-bit dtype, or if
+            `mosaic_obstacle` returns an obstacle.
+        TypeError: as in `auto`.
     """
     _require_values("mosaic", rows, "bfloat16 or float16")
     if rows.dtype.itemsize != _MOSAIC_ITEMSIZE:
         raise ValueError(
             "jax_ep.experts.mosaic: rows must be bfloat16 or float16, got "
-            f"{rows.dtype}; take jax_ep.experts.Padded or leave experts out"
+            f"{rows.dtype}; use jax_ep.experts.Padded or leave experts out"
         )
     obstacle = mosaic_obstacle(rows.shape[1], down.shape[1])
     if obstacle is not None:
         raise ValueError(
-            f"jax_ep.experts.mosaic: must have {obstacle}; take "
+            f"jax_ep.experts.mosaic: must have {obstacle}; use "
             "jax_ep.experts.Padded or leave experts out"
         )
     options = _Options(gate_bias, up_bias, down_bias, activation)
@@ -271,7 +274,7 @@ def _by_mosaic(
 ) -> jax.Array:
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
-    # So that its cotangent is zero past the last group.
+    # Makes the cotangent zero past the last group.
     real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     inner = options.inner(jnp.where(real[:, None], both, 0), group_sizes)
     return options.outer(grouped_matmul(inner, down, group_sizes), group_sizes)
@@ -280,12 +283,12 @@ def _by_mosaic(
 def mosaic_obstacle(
     hidden_size: int, intermediate_size: int, device: Any = None
 ) -> str | None:
-    """What `mosaic` must have and what there is, or None where it runs.
+    """Returns "<what mosaic needs>, got <what there is>", or None if it runs.
 
     Args:
         hidden_size: H.
-        intermediate_size: F, of a rank.
-        device: a `jax.Device` of those it will run on; None is this process's first.
+        intermediate_size: F per rank.
+        device: one of the `jax.Device`s to run on; None means this process's first.
     """
     device = device or jax.local_devices()[0]
     found = str(getattr(device, "compute_capability", ""))
@@ -302,25 +305,25 @@ def mosaic_obstacle(
     try:
         grouped.kernels()
     except (ImportError, AttributeError) as error:
-        # Older JAX imports absl-py there, which it does not require.
-        return f"what its kernels import, absl-py among it, got {error}"
+        # Pallas of older JAX imports absl-py, which JAX does not require.
+        return f"all that its kernels import, such as absl-py, got {error}"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """Every group padded to `largest` rows, then one batched matmul.
+    """Pads every group to `largest` rows and applies experts by one batched matmul.
 
-    Costs `L * largest` rows of arithmetic and memory whatever the routing. Rows of a
-    group past `largest` are lost: they come out as zeros and have no gradient. Compare
-    it with `aux.expert_counts.max()`; with a fused shared expert group 0 has all n
-    tokens of the rank.
+    Arithmetic and memory are those of `L * largest` rows for any routing. Rows of a
+    group past `largest` are dropped: their results are zeros without gradients. Compare
+    `largest` with `aux.expert_counts.max()`; with a fused shared expert group 0 has all
+    n tokens of the rank.
 
     Attributes:
-        largest: most rows of a group; multiples of 128 suit GPUs.
+        largest: most rows per group; multiples of 128 suit GPUs.
 
     Raises:
-        ValueError: `largest` is no positive integer.
+        ValueError: `largest` is not a positive int.
     """
 
     largest: int
@@ -330,7 +333,7 @@ class Padded:
         if type(self.largest) is not int or self.largest < 1:
             raise ValueError(
                 "jax_ep.experts.Padded: largest must be a positive int, got "
-                f"{self.largest!r}; 1.25 * T * K * R / E, rounded up, is a start"
+                f"{self.largest!r}; start with 1.25 * T * K * R / E, rounded up"
             )
 
     def __call__(
@@ -345,23 +348,23 @@ class Padded:
         down_bias: jax.Array | None = None,
         activation: Activation | None = None,
     ) -> jax.Array:
-        """The experts.
+        """Applies the experts.
 
         Args:
             rows: `[N, H]`.
             gate_up: `[L, H, 2, F]`, gate first.
             down: `[L, F, H]`.
-            group_sizes: int32 `[L]`.
+            group_sizes: int32 `[L]`, rows of each group.
             gate_bias: `[L, F]`, or None.
             up_bias: `[L, F]`, or None.
             down_bias: `[L, H]`, or None.
-            activation: of (gate, up); None is `silu(gate) * up`.
+            activation: a function of (gate, up); None means `silu(gate) * up`.
 
         Returns:
             `[N, H]` in the dtype of the rows.
 
         Raises:
-            TypeError: as `auto`.
+            TypeError: as in `auto`.
         """
         _require_values("Padded", rows)
         groups, hidden = gate_up.shape[:2]
@@ -396,13 +399,18 @@ def _require_values(
 def _wide(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The matrices in the rows' dtype, gate and up side by side."""
+    """Returns the matrices in the dtype of rows, with gate and up side by side."""
     gate_up = gate_up.astype(rows.dtype)
     return gate_up.reshape(*gate_up.shape[:2], -1), down.astype(rows.dtype)
 
 
 def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array, ...]:
-    """Which row each padded place takes and whether one; each row's place, likewise."""
+    """Maps padded places to rows and back.
+
+    Returns:
+        For each padded place its row, and whether it has one; for each row its padded
+        place, and whether it has one.
+    """
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     place = jnp.arange(largest, dtype=jnp.int32)
@@ -419,9 +427,9 @@ def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array
 
 @jax.custom_vjp
 def _gather(x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array) -> jax.Array:
-    """`x[at]`; where `kept`, row i of x is at `back[i]` of it, and nowhere else.
+    """Returns `x[at]`, in which row i of x occurs at `back[i]` only, if `kept[i]`.
 
-    Its derivative is a gather too: a scatter of rows is slow on GPUs.
+    So the derivative is a gather, too; a scatter of rows is slow on GPUs.
     """
     del back, kept
     return x[at]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_ep._core import errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import DTYPES, Format
 from jax_ep._core.varying import vary_alike, varying
@@ -202,15 +203,22 @@ def global_scale(
         return jax.lax.full_like(like, 1, dtype=jnp.float32, shape=(1,))
     if not takes_input_scale(format):
         taking = [name for name in names() if takes_input_scale(name)]
-        raise ValueError(
-            f"jax_ep.{function}: input_scale must be None unless the format is one of "
-            f"{taking}, got one for {format!r}; leave it out"
+        raise errors.invalid(
+            function,
+            f"input_scale must be None unless the format is one of {taking}",
+            f"an input_scale for {format!r}",
+            "leave it out",
+            operand="input_scale",
         )
     scale = as_array(function, "input_scale", input_scale)
     if scale.dtype != jnp.float32 or scale.shape not in ((), (1,)):
-        raise TypeError(
-            f"jax_ep.{function}: input_scale must be float32 of shape [] or [1], got "
-            f"{scale.dtype} {scale.shape}; cast or reshape it"
+        raise errors.invalid(
+            function,
+            "input_scale must be float32 of shape [] or [1]",
+            f"{scale.dtype} {scale.shape}",
+            "cast or reshape it",
+            operand="input_scale",
+            kind=TypeError,
         )
     return scale.reshape(1)
 

@@ -1,6 +1,6 @@
-"""Routers of mixture-of-experts layers, their losses and their bias.
+"""Routers of mixture-of-experts layers, with their losses and bias updates.
 
-Pure functions of one rank's arrays or of global ones; `jax_ep.moe_ffn` calls them.
+All functions are pure, and take the arrays of one rank or global arrays.
 """
 
 from __future__ import annotations
@@ -11,54 +11,39 @@ import numbers
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks
+from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import SCORES, Score
 
-# Keeps a division by the sum of sigmoids finite where all of them underflow, and its
-# derivative, which has the square.
+# Lower bound for a sum of sigmoids that weights are divided by. It keeps the quotient
+# finite if all underflow, and the derivative, which divides by the square.
 _LEAST_SUM = 1e-16
-
-
-def _require(holds: bool, function: str, what: str, value: Any, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"jax_ep.{function}: {what}, got {value!r}; {remedy}")
-
-
-def _require_type(function: str, name: str, value: Any, kind: type, maker: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"jax_ep.{function}: {name} must be a jax_ep.router.{kind.__name__}, got "
-            f"{value!r}; {maker} makes one"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Router:
     """How logits become experts and weights; frozen and hashable.
 
-    `Router()` is softmax top-k with weights that sum to 1 where K > 1. A single
-    expert's weight is its probability, as in Switch Transformer: divided by itself it
-    would be 1 whatever the router says, and the task would not train it.
-    DeepSeek-V3's router is
+    `Router()` is softmax top-k with weights that sum to 1 if K > 1. If K = 1 the weight
+    is the expert's probability, as in Switch Transformer: divided by itself it would
+    always be 1, and the task would not train the router. DeepSeek-V3's router is
     `Router(score="sigmoid", num_groups=8, top_groups=4, scale=2.5)` with a bias.
 
     Attributes:
-        score: "softmax" over the experts, or "sigmoid" of each.
-        normalize: whether a token's K weights are divided by their sum; None is yes
-            where K > 1. True with K = 1 warns: the router then gets no gradient from
-            the task.
-        scale: factor of the weights, after that or without it.
-        num_groups: groups of consecutive experts; 1 is no limit.
-        top_groups: groups that a token may take experts of.
-        best_of_group: a group's score is the sum of so many of its best scores: 2 in
-            DeepSeek-V3, 1 (the best) in V2.
+        score: "softmax" over the experts, or "sigmoid" of each logit.
+        normalize: whether a token's K weights are divided by their sum; None means
+            only if K > 1. True with K = 1 warns, because the router then gets no
+            gradient from the task.
+        scale: factor of the weights, applied last.
+        num_groups: groups of consecutive experts; 1 sets no limit.
+        top_groups: how many groups the experts of one token may come from.
+        best_of_group: a group's score is the sum of this many of its best scores: 2 in
+            DeepSeek-V3, 1 in V2.
 
     Raises:
         ValueError: a field does not hold what is said above.
@@ -72,29 +57,29 @@ class Router:
     best_of_group: int = 2
 
     def __post_init__(self) -> None:
-        """Validates what needs no number of experts."""
-        _require(
+        """Validates all that does not depend on the number of experts."""
+        errors.require(
             self.score in SCORES,
             "router.Router",
             f"score must be one of {list(SCORES)}",
-            self.score,
-            '"softmax" is the default',
+            repr(self.score),
+            'the default is "softmax"',
         )
         real = isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)
-        _require(
+        errors.require(
             (self.normalize is None or isinstance(self.normalize, bool)) and real,
             "router.Router",
             "normalize must be a bool or None and scale a finite number",
             (self.normalize, self.scale),
-            "None and 1.0 are the defaults",
+            "the defaults are None and 1.0",
         )
-        remedy = "num_groups=1 and top_groups=1 are no limit"
+        remedy = "num_groups=1 and top_groups=1 set no limit"
         for name in ("num_groups", "top_groups", "best_of_group"):
             count = getattr(self, name)
             what = f"{name} must be an int of at least 1"
             good = type(count) is int and count >= 1
-            _require(good, "router.Router", what, count, remedy)
-        _require(
+            errors.require(good, "router.Router", what, repr(count), remedy)
+        errors.require(
             self.top_groups <= self.num_groups,
             "router.Router",
             f"top_groups must be at most num_groups, {self.num_groups}",
@@ -110,14 +95,14 @@ class Router:
 )
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a router decides for n tokens.
+    """A router's decision for n tokens.
 
     Attributes:
-        ids: int32 `[n, K]`, experts of each token, best first; -1 where masked.
-        weights: float32 `[n, K]`; 0 where masked.
-        logits: float32 `[n, E]`, as they were given.
+        ids: int32 `[n, K]`, experts of each token, best first; -1 if masked.
+        weights: float32 `[n, K]`; 0 if masked.
+        logits: float32 `[n, E]`, as passed to `route`.
         probabilities: float32 `[n, E]`, scores that sum to 1 for each token; all equal
-            where masked.
+            if masked.
     """
 
     ids: jax.Array
@@ -139,40 +124,41 @@ def route(
     Args:
         logits: float32 `[n, E]`.
         top_k: K.
-        router: the kind of router; None is `Router()`.
-        bias: float32 `[E]`, added to the scores where experts are chosen and not in
-            their weights, so that it has no gradient; see `update_bias`.
+        router: the kind of router; None means `Router()`.
+        bias: float32 `[E]`, added to the scores for the choice of experts but not for
+            their weights, so it has no gradient; see `update_bias`.
         mask: bool `[n]`, False for tokens that go to no expert (padding).
 
     Returns:
-        A `Routing`. Equal scores go to the lower expert.
+        A `Routing`. Of experts with equal scores the one with the lower id wins.
 
     Raises:
         ValueError: an array has another shape, the experts do not divide into the
-            groups, or too few are left.
-        TypeError: `mask` is not of bool, or `router` none.
+            groups, or the top groups hold fewer than `top_k` experts.
+        TypeError: `mask` is not bool, or `router` is not a `Router`.
     """
     router = Router() if router is None else router
-    _require_type("router.route", "router", router, Router, "Router()")
+    what, remedy = "a jax_ep.router.Router", "leave it out for softmax top-k"
+    errors.require_type("router.route", "router", router, Router, what, remedy)
     logits = jnp.asarray(logits)
-    _require(
+    errors.require(
         logits.ndim == 2,
         "router.route",
         "logits must be [n, E]",
         logits.shape,
-        "reshape them to a row for each token",
+        "reshape them to one row per token",
     )
     n, experts = logits.shape
     check_choice("router.route", router, experts, top_k)
     if bias is not None:
-        bias, remedy = jnp.asarray(bias), "give one number an expert"
+        bias, remedy = jnp.asarray(bias), "pass one number per expert"
         checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
     if mask is not None:
-        mask, remedy = jnp.asarray(mask), "give one bool a token"
+        mask, remedy = jnp.asarray(mask), "pass one bool per token"
         checks.require_dtype("router.route", "mask", mask, "bool", remedy)
         checks.require_shape("router.route", "mask", mask, (n,), "[n]", remedy)
     logits = logits.astype(jnp.float32)
-    # Padding may be NaN, and with it what nobody uses but derivatives.
+    # NaN logits of padding would reach derivatives even though their weights are 0.
     real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
     if router.score == "softmax":
         scores = probabilities = jax.nn.softmax(real)
@@ -202,52 +188,52 @@ def _shares(scores: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def _best(scores: jax.Array, count: int) -> jax.Array:
-    """Indices of the `count` highest scores of each row, best first; int32.
+    """Returns the indices of the `count` highest scores per row, best first; int32.
 
-    On GPUs XLA of jax 0.11.2 returns zeros for indices that nothing in the program
-    uses, if the scores are sharded by row (as in openxla/xla#49005); outside of jit
-    top_k alone is a program. The minimum uses them and changes none.
+    On GPUs, XLA of jax 0.11.2 returns zeros for indices that the program does not use
+    if the scores are sharded by row (as in openxla/xla#49005). Outside of jit top_k is
+    a program by itself. The minimum uses the indices and changes none.
     """
     _, at = jax.lax.top_k(scores, count)
     return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)
 
 
 def check_choice(function: str, router: Router, experts: int, top_k: int) -> None:
-    """Raises unless `router` can choose `top_k` of so many experts."""
-    _require(
+    """Raises unless `router` can choose `top_k` of `experts` experts."""
+    errors.require(
         isinstance(top_k, numbers.Integral) and 1 <= top_k <= experts,
         function,
         f"top_k must be an int from 1 to num_experts, {experts}",
-        top_k,
-        "give one of these",
+        repr(top_k),
+        "pass a value within these bounds",
     )
     groups = router.num_groups
     size = experts // groups
-    _require(
+    errors.require(
         experts % groups == 0 and size * router.top_groups >= top_k,
         function,
-        "num_groups must divide the experts and top_groups of them hold top_k",
+        "num_groups must divide the experts and top_groups must hold top_k experts",
         f"{experts} experts in {groups} groups, top {router.top_groups}, top_k {top_k}",
         "change num_groups or top_groups",
     )
-    _require(
+    errors.require(
         groups == 1 or router.best_of_group <= size,
         function,
-        f"best_of_group must be at most {size}, the experts of a group",
+        f"best_of_group must be at most {size}, the experts per group",
         router.best_of_group,
-        "give a smaller one",
+        "pass a smaller value",
     )
     if top_k == 1 and router.normalize:
         warnings.warn(
-            f"jax_ep.{function}: Router(normalize=True) makes every weight 1 where "
-            "top_k is 1, so the task does not train the router; leave normalize out",
+            f"jax_ep.{function}: Router(normalize=True) makes every weight 1 if top_k "
+            "is 1, so the task does not train the router; leave normalize out",
             UserWarning,
             stacklevel=3,
         )
 
 
 def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
-    """`wanted` with -inf in all but each token's best groups."""
+    """Returns `wanted` with -inf outside each token's best groups."""
     n, experts = wanted.shape
     grouped = wanted.reshape(n, router.num_groups, experts // router.num_groups)
     best, _ = jax.lax.top_k(grouped, router.best_of_group)
@@ -263,11 +249,11 @@ def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Of a whole batch.
+    """Losses and load of a whole batch.
 
     Attributes:
-        balance_loss: float32 `[]`, `E * sum_e load[e] * mean probability[e]`: 1 where
-            all experts get the same.
+        balance_loss: float32 `[]`, `E * sum_e load[e] * mean probability[e]`; 1 if all
+            experts get the same.
         z_loss: float32 `[]`, mean over tokens of `logsumexp(logits) ** 2`.
         load: float32 `[E]`, share of the (token, k) that each expert was chosen for.
     """
@@ -278,25 +264,26 @@ class Losses:
 
 
 def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
-    """Load-balance loss and router z loss; masked tokens do not count.
+    """Returns load-balance loss and router z loss; masked tokens do not count.
 
     As in Switch Transformer (arXiv:2101.03961) and ST-MoE (arXiv:2202.08906).
 
     Args:
         routing: what `route` returned.
-        axis_names: inside shard_map, the mesh axes that the batch is split over: the
-            losses are then of the whole batch, equal on every rank.
+        axis_names: inside shard_map, the mesh axes that the batch is split over. The
+            losses are then those of the whole batch, equal on every rank.
 
     Returns:
-        The `Losses`, without any factor; usual ones are 1e-2 and 1e-3.
+        The `Losses`, without a factor; usual factors are 1e-2 and 1e-3.
 
     Raises:
-        TypeError: `routing` is no `Routing`.
+        TypeError: `routing` is not a `Routing`.
     """
-    _require_type("router.losses", "routing", routing, Routing, "jax_ep.router.route")
+    what, remedy = "a jax_ep.router.Routing", "pass what jax_ep.router.route returned"
+    errors.require_type("router.losses", "routing", routing, Routing, what, remedy)
     experts = routing.logits.shape[-1]
     real = jnp.any(routing.ids >= 0, axis=-1).astype(jnp.float32)
-    # ids of -1 are one-hot nowhere.
+    # one_hot of -1 is all zeros.
     chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts, dtype=jnp.float32), (0, 1))
     mass = real @ routing.probabilities
     logits = jnp.where(real[:, None] > 0, routing.logits, 0.0)  # padding may be NaN
@@ -311,22 +298,22 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
 
 
 def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Array:
-    """One step of balancing without a loss: up by `rate` where load is low, else down.
+    """Moves the bias up by `rate` if an expert's load is below the mean, else down.
 
-    As in DeepSeek-V3; its source is arXiv:2408.15664.
+    Balances experts without a loss, as DeepSeek-V3 does (arXiv:2408.15664).
 
     Args:
-        bias: float32 `[E]` of `route`.
+        bias: float32 `[E]`, as passed to `route`.
         load: float32 `[E]`, `Losses.load` of the step.
-        rate: the step.
+        rate: how far the bias moves.
 
     Returns:
         float32 `[E]`, the bias of the next step.
 
     Raises:
-        ValueError, TypeError: `load` is no array of the shape of `bias`.
+        ValueError, TypeError: `load` is not an array of the shape of `bias`.
     """
     function, why = "router.update_bias", "that of bias"
-    load, remedy = as_array(function, "load", load), "pass aux.load of its layer"
+    load, remedy = as_array(function, "load", load), "pass aux.load of the same layer"
     checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
     return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)

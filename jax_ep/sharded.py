@@ -1,7 +1,7 @@
 """dispatch and combine on global arrays, for pjit-style code.
 
-Each function wraps its namesake in `jax.shard_map`; a rank's results are stacked on
-dimension 0.
+Each function wraps the one of the same name in `jax.shard_map`; the results of all
+ranks are stacked on dimension 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dispatch(
     input_scale: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Dispatched:
-    """`jax_ep.dispatch` on global arrays.
+    """Runs `jax_ep.dispatch` on global arrays.
 
     Args:
         ep: handle of `jax_ep.init`.
@@ -43,15 +43,15 @@ def dispatch(
         topk_ids: int32 `[ranks * n, K]`.
         router_weights: float32 `[ranks * n, K]` or None.
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
-        spec: how dimension 0 lies on the mesh; default: over all its axes.
+        spec: sharding of dimension 0; None shards it over all axes of the mesh.
 
     Returns:
-        A `Dispatched` of global arrays: every leaf is the ranks' leaves stacked on
+        A `Dispatched` of global arrays, each with the ranks' arrays stacked on
         dimension 0.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.dispatch`, or `spec` does not shard dimension
-            0 alone over axes that include those of `ep`.
+        ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if `spec` does
+            not shard only dimension 0, over axes that include those of `ep`.
     """
     given = (tokens, topk_ids, router_weights, input_scale)
     return _dispatch(dispatching.dispatch, "sharded.dispatch", ep, spec, *given)
@@ -66,21 +66,21 @@ def dispatch_async(
     input_scale: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Pending:
-    """`jax_ep.dispatch_async` on global arrays.
+    """Runs `jax_ep.dispatch_async` on global arrays.
 
     Args:
-        ep: as in `dispatch`, like what follows.
-        tokens: `[ranks * n, H]`.
+        ep: handle of `jax_ep.init`.
+        tokens: `[ranks * n, H]` over all ranks of the mesh.
         topk_ids: int32 `[ranks * n, K]`.
         router_weights: float32 `[ranks * n, K]` or None.
-        input_scale: the same on every rank, or None.
-        spec: how dimension 0 lies on the mesh.
+        input_scale: as in `jax_ep.dispatch`, the same on every rank.
+        spec: as in `dispatch`.
 
     Returns:
         A `Pending` for `dispatch_wait`.
 
     Raises:
-        ValueError, TypeError: as `dispatch`.
+        ValueError, TypeError: for the reasons of `dispatch`.
     """
     function = "sharded.dispatch_async"
     given = (tokens, topk_ids, router_weights, input_scale)
@@ -88,18 +88,18 @@ def dispatch_async(
 
 
 def dispatch_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> Dispatched:
-    """`jax_ep.dispatch_wait` on a `Pending` of global arrays.
+    """Runs `jax_ep.dispatch_wait` on a `Pending` of global arrays.
 
     Args:
-        pending: what `dispatch_async` returned, or a `Pending` that left shard_map.
-        spec: that of the `dispatch_async`.
+        pending: result of `dispatch_async`, or a `Pending` that left shard_map.
+        spec: the one passed to `dispatch_async`.
 
     Returns:
-        As `dispatch`.
+        A `Dispatched`, as `dispatch` returns it.
 
     Raises:
-        ValueError, TypeError: `pending` is none, of another kind or of a closed handle;
-            another `spec`.
+        ValueError, TypeError: `pending` is not a `Pending` of a dispatch, or its handle
+            is closed; or `spec` differs.
     """
     return _wait(_dispatch_wait, "dispatch", pending, spec)
 
@@ -140,25 +140,26 @@ def combine(
     residual: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """`jax_ep.combine` on global arrays.
+    """Runs `jax_ep.combine` on global arrays.
 
     Args:
         ep: the handle that dispatched.
         expert_out: `[ranks * N, H]`.
         route: `d.route` of `jax_ep.sharded.dispatch`, or of a `Dispatched` that left
             shard_map.
-        router_weights: float32 `[ranks * N]`, usually `d.router_weights`, `[ranks * n,
-            K]` with `reduce="source"`, or None for 1: left out after a weighted
-            dispatch, the sum is unweighted, without an error.
+        router_weights: float32 `[ranks * N]`, usually `d.router_weights`, or
+            `[ranks * n, K]` with `reduce="source"`. None means 1: without weights the
+            sum is unweighted even after a weighted dispatch.
         residual: `[ranks * n, H]` or None.
-        spec: that of the `jax_ep.sharded.dispatch`; with another one rows would go to
-            other tokens.
+        spec: the one passed to `jax_ep.sharded.dispatch`; with another one rows would
+            go to other tokens.
 
     Returns:
         `[ranks * n, H]`; `[ranks * n, K, H]` with `reduce="none"`.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.combine` and `jax_ep.sharded.dispatch`.
+        ValueError, TypeError: for the reasons of `jax_ep.combine` and
+            `jax_ep.sharded.dispatch`.
     """
     given = (expert_out, route, router_weights, residual)
     return _combine(combining.combine, "sharded.combine", ep, spec, *given)
@@ -173,21 +174,21 @@ def combine_async(
     residual: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Pending:
-    """`jax_ep.combine_async` on global arrays.
+    """Runs `jax_ep.combine_async` on global arrays.
 
     Args:
-        ep: as in `combine`, like what follows.
+        ep: the handle that dispatched.
         expert_out: `[ranks * N, H]`.
-        route: of a `jax_ep.sharded` dispatch.
-        router_weights: of `combine`, or None.
+        route: as in `combine`.
+        router_weights: as in `combine`.
         residual: `[ranks * n, H]` or None.
-        spec: that of the dispatch.
+        spec: the one passed to the dispatch.
 
     Returns:
         A `Pending` for `combine_wait`.
 
     Raises:
-        ValueError, TypeError: as `combine`.
+        ValueError, TypeError: for the reasons of `combine`.
     """
     function = "sharded.combine_async"
     given = (expert_out, route, router_weights, residual)
@@ -195,18 +196,18 @@ def combine_async(
 
 
 def combine_wait(pending: Pending, *, spec: PartitionSpec | None = None) -> jax.Array:
-    """`jax_ep.combine_wait` on a `Pending` of global arrays.
+    """Runs `jax_ep.combine_wait` on a `Pending` of global arrays.
 
     Args:
-        pending: what `combine_async` returned, or a `Pending` that left shard_map.
-        spec: that of the `combine_async`.
+        pending: result of `combine_async`, or a `Pending` that left shard_map.
+        spec: the one passed to `combine_async`.
 
     Returns:
-        As `combine`.
+        An array, as `combine` returns it.
 
     Raises:
-        ValueError, TypeError: `pending` is none, of another kind or of a closed handle;
-            another `spec`.
+        ValueError, TypeError: `pending` is not a `Pending` of a combine, or its handle
+            is closed; or `spec` differs.
     """
     return _wait(_combine_wait, "combine", pending, spec)
 
@@ -238,19 +239,19 @@ def _combine(
 def dequantize(
     ep: EPHandle, d: Dispatched, *, spec: PartitionSpec | None = None
 ) -> jax.Array:
-    """`jax_ep.dequantize` on a `Dispatched` of global arrays.
+    """Runs `jax_ep.dequantize` on a `Dispatched` of global arrays.
 
     Args:
         ep: the handle that dispatched.
-        d: what `jax_ep.sharded.dispatch` returned, or a `Dispatched` that left
-            shard_map.
-        spec: that of the `jax_ep.sharded.dispatch`.
+        d: result of `jax_ep.sharded.dispatch`, or a `Dispatched` that left shard_map.
+        spec: the one passed to `jax_ep.sharded.dispatch`.
 
     Returns:
         `[ranks * N, H]` in the config's dtype.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.dequantize` and `jax_ep.sharded.dispatch`.
+        ValueError, TypeError: for the reasons of `jax_ep.dequantize` and
+            `jax_ep.sharded.dispatch`.
     """
     axes = mapped.axes_of("sharded.dequantize", ep, spec)
     return mapped.run(_dequantize, ep, axes, {"d": axes}, {"d": d})

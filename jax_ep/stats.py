@@ -1,6 +1,6 @@
 """Load of the experts over many steps, accumulated on the devices.
 
-Around and in a step::
+Usage::
 
     load = jax_ep.stats.init(ep)
     ...
@@ -9,14 +9,14 @@ Around and in a step::
     ...
     print(jax_ep.stats.heat_map(load))
 
-`update` takes a `Dispatched` in place of `aux` where you call `jax_ep.dispatch`
-yourself. It takes the arrays of one rank inside shard_map, or global ones outside of
-it. Inside, give `load` the spec of the tokens' dimension, `P(axes)` of the axes that
-tokens are split over, and make it with `init(ep, axes)`: with a tensor-parallel axis
-among them each row would count once for each of its ranks.
+If you call `jax_ep.dispatch` yourself, pass its `Dispatched` to `update` instead of
+`aux`. `update` takes the arrays of one rank inside shard_map, or global arrays outside.
+Inside, make `load` with `init(ep, axes)`, where `axes` are those that tokens are split
+over, and give it the spec `P(axes)`. Leave out a tensor-parallel axis, or each row
+would count once for each of its ranks.
 
-All functions but `init` take a stack of layers, too: arrays with a leading dimension
-of layers, as a scan over layers reports them.
+All functions except `init` also take a stack of layers: arrays with a leading dimension
+of layers, as a scan over layers returns them.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ class Load:
     A stack of layers has leading dimensions before the ranks.
 
     Attributes:
-        rows: uint32 `[ranks, L, 2]`, rows sent to each expert as (low, high) words:
+        rows: uint32 `[ranks, L, 2]`, rows sent to each expert as (low, high) words,
             exact for any number of steps.
-        dropped: uint32 `[ranks, 2]`, rows lost to N, likewise.
-        steps: int32 `[ranks]`.
+        dropped: uint32 `[ranks, 2]`, dropped rows as (low, high) words.
+        steps: int32 `[ranks]`, steps counted.
         imbalance: float32 `[ranks]`, sum over steps of the busiest expert's share of
-            the batch, times E: 1 per step where all are equal.
-        worst: float32 `[ranks]`, the greatest of them; -1 once a step was given as a
-            `Dispatched`, which does not tell them.
-        fullest: int32 `[ranks]`, most rows that a rank was sent in a step: what
-            `recv_capacity` must hold to drop none.
-        invalid: uint32 `[ranks, 2]`, ids outside [-1, E), as `dropped`.
-        place: int32 `[ranks]`, where each rank stands in the mesh's order, as the steps
-            said; -1 before they do, -2 where two said different things. None where
-            nobody keeps track.
-        layout: how the ranks lie on the mesh, which tells who holds which experts
-            (static); None is one EP group in the order of its ranks.
+            the batch, times E; a step with equal shares adds 1.
+        worst: float32 `[ranks]`, the largest of these values in one step; -1 after a
+            step was passed as a `Dispatched`, from which it is unknown.
+        fullest: int32 `[ranks]`, most rows that were sent to a rank in one step: the
+            `recv_capacity` that drops none, without padding.
+        invalid: uint32 `[ranks, 2]`, ids outside [-1, E) as (low, high) words.
+        place: int32 `[ranks]`, each rank's position in the mesh, as the steps reported
+            it; -1 before any did, -2 if two steps reported different ones. None if not
+            tracked.
+        layout: the ranks' positions on the mesh, which determine their experts
+            (static); None means one EP group in the order of its ranks.
     """
 
     rows: jax.Array
@@ -95,26 +95,27 @@ class Load:
 
 
 def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
-    """Zeros, as global arrays.
+    """Returns a `Load` of zeros, as global arrays.
 
     Args:
         ep: the layer's handle.
-        axis_names: mesh axes that tokens are split over, as of `MoEAux.specs`: without
-            a tensor-parallel axis, and in the order of the layer's `spec`, so that
-            nothing has to move and a global `Dispatched`, which does not name its
-            ranks, is counted for the right ones. None is all axes in the mesh's order.
+        axis_names: mesh axes that tokens are split over, as in `MoEAux.specs`, without
+            a tensor-parallel axis. Use the order of the layer's `spec`, so that no
+            data moves and a global `Dispatched`, which does not identify its ranks, is
+            counted for the right ones. None means all axes in the mesh's order.
 
     Raises:
-        TypeError: `ep` is no handle, or `axis_names` are no names.
-        ValueError: `axis_names` are not axes of the mesh, once each, with those of
+        TypeError: `ep` is not a handle, or `axis_names` are not names.
+        ValueError: `axis_names` are not distinct axes of the mesh that include those of
             `ep`.
     """
-    layouts.require("init", "ep", ep, EPHandle, "what jax_ep.init returned")
+    layouts.require("init", "ep", ep, EPHandle, "the handle that jax_ep.init returned")
     known = ep.mesh.axis_names
     names = known if axis_names is None else axis_names
     must = (
-        f"jax_ep.stats.init: axis_names must be axes of the mesh, {known}, once each "
-        f"and with {ep.axis_names} of ep, got {axis_names!r}; leave it out for all"
+        f"jax_ep.stats.init: axis_names must be distinct axes of the mesh, {known}, "
+        f"that include {ep.axis_names} of ep, got {axis_names!r}; leave it out for all "
+        "axes"
     )
     if not isinstance(names, str) and not (
         isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
@@ -146,35 +147,39 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
 
 
 def update(load: Load, aux: MoEAux | Dispatched) -> Load:
-    """Adds a step.
+    """Adds a step to a load.
 
-    A `Dispatched` tells each rank about its own experts only. The step's imbalance
-    over all experts would take an exchange, so `Summary.mean_imbalance` and
-    `worst_imbalance` are unknown from then on; `Summary.imbalance`, that of the totals,
-    is always there. The group of a fused shared expert does not count.
+    With a `Dispatched` each rank only knows the load of its own experts. The imbalance
+    of the step over all experts would need an exchange, so from then on
+    `Summary.mean_imbalance` and `worst_imbalance` are unknown; `Summary.imbalance`, of
+    the totals, stays known. The group of a fused shared expert does not count.
 
     Args:
-        load: of `init` or an earlier step.
-        aux: what the layer reported, or what `jax_ep.dispatch` returned: of one rank
-            where `load` is, else of all ranks. For a stack of layers both are stacked.
+        load: result of `init` or of an earlier `update`.
+        aux: the `MoEAux` of a layer, or the `Dispatched` of `jax_ep.dispatch`; of one
+            rank if `load` is, else of all ranks. For a stack of layers both are
+            stacked.
 
     Returns:
         The new `Load`; the old one can be donated.
 
     Raises:
-        ValueError: `aux` is of other ranks, experts or layers than `load`, lies
-            otherwise on a mesh with explicit axes, or, where shard_map has check_vma,
-            is equal along an axis that `load` is split over.
-        TypeError: `load` is no `Load`, or `aux` neither `MoEAux` nor `Dispatched`.
+        ValueError: `aux` has other ranks, experts or layers than `load`, lies
+            differently on a mesh with explicit axes, or, in a shard_map with
+            check_vma, is equal along an axis that `load` is split over.
+        TypeError: `load` is not a `Load`, or `aux` neither a `MoEAux` nor a
+            `Dispatched`.
     """
-    layouts.require("update", "load", load, Load, "what jax_ep.stats.init returned")
+    layouts.require(
+        "update", "load", load, Load, "the Load that jax_ep.stats.init returned"
+    )
     layouts.require(
         "update",
         "aux",
         aux,
         (MoEAux, Dispatched),
-        "the MoEAux of a layer, which jax_ep.moe_ffn returns and layers of jax_ep.flax "
-        "do with return_aux=True, or the Dispatched of jax_ep.dispatch",
+        "the MoEAux of jax_ep.moe_ffn, or of a jax_ep.flax layer called with "
+        "return_aux=True, or the Dispatched of jax_ep.dispatch",
     )
     layouts.require_same_layers(load.steps, aux.num_dropped)
     with jax.named_scope("jax_ep.stats"):
@@ -185,7 +190,7 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
 
 
 class _Step(NamedTuple):
-    """What a step adds; `load` is None where the shares of all experts are unknown."""
+    """The values of one step; `load` is None if shares of all experts are unknown."""
 
     counts: jax.Array
     dropped: jax.Array
@@ -202,14 +207,14 @@ def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
         ep = handle.find(aux.route.key)
         if ep:
             groups += ep.config.fused_shared_expert
-        else:  # Collected; only the size is left to tell a shared expert by.
+        else:  # The handle was collected; the size tells whether there is one.
             groups += counts.shape[-1] == ranks * (local + 1)
     if counts.shape[-1] != ranks * groups or ranks != dropped.shape[-1]:
         raise ValueError(
-            "jax_ep.stats.update: aux must be of the ranks and experts of load, "
-            f"{(ranks, local)}, got {dropped.shape[-1]} ranks with "
-            f"{counts.shape[-1]} groups of rows in all; make load with "
-            "jax_ep.stats.init(ep) of the layer's ep and the tokens' axes"
+            "jax_ep.stats.update: aux must be for the ranks and experts per rank of "
+            f"load, {(ranks, local)}, got {dropped.shape[-1]} ranks with "
+            f"{counts.shape[-1]} groups in total; make load with "
+            "jax_ep.stats.init(ep, axes) from the layer's ep and the tokens' axes"
         )
     counts = _by_rank(counts, load.rows, groups)[..., groups - local :]
     if isinstance(aux, MoEAux):
@@ -231,7 +236,7 @@ def _by_rank(counts: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
 
 
 def _own_place(load: Load) -> jax.Array | None:
-    """`[..., 1]` inside shard_map, where this rank is; None outside."""
+    """Returns this rank's position, `[..., 1]`, inside shard_map; None outside."""
     names = load.layout.names if load.layout else ()
     names = tuple(name for name in names if checks.in_scope((name,)))
     if not names:
@@ -247,7 +252,7 @@ def _add_step(load: Load, step: _Step) -> Load:
         shared = step.load.size * jnp.max(step.load)
         imbalance = load.imbalance + shared
         worst = jnp.where(load.worst < 0, load.worst, jnp.maximum(load.worst, shared))
-    # Of its own dtype: with jax_enable_x64 sums of int32 are int64.
+    # With jax_enable_x64 a sum of int32 would be int64.
     sent = jnp.sum(step.counts, axis=1, dtype=jnp.int32)
     return Load(
         rows=_add(load.rows, step.counts),
@@ -269,7 +274,7 @@ def _same_place(place: jax.Array | None, given: jax.Array | None) -> jax.Array |
 
 
 def _add(total: jax.Array, counts: jax.Array) -> jax.Array:
-    """`total` in two words, plus counts below 2**31."""
+    """Adds counts below 2**31 to `total`, whose last dimension is (low, high)."""
     low = total[..., 0] + counts.astype(jnp.uint32)
     high = total[..., 1] + (low < total[..., 0]).astype(jnp.uint32)
     return jnp.stack([low, high], axis=-1)
@@ -277,11 +282,11 @@ def _add(total: jax.Array, counts: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A `Load` in numbers of the host.
+    """A `Load` as numbers on the host.
 
-    Ranks are in the mesh's order; of steps that did not name them, in the order of
-    `init`. Of a stack of layers every attribute but `expert_ids` has the stack's
-    leading dimensions, and those without a shape here are NumPy arrays.
+    Ranks are in the mesh's order, or in the order of `init` if no step reported their
+    positions. For a stack of layers every attribute except `expert_ids` has the stack's
+    leading dimensions, and scalars are NumPy arrays.
 
     Attributes:
         steps: int, steps counted.
@@ -290,17 +295,17 @@ class Summary:
             EP groups hold the same ones.
         expert_rows: int64 `[E]`, rows sent to each expert by its global id, summed over
             the EP groups.
-        dropped: int64 `[ranks]`, rows lost to N.
-        imbalance: float, the busiest expert's rows over the mean, of the totals in
-            `expert_rows`; 0 without rows.
-        mean_imbalance: float, the same within a step, mean of the steps; NaN where a
-            step was given as a `Dispatched`.
-        worst_imbalance: float, the greatest of a step, or NaN likewise.
-        fullest: int, most rows that a rank was sent in a step.
+        dropped: int64 `[ranks]`, dropped rows.
+        imbalance: float, the busiest expert's rows over the mean, from `expert_rows`; 0
+            without rows.
+        mean_imbalance: float, the same ratio within a step, averaged over steps; NaN
+            if a step was passed as a `Dispatched`.
+        worst_imbalance: float, the largest ratio in a step; NaN in the same case.
+        fullest: int, most rows that were sent to a rank in one step.
         invalid: int64 `[ranks]`, ids outside [-1, E) among a rank's tokens.
     """
 
-    # Any: whether they are numbers or arrays cannot be told from the type of a load.
+    # Any, because the type of a Load does not tell whether these are numbers or arrays.
     steps: Any
     rows: np.ndarray
     expert_ids: np.ndarray
@@ -314,29 +319,30 @@ class Summary:
 
 
 def summary(load: Load) -> Summary:
-    """Waits for `load` and returns its numbers; not inside jit.
+    """Waits for `load` and returns its numbers; cannot be called inside jit.
 
-    In a job of several processes each of them must call it, as it gathers what is on
-    devices of the others, and each gets the same numbers.
+    In a job of several processes each must call it, because it gathers data from
+    devices of the others; each gets the same numbers.
 
     Args:
-        load: of one layer, or of a stack of layers.
+        load: load of one layer, or of a stack of layers.
 
     Raises:
-        TypeError: `load` is no `Load`.
-        ValueError: inside a traced function; or the steps told that ranks of one were
-            not those of another, or that some were counted more than once; or `load`
+        TypeError: `load` is not a `Load`.
+        ValueError: it is called inside a traced function; the ranks were stacked
+            differently in different steps, or some counted more than once; or `load`
             does not have all ranks.
     """
     return _summary("summary", load)
 
 
 def _summary(function: str, load: Load) -> Summary:
-    layouts.require(function, "load", load, Load, "what jax_ep.stats.update returned")
+    what = "the Load that jax_ep.stats.update returned"
+    layouts.require(function, "load", load, Load, what)
     if isinstance(load.steps, Tracer):
         raise ValueError(
-            f"jax_ep.stats.{function}: load must hold arrays, got those of a traced "
-            "function; return it from there and call this outside"
+            f"jax_ep.stats.{function}: load must hold concrete arrays, got those of a "
+            f"traced function; return load from there and call {function} outside"
         )
     host: Any = jax.device_get(layouts.gathered(load))
     *layers, ranks, local = np.shape(host.rows)[:-1]
@@ -384,24 +390,24 @@ def _summary(function: str, load: Load) -> Summary:
 
 
 def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
-    """The load of the experts as text, and as a picture where `path` is given.
+    """Draws the load of the experts as text, and as a picture if `path` is given.
 
-    Experts have their global ids, and their rows are summed over EP groups that hold
-    the same ones.
+    Experts are named by their global ids, and their rows are summed over EP groups. As
+    with `summary`, each process must call it; pass `path` in only one of them.
 
     Args:
-        load: what was accumulated, of one layer or of a stack of layers.
-        path: a .png, .svg or .pdf to write; needs matplotlib. Red experts are busier
-            than the mean and blue ones less busy, on one scale from 1/4 to 4 times.
+        load: load of one layer, or of a stack of layers.
+        path: a .png, .svg or .pdf file to write; needs matplotlib. Experts are red if
+            busier than the mean and blue if less busy, on a scale from 1/4 to 4 times.
 
     Returns:
-        At most 80 columns. A line for each rank or few ranks, a character for each of
-        its experts; of a stack a line for each layer, a character for one expert or the
-        busiest of a few. Darker is busier, `@` the busiest of all. Then the numbers.
-        Each process must call it, as `summary`; give `path` in one of them.
+        Text of at most 80 columns: a map, followed by the numbers. The map has one line
+        per rank or per few ranks, and one character per expert. For a stack it has one
+        line per layer, and one character per expert or for the busiest of a few. Darker
+        is busier, and `@` is the busiest of all.
 
     Raises:
-        TypeError, ValueError: as `summary`.
+        TypeError, ValueError: for the reasons of `summary`.
         ImportError: `path` is given and matplotlib is not installed.
     """
     view = _view(load)
@@ -410,15 +416,15 @@ def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
             raise ImportError(
-                "jax_ep.stats.heat_map: path must be None without matplotlib, got "
-                f"{path!r}; run pip install 'jax_ep[demo]'"
+                "jax_ep.stats.heat_map: path must be None if matplotlib is not "
+                f"installed, got {path!r}; run pip install 'jax_ep[demo]'"
             ) from error
         picture.save(view, path)
     return _load_view.text(view)
 
 
 def _view(load: Load) -> _load_view.View:
-    """By global expert id and rank of the EP group, with a dimension of layers."""
+    """Sums the load over EP groups, with one leading dimension of layers."""
     found = _summary("heat_map", load)
     experts, local = found.expert_rows.shape[-1], found.rows.shape[-1]
     owners = found.expert_ids[:, 0] // local

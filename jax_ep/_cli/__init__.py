@@ -1,1 +1,1 @@
-"""The command jax-ep."""
+"""The command `jax-ep`."""

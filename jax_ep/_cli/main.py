@@ -1,4 +1,4 @@
-"""The command `jax-ep`. A subcommand is one function that adds its parser."""
+"""The command `jax-ep`; each subcommand is a function that adds its parser."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ exit codes: 0 good, 1 the check failed or the demo could not run, 2 usage,
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code.
 
-    Without arguments it shows its help, which is no error. Usage errors leave through
-    SystemExit with code 2, as argparse does.
+    Without arguments it prints its help and succeeds. Usage errors raise SystemExit
+    with code 2, as argparse does.
     """
     parser = Parser(prog="jax-ep", description=_ABOUT, epilog=_ENDING)
     parser.add_argument(
@@ -81,23 +81,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # closed by who started it
+    if sys.stdout is not None:  # None if the parent process closed it
         sys.stdout.flush()
 
 
 def _lost_output() -> int | None:
-    """The exit code where standard output takes nothing more; None where it does."""
+    """Returns the exit code if standard output fails, or None if it works."""
     try:
-        # Unbuffered it keeps nothing of what failed.
+        # Buffers may be empty after the failed write, so write something.
         print(flush=True)
     except OSError as error:
-        # Python flushes once more at its end.
+        # Python flushes again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE  # as with `| head`
         complain(
-            "jax-ep: standard output must be what can be written, got: "
-            f"{error.strerror or error}; make room, or send it elsewhere"
+            f"jax-ep: standard output cannot be written: {error.strerror or error}; "
+            "make room, or redirect it"
         )
         return FAILED
     return None
@@ -142,7 +142,7 @@ def _add_demo(commands: Any) -> None:
 def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from jax_ep._cli.demo import corpus, devices, picture, run
 
-    # Found out now, not after a minute of training.
+    # Checked now rather than after a minute of training.
     if not args.no_plot and (problem := picture.problem(args.out)):
         parser.error(f"--out must be {problem}, got {args.out!r}")
     options = run.Options(

@@ -1,4 +1,4 @@
-"""Text of the commands, laid out for the width of the terminal."""
+"""Lays out the commands' text for the width of the terminal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-LABEL = 12  # columns of what a finding is of
-NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, at which no line ends
+LABEL = 12  # columns for the label of a finding
+NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, but lines do not break at it
 _WIDEST = 100  # longer lines are hard to read
 _NARROWEST = 24
 
 
 def width() -> int:
-    """Columns for text: the terminal's up to 100; 80 where there is no terminal."""
+    """Returns the columns for text: the terminal's, up to 100, or 80 without one."""
     columns = shutil.get_terminal_size((80, 24)).columns
     return min(max(columns, _NARROWEST), _WIDEST)
 
 
 def fill(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    """Lines of `text`, of which the first begins with `first`, others with `rest`."""
+    """Wraps `text`; the first line begins with `first`, others with `rest`."""
     rest = " " * len(first) if rest is None else rest
     return _wrapped(text, width(), first, rest)
 
@@ -34,7 +34,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str
         width,
         initial_indent=first,
         subsequent_indent=rest,
-        # Names, paths and commands are copied whole.
+        # Names, paths and commands stay whole, so that they can be copied.
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -42,7 +42,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str
 
 
 def fit(line: str, indent: int) -> list[str]:
-    """`line` as it is where it fits, else filled, with other lines indented."""
+    """Returns `line` unchanged if it fits, else wrapped with further lines indented."""
     if len(line) <= width():
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
@@ -50,14 +50,14 @@ def fit(line: str, indent: int) -> list[str]:
 
 
 def entry(label: str, text: str) -> list[str]:
-    """Lines of a finding: its label, and `text` beside it."""
+    """Returns lines with a label and `text` beside it."""
     return fill(text, f"{label:<{LABEL - 1}} ", " " * LABEL)
 
 
 def matrix(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[str]:
-    """Lines of a square table of devices; one that is too wide comes in parts."""
+    """Returns lines of a square table of devices, in parts if it is too wide."""
     cell = 1 + max(len(text) for row in (heads, *rows) for text in row)
     fitting = max(1, (width() - LABEL + 1) // cell)
     lines = []
@@ -70,16 +70,16 @@ def matrix(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> list[str]:
-    """Lines of a table, without columns that are empty in every row.
+    """Returns lines of a table, without columns that are empty in every row.
 
     Args:
-        heads: of the columns.
+        heads: headings of the columns.
         rows: cells.
-        names: the first so many columns say what a row is of, and are never left out.
+        names: number of leading columns that identify a row; they are always shown.
 
     Returns:
-        Aligned columns where they fit, else for each row its names, and below them
-        each cell behind its head.
+        Aligned columns if they fit, else for each row its names, followed by each cell
+        after its heading.
     """
     kept = [i for i in range(len(heads)) if i < names or any(row[i] for row in rows)]
     shown = [[row[i] for i in kept] for row in (heads, *rows)]
@@ -106,27 +106,27 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> li
 
 
 def complain(text: str) -> None:
-    """Prints an error: laid out on a terminal, else in one line, for logs."""
+    """Prints an error, wrapped on a terminal or in one line for logs."""
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\n".join(fill(text, rest="  "))
     print(text, file=sys.stderr)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs of descriptions and epilogs, and lays out examples.
+    """Wraps paragraphs of descriptions and epilogs, and lays out examples.
 
-    An example is a line that begins with two spaces: a command, and after two spaces
-    or more what it does.
+    An example is a line that begins with two spaces. It holds a command, two or more
+    spaces, and an explanation.
     """
 
     def __init__(self, prog: str) -> None:
-        """For the program or subcommand `prog`."""
+        """Makes a formatter for the program or subcommand `prog`."""
         super().__init__(prog, width=width())
 
     def _format_usage(
         self, usage: Any, actions: Any, groups: Any, prefix: str | None
     ) -> str:
-        """As argparse's, or without the options where they do not fit."""
+        """Formats the usage as argparse does, or without options if they do not fit."""
         text = super()._format_usage(usage, actions, groups, prefix)
         if max(map(len, text.splitlines())) > width():
             short = "%(prog)s [options]"
@@ -164,24 +164,24 @@ def _examples(lines: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that lays out its help, and is the one to complain of its arguments."""
+    """A parser that lays out its help, and reports unknown arguments itself."""
 
     def __init__(self, **options: Any) -> None:
-        """As argparse's."""
+        """Takes the arguments of argparse's parser."""
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(**options)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuses unknown ones: else the main parser does, with its own usage."""
+        """Rejects unknown arguments here; the main parser would print its own usage."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and the message; exits with 2."""
+        """Prints usage and message, and exits with code 2."""
         self.print_usage(sys.stderr)
         complain(f"{self.prog}: error: {message}")
         raise SystemExit(2)

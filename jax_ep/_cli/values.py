@@ -1,4 +1,4 @@
-"""Values of the commands' options, and the files that they name."""
+"""Parsers and checks of the commands' options and files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _GPU_PLATFORMS = frozenset({"cuda", "gpu", "rocm"})
 
 
 def backend_problem(error: str) -> str:
-    """A sentence on why JAX starts no backend.
+    """Returns a sentence on why JAX cannot start a backend.
 
     Args:
-        error: what it ended with, as "AssertionError" or "RuntimeError: its text".
+        error: the exception, as "AssertionError" or "RuntimeError: its text".
     """
     asked = os.environ.get("JAX_PLATFORMS")
     if not asked:
         return f"JAX starts no backend: {error}"
     kind, _, why = error.partition(": ")
-    # Where the machine shows no GPU, JAX passes over "cuda" without a word, and fails
-    # an assertion in the end or goes on to what else "gpu" stands for.
+    # If the machine has no visible GPU, JAX skips "cuda" silently. It then fails an
+    # assertion, or tries the other platforms that "gpu" stands for.
     wordless = kind == "AssertionError" or (asked == "gpu" and "'rocm'" in why)
     if wordless and set(asked.split(",")) <= _GPU_PLATFORMS:
         return f"JAX was told by JAX_PLATFORMS to use {asked} and found no GPU"
@@ -33,20 +33,20 @@ def backend_problem(error: str) -> str:
 
 
 def backend_advice() -> str | None:
-    """What helps where JAX_PLATFORMS is the reason."""
+    """Returns advice if JAX_PLATFORMS may be the reason, or None."""
     if not os.environ.get("JAX_PLATFORMS"):
         return None
-    return "unset JAX_PLATFORMS, so that JAX uses whatever devices there are"
+    return "unset JAX_PLATFORMS, so that JAX uses the devices that it finds"
 
 
 def no_backend(error: str) -> str:
-    """`backend_problem` and what helps, in one line."""
+    """Returns `backend_problem` and advice in one line."""
     lines = error.splitlines() or [""]
     return "; ".join(filter(None, [backend_problem(lines[0]), backend_advice()]))
 
 
 def top_k_problem(experts: int, top_k: int) -> str | None:
-    """That a token has more choices than there are experts; None where all is well."""
+    """Returns an error if `top_k` exceeds the number of experts, or None."""
     if top_k <= experts:
         return None
     return (
@@ -56,7 +56,7 @@ def top_k_problem(experts: int, top_k: int) -> str | None:
 
 
 def ranks_problem(experts: int, ranks: int) -> str | None:
-    """That the experts do not divide among the ranks; None where they do."""
+    """Returns an error if the ranks do not divide the experts, or None."""
     if experts % ranks == 0:
         return None
     return (
@@ -66,7 +66,7 @@ def ranks_problem(experts: int, ranks: int) -> str | None:
 
 
 def nodes_problem(ranks: int, ranks_per_node: int) -> str | None:
-    """That nodes would have unlike numbers of ranks; None where they have not."""
+    """Returns an error if `ranks_per_node` does not divide the ranks, or None."""
     if ranks % ranks_per_node == 0:
         return None
     return (
@@ -77,7 +77,7 @@ def nodes_problem(ranks: int, ranks_per_node: int) -> str | None:
 
 
 def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` next to `near`, below and above."""
+    """Returns the divisors of `number` closest to `near`, below and above it."""
     every = [each for each in range(1, number + 1) if number % each == 0]
     below = [each for each in every if each < near][-1:]
     above = [each for each in every if each > near][:1]
@@ -85,7 +85,7 @@ def _divisors(number: int, near: int) -> str:
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A parser of integers from `low` on."""
+    """Returns a parser of integers of at least `low`."""
 
     def parse(text: str) -> int:
         try:
@@ -102,7 +102,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def number(low: float, strict: bool = False) -> Callable[[str], float]:
-    """A parser of finite numbers from `low` on, or above it if `strict`."""
+    """Returns a parser of finite numbers of at least `low`, or above it if `strict`."""
 
     def parse(text: str) -> float:
         try:
@@ -120,17 +120,17 @@ def number(low: float, strict: bool = False) -> Callable[[str], float]:
 
 
 def file_problem(path: str) -> str | None:
-    """What a file to write must be and `path` is not; None where all is well.
+    """Returns what `path` must be to be written and is not, or None if it is fine.
 
-    Tries it, because rights alone say nothing of a full disk or of root's files; what
-    a file holds stays, and one that is not there is not there afterwards.
+    Tries to write, because permissions do not tell about full disks and root's files.
+    An existing file keeps its content; a file that did not exist is removed again.
     """
     try:
         if os.path.isfile(path):
             with open(path, "ab"):
                 return None
         if os.path.exists(path):
-            # To open a pipe would wait for its reader.
+            # Only a check of permissions: opening a pipe would wait for its reader.
             fits = not os.path.isdir(path) and os.access(path, os.W_OK)
         else:
             fits = _can_create(os.path.realpath(path))
@@ -150,13 +150,13 @@ def _can_create(path: str) -> bool:
 
 
 def write_file(name: str, write: Callable[[pathlib.Path], Any]) -> bool:
-    """Whether `write` could; says so in either case."""
+    """Writes a file and prints the outcome; returns whether it succeeded."""
     try:
         write(pathlib.Path(name))
     except OSError as error:
         complain(
-            f"jax-ep bench: {name!r} must be a file that can be written, got: "
-            f"{error.strerror or error}; make room or name another, and measure again"
+            f"jax-ep bench: {name!r} cannot be written: {error.strerror or error}; "
+            "make room or name another file, and measure again"
         )
         return False
     print(f"wrote {name}")

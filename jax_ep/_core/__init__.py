@@ -1,1 +1,1 @@
-"""What all other packages know: configs, handles, results' types, checks."""
+"""The base of all other packages: configs, handles, result types, checks, errors."""

@@ -1,4 +1,4 @@
-"""What counts as an array among arguments. Used by the checks and the formats."""
+"""Turns arguments into JAX arrays without casting them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._core import errors
+
 
 def as_array(function: str, name: str, value: Any) -> jax.Array:
-    """`value` as a JAX array of its own dtype; nothing is cast."""
+    """Returns `value` as a JAX array of the same dtype.
+
+    Raises:
+        TypeError: it is not an array, has no values, or has a dtype that JAX would
+            change.
+    """
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(
-            f"jax_ep.{function}: {name} must be an array, got {reprlib.repr(value)} of "
-            f"type {type(value).__name__}; pass one, as jnp.asarray makes with a dtype"
+        raise errors.invalid(
+            function,
+            f"{name} must be an array",
+            f"{reprlib.repr(value)} of type {type(value).__name__}",
+            "convert it with jnp.asarray and a dtype",
+            operand=name,
+            kind=TypeError,
         )
     require_values(function, name, value)
     try:
@@ -23,22 +34,30 @@ def as_array(function: str, name: str, value: Any) -> jax.Array:
     except TypeError:  # objects, strings, times
         array = None
     if array is None or array.dtype != value.dtype:
-        raise TypeError(
-            f"jax_ep.{function}: {name} must have a dtype that JAX keeps, got "
-            f"{value.dtype}; cast it first"
+        raise errors.invalid(
+            function,
+            f"{name} must have a dtype that JAX keeps",
+            value.dtype,
+            "cast it first",
+            operand=name,
+            kind=TypeError,
         )
     return array
 
 
 def require_values(function: str, name: str, value: Any) -> None:
-    """Raises TypeError for a shape without values, as a jax.ShapeDtypeStruct is."""
+    """Raises TypeError for a shape without values, such as a jax.ShapeDtypeStruct."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return
     try:
         jnp.asarray(value)
     except TypeError as error:
-        raise TypeError(
-            f"jax_ep.{function}: {name} must be an array with values, got "
-            f"{reprlib.repr(value)} of type {type(value).__name__}; pass values, or "
-            "trace with shapes alone: jax.eval_shape(f, ...) or jax.jit(f).lower(...)"
+        raise errors.invalid(
+            function,
+            f"{name} must be an array with values",
+            f"{reprlib.repr(value)} of type {type(value).__name__}",
+            "pass values, or trace with shapes only: jax.eval_shape(f, ...) or "
+            "jax.jit(f).lower(...)",
+            operand=name,
+            kind=TypeError,
         ) from error

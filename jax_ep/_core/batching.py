@@ -1,4 +1,4 @@
-"""Computing the entries of a vmap one after the other, where there is no other way."""
+"""Runs the entries of a vmap one after the other, for calls that cannot be batched."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 
 
 def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays, which vmap calls once for each entry of the batch.
+    """Returns `function` with a vmap rule that calls it once per batch entry.
 
-    It has no derivative of its own: call it inside of a `jax.custom_vjp`.
+    The result has no derivative rule: call it inside a `jax.custom_vjp`.
     """
     guarded = jax.custom_batching.custom_vmap(function)
 
     @guarded.def_vmap
     def _(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        # By itself, for batches around this one.
+        # in_turn again, so that an outer vmap finds the same rule.
         entries = [
             in_turn(function)(*entry(args, tuple(in_batched), index))
             for index in range(axis_size)
@@ -29,7 +29,7 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entry(tree: Any, batched: Any, index: int) -> Any:
-    """Entry `index` of a batch: of those arrays of `tree` that `batched` names."""
+    """Returns entry `index` of a batch; `batched` marks which arrays are batched."""
 
     def take(value: jax.Array, is_batched: bool) -> jax.Array:
         if not is_batched:
@@ -40,11 +40,11 @@ def entry(tree: Any, batched: Any, index: int) -> Any:
 
 
 def stacked(entries: list[Any]) -> Any:
-    """The trees of the entries as one, with the batch in front."""
+    """Stacks the trees of all entries into one, with the batch as dimension 0."""
 
     def join(*values: jax.Array) -> jax.Array:
         whole = [jax.lax.expand_dims(value, (0,)) for value in values]
-        # A batch of 1 copies nothing.
+        # Without a concatenation, a batch of 1 copies nothing.
         return whole[0] if len(whole) == 1 else jax.lax.concatenate(whole, 0)
 
     return jax.tree.map(join, *entries)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep import formats
+from jax_ep._core import errors
 from jax_ep._core.literals import (
     DTYPES,
     OVERLAPS,
@@ -31,9 +32,8 @@ MAX_TIMEOUT_S = 1e6
 CAPACITY_MULTIPLE = 128
 
 
-def _require(holds: bool, what: str, value: Any, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"jax_ep.EPConfig: {what}, got {value!r}; {remedy}")
+def _require(holds: bool, rule: str, value: Any, remedy: str) -> None:
+    errors.require(holds, "EPConfig", rule, repr(value), remedy)
 
 
 def _is_number(value: Any) -> bool:
@@ -42,11 +42,14 @@ def _is_number(value: Any) -> bool:
 
 def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
-    # bool is an int too.
+    # Not isinstance: a bool is an int, too.
     if type(value) is not int:
-        raise TypeError(
-            f"jax_ep.EPConfig: {name} must be an int, got {value!r} of type "
-            f"{type(value).__name__}; convert it with int()"
+        raise errors.invalid(
+            "EPConfig",
+            f"{name} must be an int",
+            f"{value!r} of type {type(value).__name__}",
+            "convert it with int()",
+            kind=TypeError,
         )
     _require(
         value >= low and (high is None or value <= high),
@@ -57,38 +60,38 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
 
 
 class _Field:
-    """A field that keeps something else than it is given.
+    """A field whose attribute has another type than its argument.
 
-    Type checkers take the type of the argument from `__set__`, and that of the
-    attribute from `__get__`.
+    Type checkers read the argument's type from `__set__` and the attribute's type from
+    `__get__`.
     """
 
     def __set_name__(self, owner: type[EPConfig], name: str) -> None:
-        """Its name in `vars(config)`."""
+        """Remembers the field's name in `vars(config)`."""
         self._name = name
 
 
 class DtypeName(_Field):
-    """A dtype, of which the name is kept."""
+    """A field that takes a dtype and keeps its name."""
 
     def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype:
-        """The name; of the class, where `dataclasses` looks for it, the default."""
+        """Returns the name, or on the class the default, as `dataclasses` expects."""
         return "bfloat16" if config is None else vars(config)[self._name]
 
     def __set__(self, config: EPConfig, value: DTypeLike) -> None:
-        """Called once, by `__init__`: the dataclass is frozen."""
+        """Stores the name; only `__init__` gets here, as the dataclass is frozen."""
         vars(config)[self._name] = _dtype_name(self._name, value)
 
 
 class DtypeNameOrNone(_Field):
-    """A dtype, of which the name is kept, or None."""
+    """A field that takes a dtype or None, and keeps the dtype's name."""
 
     def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype | None:
-        """As of `DtypeName`."""
+        """Returns the name or None; as `DtypeName.__get__`."""
         return None if config is None else vars(config)[self._name]
 
     def __set__(self, config: EPConfig, value: DTypeLike | None) -> None:
-        """As of `DtypeName`."""
+        """Stores the name or None; as `DtypeName.__set__`."""
         name = None if value is None else _dtype_name(self._name, value)
         vars(config)[self._name] = name
 
@@ -98,39 +101,43 @@ class EPConfig:
     """Sizes and options of one expert-parallel layer; frozen, hashable, validated.
 
     Attributes:
-        num_experts: E, experts of the whole group; a multiple of its ranks.
-        top_k: K, experts a token may go to; at most 32.
-        hidden_size: H, elements of a token; a token is a multiple of 16 bytes.
-        max_tokens_per_rank: T, the most tokens a rank passes to one call.
-        dtype: of tokens and expert outputs: bfloat16, float16 or float32, given as
-            anything that `jax.numpy.dtype` takes and kept as the name.
-        dispatch_format: token format on the wire, one of
-            `jax_ep.formats.names()`; "bf16" sends tokens as they are.
-        combine_dtype: of the rows that combine sends, likewise; None is `dtype`.
-        combine_format: None, or "fp8_block128" to quantise combine's rows.
-        grad_format: None, or "fp8_block128" to quantise the backward's rows.
-        reduce: what combine sums where: "rank", "source" or "none".
-        recv_capacity: N, output rows of a rank. Excludes `capacity_factor`.
-        capacity_factor: N = round_up(ceil(capacity_factor * T * K), 128). With neither,
-            N is the worst case for distinct ids.
-        expert_alignment: each group's length is padded up to it.
+        num_experts: E, experts of the whole group; a multiple of the group's ranks.
+        top_k: K, experts per token; at most 32.
+        hidden_size: H, elements per token; a token must be a multiple of 16 bytes.
+        max_tokens_per_rank: T, the most tokens that a rank passes to one call.
+        dtype: dtype of tokens and expert outputs: bfloat16, float16 or float32. Takes
+            anything that `jax.numpy.dtype` takes, and keeps its name.
+        dispatch_format: token format on the wire, one of `jax_ep.formats.names()`;
+            "bf16" sends tokens unchanged.
+        combine_dtype: dtype of the rows that combine sends; None means `dtype`.
+        combine_format: "fp8_block128" quantises the rows that combine sends; None does
+            not.
+        grad_format: "fp8_block128" quantises the rows that the backward pass sends;
+            None does not.
+        reduce: where combine sums the rows of a token: "rank" (each expert rank sums
+            its own before sending), "source" (the source rank sums all), or "none".
+        recv_capacity: N, output rows per rank. Excludes `capacity_factor`.
+        capacity_factor: sets N = round_up(ceil(capacity_factor * T * K), 128). With
+            neither option N is the worst case for distinct ids.
+        expert_alignment: pads the length of each group to a multiple of it.
         scale_layout: "rows" or "tiled_128x4".
-        zero_tail: whether rows past the last group are cleared.
-        fused_shared_expert: a shared expert's rows are group 0.
-        skip_a2a: every rank holds the same tokens; nothing is exchanged.
-        allreduce_world_size: with skip_a2a, ranks that split the shared expert: R, as
-            is None.
+        zero_tail: whether rows past the last group are set to zero.
+        fused_shared_expert: whether group 0 holds the rows of a shared expert.
+        skip_a2a: whether every rank holds the same tokens, so nothing is exchanged.
+        allreduce_world_size: number of ranks that split the shared expert with
+            `skip_a2a`. It must be R; None means R.
         pending_calls: how many dispatches, and how many combines, may be pending at
-            once: 0, 1 or 2; None is 0, or 1 with `overlap` "copy" or "stream". The
-            calls in halves (`dispatch_async`, `combine_async`) need at least 1. Each
-            takes room in the windows of a GPU transport.
-        overlap: what moves the calls in halves of a GPU transport. "sm": its kernels;
-            "stream": those, the first on XLA's stream of collectives (jax 0.11.1);
-            "copy": XLA's all-to-all, by copy engines where its flag says so, and with
-            XLA's limits for a rank that does not come.
-        num_sms: SMs of a GPU transport's kernels; None chooses from the shape.
-        ranks_per_node: forces "nodes" for tests; None finds them.
-        timeout_s: bound on every wait of p2p and shmem, in seconds.
+            once: 0, 1 or 2. None means 0, or 1 if `overlap` is "copy" or "stream".
+            `dispatch_async` and `combine_async` need at least 1. Each takes room in
+            the windows of a GPU transport.
+        overlap: what moves the data of `dispatch_async` and `combine_async` on a GPU
+            transport. "sm": its kernels; "stream": its kernels, the first on XLA's
+            stream for collectives (jax 0.11.1); "copy": XLA's all-to-all, on copy
+            engines if XLA's flag asks for them, with XLA's limits for a missing rank.
+        num_sms: SMs that the kernels of a GPU transport use; None chooses by shape.
+        ranks_per_node: simulates nodes of this many ranks in tests; None detects the
+            real nodes.
+        timeout_s: limit on every wait of p2p and shmem, in seconds.
 
     Raises:
         ValueError, TypeError: a field does not hold what is said above.
@@ -164,14 +171,14 @@ class EPConfig:
         """Validates every field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # Sizes are often NumPy's; as Python's they are attributes of calls.
+            # NumPy scalars are common as sizes; the calls' attributes need Python's.
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
         self._check_sizes()
         self._check_options()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Validates what a pickle holds: it may have been changed."""
+        """Validates the content of a pickle, which may have been changed."""
         type(self).__init__(self, **state)
 
     def _check_sizes(self) -> None:
@@ -181,7 +188,7 @@ class EPConfig:
             self.top_k <= self.num_experts,
             f"top_k must be at most num_experts, {self.num_experts}",
             self.top_k,
-            "lower top_k or add experts",
+            "lower top_k or raise num_experts",
         )
         _require_int("hidden_size", self.hidden_size, 1, native.MAX_HIDDEN)
         limit = native.MAX_INDEX
@@ -204,7 +211,7 @@ class EPConfig:
             self.recv_capacity is None or self.capacity_factor is None,
             "recv_capacity and capacity_factor must not both be given",
             (self.recv_capacity, self.capacity_factor),
-            "give one of them",
+            "give only one of them",
         )
         if self.recv_capacity is not None:
             _require_int("recv_capacity", self.recv_capacity, 1, native.MAX_INDEX)
@@ -213,13 +220,13 @@ class EPConfig:
                 _is_number(self.capacity_factor) and 0 < self.capacity_factor <= limit,
                 f"capacity_factor must be a positive number of at most {limit}",
                 self.capacity_factor,
-                "1.25 is a usual factor",
+                "1.25 is a common choice",
             )
         _require(
             _is_number(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S,
             f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:g} seconds",
             self.timeout_s,
-            "100.0 is the default",
+            "the default is 100.0",
         )
 
     def _check_options(self) -> None:
@@ -228,7 +235,7 @@ class EPConfig:
             self.dispatch_format in names,
             f"dispatch_format must be one of {list(names)}",
             self.dispatch_format,
-            '"bf16" sends tokens as they are',
+            '"bf16" sends tokens unchanged',
         )
         for name, allowed in (
             ("reduce", REDUCES),
@@ -257,15 +264,15 @@ class EPConfig:
             not self.fused_shared_expert or self.top_k < native.MAX_TOP_K,
             f"top_k must be at most {native.MAX_TOP_K - 1} with fused_shared_expert",
             self.top_k,
-            "run the shared expert beside the dispatch",
+            "compute the shared expert outside of the dispatch",
         )
         unsent = {"combine_dtype": self.dtype, "overlap": "sm"}
         for name in ("combine_format", "grad_format", *unsent):
             _require(
                 not self.skip_a2a or getattr(self, name) in (None, unsent.get(name)),
-                f"{name} must be {unsent.get(name)} with skip_a2a, which sends nothing",
+                f"{name} must be {unsent.get(name)} with skip_a2a",
                 getattr(self, name),
-                "leave it out",
+                "leave it out, as skip_a2a sends nothing",
             )
         _require(
             not (self.reduce == "none" and self.fused_shared_expert),
@@ -299,7 +306,7 @@ class EPConfig:
             self.combine_format is None or self.combine_dtype is None,
             "combine_format and combine_dtype must not both be given",
             (self.combine_format, self.combine_dtype),
-            "leave combine_dtype out: the format decides what is sent",
+            "leave combine_dtype out, as the format decides what is sent",
         )
         if self.scale_layout == "rows":
             return
@@ -327,33 +334,33 @@ class EPConfig:
 
     @property
     def wire_dtype(self) -> Dtype:
-        """The dtype of the rows that combine sends."""
+        """Dtype of the rows that combine sends, before any format."""
         return self.combine_dtype or self.dtype
 
     @property
     def combine_wire(self) -> str:
-        """What combine's rows travel as: a dtype or a format."""
+        """Dtype or format in which combine sends rows."""
         return self.combine_format or self.wire_dtype
 
     @property
     def most_pending(self) -> int:
-        """How many calls in halves of one kind may be pending at once."""
+        """How many calls of one kind may be pending at once."""
         if self.pending_calls is not None:
             return self.pending_calls
         return 0 if self.overlap == "sm" else 1
 
     @property
     def grad_wire(self) -> str:
-        """What the backward's sums travel as: a dtype or a format."""
+        """Dtype or format in which the backward pass sends rows to be summed."""
         return self.grad_format or self.dtype
 
     @property
     def grad_wire_format(self) -> Format:
-        """The format in which the backward sends tokens along a route."""
+        """Format in which a cached dispatch of the backward pass sends tokens."""
         return self.grad_format or "bf16"
 
     def capacity(self, ep_size: int) -> int:
-        """N, the output rows of a rank in a group of `ep_size` ranks."""
+        """Returns N, the output rows per rank in a group of `ep_size` ranks."""
         if self.recv_capacity is not None:
             return self.recv_capacity
         tokens, top_k = self.max_tokens_per_rank, self.top_k
@@ -373,6 +380,10 @@ def _dtype_name(field: str, value: Any) -> Dtype:
         name = jnp.dtype(value).name
     except TypeError:
         name = None
-    remedy = "cast tokens to one" if field == "dtype" else "leave it out for dtype"
+    remedy = (
+        "cast tokens to one of these"
+        if field == "dtype"
+        else "leave it out to use dtype"
+    )
     _require(name in DTYPES, f"{field} must be one of {list(DTYPES)}", value, remedy)
     return cast(Dtype, name)

@@ -1,4 +1,4 @@
-"""EPHandle: what `jax_ep.init` returns, and what calls ask of it."""
+"""EPHandle, which `jax_ep.init` returns and every call takes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep._core import errors
 from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport
 from jax_ep._native.loader import cpu
 
-# Open and closed ones by key, while somebody holds them.
+# All handles that are still referenced, open or closed, by key.
 _handles: weakref.WeakValueDictionary[int, EPHandle] = weakref.WeakValueDictionary()
 
 
 def find(key: int) -> EPHandle | None:
-    """The handle of that key, if it is still held."""
+    """Returns the handle with that key, or None if it has been collected."""
     return _handles.get(key)
 
 
 def _close_group(native: ModuleType, key: int, process: int) -> None:
-    # A forked child has neither the threads nor the devices that closing waits for.
+    # Closing waits for threads and devices, which a forked child does not have.
     if os.getpid() == process:
         native.close_group(key)
 
 
-# By the numbers of CallOp in xla_ffi/protocol/region_tag.h.
+# Keys are the values of CallOp in xla_ffi/protocol/region_tag.h.
 _OPS = {1: "dispatch", 2: "cached dispatch (combine's backward)", 3: "combine"}
 
 
@@ -42,10 +43,10 @@ class InvalidIdError(ValueError):
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
 class EPHandle:
-    """One expert-parallel layer on a mesh: what `jax_ep.init` returns.
+    """One expert-parallel layer on a mesh, made by `jax_ep.init`.
 
-    Hashable, static and fixed: jitted functions close over it. Handles never share
-    state, not even those of equal content; there are no copies.
+    Hashable, static and immutable, so jitted functions can close over it. Handles never
+    share state, even if their content is equal; copying returns the handle itself.
 
     Attributes:
         mesh: the mesh it was made for.
@@ -53,15 +54,15 @@ class EPHandle:
         config: the `EPConfig`.
         transport: "p2p", "shmem" or "collective".
         ep_size: R, ranks of one EP group.
-        local_experts: L, experts of a rank.
-        groups: G, groups of the grouped matmul on a rank.
-        route_ranks: ranks that a rank's tokens are routed to; 1 with `skip_a2a`.
-        recv_capacity: N, output rows of a rank.
-        buffer_bytes: device memory that the transport holds, bytes per device.
+        local_experts: L, experts per rank.
+        groups: G, groups of the grouped matmul on each rank.
+        route_ranks: number of ranks that tokens are routed to: R, or 1 with `skip_a2a`.
+        recv_capacity: N, output rows per rank.
+        buffer_bytes: device memory that the transport holds, in bytes per device.
         dev_ptrs: uint64 `[local devices, 2, 3]`, addresses of (send, recv, recv_count)
-            of the buffer groups dispatch and combine; 0 where the transport has none.
-        my_rank: int32 `[local devices]`, rank in its EP group.
-        key: of its content and instance; baked into compiled programs.
+            in the buffer groups of dispatch and combine; 0 if the transport has none.
+        my_rank: int32 `[local devices]`, each device's rank in its EP group.
+        key: identifies content and instance; compiled programs contain it.
     """
 
     mesh: Mesh
@@ -78,25 +79,27 @@ class EPHandle:
     route_ranks: int
     recv_capacity: int
     _native: ModuleType
-    _windowed: bool  # whether its waits can fail
+    _windowed: bool  # whether calls wait in windows, so that a wait can fail
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Refuses: a second handle of a key would close the first one's group."""
-        raise TypeError(
-            "jax_ep.EPHandle: a handle must come from jax_ep.init, got a call of its "
-            "class or dataclasses.replace; call jax_ep.init with another config"
+        """Raises: a second handle with the same key would close the first's group."""
+        raise errors.unusable(
+            "EPHandle",
+            "a handle cannot be made by its class or by dataclasses.replace",
+            "call jax_ep.init with the config that you want",
+            kind=TypeError,
         )
 
     @classmethod
     def _opened(cls, **fields: Any) -> EPHandle:
-        """Of a group that was opened; `fields` are all but the derived ones."""
+        """Makes the handle of an open group; `fields` are all but the derived ones."""
         self = object.__new__(cls)
         vars(self).update(fields)
         self._begin()
         return self
 
     def _begin(self) -> None:
-        """Derives sizes and ties the group's life to the handle's."""
+        """Derives sizes, and closes the group when the handle is collected."""
         config, ep_size = self.config, self.ep_size
         vars(self).update(
             local_experts=config.num_experts // ep_size,
@@ -106,31 +109,37 @@ class EPHandle:
         )
         self._closed = False
         _handles[self.key] = self
-        # Of jax_ep.sharded and of layers. While they are here JAX keeps their traces,
-        # which refer to the handle: it is then collected only once it is closed.
+        # Jitted functions of jax_ep.sharded and of layers. JAX keeps their traces,
+        # which refer to the handle, so with programs it is collected only once closed.
         self._programs: dict[Any, Callable[..., Any]] = {}
-        # Collected handles leave no group behind; collective programs run without one.
+        # Programs of the collective transport need no group, so they outlive it.
         self._process = os.getpid()
         self._release = weakref.finalize(
             self, _close_group, self._native, self.key, self._process
         )
-        # The end of the process frees all it holds, without waiting for its devices.
+        # At exit the system frees everything, without waiting for devices.
         self._release.atexit = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses: programs that were compiled hold what the attributes said."""
+        """Raises for public attributes, whose values compiled programs contain."""
         if not name.startswith("_"):
-            raise AttributeError(
-                f"jax_ep.EPHandle: a handle must stay as init made it, got {name} = "
-                f"{value!r}; call jax_ep.init with another config"
+            raise errors.invalid(
+                "EPHandle",
+                "attributes of a handle must stay as init set them",
+                f"{name} = {value!r}",
+                "call jax_ep.init with another config",
+                kind=AttributeError,
             )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> NoReturn:
-        """Refuses, likewise."""
-        raise AttributeError(
-            f"jax_ep.EPHandle: a handle must stay as init made it, got del {name}; "
-            "close it where it is not needed"
+        """Raises, as `__setattr__` does."""
+        raise errors.invalid(
+            "EPHandle",
+            "attributes of a handle must stay as init set them",
+            f"del {name}",
+            "call ep.close() to release the handle",
+            kind=AttributeError,
         )
 
     @property
@@ -140,52 +149,53 @@ class EPHandle:
 
     @property
     def forked(self) -> bool:
-        """Whether this is the copy of a forked child, which can only be dropped."""
+        """Whether this is a copy in a forked child, where it cannot be used."""
         return os.getpid() != self._process
 
     def close(self) -> None:
         """Releases what `init` allocated; closing twice is allowed.
 
-        A trace after this is a ValueError. Functions compiled before still run on the
-        collective transport, whose programs carry all they need, and raise
-        `jax.errors.JaxRuntimeError` on p2p and shmem, where this waits for calls in
-        flight: up to three times `timeout_s`, after which their windows are left to the
-        process.
-        In a forked child it releases nothing: what the parent holds is the parent's.
+        Tracing with a closed handle raises ValueError. Functions compiled before still
+        run on the collective transport, whose programs carry all they need; on p2p and
+        shmem they raise `jax.errors.JaxRuntimeError`. There, closing first waits for
+        calls in flight, up to three times `timeout_s`; the windows of calls that take
+        longer stay allocated until the process ends. In a forked child it releases
+        nothing, because the parent still uses everything.
 
-        A handle that is dropped is closed when it is collected, but one that
-        `jax_ep.sharded` or a layer of `jax_ep.flax` was called with only by this.
+        A handle that is no longer referenced closes itself, except after a call of
+        `jax_ep.sharded` or of a `jax_ep.flax` layer: then only this method closes it.
         """
         self._closed = True
         self._programs.clear()
         self._release()
 
     def check(self) -> None:
-        """Raises what finished calls of this process's ranks have reported.
+        """Raises errors that finished calls on this process's ranks have reported.
 
-        First wait for the results of the calls in question: a call still in flight
-        reports later. Each device keeps its first report of a kind until a check raises
-        it, which forgets all of that kind.
+        Wait for the results of the calls in question first, because a call in flight
+        reports later. Each device keeps its first report of each kind until a check
+        raises it; that check clears all reports of that kind.
 
         Raises:
-            ValueError: the handle is closed, or its process was forked.
-            InvalidIdError: an id outside [-1, num_experts) reached a dispatch; names
-                rank, token, k and value of the first on the lowest rank.
-            jax.errors.JaxRuntimeError: a wait of p2p or shmem failed; names the rank
-                that waited, the one it waited for, the phase and the call. It stays so
-                until the handle is closed. Or, on "collective" and in halves with
-                `overlap="copy"`, processes met in different calls, of other handles or
-                on other lines of the program; names the rank, the other rank and both
-                calls. Their results are NaN, -1 and 0; the handle stays usable.
+            ValueError: the handle is closed, or this is a forked child.
+            InvalidIdError: an id outside [-1, num_experts) reached a dispatch. The
+                message names rank, token, k and value of the first on the lowest rank.
+            jax.errors.JaxRuntimeError: a wait of p2p or shmem failed. The message names
+                the waiting rank, the awaited rank, the phase and the call; every check
+                raises it again until the handle is closed. Or, on "collective" and with
+                `overlap="copy"`, ranks met in different calls, of other handles or on
+                other lines of the program. The message names both ranks and calls;
+                their results are NaN, -1 and 0, and the handle stays usable.
         """
         if self._closed:
-            raise ValueError(
-                "jax_ep.check: ep must be open, got a closed handle; check before close"
+            raise errors.unusable(
+                "check", "this handle is closed", "call ep.check() before ep.close()"
             )
         if self.forked:
-            raise ValueError(
-                "jax_ep.check: ep must be of this process, got the copy of a forked "
-                "child; check in the process that called jax_ep.init"
+            raise errors.unusable(
+                "check",
+                "this handle belongs to the parent of this forked process",
+                "check in the process that called jax_ep.init",
             )
         if self._windowed:
             for _, failure in self._native.wait_failures(self.key):
@@ -196,17 +206,20 @@ class EPHandle:
             rank, ordinal, token, k, value = found[0]
             value = self._original_id(value)
             others = len(found) - 1
-            raise InvalidIdError(
-                "jax_ep.dispatch: ids must be in [-1, num_experts) = [-1, "
-                f"{self.config.num_experts}), got {value} at rank {rank}, token "
-                f"{token}, k {k} (device {ordinal}; {others} more devices of this "
-                "process report some); they counted as -1: check the router"
+            raise errors.invalid(
+                "dispatch",
+                f"ids must be in [-1, num_experts) = [-1, {self.config.num_experts})",
+                f"{value} at rank {rank}, token {token}, k {k} (device {ordinal}; "
+                f"{others} more devices of this process report invalid ids)",
+                "they were treated as -1; check the router",
+                kind=InvalidIdError,
             )
 
     def _original_id(self, value: int) -> int:
-        """The invalid id that `routed` of `_ops/options.py` turned into `value`.
+        """Undoes the shift by which `routed` of `_ops/options.py` made `value`.
 
-        Of the ids just below 2^31 those that it left alone are taken for it.
+        Values just below 2^31 are ambiguous, and are taken for ids that `routed` left
+        alone.
         """
         most = cpu.MAX_INDEX - self.route_ranks
         shifted = self.config.num_experts <= value <= most
@@ -217,22 +230,22 @@ class EPHandle:
         )
 
     def _raise_mixed_calls(self) -> None:
-        """Raises what collective calls have reported that met other calls."""
+        """Raises if a collective call exchanged data with a different call."""
         found = sorted(self._native.take_mixed_calls(self.key))
         if not found:
             return
         rank, ordinal, source, here, there, same = found[0]
         if there not in _OPS:
-            other = "an exchange that is not of jax_ep"
+            other = "an exchange outside jax_ep"
         elif same:
             other = f"another call of this handle, a {_OPS[there]}"
         else:
             other = f"a {_OPS[there]} of another handle"
         raise jax.errors.JaxRuntimeError(
             f"jax_ep.check: rank {rank} (device {ordinal}; {len(found) - 1} more "
-            "devices of this process report some) was in a "
+            "devices of this process report the like) was in a "
             f"{_OPS.get(here, 'call')} of this handle (key {self.key:#x}) while rank "
-            f"{source} was in {other}; the results are NaN, -1 and 0. Make the same "
+            f"{source} was in {other}, so the results are NaN, -1 and 0; make the same "
             "calls in the same order on every process"
         )
 
@@ -243,9 +256,8 @@ class EPHandle:
             ValueError: the handle is closed.
         """
         if self._closed:
-            raise ValueError(
-                "jax_ep.EPHandle: a handle must be open to be entered, got a closed "
-                "one; call jax_ep.init again"
+            raise errors.unusable(
+                "EPHandle", "this handle is closed", "call jax_ep.init again"
             )
         return self
 
@@ -267,15 +279,15 @@ class EPHandle:
         return self is other
 
     def __copy__(self) -> Self:
-        """Itself: there is one of each handle, as of a mesh."""
+        """Returns the handle itself, which has no copies."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, so that what holds a handle, a layer say, can be copied."""
+        """Returns the handle itself, so that a layer that holds it can be copied."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuses: a handle belongs to the devices of one process."""
+        """Raises, because a handle belongs to the devices of one process."""
         raise TypeError(
             "jax_ep.EPHandle cannot be pickled, as it belongs to the devices of one "
             "process; pickle ep.config and call jax_ep.init with it again"

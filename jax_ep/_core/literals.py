@@ -1,8 +1,7 @@
-"""The names that options take: `Literal` types, and tuples of the same names.
+"""The names that options accept: `Literal` types, and tuples of the same names.
 
-Annotations find a misspelt name before the program runs; the tuples check it at run
-time. Each name is spelled here alone. The formats are those of the native module, which
-tests compare with `Format`.
+The types let a type checker find a misspelt name; the tuples serve checks at run time.
+Each name is spelled only here. A test compares `Format` with the native module.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"]
 
-# What combine and the backward pass can quantise their rows to.
+# Formats that combine and the backward pass can quantise their rows to.
 WireFormat = Literal["fp8_block128"]
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
@@ -27,7 +26,7 @@ SCALE_LAYOUTS: tuple[ScaleLayout, ...] = get_args(ScaleLayout)
 Overlap = Literal["sm", "copy", "stream"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
-# A handle has one of these; "auto" chooses one.
+# The transport of a handle, chosen by init if it is given "auto".
 HandleTransport = Literal["p2p", "shmem", "collective"]
 Transport = Literal["auto", HandleTransport]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -35,5 +34,5 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Score = Literal["softmax", "sigmoid"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
-# Of calls in halves.
+# The kind of a pending call (dispatch_async, combine_async).
 CallKind = Literal["dispatch", "combine"]

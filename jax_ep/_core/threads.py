@@ -1,7 +1,7 @@
-"""Running something in a thread of its own: outside of a trace, or within a time limit.
+"""Runs a function in a new thread: outside any trace, or with a time limit.
 
-What JAX traces, and under which mesh, is a matter of its thread: a new one has neither.
-And a call into C++ that does not come back cannot be left, but its thread can.
+JAX keeps traces and the current mesh per thread, so a new thread has neither. And a
+call into C++ that never returns cannot be interrupted, but its thread can be abandoned.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import TypeVar
 Result = TypeVar("Result")
 Future = concurrent.futures.Future
 
-# What an interrupted thread may take to leave word to other processes and free things.
+# Time for an interrupted thread to tell other processes and to free its resources.
 _GRACE_S = 5.0
-# Between looks for an interrupt that another thread has passed on.
+# How often a waiting thread wakes up, so that Python can deliver pending exceptions.
 _SLICE_S = 0.25
 
 
 def untraced(function: Callable[[], Result]) -> Result:
-    """`function()` to its end, outside of the trace that the caller is in.
+    """Returns `function()`, run outside the caller's trace.
 
-    Ctrl-C comes to the main thread alone, and is passed on.
+    Python delivers Ctrl-C to the main thread only; this forwards it to the new thread.
     """
     future, thread = _thread_of(function, "jax_ep untraced")
     try:
         thread.start()
-        # In slices: a signal that comes just before a wait does not end it.
+        # In slices, because a signal just before a wait does not end that wait.
         while not future.done():
             concurrent.futures.wait([future], _SLICE_S)
         return future.result()
@@ -39,16 +39,16 @@ def untraced(function: Callable[[], Result]) -> Result:
             concurrent.futures.wait([future], _GRACE_S)
         raise
     finally:
-        del future  # the frames of its exception refer to it
+        del future  # breaks a cycle: frames of its exception refer to it
 
 
 def bounded(function: Callable[[], Result], seconds: float) -> Result:
-    """`function()` if it ends in time; else it goes on, and nobody waits for it.
+    """Returns `function()`, or abandons it to its thread after `seconds`.
 
-    Ctrl-C gets through to the caller.
+    Ctrl-C reaches the caller.
 
     Raises:
-        TimeoutError: it did not end.
+        TimeoutError: `function` did not return in time.
     """
     future, thread = _thread_of(function, "jax_ep bounded")
     end = time.monotonic() + seconds
@@ -58,7 +58,8 @@ def bounded(function: Callable[[], Result], seconds: float) -> Result:
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no answer within {seconds:g} s")
-            # In slices: an exception that is set in a thread waits for its Python code.
+            # In slices, because an exception set by `_interrupt` needs Python code to
+            # run before it is raised.
             concurrent.futures.wait([future], min(left, _SLICE_S))
         return future.result()
     finally:
@@ -69,7 +70,7 @@ def _thread_of(
     function: Callable[[], Result], name: str
 ) -> tuple[Future[Result], threading.Thread]:
     future: Future[Result] = Future()
-    # A daemon: what does not end must not hold up the end of the process.
+    # A daemon, so that an abandoned thread does not keep the process alive.
     thread = threading.Thread(
         target=_resolve, args=(future, function), name=name, daemon=True
     )
@@ -79,7 +80,7 @@ def _thread_of(
 def _resolve(future: Future[Result], function: Callable[[], Result]) -> None:
     try:
         result = function()
-    except BaseException as error:  # whatever it is, it is the caller's
+    except BaseException as error:  # raised again in the calling thread
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -87,7 +88,7 @@ def _resolve(future: Future[Result], function: Callable[[], Result]) -> None:
 
 def _interrupt(ident: int) -> None:
     """Raises KeyboardInterrupt in that thread once it runs Python code."""
-    import ctypes  # hardly ever needed
+    import ctypes  # rarely needed, so not imported with the package
 
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt)

@@ -1,7 +1,7 @@
-"""What JAX is tracing, by names that it keeps private.
+"""Reads from private JAX names what JAX is tracing.
 
-A JAX that has renamed one of them loses what it is for: calls are then not ordered, or
-batches not counted. `tests/tools/test_compatibility.py` says so first.
+If a JAX version renames one of them, jax_ep goes on without its purpose: calls are not
+ordered, or batches are not counted. `tests/tools/test_compatibility.py` then fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jax_ep._core import threads
 
 @functools.cache
 def _core() -> Any:
-    # jax.extend.core has some of it in public, but imports Pallas, which adds to what
-    # newer JAX keeps compiled programs by: all that was jitted before would compile
-    # once more.
+    # The public jax.extend.core has some of these names, but it imports Pallas. In
+    # newer JAX that changes the key of the jit cache, so that every function jitted
+    # before would compile again.
     from jax._src import core
 
     return core
@@ -31,10 +31,10 @@ def _batching() -> Any:
 
 
 def current_trace() -> Any:
-    """The trace that a call is made in, or None where JAX does not tell.
+    """Returns the current trace, or None if JAX does not tell.
 
-    Inside of `vmap` it is the one around: the calls of a batch are made there, one
-    after the other.
+    Inside `vmap` it is the trace around the `vmap`, where the calls of the batch are
+    made one after the other.
     """
     take_current_trace = getattr(_core(), "take_current_trace", None)
     if take_current_trace is None:
@@ -47,12 +47,12 @@ def current_trace() -> Any:
 
 @functools.cache
 def untraced_trace() -> Any:
-    """The trace where nothing is traced, that of a new thread."""
+    """Returns the trace of a thread that traces nothing."""
     return threads.untraced(current_trace)
 
 
 def surrounding(trace: Any) -> list[Any]:
-    """The traces that `trace` lies in."""
+    """Returns all traces around `trace`, innermost first."""
     found = []
     while (trace := getattr(trace, "parent_trace", None)) is not None:
         found.append(trace)
@@ -60,7 +60,7 @@ def surrounding(trace: Any) -> list[Any]:
 
 
 def unbatched(value: Any) -> Any:
-    """`value` as the trace around all `vmap`s knows it, or None if it is batched."""
+    """Returns `value` as seen outside all `vmap`s, or None if it is batched."""
     while _is_batch(getattr(value, "_trace", None)):
         if isinstance(value.batch_dim, int):
             return None
@@ -69,7 +69,7 @@ def unbatched(value: Any) -> Any:
 
 
 def batch_size(*values: Any) -> int:
-    """How many calls `vmap` makes of one with these operands."""
+    """Returns how many calls `vmap` makes of one call with these operands."""
     return max(map(_batch_size, values), default=1)
 
 
@@ -80,7 +80,7 @@ def _batch_size(value: Any) -> int:
             if isinstance(value.batch_dim, int):
                 sizes.append(value.val.shape[value.batch_dim])
             value = value.val
-        elif hasattr(value, "primal"):  # of a derivative around or inside the batch
+        elif hasattr(value, "primal"):  # differentiated around or inside the vmap
             value = value.primal
         else:
             break
@@ -88,7 +88,7 @@ def _batch_size(value: Any) -> int:
 
 
 def spmd_axis_names() -> frozenset[str]:
-    """The mesh axes that surrounding `vmap`s have as their `spmd_axis_name`."""
+    """Returns the mesh axes that surrounding `vmap`s have as `spmd_axis_name`."""
     get_axis_env = getattr(_core(), "get_axis_env", None)
     env = get_axis_env() if get_axis_env is not None else None
     return frozenset(getattr(env, "spmd_axis_names", ()))

@@ -1,4 +1,7 @@
-"""What dispatch returns and combine takes: pytrees that stack on dimension 0."""
+"""The pytrees that dispatch returns and combine takes.
+
+Global arrays stack the fields of all ranks on dimension 0.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
 )
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where every token went: opaque to users, all that combine and gradients need.
+    """Records where every token went; combine and gradients need it. Opaque to users.
 
     Attributes:
-        slot_of: int32 `[n, K]`, at the source: rank * n + slot of each (token, k), -1
-            where the id was -1 or invalid.
+        slot_of: int32 `[n, K]`, at the source rank: rank * n + slot of each (token, k),
+            -1 if the id was -1 or invalid.
         row_of: int32 `[R, n, K]`, at the expert rank: output row of each (source rank,
-            slot, k), -1 where there is none or it was dropped.
+            slot, k), -1 if there is none or it was dropped.
         row_slot: int32 `[N]`, at the expert rank: source rank * n + slot of each row,
             -1 in padding and tail.
         slot_counts: int32 `[R]`, slots received from each source rank.
-        key: of the handle that made it (static).
+        key: key of the handle that made it (static).
     """
 
     slot_of: jax.Array
@@ -64,31 +67,32 @@ class Route:
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """A rank's rows after dispatch, grouped by local expert.
+    """The rows that one rank received, grouped by local expert.
 
-    N is the handle's `recv_capacity`, G the groups of the grouped matmul.
+    N is the handle's `recv_capacity`, G the number of groups of the grouped matmul.
 
     Attributes:
-        tokens: `[N, H]` rows by local expert, then source rank, source token, k; of
-            the 4-bit formats `[N, H / 2]`, the low nibble the even element.
+        tokens: `[N, H]`, rows ordered by local expert, then source rank, source token,
+            k; for 4-bit formats `[N, H / 2]` with the even element in the low nibble.
         scales: None for "bf16", else `[N, H / block]`, or tiled (docs/formats.md).
         row_offsets: int32 `[G + 1]`, group g is rows `[row_offsets[g],
             row_offsets[g + 1])`.
         group_sizes: int32 `[G]`, `diff(row_offsets)`, for `jax.lax.ragged_dot`.
-        expert_counts: int32 `[G]`, real rows before padding and before any drop.
+        expert_counts: int32 `[G]`, rows routed to each group, without padding and
+            before any drop.
         expert_ids: int32 `[G]`, local expert of each group.
         src_info: int32 `[N, 3]`, (source rank, source token, k) of each row, -1 in
             padding and tail.
         router_weights: float32 `[N]`, each row's weight, 0 in padding and tail.
-        num_dropped: int32 `[1]`, rows this rank lost to N.
+        num_dropped: int32 `[1]`, rows that this rank dropped because N was too small.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
-        route: what `combine` and the backward passes need; opaque.
+        route: opaque input of `combine` and of the backward passes.
         grad_port: None for "bf16", else zeros `[N, H]` in the token dtype, through
-            which the cotangent of `jax_ep.dequantize` enters the backward.
-        scales_offsets: int32 `[G]` of tiled scales, else None.
-        input_scale: float32 `[1]` of "nvfp4", else None.
-        format: the `dispatch_format` that tokens and scales are in (static).
-        rows_dtype: the dtype of the rows as values, that of the tokens (static).
+            which the cotangent of `jax_ep.dequantize` enters the backward pass.
+        scales_offsets: int32 `[G]` for tiled scales, else None.
+        input_scale: float32 `[1]` for "nvfp4", else None.
+        format: the `dispatch_format` of tokens and scales (static).
+        rows_dtype: dtype of the tokens before encoding (static).
     """
 
     tokens: jax.Array
@@ -109,8 +113,8 @@ class Dispatched:
     rows_dtype: Dtype = "bfloat16"
 
 
-# `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes) -> rows; with
-# `jax_ep.experts.takes_dispatched` (d, gate_up, down) -> rows.
+# The type of `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes)
+# -> rows, or with `jax_ep.experts.takes_dispatched` (d, gate_up, down) -> rows.
 ExpertsFunction = (
     Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     | Callable[[Dispatched, jax.Array, jax.Array], jax.Array]

@@ -1,4 +1,4 @@
-"""Over which mesh axes arrays vary, and making them vary alike. Used by every call."""
+"""Finds the mesh axes that arrays vary over, and casts arrays to vary alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def varying(value: jax.Array) -> frozenset[str]:
-    """The manual axes that `value` varies over; none without check_vma."""
+    """Returns the manual axes that `value` varies over; none without check_vma."""
     kind = getattr(jax.typeof(value), "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", None) or ())
 
@@ -18,8 +18,8 @@ def vary_alike(order: Iterable[str], least: frozenset[str], *trees: Any) -> Any:
     """Casts arrays to vary over `least` and every axis that another varies on.
 
     Args:
-        order: all names that there may be, in the mesh's order.
-        least: axes to vary over in any case.
+        order: all possible axis names, in the mesh's order.
+        least: axes that every result varies over.
         trees: pytrees of arrays.
 
     Returns:

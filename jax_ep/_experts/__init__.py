@@ -1,1 +1,1 @@
-"""Grouped matmuls on Hopper."""
+"""Grouped matmuls: XLA's, and Pallas kernels for Hopper GPUs."""

@@ -1,4 +1,4 @@
-"""Grouped matmuls, differentiable and under vmap: XLA's, and Pallas's for Hopper."""
+"""Grouped matmuls with derivatives and a vmap rule, by XLA or by Pallas for Hopper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from jax_ep._experts.grouped_rows import grouped_rows
 
 
 def kernels() -> dict[str, Callable[..., jax.Array]]:
-    """By what each makes; an ImportError or AttributeError where JAX lacks them."""
+    """Returns the kernels by what they compute.
+
+    Raises:
+        ImportError, AttributeError: this JAX lacks what the kernels need.
+    """
     hopper.pallas()
     return {"rows": grouped_rows, "weights": grouped_outer}
 
@@ -25,13 +29,13 @@ def kernels() -> dict[str, Callable[..., jax.Array]]:
 def grouped_matmul(
     rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """What `mosaic` multiplies with: `[N, A]` by `[L, A, B]` as `[N, B]`.
+    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`, with the Hopper kernels.
 
-    Rows past the last group, and their cotangents, may be anything; what comes out for
-    them is unspecified.
+    Rows past the last group and their cotangents may hold anything, even NaN; their
+    results are unspecified.
     """
     count = rows.shape[0]
-    # The kernels take no other numbers of rows.
+    # The kernels need a multiple of SWIZZLED_ROWS rows.
     rows = jnp.pad(rows, ((0, -count % hopper.SWIZZLED_ROWS), (0, 0)))
     return _differentiable(_Mosaic(), rows, weights, group_sizes)[:count]
 
@@ -39,8 +43,8 @@ def grouped_matmul(
 def ragged_dot(
     rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """`jax.lax.ragged_dot`, also under vmap with weights that all entries share."""
-    # Type checkers do not know what JAX's config holds.
+    """As `jax.lax.ragged_dot`, but vmap also works if all entries share the weights."""
+    # getattr, because type checkers do not know the fields of JAX's config.
     how = _Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
     return _differentiable(how, rows, weights, group_sizes)
 
@@ -51,31 +55,31 @@ def _differentiable(how: _How, *given: jax.Array) -> Any:
 
 
 class _How(Protocol):
-    """What multiplies, without derivatives; hashable."""
+    """An implementation of both matmuls, without derivatives; hashable."""
 
     def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        """As `_by_rows`."""
+        """Computes `_by_rows`."""
 
     def outer(self, left: Any, right: Any, sizes: Any) -> Any:
-        """As `_by_groups`."""
+        """Computes `_by_groups`."""
 
 
 class _Mosaic(NamedTuple):
-    """Kernels for Hopper."""
+    """The Pallas kernels for Hopper."""
 
     def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
         multiply = kernels()["rows"]
         return multiply(rows, weights, group_sizes=sizes, transpose_rhs=transposed)
 
     def outer(self, left: Any, right: Any, sizes: Any) -> Any:
-        # It reads rows past the last group, times 0, which of NaN is NaN.
+        # The kernel multiplies some rows past the last group by 0, but NaN * 0 is NaN.
         end = jnp.sum(sizes)
         left, right = _zero_after(left, end), _zero_after(right, end)
         return kernels()["weights"](left, right, group_sizes=sizes)
 
 
 class _Ragged(NamedTuple):
-    """XLA's, at the matmul precision that was set where they were called for."""
+    """XLA's ragged_dot, at the matmul precision that was set at the call."""
 
     precision: Any
 
@@ -98,12 +102,12 @@ class _Ragged(NamedTuple):
         )
 
 
-# Each one's derivatives are made of both, so that there are derivatives of any order.
+# The derivatives of both matmuls consist of the two, so derivatives of any order work.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _by_rows(
     rows: Any, weights: Any, group_sizes: Any, how: _How, transposed: bool
 ) -> Any:
-    """`[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by the same, as `[N, A]`."""
+    """Multiplies `[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by it, to `[N, A]`."""
 
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
         return _varies_as(rows, how.rows(rows, weights, sizes, transposed))
@@ -130,7 +134,7 @@ _by_rows.defvjp(_by_rows_forward, _by_rows_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _by_groups(left: Any, right: Any, group_sizes: Any, how: _How) -> Any:
-    """`[N, A]` and `[N, B]` as `[L, A, B]`, the sum of each group's outer products."""
+    """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
 
     def multiply(left: Any, right: Any, sizes: Any) -> Any:
         return _varies_as(left, how.outer(left, right, sizes))
@@ -153,13 +157,13 @@ _by_groups.defvjp(_by_groups_forward, _by_groups_backward)
 
 
 def _varies_as(like: Any, result: Any) -> Any:
-    """A kernel's result, of which check_vma knows nothing."""
+    """Marks a kernel's result as varying over the axes of `like`, for check_vma."""
     axes = varying(like)
     return vary_alike(sorted(axes), axes, result)[0]
 
 
 def _zero_after(rows: jax.Array, end: jax.Array) -> jax.Array:
-    """`rows` with zeros in REACH rows from `end` on; in place where XLA can."""
+    """Sets the REACH rows from `end` on to zero; XLA can do it in place."""
     count = min(REACH, rows.shape[0])
     start = jnp.minimum(end, rows.shape[0] - count)
     tile = jax.lax.dynamic_slice_in_dim(rows, start, count)

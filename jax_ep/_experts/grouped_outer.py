@@ -1,7 +1,7 @@
-"""Gradients of a grouped matmul's matrices, as a kernel for Hopper (Pallas).
+"""Pallas kernel for Hopper that computes gradients of a grouped matmul's matrices.
 
-JAX's own (`jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu`) has one
-warpgroup a block, which multiplies as well as loads.
+JAX's own kernel (`jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu`) has one
+warpgroup per block, which both loads and multiplies.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from jax_ep._experts.hopper import (
     WARPGROUPS,
 )
 
-REACH = DEPTH  # rows past the last group's end that are read, times 0
+REACH = DEPTH  # rows past the end of the last group that may be read, times 0
 
 
 def grouped_outer(
     left: jax.Array, right: jax.Array, *, group_sizes: jax.Array
 ) -> jax.Array:
-    """`[N, A]` and `[N, B]` as `[L, A, B]`, the sum of each group's outer products.
+    """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`.
 
     Args:
-        left: `[N, A]` of a 16-bit type; N a multiple of 8, A of 128. What is NaN or
-            infinite within REACH rows of a group makes its matrix NaN.
-        right: `[N, B]` of the same type; B a multiple of 128.
-        group_sizes: `[L]` of integers; sum at most N.
+        left: `[N, A]` of a 16-bit dtype; N a multiple of 8, A of 128. A NaN or infinity
+            within REACH rows of a group makes that group's matrix NaN.
+        right: `[N, B]` of the same dtype; B a multiple of 128.
+        group_sizes: integers `[L]`, with a sum of at most N.
     """
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
@@ -50,12 +50,12 @@ def grouped_outer(
 def _kernel(
     firsts: Any, befores: Any, afters: Any, left: Any, right: Any, out: Any
 ) -> None:
-    """Runs as `_experts.hopper.launch` says.
+    """The kernel's body; `hopper.launch` describes its grid.
 
     Args:
-        firsts: int32 `[L]`, the row that is loaded first for a group.
-        befores: int32 `[L]`, rows from there to the group's own.
-        afters: int32 `[L]`, rows from there to its end.
+        firsts: int32 `[L]`, the first row loaded for each group.
+        befores: int32 `[L]`, rows from there to the start of the group.
+        afters: int32 `[L]`, rows from there to the end of the group.
         left: `[N, A]`.
         right: `[N, B]`.
         out: `[L, A, B]`.
@@ -120,7 +120,7 @@ def _kernel(
                 return sums
 
             hopper.pipeline(specs, steps, multiply, context)(
-                # They may end past the operands' ends; blocks there are not loaded.
+                # These slices may end past the operands; no block there is loaded.
                 left.at[pl.ds(first, left.shape[0]), pl.ds(row, ROWS)],
                 right.at[pl.ds(first, right.shape[0]), pl.ds(column, block)],
                 allocations=stages,

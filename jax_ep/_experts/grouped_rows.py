@@ -1,8 +1,8 @@
-"""A grouped matmul that costs what its groups hold, as a kernel for Hopper (Pallas).
+"""Pallas kernel for Hopper: a grouped matmul that skips rows of no group.
 
-JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`) multiplies all N rows of
-its operand. Of a dispatch's `[N, H]` most may be room for the worst case: with R ranks
-all but 1 row in R.
+JAX's own kernel (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`) multiplies all N
+rows. Most rows of a dispatch may be room for the worst case: with R ranks all but 1
+in R.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jax_ep._experts.hopper import (
 
 
 class Tiles(NamedTuple):
-    """Tiles of ROWS rows that make up the groups; int32, by tile, void from `total` on.
+    """Tiles of ROWS rows that cover the groups; int32 `[tiles]`, valid up to `total`.
 
     Attributes:
-        group: whose matrix it is multiplied with.
-        first: the row that is loaded first; the last is one of the operand's.
-        skipped: rows from there to those that are the group's.
-        rows: rows that are the group's, 1 to ROWS.
-        total: `[1]`, how many.
+        group: the group whose matrix the tile is multiplied with.
+        first: the first row to load; all ROWS rows are inside the operand.
+        skipped: rows of the tile before the first one of the group.
+        rows: rows of the tile in the group, 1 to ROWS.
+        total: `[1]`, the number of valid tiles.
     """
 
     group: jax.Array
@@ -45,14 +45,14 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(group_sizes: jax.Array, count: int) -> Tiles:
-    """The tiles that groups in `count` rows have, a multiple of SWIZZLED_ROWS."""
+    """Returns the tiles of groups in `count` rows, a multiple of SWIZZLED_ROWS."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
     loaded = starts // SWIZZLED_ROWS * SWIZZLED_ROWS
     per_group = jnp.where(sizes > 0, (ends - loaded + ROWS - 1) // ROWS, 0)
     tile_ends = jnp.cumsum(per_group)
-    # A group has up to 7 rows before its own, and its last tile may lack all but one.
+    # A group's first tile may have SWIZZLED_ROWS - 1 other rows, its last just one row.
     most = (count + len(sizes) * (ROWS + SWIZZLED_ROWS - 2)) // ROWS
     tile = jnp.arange(most, dtype=jnp.int32)
     group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all")
@@ -70,13 +70,13 @@ def grouped_rows(
     group_sizes: jax.Array,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """`[N, A]` by the matrix of each row's group; rows of no group are not written.
+    """Multiplies each row by the matrix of its group; leaves rows of no group unset.
 
     Args:
-        rows: `[N, A]` of a 16-bit type; A a multiple of 64.
-        matrices: `[L, A, B]` of the same type; B a multiple of 128.
-        group_sizes: `[L]` of integers; sum at most N.
-        transpose_rhs: `matrices` is `[L, B, A]`.
+        rows: `[N, A]` of a 16-bit dtype; A a multiple of 64.
+        matrices: `[L, A, B]` of the same dtype; B a multiple of 128.
+        group_sizes: integers `[L]`, with a sum of at most N.
+        transpose_rhs: whether `matrices` is `[L, B, A]`.
 
     Returns:
         `[N, B]`.
@@ -92,7 +92,7 @@ def grouped_rows(
 
 
 def _kernel(*refs: Any, transposed: bool) -> None:
-    """Of (tiles, rows, matrices, out); runs as `_experts.hopper.launch` says."""
+    """The kernel's body, with (*tiles, rows, matrices, out); see `hopper.launch`."""
     pl, gpu = hopper.pallas()
     *tiles, rows, matrices, out = refs
     tiles = Tiles(*tiles)
@@ -157,15 +157,15 @@ def _kernel(*refs: Any, transposed: bool) -> None:
 
 
 def _store(found: Any, staged: Any, out: Any, place: Any, held: Any) -> None:
-    """Writes those rows of a tile that are its group's, through shared memory.
+    """Writes the rows of a tile that belong to its group, through shared memory.
 
     Args:
-        found: `[OWN, C]`.
-        staged: `[OUT_SLOTS, OWN, OUT_COLUMNS]` of shared memory, of this warpgroup; not
-            swizzled, so that a copy may begin at any row of it.
+        found: `[OWN, C]`, the results of this warpgroup.
+        staged: `[OUT_SLOTS, OWN, OUT_COLUMNS]`, shared memory of this warpgroup; not
+            swizzled, so that a copy can start at any row.
         out: `[N, B]`.
-        place: row and column of `out` where all of it would begin.
-        held: rows before the first that is written, and rows that are.
+        place: row and column of `out` for the first row of `found`.
+        held: the first row to write and the number of rows.
     """
     pl, gpu = hopper.pallas()
     row, column = place
@@ -180,9 +180,9 @@ def _store(found: Any, staged: Any, out: Any, place: Any, held: Any) -> None:
 
 
 def _copy_rows(slot: Any, to: Any, first: Any, count: Any) -> None:
-    """Begins to copy so many rows of `[OWN, OUT_COLUMNS]`."""
+    """Starts to copy `count` rows of `[OWN, OUT_COLUMNS]` from row `first` on."""
     pl, gpu = hopper.pallas()
-    # A copy's size is fixed when it is compiled: one for each bit of the number.
+    # The size of a copy is a compile-time constant, so there is one per bit of count.
     for bit in range(OWN.bit_length()):
         size = 1 << bit
 

@@ -1,7 +1,8 @@
-"""What kernels for Hopper (Pallas) have in common that multiply matrices.
+"""The common parts of the Pallas matmul kernels for Hopper.
 
-A block of threads runs on each multiprocessor: two warpgroups multiply, each half the
-rows of the block's result, and one loads. The tensor cores add up in float32.
+One thread block runs on each multiprocessor. Two of its warpgroups multiply, each for
+half of the rows of a result block, and a third one loads. Tensor cores accumulate in
+float32.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import jax
 
 from jax_ep._native import loader
 
-ROWS = 128  # of a block's result
-_COLUMNS = (256, 128)  # of it; the first that suits the result's
-WARPGROUPS = 2  # that multiply
-OWN = ROWS // WARPGROUPS  # rows of a warpgroup's result
-SWIZZLED_ROWS = 8  # together in shared memory: where loads of rows may begin
+ROWS = 128  # rows of a result block
+_COLUMNS = (256, 128)  # columns of a result block; the first that divides the result's
+WARPGROUPS = 2  # warpgroups that multiply
+OWN = ROWS // WARPGROUPS  # rows of a result block per warpgroup
+SWIZZLED_ROWS = 8  # rows of a swizzle tile; loads start at a multiple of it
 _SWIZZLED_BYTES = 128
-_SWIZZLED = 64  # columns together there, of 16 bits
-DEPTH = 64  # of both operands in a step
-_STEPS = 4  # in flight
-_PANEL = 4  # blocks of columns side by side, which share what they read in L2
-OUT_COLUMNS = 64  # that go out at a time
-OUT_SLOTS = 2  # in shared memory: one fills while another goes out
-_MEMORY_REGISTERS = 40  # of a thread that loads
+_SWIZZLED = 64  # 16-bit columns of a swizzle tile
+DEPTH = 64  # size of a pipeline step along the contracted dimension
+_STEPS = 4  # pipeline steps in flight
+_PANEL = 4  # column blocks that run side by side and share rows in the L2 cache
+OUT_COLUMNS = 64  # columns per store
+OUT_SLOTS = 2  # store buffers: one fills while the other is copied out
+_MEMORY_REGISTERS = 40  # registers per thread of the warpgroup that loads
 
 
 def pallas() -> tuple[Any, Any]:
-    """Pallas and what it has for NVIDIA's GPUs; an ImportError where that lacks absl.
+    """Returns Pallas and its module for NVIDIA GPUs.
 
-    Not imported with this module: JAX does not require absl.
+    They are imported on first use, because JAX does not require absl, which they need.
+
+    Raises:
+        ImportError: absl is not installed.
     """
     from jax.experimental import pallas
     from jax.experimental.pallas import mosaic_gpu
@@ -42,12 +46,12 @@ def pallas() -> tuple[Any, Any]:
 
 
 def load_pallas() -> None:
-    """Imports Pallas where its kernels may run, while no program has been compiled.
+    """Imports Pallas if its kernels may run, before any program is compiled.
 
-    The import adds to what newer JAX keeps compiled programs by. Left to the first
-    layer, it would have every function that was jitted before compile once more.
+    In newer JAX the import changes the key of the jit cache. If the first layer
+    imported it, every function jitted before would compile again.
     """
-    wanted = getattr(jax.config, "jax_platforms", None) or "cuda"  # or any
+    wanted = getattr(jax.config, "jax_platforms", None) or "cuda"  # None means any
     if loader.cuda is None or not {"cuda", "gpu"} & set(wanted.split(",")):
         return
     with contextlib.suppress(ImportError, AttributeError):
@@ -55,22 +59,22 @@ def load_pallas() -> None:
 
 
 def multiprocessors() -> int:
-    """Of a GPU of this process."""
+    """Returns the number of multiprocessors of a GPU of this process."""
     return jax.local_devices()[0].core_count
 
 
 def columns_of_block(columns: int) -> int:
-    """Of a block's result, where the whole has a multiple of 128."""
+    """Returns the columns of a result block; `columns` is a multiple of 128."""
     return next(c for c in _COLUMNS if columns % c == 0)
 
 
 def panel(blocks: int) -> int:
-    """How many of so many blocks of columns run side by side."""
+    """Returns how many of `blocks` column blocks run side by side."""
     return math.gcd(blocks, _PANEL)
 
 
 def swizzled() -> tuple[Any, ...]:
-    """How operands lie in shared memory."""
+    """Returns the transforms for operands in shared memory."""
     _, gpu = pallas()
     return gpu.TilingTransform((SWIZZLED_ROWS, _SWIZZLED)), gpu.SwizzleTransform(
         _SWIZZLED_BYTES
@@ -80,9 +84,9 @@ def swizzled() -> tuple[Any, ...]:
 def launch(
     kernel: Callable[..., None], shape: tuple[int, ...], dtype: Any, *operands: Any
 ) -> jax.Array:
-    """What `kernel(*operands, out)` leaves, of this shape and dtype.
+    """Runs `kernel(*operands, out)`; returns `out` with this shape and dtype.
 
-    It runs with axes "sm" and "warpgroup".
+    The grid has axes "sm", one block per multiprocessor, and "warpgroup".
     """
     _, gpu = pallas()
     run = gpu.kernel(
@@ -96,7 +100,7 @@ def launch(
             lowering_semantics=gpu.LoweringSemantics.Warpgroup
         ),
     )
-    # Pallas counts steps with integers of 32 bits.
+    # Pallas counts pipeline steps in int32, which x64 mode would widen.
     with jax.enable_x64(False):
         return run(*operands)
 
@@ -107,13 +111,14 @@ def pipeline(
     body: Callable[..., Any] = lambda *_: None,
     context: Callable[..., Any] = lambda *_: None,
 ) -> Any:
-    """`steps` of `body`, on what the warpgroup that loads brings by `specs`.
+    """Makes a pipeline of `steps` steps, loaded by one warpgroup for the others.
 
     Args:
-        specs: of the operands' blocks, by step.
-        steps: a number or a scalar; None: as many as are in flight.
-        body: takes (step, *blocks, sums) and returns sums; in warpgroups that multiply.
-        context: is given what runs the steps on sums; likewise.
+        specs: block specs of the operands, indexed by step.
+        steps: int or scalar; None means as many as are in flight.
+        body: takes (step, *blocks, sums) and returns sums; runs in the warpgroups that
+            multiply.
+        context: called there with a function that runs all steps on given sums.
     """
     _, gpu = pallas()
     return gpu.emit_pipeline_warp_specialized(
@@ -129,8 +134,8 @@ def pipeline(
 
 
 def transposed(ref: Any) -> Any:
-    """A matrix in memory, the other way round."""
-    # JAX 0.10 has it as a function alone, newer ones as a method.
+    """Returns a transposed view of a matrix in memory."""
+    # JAX 0.10 only has a function, newer versions a method.
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
     return pallas()[1].transpose_ref(ref, (1, 0))

@@ -1,4 +1,4 @@
-"""What the layers of jax_ep.flax share: sizes and the call on global arrays.
+"""The part of the jax_ep.flax layers that does not depend on Flax.
 
 A layer of any library holds a `Layer` and its parameters, and calls `apply`.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep._core import checks, context
+from jax_ep._core import context, errors
 from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
@@ -42,10 +42,7 @@ from jax_ep.router import Router, check_choice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the constructors of the layers take, by the same names and defaults.
-
-    `jax_ep.flax.MoE` documents them.
-    """
+    """Arguments of the layers' constructors; `jax_ep.flax.MoE` documents them."""
 
     mesh: Mesh
     axis_name: str | Sequence[str]
@@ -69,11 +66,11 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Arguments):
-    """Everything static of a layer, hashable: its arguments, settled.
+    """The static, hashable state of a layer: its arguments after defaults and checks.
 
     Attributes:
-        function: what error messages call it.
-        config: sizes and options; `config_options` is None.
+        function: the layer's name in error messages.
+        config: sizes and options, with `config_options` merged in.
     """
 
     function: str
@@ -81,7 +78,7 @@ class Layer(Arguments):
 
     @classmethod
     def of(cls, function: str, given: Mapping[str, Any]) -> Layer:
-        """The layer of a constructor's variables, or of a module's fields."""
+        """Makes the layer from a constructor's variables or a module's fields."""
         names = [field.name for field in dataclasses.fields(Arguments)]
         arguments = {name: given[name] for name in names}
         mesh, name = arguments["mesh"], arguments["axis_name"]
@@ -101,9 +98,9 @@ class Layer(Arguments):
         return cls(**arguments | settled, function=function, config=config)
 
     def __post_init__(self) -> None:
-        """Checks what can be before there are arrays."""
+        """Checks everything that does not need arrays."""
         moe_checks.require_choices(self.function, self.router, self.experts)
-        what, remedy = "a bool", "the layer makes the bias itself, of zeros"
+        what, remedy = "a bool", "pass True and the layer makes a bias of zeros"
         moe_checks.require_type(
             self.function, "router_bias", self.router_bias, bool, what, remedy
         )
@@ -111,9 +108,9 @@ class Layer(Arguments):
             hash(self.experts)
         except TypeError as error:
             raise TypeError(
-                f"jax_ep.{self.function}: experts must be hashable, as programs are "
-                f"kept by it, got a {type(self.experts).__name__}; give a function or "
-                "a frozen dataclass"
+                f"jax_ep.{self.function}: experts must be hashable, because compiled "
+                f"programs are cached by it, got a {type(self.experts).__name__}; pass "
+                "a function or a frozen dataclass"
             ) from error
         config = self.config
         router = self.router or Router()
@@ -124,7 +121,7 @@ class Layer(Arguments):
             raise ValueError(
                 f"jax_ep.{self.function}: shared_intermediate_size must be "
                 f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
-                f"got {shared!r}; give it, or leave fused_shared_expert out"
+                f"got {shared!r}; pass it, or leave fused_shared_expert out"
             )
         tp = self.tp_axis_name
         if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
@@ -142,30 +139,30 @@ class Layer(Arguments):
             if type(value) is not int or value < 1 or value % parts:
                 raise ValueError(
                     f"jax_ep.{self.function}: {name} must be an int and a positive "
-                    f"multiple of {parts}, the parts of tp_axis_name, got {value!r}; "
-                    "change it, or make it one with int()"
+                    f"multiple of {parts}, the size of tp_axis_name, got {value!r}; "
+                    "change it, or convert it with int()"
                 )
 
     def __reduce__(self) -> NoReturn:
-        """Refuses, for the layers that hold this: their mesh is of one process."""
+        """Raises, because the mesh of a layer belongs to one process."""
         refuse_pickling(self.function)
 
     def __copy__(self) -> Self:
-        """Itself, as nothing of it changes."""
+        """Returns itself, as it is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, so that what holds it, a layer, can be copied."""
+        """Returns itself, so that a Flax layer that holds it can be copied."""
         return self
 
     @property
     def ep_axes(self) -> tuple[str, ...]:
-        """The axes of the EP group."""
+        """Axes of the EP group."""
         name = self.axis_name
         return (name,) if isinstance(name, str) else tuple(name)
 
     def params(self) -> dict[str, Param]:
-        """The parameters by name, as `jax_ep.moe_ffn` takes them."""
+        """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
         return params(
             self.config,
             self.intermediate_size,
@@ -175,13 +172,16 @@ class Layer(Arguments):
         )
 
     def initializer(self, name: str) -> Any:
-        """A `(key, dtype) -> array` for a parameter, made where it belongs."""
+        """Returns a `(key, dtype) -> array` that makes a parameter, sharded."""
         return self.params()[name].initializer(self.mesh)
 
     def handle(self, ep: EPHandle | None = None) -> EPHandle:
-        """`ep` if it suits, else the handle that layers of equal sizes share.
+        """Returns `ep` if given, else the handle that layers of equal sizes share.
 
-        Also while a program is traced, as Linen and `nnx.jit` want it.
+        It works while tracing, where Linen and `nnx.jit` call it.
+
+        Raises:
+            ValueError, TypeError: `ep` is not a handle for this layer.
         """
         if ep is not None:
             return self._checked(ep)
@@ -196,8 +196,8 @@ class Layer(Arguments):
         ):
             if got != must:
                 raise ValueError(
-                    f"jax_ep.{self.function}: ep.{name} must be the layer's, {must}, "
-                    f"got {got}; init ep with it or leave ep out"
+                    f"jax_ep.{self.function}: ep.{name} must equal that of the layer, "
+                    f"{must}, got {got}; init ep with it or leave ep out"
                 )
         return ep
 
@@ -209,11 +209,11 @@ class Layer(Arguments):
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
     ) -> tuple[jax.Array, MoEAux]:
-        """The layer on a global `x` `[..., hidden]`, cast to the config's dtype.
+        """Applies the layer to a global `x`, cast to the config's dtype.
 
         Args:
             ep: what `handle` returned.
-            values: whole arrays by name; "router_bias" besides those of `params()`.
+            values: global arrays by name: those of `params()`, and "router_bias".
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
             input_scale: as in `jax_ep.dispatch`, the same for all ranks.
@@ -234,7 +234,7 @@ class Layer(Arguments):
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
         operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
         in_specs = (specs, spec, spec, PartitionSpec())
-        # Kept with the handle, so that eager calls compile once.
+        # Cached in the handle, so that eager calls compile once.
         key = (self, names, spec)
         program = ep._programs.get(key)
         if program is None:
@@ -250,7 +250,7 @@ class Layer(Arguments):
     def _body(
         self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
     ) -> tuple[jax.Array, MoEAux]:
-        with checks.told_of(self.function):
+        with errors.told_of(self.function):
             y, aux = moe_ffn(
                 ep,
                 x.reshape(-1, self.config.hidden_size),
@@ -264,12 +264,13 @@ class Layer(Arguments):
         return y.reshape(x.shape), aux
 
     def _leading_spec(self, x: jax.Array) -> PartitionSpec:
-        """How the dimensions before the last lie on the mesh, checked against `x`."""
+        """Returns the spec of all dimensions of `x` but the last, checked against x."""
         hidden = self.config.hidden_size
         if x.ndim < 2 or x.shape[-1] != hidden:
             raise ValueError(
                 f"jax_ep.{self.function}: x must be [..., hidden_size] with "
-                f"hidden_size {hidden} and tokens before it, got {x.shape}; reshape it"
+                f"hidden_size {hidden} and at least one dimension before it, got "
+                f"{x.shape}; reshape it"
             )
         spec = leading_spec(
             self.function, self.mesh, self.tp_axis_name, self.spec, x.shape
@@ -285,7 +286,7 @@ class Layer(Arguments):
         return spec
 
     def _placed(self, operands: Any, specs: Any) -> Any:
-        """Moves arrays to where a mesh with explicit axes wants them."""
+        """Reshards arrays as `shard_map` requires on a mesh with explicit axes."""
         if AxisType.Explicit not in self.mesh.axis_types:
             return operands
 
@@ -301,9 +302,9 @@ class Layer(Arguments):
 
 
 def refuse_pickling(function: str) -> NoReturn:
-    """Raises the TypeError of a layer that somebody pickles."""
+    """Raises the TypeError for pickling a layer."""
     raise TypeError(
-        f"jax_ep.{function} cannot be pickled, as it holds the devices of one process; "
-        "save its parameters (a checkpoint loads on any mesh, docs/layers.md) and make "
-        "the layer again from its arguments"
+        f"jax_ep.{function} cannot be pickled, because it holds devices of one process;"
+        " save its parameters (a checkpoint loads on any mesh, docs/layers.md) and "
+        "make the layer again from its arguments"
     )

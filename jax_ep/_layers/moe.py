@@ -39,18 +39,19 @@ from jax_ep._ops.dequantize import dequantize
 )
 @dataclasses.dataclass(frozen=True)
 class MoEAux:
-    """What a layer reports besides its result.
+    """Losses and statistics that a layer returns with its result.
+
+    Outside shard_map the fields from `expert_counts` on stack those of all ranks.
 
     Attributes:
-        balance_loss: float32 `[]`, of the whole batch; see `jax_ep.router.Losses`.
-        z_loss: float32 `[]`, of the whole batch.
-        load: float32 `[E]`, each expert's share, of the whole batch.
-        expert_counts: int32 `[L]`, rows sent to each of this rank's experts; of all
-            ranks where it left shard_map.
-        num_dropped: int32 `[1]`, rows this rank lost to N.
+        balance_loss: float32 `[]`, over the whole batch; see `jax_ep.router.Losses`.
+        z_loss: float32 `[]`, over the whole batch.
+        load: float32 `[E]`, each expert's share of the routed rows of the whole batch.
+        expert_counts: int32 `[L]`, rows sent to each of this rank's experts.
+        num_dropped: int32 `[1]`, rows that this rank dropped because N was too small.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
-        place: int32 `[1]`, where this rank stands in the mesh's order, which tells
-            `jax_ep.stats` who is who however ranks were stacked; None is unknown.
+        place: int32 `[1]`, this rank's position in the mesh, by which `jax_ep.stats`
+            identifies ranks in whatever order they were stacked; None if unknown.
     """
 
     balance_loss: jax.Array
@@ -63,9 +64,9 @@ class MoEAux:
 
     @classmethod
     def specs(cls, axis_names: str | Sequence[str]) -> Any:
-        """Its `out_specs` for shard_map, where tokens are split over `axis_names`."""
+        """Returns `out_specs` for shard_map if tokens are split over `axis_names`."""
         names = axis_names if isinstance(axis_names, str) else tuple(axis_names)
-        # A tree of specs in the place of arrays.
+        # Any, because the fields hold specs here, not arrays.
         whole: Any = jax.sharding.PartitionSpec()
         stacked: Any = jax.sharding.PartitionSpec(names)
         return cls(whole, whole, whole, *[stacked] * 4)
@@ -86,12 +87,12 @@ def moe_ffn(
     experts: ExpertsFunction | None = None,
     activation: _experts.Activation | None = None,
 ) -> tuple[jax.Array, MoEAux]:
-    """Router, dispatch, SwiGLU experts, combine, and a shared expert beside them.
+    """Applies router, dispatch, SwiGLU experts, combine and an optional shared expert.
 
-    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays. It
-    keeps no state, so it serves any library of layers. Weights are cast to the dtype
-    of the tokens, and sums of their gradients over ranks are in the wider of both
-    dtypes; the router works in float32.
+    Call it inside `jax.shard_map` over the mesh of `ep`, on the arrays of one rank. It
+    keeps no state, so any layer library can wrap it. Weights are cast to the dtype of
+    the tokens; their gradients are summed over ranks in the wider of the two dtypes.
+    The router computes in float32.
 
     Args:
         ep: handle of `jax_ep.init`.
@@ -99,48 +100,47 @@ def moe_ffn(
         params: a mapping with
             "router" `[H, E]`, not needed with `routing`;
             "router_bias" float32 `[E]`, optional (`jax_ep.router.route`);
-            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or in its place
+            "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or instead
             "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
-            "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional, of the
-            routed experts;
+            "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional biases
+            of the routed experts;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
-            that every token goes to with weight 1. Its matmuls wait for no exchange,
-            and where the config's `overlap` is "copy" or "stream" stand between the
-            dispatch's halves;
-            with `fused_shared_expert=True` in the config they are those of group 0 of
-            the routed experts' (S = F).
-        router: the kind of router; None is `jax_ep.router.Router()`.
-        routing: what a router of your own decided, in place of "router".
-        mask: bool `[n]`, False for padding: it goes to no expert (the shared one
-            excepted) and counts in no loss. Without a shared expert it may be NaN.
-        residual: `[n, H]` in the config's dtype, added to the result: before it is
-            rounded, but with `tp_axis` to the rounded sum over it, and beside a shared
-            expert that is not fused to that one's rows, which are rounded.
-        input_scale: of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
-        batch_axes: mesh axes that tokens are split over, for the losses; None is all
-            manual axes of the call, which is right also where tokens are equal along
-            some. Those of a `jax.vmap` with `spmd_axis_name` are left out: each entry
-            of the batch has losses of its own.
+            that every token goes to with weight 1. Its matmuls wait for no exchange;
+            if the config's `overlap` is "copy" or "stream" they run between
+            `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
+            config they become group 0 of the grouped matmuls, and S must be F.
+        router: the kind of router; None means `jax_ep.router.Router()`.
+        routing: the decision of a router of your own, in place of "router".
+        mask: bool `[n]`, False for padding, which goes to no expert (except the shared
+            one) and counts in no loss. Without a shared expert padding may be NaN.
+        residual: `[n, H]` in the config's dtype, added to the result before it is
+            rounded. Exceptions: with `tp_axis` it is added to the rounded sum over that
+            axis; with a shared expert that is not fused, to that expert's rounded rows.
+        input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
+        batch_axes: mesh axes that tokens are split over, for the losses. None means
+            all manual axes of the call, which is also right if tokens are equal along
+            some of them; an axis that is the `spmd_axis_name` of a `jax.vmap` is left
+            out, so that each entry of the batch has its own losses.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it.
-        experts: what the experts do to rows, in place of SwiGLU by
-            `jax.lax.ragged_dot`, or by Pallas kernels for Hopper where that is dense
-            and these run (`jax_ep.experts.auto`): a function of (rows `[N, H]`,
-            "gate_up", "down", group_sizes) that returns `[N, H]` in the dtype of the
-            rows; what it makes of rows past the last group is not read. Marked by
-            `jax_ep.experts.takes_dispatched` it is called with (d, "gate_up", "down").
-            Biases and `activation`, where there are any, are keywords of these names.
-            `jax_ep.experts` has others, and grouped matmuls of your own serve.
-        activation: of (gate, up) `[N, F]`, in place of `silu(gate) * up`, of all
-            experts.
+        experts: a function of (rows `[N, H]`, "gate_up", "down", group_sizes) that
+            returns `[N, H]` in the dtype of the rows; rows past the last group are
+            ignored. A function marked by `jax_ep.experts.takes_dispatched` is called
+            with (d, "gate_up", "down"). Biases and `activation`, if any, are passed as
+            keywords of these names. None means `jax_ep.experts.auto`: SwiGLU by
+            `jax.lax.ragged_dot`, or by Pallas kernels on Hopper GPUs if XLA's
+            ragged_dot is dense there. `jax_ep.experts` has more; a grouped matmul of
+            your own works, too.
+        activation: a function of (gate, up) `[N, F]` for all experts; None means
+            `silu(gate) * up`.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, or as `jax_ep.dispatch`.
+            above, and for the reasons of `jax_ep.dispatch`.
     """
     checks.require_open("moe_ffn", ep)
     checks.require_scope("moe_ffn", ep)
@@ -157,7 +157,7 @@ def moe_ffn(
             kernel = params["router"].astype(jnp.float32)
             real = tokens.astype(jnp.float32)
             if mask is not None:
-                # Padding may be NaN, and NaN times no gradient is NaN in the kernel's.
+                # NaN in padding times a zero cotangent is NaN in the kernel's gradient.
                 real = jnp.where(mask[:, None], real, 0.0)
             logits = jnp.dot(
                 real,
@@ -186,7 +186,7 @@ def moe_ffn(
         rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
     y = combining.combine(ep, rows, d.route, d.router_weights, residual=beside)
     if tp_axis:
-        # Of partial sums: n rows cross, not the N of the experts.
+        # Summed after combine: that moves n rows, not the N rows of the experts.
         y = jax.lax.psum(y, tp_axis)
         y = y if residual is None else y + residual
     aux = MoEAux(
@@ -210,14 +210,14 @@ def _expert_rows(
     experts: ExpertsFunction | None,
     activation: _experts.Activation | None,
 ) -> jax.Array:
-    """What the experts make of the rows that arrived."""
+    """Applies the experts to the rows that arrived; `[N, H]`."""
     run: Any = experts
     if experts is None:
         run = partial(_experts.auto, device=ep.mesh.local_devices[0])
     names = ("gate_bias", "up_bias", "down_bias")
     options = {name: params[name] for name in names if name in params}
     if tp_axis and "down_bias" in options:
-        # Added once: the ranks of tp_axis have parts of one sum.
+        # On one rank only, because the results are summed over tp_axis.
         first = jax.lax.axis_index(tp_axis) == 0
         options["down_bias"] = jnp.where(first, options["down_bias"], 0)
     gate_up, down = params["gate_up"], params["down"]
@@ -235,17 +235,20 @@ def _expert_rows(
 
 
 def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Those that the losses are summed over: they exist in a manual region alone."""
+    """Returns the axes to sum losses over, which must be manual in this call."""
     if given is not None:
         return tuple(given)
-    # A vmap over stages, with one of them as its spmd_axis_name, has a batch each.
+    # Each entry of a vmap over stages has a batch of its own.
     others = traces.spmd_axis_names()
     names = [name for name in ep.mesh.axis_names if name not in others]
     return tuple(name for name in names if checks.in_scope((name,)))
 
 
 def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
-    """Of `MoEAux`: over the axes that `like` varies over, unknown those of `split`."""
+    """Returns `MoEAux.place`, this rank's index over the axes that `like` varies over.
+
+    Without check_vma these axes are unknown, and `split` stands in for them.
+    """
     least = frozenset(ep.axis_names)
     axes = (varying(like) or frozenset(split)) | least
     names = [name for name in ep.mesh.axis_names if name in axes]
@@ -255,10 +258,10 @@ def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
 def _spread(
     ep: EPHandle, params: Mapping[str, Any], tokens: jax.Array, routing: Any
 ) -> dict[str, Any]:
-    """`params`, where wider ones vary as tokens do before they are cast to their dtype.
+    """Casts params that are wider than tokens to vary over the axes of tokens.
 
-    So that gradients are summed over ranks in the parameters' dtype: cast first, they
-    would vary from there on, and be summed in that of the tokens.
+    The sum of gradients over ranks belongs to this cast, so it is in the params' dtype.
+    If params were first cast to the tokens' dtype, the sum would be in that dtype.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves((tokens, routing))))
 
@@ -272,7 +275,7 @@ def _spread(
 
 
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
-    """The shared expert's matrix as that of group 0."""
+    """Puts the shared expert's matrix in front of the routed ones, as group 0."""
     return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
 
 
@@ -285,7 +288,7 @@ def _dispatch_beside(
     params: Mapping[str, Any],
     activation: _experts.Activation | None,
 ) -> tuple[Dispatched, jax.Array]:
-    """The dispatch, and the shared expert's rows, which do not wait for it."""
+    """Dispatches, and computes the shared expert's rows while the exchange runs."""
 
     def shared_expert() -> jax.Array:
         with jax.named_scope("jax_ep.shared_expert"):
@@ -293,10 +296,10 @@ def _dispatch_beside(
 
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
-        # One kernel is not parted, and XLA overlaps exchanges of its own as it is.
+        # One kernel cannot be split, and XLA overlaps its own exchanges by itself.
         return dispatching.dispatch(*sent, input_scale=input_scale), shared_expert()
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
-    # Without it the second half may come first, and nothing hides the exchange.
+    # Without the barrier XLA may run dispatch_wait first, which hides nothing.
     both = jax.lax.optimization_barrier((pending, shared_expert()))
     return dispatching.dispatch_wait(both[0]), both[1]
 
@@ -319,7 +322,7 @@ def _shared_expert(
 def _losses(
     ep: EPHandle, routing: routers.Routing, axes: tuple[str, ...]
 ) -> routers.Losses:
-    # Sums over axes along which tokens are equal need operands that vary over them.
+    # psum over an axis needs operands that vary over it, even if tokens are equal.
     least = frozenset(ep.axis_names).union(axes)
     (routing,) = vary_alike(ep.mesh.axis_names, least, routing)
     return routers.losses(routing, axes)

@@ -1,7 +1,4 @@
-"""The parameters of the layers of jax_ep.flax: shapes, shardings, initial values.
-
-And checks of what the layers are told of them and of their config.
-"""
+"""Parameters of the jax_ep.flax layers: shapes, shardings, initial values, checks."""
 
 from __future__ import annotations
 
@@ -20,7 +17,15 @@ from jax_ep._core.config import EPConfig
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """A parameter: its whole shape, how it lies on the mesh, and its fans' axes."""
+    """One parameter.
+
+    Attributes:
+        shape: global shape.
+        spec: mesh axes of each dimension, as in a PartitionSpec.
+        fan_out: dimensions that count as fan-out for the initial values.
+        fan_in: dimension that counts as fan-in.
+        batch: dimensions over which parameters are independent.
+    """
 
     shape: tuple[int, ...]
     spec: tuple[Any, ...]
@@ -29,9 +34,9 @@ class Param:
     batch: tuple[int, ...] = ()
 
     def initializer(self, mesh: Mesh) -> Any:
-        """A `(key, dtype) -> array` that makes the whole array where it belongs.
+        """Returns a `(key, dtype) -> array` that makes the global array, sharded.
 
-        The values depend on the key alone, not on the mesh.
+        The values depend only on the key, not on the mesh.
         """
         draw = jax.nn.initializers.variance_scaling(
             1.0,
@@ -48,8 +53,8 @@ class Param:
         def make(key: jax.Array, dtype: Any) -> jax.Array:
             place = partial(draw, shape=self.shape, dtype=dtype)
             if explicit and isinstance(key, Tracer):
-                # There a sharding is part of a type: what is traced is moved to it, and
-                # out_shardings would only be compared with what it has.
+                # With explicit axes a sharding is part of the type. Inside a trace
+                # out_shardings would only be compared with it, so reshard.
                 return jax.sharding.reshard(place(key), sharding)
             return jax.jit(place, out_shardings=sharding)(key)
 
@@ -63,7 +68,7 @@ def params(
     ep_axes: tuple[str, ...],
     tp: str | None,
 ) -> dict[str, Param]:
-    """The parameters by name, as `jax_ep.moe_ffn` takes them."""
+    """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
     experts, hidden = config.num_experts, config.hidden_size
     ep = ep_axes[0] if len(ep_axes) == 1 else ep_axes
     found = {
@@ -81,7 +86,7 @@ def params(
     return found
 
 
-# Fields of EPConfig that are arguments of the layers.
+# Fields of EPConfig that are arguments of the layers; others go by config_options.
 CONFIG_FIELDS = (
     "num_experts",
     "top_k",
@@ -94,56 +99,56 @@ CONFIG_FIELDS = (
 
 
 def param_dtype(function: str, dtype: Any) -> jnp.dtype:
-    """`dtype` as one that parameters can have."""
+    """Returns `dtype` as a dtype; raises TypeError unless it is a floating one."""
     try:
         found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:  # no dtype at all
+    except TypeError:  # not a dtype
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
             f"jax_ep.{function}: param_dtype must be a floating dtype, got {dtype!r}; "
-            '"float32" is the default'
+            'the default is "float32"'
         )
     return found
 
 
 def config_fields(function: str, options: Any) -> Mapping[str, Any]:
-    """`config_options` of a layer: fields of `EPConfig` that it has no argument for."""
+    """Returns a layer's `config_options`: fields of `EPConfig` without an argument."""
     options = {} if options is None else options
     known = {field.name for field in dataclasses.fields(EPConfig)} - set(CONFIG_FIELDS)
     if not isinstance(options, Mapping) or not set(options) <= known:
         raise ValueError(
             f"jax_ep.{function}: config_options must be a mapping with names among "
-            f"{sorted(known)}, got {options!r}; the layer's own arguments give the "
-            "other fields"
+            f"{sorted(known)}, got {options!r}; pass other fields as arguments of the "
+            "layer"
         )
     return options
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes that any dimension lies over."""
+    """Returns all axes of `spec`."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
 
 
 def entry_axes(entry: Any) -> Sequence[str]:
-    """The axes that one dimension lies over."""
+    """Returns the axes of one dimension of a spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def require_floating(function: str, x: jax.Array) -> None:
-    """Raises unless `x` holds what casting to the layer's dtype only rounds."""
+    """Raises unless `x` has a floating dtype, which the layer may cast to its own."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"jax_ep.{function}: x must be of a floating dtype, got {x.dtype}; pass "
+            f"jax_ep.{function}: x must have a floating dtype, got {x.dtype}; pass "
             "embeddings, not ids, or cast it"
         )
 
 
 def require_mesh(function: str, mesh: Any) -> None:
-    """Raises unless Flax can place parameters on the mesh: all axes of one kind."""
-    if mesh is None:  # `init` takes that of `jax.set_mesh`; parameters need one here
+    """Raises unless all axes have one kind, which Flax needs to place parameters."""
+    if mesh is None:  # init would use the mesh of jax.set_mesh; parameters cannot
         raise TypeError(
             f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
             "with jax.make_mesh"
@@ -152,14 +157,14 @@ def require_mesh(function: str, mesh: Any) -> None:
         raise ValueError(
             f"jax_ep.{function}: mesh must have axes of one kind, explicit or "
             f"automatic, got {mesh.axis_types}; make it with the same axis_types for "
-            "all axes, or call jax_ep.moe_ffn, which takes any"
+            "all axes, or call jax_ep.moe_ffn, which takes any mesh"
         )
 
 
 def require_spec(
     function: str, spec: Any, mesh: Mesh, ep_axes: tuple[str, ...], tp: str | None
 ) -> None:
-    """Raises unless `spec` is None or shards dimensions over axes as a layer can."""
+    """Raises unless `spec` is None or shards dimensions in a way a layer supports."""
     remedy = "leave it out to shard dimension 0 over all axes"
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise TypeError(
@@ -191,9 +196,9 @@ def leading_spec(
     spec: PartitionSpec | None,
     shape: tuple[int, ...],
 ) -> PartitionSpec:
-    """How the dimensions before the last lie on the mesh, checked against x's shape.
+    """Returns the spec of all dimensions of x but the last, checked against x's shape.
 
-    Without what is None at the end, so that P("ep", None) for [n, hidden] is P("ep").
+    Trailing Nones are dropped, so P("ep", None) for [n, hidden] becomes P("ep").
     """
     if spec is None:
         spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
@@ -213,7 +218,7 @@ def leading_spec(
         if size == 0 or size % parts:
             raise ValueError(
                 f"jax_ep.{function}: dimensions of x must divide over {spec}, got "
-                f"{shape} for {parts} parts; pad it, with a mask, or reshape it to "
-                "[tokens, hidden_size]"
+                f"{shape} for {parts} parts; pad x and mask the padding, or reshape x "
+                "to [tokens, hidden_size]"
             )
     return PartitionSpec(*entries)

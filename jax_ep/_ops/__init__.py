@@ -1,1 +1,1 @@
-"""dispatch and combine: checks, derivatives, halves, order."""
+"""dispatch and combine: checks, derivatives, asynchronous forms, order of calls."""

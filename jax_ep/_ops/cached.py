@@ -1,8 +1,8 @@
-"""Exchanges along a route that is there: what reverse rules are made of.
+"""Exchanges that reuse a route: the building blocks of reverse rules.
 
-`send_cached` and `return_rows` are each other's transposes, so that any order of
-derivative works and no exchange after the first routes again. The transpose of a
-dispatch is `return_rows`; the rule of a combine uses `send_cached`.
+`send_cached` and `return_rows` are each other's transposes, so derivatives of any order
+work, and only the first exchange routes. The transpose of a dispatch is `return_rows`;
+the reverse rule of a combine uses `send_cached`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax_ep._ops.ordering import OrderedCall
 from jax_ep._transport import transport_of
 from jax_ep._transport.base import Token, Wire
 
-# Rows or tokens, and the weights beside them.
+# Rows or tokens, and their weights.
 Weighted = tuple[jax.Array, jax.Array | None]
 
 
 def send_cached(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> Weighted:
-    """Tokens `[n, H]` and weights `[n, K]` as rows along `route`: `[N, H]`, `[N]`."""
+    """Sends tokens `[n, H]` and weights `[n, K]` by `route`: rows `[N, H]`, `[N]`."""
     return _SEND(ep, (route, tokens, weights))
 
 
 def return_rows(
     ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
 ) -> Weighted:
-    """Rows `[N, H]` summed back to their tokens; their weights `[N]` as `[n, K]`."""
+    """Sums rows `[N, H]` back to tokens `[n, H]`; returns weights `[N]` as `[n, K]`."""
     return _RETURN(ep, (route, rows, row_weights))
 
 

@@ -1,8 +1,8 @@
-"""combine: expert rows home, summed, at once and in two halves.
+"""combine: returns expert rows to their tokens and sums them, in one call or in two.
 
-With w weights, E expert rows, i = row(t, k) and y the sum:
+Derivatives, with weights w, expert rows E, i = row(t, k) and the sum y:
     dE[i] = w[i] dy[t(i)], dw[i] = <dy[t(i)], E[i]>, dresidual = dy
-With `reduce="source"` dw travels back to the source; with "none" each row is a token of
+With `reduce="source"` dw is sent back to the source; with "none" each row is a token of
 its own, without weights.
 """
 
@@ -30,11 +30,11 @@ from jax_ep._ops.remat import OUT_NAME
 from jax_ep._transport import split_transport_of, transport_of
 from jax_ep._transport.base import CombineInputs, SumInputs, Token, Wire
 
-_ROW_BYTES = native.ROW_ALIGN_BYTES  # the least width of a row
+_ROW_BYTES = native.ROW_ALIGN_BYTES  # the smallest possible width of a row
 
 
 class CombineArgs(NamedTuple):
-    """The operands of a combine: arrays, in the modes that take them, or None."""
+    """The operands of a combine: arrays, or None if omitted."""
 
     expert_out: Any
     route: Any
@@ -50,36 +50,37 @@ def combine(
     *,
     residual: ArrayLike | None = None,
 ) -> jax.Array:
-    """Brings expert rows home: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
+    """Sums expert rows back to tokens: `y[t] = sum_k w[t, k] * expert_out[row(t, k)]`.
 
-    Call it inside `jax.shard_map`, as `dispatch`. With `reduce="rank"` a rank sums its
-    rows of a token in float32 in k order and rounds once to `combine_dtype`; the source
-    sums the ranks in ascending order, then the shared expert's row, then `residual`,
-    and rounds once to `dtype`. With `reduce="source"` each row crosses, in
-    `combine_dtype`, and the source sums them in k order; with "none" it returns them.
-    Rows of padding and dropped rows are never read. Differentiable with respect to
-    `expert_out`, `router_weights` and `residual`. Under `jax.vmap` the calls of the
-    batch are made one after the other.
+    Call it inside `jax.shard_map`, like `dispatch`. With `reduce="rank"` each expert
+    rank sums its rows of a token in float32 in k order and rounds once to
+    `combine_dtype`; the source sums these in ascending order of ranks, adds the shared
+    expert's row, then `residual`, and rounds once to `dtype`. With `reduce="source"`
+    each row is sent in `combine_dtype`, and the source sums them in k order; with
+    "none" it returns them. Rows of padding and dropped rows are never read.
+    Differentiable with respect to `expert_out`, `router_weights` and `residual`. Under
+    `jax.vmap` the calls of the batch are made one after the other.
 
     Args:
         ep: the handle that dispatched.
         expert_out: `[N, H]` in the config's dtype.
         route: `d.route` of the dispatch.
-        router_weights: float32 `[N]` or a narrower float type, usually
-            `d.router_weights`, or None for 1: the
-            route has no weights, so that leaving them out after a weighted dispatch
-            gives the unweighted sum, and no error. With `reduce="source"` `[n, K]`;
-            none with "none".
-        residual: `[n, H]` in the config's dtype, added to the sum, or None. None with
-            `reduce="none"`, and with `skip_a2a`, whose partial sums would each have it.
+        router_weights: float32 `[N]`, usually `d.router_weights`; narrower float types
+            are widened. With `reduce="source"` `[n, K]`; with "none" it must be None.
+            None means 1: the route holds no weights, so without them the sum is
+            unweighted even after a weighted dispatch.
+        residual: `[n, H]` in the config's dtype, added to the sum, or None. It must be
+            None with `reduce="none"`, and with `skip_a2a`, whose partial sums would
+            each include it.
 
     Returns:
-        `[n, H]` in the config's dtype: with `skip_a2a` this rank's part of the sum, for
-        `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero where there is no row.
+        `[n, H]` in the config's dtype; with `skip_a2a` this rank's part of the sum, to
+        be added up by `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero for
+        entries without a row.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, outside shard_map, or if `ep` is closed.
+            above, the call is outside shard_map, or `ep` is closed.
     """
     given = CombineArgs(expert_out, route, router_weights, residual)
     args = _checked("combine", ep, given)
@@ -95,20 +96,21 @@ def combine_async(
     *,
     residual: ArrayLike | None = None,
 ) -> Pending:
-    """Begins a combine: `jax_ep.combine` up to the end of its exchange.
+    """Starts a combine, which `combine_wait` completes.
 
     Args:
         ep: the handle that dispatched.
-        expert_out: as in `jax_ep.combine`, like the others.
+        expert_out: `[N, H]`, as in `jax_ep.combine`.
         route: `d.route` of the dispatch.
-        router_weights: weights or None.
-        residual: `[n, H]` or None.
+        router_weights: as in `jax_ep.combine`, or None.
+        residual: `[n, H]` or None, as in `jax_ep.combine`.
 
     Returns:
         A `Pending` for `combine_wait`.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.combine` and `dispatch_async`.
+        ValueError, TypeError: for the reasons of `jax_ep.combine`, or if this trace
+            already has as many pending combines as allowed.
     """
     function = "combine_async"
     given = CombineArgs(expert_out, route, router_weights, residual)
@@ -120,16 +122,18 @@ def combine_async(
 
 
 def combine_wait(pending: Pending) -> jax.Array:
-    """Ends a combine: what `jax_ep.combine` returns, bit for bit.
+    """Completes a combine; the result equals that of `jax_ep.combine`, bit for bit.
 
     Args:
-        pending: of `combine_async`, on the same rank.
+        pending: result of `combine_async` on the same rank.
 
     Returns:
-        As `jax_ep.combine`.
+        `[n, H]`, or `[n, K, H]` with `reduce="none"`, as `jax_ep.combine`.
 
     Raises:
-        ValueError, TypeError: as `dispatch_wait`.
+        ValueError, TypeError: while tracing, if `pending` is not the `Pending` of a
+            combine, was already waited on, or holds several ranks; or if its handle
+            is closed.
     """
     ep = pendings.awaited("combine_wait", "combine", pending)
     with checks.calling("combine_wait"):
@@ -139,7 +143,7 @@ def combine_wait(pending: Pending) -> jax.Array:
 
 
 def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
-    """The operands as arrays, varying alike; with `reduce="none"` a row's route."""
+    """Returns checked operands that vary alike, with `entry_route` for "none"."""
     checks.require_open(function, ep)
     checks.require_scope(function, ep)
     config = ep.config
@@ -196,7 +200,7 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
 
 
 def _by_token(ep: EPHandle, y: jax.Array) -> jax.Array:
-    """What a combine returns: with `reduce="none"` a token's rows side by side."""
+    """Returns `y`, with `reduce="none"` reshaped to `[n, K, H]`."""
     if ep.config.reduce != "none":
         return y
     top_k = ep.config.top_k
@@ -233,10 +237,10 @@ def _run(
 
 
 def _keep(ep: EPHandle, static: None, args: CombineArgs, results: Any) -> Any:
-    """Of the operands what `_cotangents` needs; the rows only where weights are."""
+    """Returns what `_cotangents` needs; the rows only if there are weights."""
     weighted = args.router_weights is not None
     weighting = (args.router_weights, args.expert_out) if weighted else None
-    # None or (): the structure says whether there was a residual, without an array.
+    # None or (), to tell by structure alone whether there was a residual.
     return args.route, weighting, None if args.residual is None else ()
 
 
@@ -250,7 +254,7 @@ def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> Combine
     at_source = ep.config.reduce == "source"
     rows, sent = send_cached(ep, route, dy, router_weights if at_source else None)
     row_weights: Any = sent if at_source else router_weights
-    # Padding may hold anything in E and in w; its cotangents are zero all the same.
+    # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
     rows32 = rows.astype(jnp.float32)
     factor = jnp.where(real, row_weights, 0.0)
@@ -259,7 +263,7 @@ def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> Combine
     dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
     dweights = jnp.where(real, dot, 0.0)
     if at_source:
-        # Beside rows of the least width, since these return nothing else.
+        # Only weights are returned, so the rows beside them have the smallest width.
         wire = ep.config.grad_format
         width = formats.block(wire) if wire else _ROW_BYTES // rows.dtype.itemsize
         nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
@@ -273,8 +277,8 @@ _COMBINE = OrderedCall(
 )
 
 
-# The first half yields what arrived and what the last sum takes, `held`, and zeros in
-# the shape of the sums, `port`, which carry their cotangent back to it.
+# The first half returns `held`, what arrived and the operands of the last sum, and
+# `port`, zeros in the shape of the sums, which carry their cotangent back to it.
 
 
 def _run_send(

@@ -1,4 +1,4 @@
-"""Rows of a quantised dispatch as values, with a straight-through derivative."""
+"""Dequantises the rows of a dispatch, with a straight-through derivative."""
 
 from __future__ import annotations
 
@@ -9,48 +9,58 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
+from jax_ep._core import errors
 from jax_ep._core.literals import Dtype, Format
 from jax_ep._core.types import Dispatched
 
 
 def dequantize(d: Dispatched) -> jax.Array:
-    """Rows of a dispatch in the token dtype, differentiable.
+    """Returns the rows of a dispatch in the token dtype; differentiable.
 
-    The derivative is straight-through: a cotangent of the rows is one of the tokens
-    that were sent, as if nothing had been quantised. It goes through `d.grad_port`: a
-    quantised `d` whose port was replaced by None has rows, and no derivative.
-    `d.tokens` and `d.scales` of a quantised format carry none.
+    The derivative is straight-through: cotangents of the rows become those of the
+    tokens, as if nothing had been quantised. They pass through `d.grad_port`, so a
+    quantised `d` whose port was set to None has no derivative. `d.tokens` and
+    `d.scales` of a quantised format carry no gradient.
 
     Args:
-        d: what `jax_ep.dispatch` returned, on one rank; `jax_ep.sharded.dequantize`
-            takes what left shard_map.
+        d: the `Dispatched` of one rank. Use `jax_ep.sharded.dequantize` for one that
+            left shard_map.
 
     Returns:
-        `[N, H]` in the config's dtype; for "bf16" these are `d.tokens` themselves.
+        `[N, H]` in the config's dtype; for "bf16" `d.tokens` itself.
 
     Raises:
-        TypeError: `d` is no `Dispatched`.
-        ValueError: `d` is of several ranks, or its scales are missing; in the backward
-            pass, if its port is.
+        TypeError: `d` is not a `Dispatched`.
+        ValueError: `d` holds several ranks or lacks its scales; in the backward pass,
+            if it lacks its port.
     """
     if not isinstance(d, Dispatched):
-        raise TypeError(
-            "jax_ep.dequantize: d must be what jax_ep.dispatch returned, got "
-            f"{type(d).__name__}; pass the Dispatched, not its arrays"
+        raise errors.invalid(
+            "dequantize",
+            "d must be the Dispatched that jax_ep.dispatch returned",
+            type(d).__name__,
+            "pass the Dispatched, not its arrays",
+            operand="d",
+            kind=TypeError,
         )
     if (d.scales is not None) != formats.is_quantized(d.format):
-        raise ValueError(
-            f"jax_ep.dequantize: d must have the scales of its format {d.format!r}, "
-            f"got {'none' if d.scales is None else 'some'}; keep `scales` and `format` "
-            "as the dispatch returned them"
+        raise errors.invalid(
+            "dequantize",
+            f"d must have the scales of its format {d.format!r}",
+            "none" if d.scales is None else "some",
+            "keep `scales` and `format` as the dispatch returned them",
+            operand="d",
         )
     if not formats.is_quantized(d.format):
         return d.tokens
     ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
     if ranks != 1:
-        raise ValueError(
-            f"jax_ep.dequantize: d must be one rank's, got one of {ranks} ranks; use "
-            "jax_ep.sharded.dequantize on global arrays"
+        raise errors.invalid(
+            "dequantize",
+            "d must hold the rows of one rank",
+            f"those of {ranks} ranks",
+            "use jax_ep.sharded.dequantize on global arrays",
+            operand="d",
         )
     with jax.named_scope("jax_ep.dequantize"):
         return _dequantized(d)
@@ -69,7 +79,7 @@ def _dequantized(d: Dispatched) -> jax.Array:
 def _untiled(
     scales: jax.Array, scales_offsets: jax.Array, row_offsets: jax.Array, rows: int
 ) -> jax.Array:
-    """Tiled scales `[tiles, words, 32, 4, 4]` by row: `[rows, columns]`.
+    """Converts tiled scales `[tiles, words, 32, 4, 4]` to `[rows, columns]`.
 
     Rows past the last group get the byte 0x00.
     """
@@ -89,12 +99,12 @@ def _untiled(
 
 class _Static(NamedTuple):
     format: Format
-    dtype: Dtype  # of the values
+    dtype: Dtype  # dtype of the result
     has_port: bool
 
 
-# The port's cotangent is that of the rows; codes and scales have none. Adding the port
-# to the values instead would turn -0 into +0.
+# The cotangent of the rows becomes that of the port; codes and scales have none. Adding
+# the port to the values would do the same, but turn -0 into +0.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(
     static: _Static,
@@ -113,12 +123,14 @@ def _values_fwd(static: _Static, *args: Any) -> Any:
 
 
 def _values_bwd(static: _Static, _: None, ct: jax.Array) -> Any:
-    # No gradient at all would be a wrong one that nobody sees.
+    # Raises, because silently missing gradients would be wrong.
     if not static.has_port:
-        raise ValueError(
-            "jax_ep.dequantize: d must have the grad_port of its dispatch where a "
-            "gradient is taken, got None; keep it, or stop the gradient at the rows "
-            "with jax.lax.stop_gradient"
+        raise errors.invalid(
+            "dequantize",
+            "d must have the grad_port of its dispatch when it is differentiated",
+            "None",
+            "keep it, or stop the gradient at the rows with jax.lax.stop_gradient",
+            operand="d",
         )
     return ct, None, None, None
 

@@ -1,7 +1,7 @@
-"""dispatch: tokens to the ranks of their experts, at once and in two halves.
+"""dispatch: sends tokens to the ranks of their experts, in one call or in two halves.
 
-With i = row(t, k): dx[t] = sum_k drow(t,k) and dw[t,k] = dwrow(i), where drow of a
-quantised dispatch is that of grad_port.
+Derivatives, with i = row(t, k): dx[t] = sum_k drow[i] and dw[t, k] = dwrow[i]. For a
+quantised dispatch drow is the cotangent of grad_port.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks
+from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
@@ -36,31 +36,31 @@ def dispatch(
     *,
     input_scale: ArrayLike | None = None,
 ) -> Dispatched:
-    """Sends each token to the ranks of its experts and groups what arrives by expert.
+    """Sends each token to the ranks of its experts, and groups rows there by expert.
 
-    Call it inside `jax.shard_map` over the mesh of `ep`, on a rank's own arrays, on
-    every rank with the same n. A token crosses to a rank once, however many of that
-    rank's experts it goes to. The order of rows depends on the inputs alone.
+    Call it inside `jax.shard_map` over the mesh of `ep`, on the arrays of one rank,
+    with the same n on every rank. A token crosses to each rank only once, even if
+    several of that rank's experts get it. The order of rows depends only on the inputs.
     Differentiable with respect to `tokens` and `router_weights`. Under `jax.vmap` the
     calls of the batch are made one after the other.
 
     Args:
         ep: handle of `jax_ep.init`.
         tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank.
-        topk_ids: int32 `[n, K]`, global expert ids. -1 is no expert; the same id twice
-            makes two rows; ids outside [-1, E) count as -1, in `num_invalid` and for
-            `ep.check()`.
-        router_weights: float32 `[n, K]` that travel with the tokens, or None for 1.
-            Narrower float types are widened; gradients come back in theirs.
-        input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`, the same on
-            every rank; None is 1. Other formats take none.
+        topk_ids: int32 `[n, K]`, global expert ids. -1 means no expert; a repeated id
+            makes two rows. Ids outside [-1, E) are treated as -1, counted in
+            `num_invalid` and reported by `ep.check()`.
+        router_weights: float32 `[n, K]`, sent with the tokens; None means 1. Narrower
+            float types are widened, and gradients returned in them.
+        input_scale: global scale of "nvfp4", float32 `[]` or `[1]`, the same on every
+            rank; None means 1. It must be None for other formats.
 
     Returns:
         A `Dispatched` with N = `ep.recv_capacity` rows.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, outside shard_map, or if `ep` is closed.
+            above, the call is outside shard_map, or `ep` is closed.
     """
     weighted = router_weights is not None
     given = (tokens, topk_ids, router_weights, input_scale)
@@ -77,25 +77,25 @@ def dispatch_async(
     *,
     input_scale: ArrayLike | None = None,
 ) -> Pending:
-    """Begins a dispatch: `jax_ep.dispatch` up to the end of its exchange.
+    """Starts a dispatch, which `dispatch_wait` completes.
 
-    What does not need its result may run before `dispatch_wait`. At most the config's
-    `pending_calls` dispatches of a handle may be pending; each call of a batch of
-    `jax.vmap` is one.
+    Computations that do not need the result can run in between. At most the config's
+    `pending_calls` dispatches of a handle may be pending; under `jax.vmap` each entry
+    of the batch counts.
 
     Args:
         ep: handle of `jax_ep.init`.
-        tokens: as in `jax_ep.dispatch`, like the others.
-        topk_ids: int32 `[n, K]`.
-        router_weights: float32 `[n, K]` or None.
-        input_scale: of "nvfp4", or None.
+        tokens: `[n, H]`, as in `jax_ep.dispatch`.
+        topk_ids: int32 `[n, K]`, as in `jax_ep.dispatch`.
+        router_weights: float32 `[n, K]` or None, as in `jax_ep.dispatch`.
+        input_scale: float32 `[]` or `[1]` or None, as in `jax_ep.dispatch`.
 
     Returns:
         A `Pending` for `dispatch_wait`.
 
     Raises:
-        ValueError, TypeError: as `jax_ep.dispatch`; one pending dispatch too many,
-            where this trace sees it.
+        ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if this trace
+            already has as many pending dispatches as allowed.
     """
     function = "dispatch_async"
     weighted = router_weights is not None
@@ -108,17 +108,18 @@ def dispatch_async(
 
 
 def dispatch_wait(pending: Pending) -> Dispatched:
-    """Ends a dispatch: what `jax_ep.dispatch` returns, bit for bit.
+    """Completes a dispatch; the result equals that of `jax_ep.dispatch`, bit for bit.
 
     Args:
-        pending: of `dispatch_async`, on the same rank.
+        pending: result of `dispatch_async` on the same rank.
 
     Returns:
         A `Dispatched`.
 
     Raises:
-        ValueError, TypeError: while tracing, if `pending` is no dispatch's, was waited
-            for already, is of several ranks, or if its handle is closed.
+        ValueError, TypeError: while tracing, if `pending` is not the `Pending` of a
+            dispatch, was already waited on, or holds several ranks; or if its handle
+            is closed.
     """
     ep = pendings.awaited("dispatch_wait", "dispatch", pending)
     with checks.calling("dispatch_wait"):
@@ -135,7 +136,7 @@ def _checked(
     router_weights: Any,
     input_scale: Any,
 ) -> DispatchInputs:
-    """The operands as arrays, varying alike; weights of 1 where none are given."""
+    """Returns checked operands that vary alike, with weights of 1 by default."""
     checks.require_open(function, ep)
     checks.require_scope(function, ep)
     config = ep.config
@@ -144,17 +145,23 @@ def _checked(
     checks.require_dtype(function, "tokens", tokens, config.dtype)
     checks.require_dtype(function, "topk_ids", topk_ids, "int32")
     if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
-        raise ValueError(
-            f"jax_ep.{function}: tokens must have shape [n, hidden_size] with "
-            f"hidden_size {config.hidden_size}, got {tokens.shape}; "
-            "reshape the tokens or init with their hidden_size"
+        raise errors.invalid(
+            function,
+            "tokens must have shape [n, hidden_size] with hidden_size "
+            f"{config.hidden_size}",
+            tokens.shape,
+            "reshape the tokens or init with their hidden_size",
+            operand="tokens",
         )
     n = tokens.shape[0]
     if n > config.max_tokens_per_rank:
-        raise ValueError(
-            f"jax_ep.{function}: tokens must have at most max_tokens_per_rank = "
-            f"{config.max_tokens_per_rank} rows, got {n}; init with a larger one or "
-            "split the call"
+        raise errors.invalid(
+            function,
+            "tokens must have at most max_tokens_per_rank = "
+            f"{config.max_tokens_per_rank} rows",
+            n,
+            "init with a larger max_tokens_per_rank or split the call",
+            operand="tokens",
         )
     ids_shape = (n, config.top_k)
     checks.require_shape(
@@ -205,7 +212,7 @@ def _transpose(
 
 
 def _of_inputs(tokens: jax.Array, weights: jax.Array | None) -> Any:
-    """Cotangents in the structure of the operands."""
+    """Returns cotangents in the structure of the operands."""
     of: Any = DispatchInputs
     return of(tokens, None, weights, None)
 
@@ -213,7 +220,7 @@ def _of_inputs(tokens: jax.Array, weights: jax.Array | None) -> Any:
 def _cotangents(
     ep: EPHandle, weighted: bool, route: Route, cotangent: Dispatched
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Those of the tokens and, where they take any, of their weights."""
+    """Returns the cotangents of the tokens and, if `weighted`, of their weights."""
     port = cotangent.grad_port
     drows = cotangent.tokens if port is None else port
     return return_rows(ep, route, drows, cotangent.router_weights if weighted else None)
@@ -224,9 +231,10 @@ _DISPATCH = OrderedCall(
 )
 
 
-# The first half yields what arrived, `held`, and float zeros in the shapes of tokens
-# and weights, `ports`. The second half makes its result of both. Its reverse rule turns
-# the result's cotangents into those of the ports, and the first half's hands them on.
+# The first half returns what arrived, `held`, and float zeros in the shapes of tokens
+# and weights, `ports`. The second half makes its result from both. Its reverse rule
+# turns the result's cotangents into those of `ports`, and the first half's reverse rule
+# returns these as cotangents of tokens and weights.
 
 
 def _run_send(
@@ -264,7 +272,7 @@ def _run_receive(
 
 def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
     _, (_, weights) = halves
-    # None or (): whether the weights take gradients.
+    # None or (), to tell by structure alone whether the weights take gradients.
     return d.route, None if weights is None else ()
 
 
@@ -289,7 +297,7 @@ _RECEIVE = OrderedCall(
 def _dispatched(
     ep: EPHandle, tokens: jax.Array, input_scale: jax.Array, arrived: Arrived
 ) -> Dispatched:
-    """The result; `tokens` are those that were sent, or alike."""
+    """Makes the result; `tokens` only gives shape, dtype and mesh axes of the port."""
     received, slot_of, num_invalid = options.placed(ep, arrived)
     name = ep.config.dispatch_format
     quantized = formats.is_quantized(name)

@@ -1,4 +1,4 @@
-"""A rank's function on global arrays, by `jax.shard_map`. Used by `sharded`."""
+"""Runs per-rank functions on global arrays, by `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep._core import checks, context
+from jax_ep._core import checks, context, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
@@ -17,10 +17,11 @@ from jax_ep._transport.base import Token
 
 
 def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
-    """The mesh axes that `spec` shards dimension 0 over: all that may be sharded.
+    """Returns the mesh axes that `spec` shards dimension 0 over.
 
     Raises:
-        ValueError: inside shard_map, a closed handle, or another `spec`.
+        ValueError: the call is inside shard_map, `ep` is closed, or `spec` shards
+            another dimension or leaves an axis of `ep` out.
     """
     checks.require_open(function, ep)
     context.require_usable(function, ep.mesh)
@@ -28,16 +29,16 @@ def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[st
         return ep.mesh.axis_names
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
     first, *rest = entries or (None,)
-    # An entry that is neither a name nor a tuple of them leaves the layout open.
+    # Other entries, such as UNCONSTRAINED, do not determine the layout.
     axes = (first,) if isinstance(first, str) else ()
     axes = first if isinstance(first, tuple) else axes
     others_sharded = any(entry is not None for entry in rest)
     known = set(ep.axis_names) <= set(axes) <= set(ep.mesh.axis_names)
     if others_sharded or not known or len(set(axes)) < len(axes):
         raise ValueError(
-            f"jax_ep.{function}: spec must be a PartitionSpec of dimension 0 alone, "
-            f"over mesh axes that include {ep.axis_names}, got {spec!r}; leave it out "
-            "to shard over all axes"
+            f"jax_ep.{function}: spec must be a PartitionSpec that shards only "
+            f"dimension 0, over mesh axes that include {ep.axis_names}, got {spec!r}; "
+            "leave it out to shard over all axes"
         )
     return axes
 
@@ -45,10 +46,10 @@ def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[st
 def checked(
     function: str, ep: EPHandle, axes: tuple[str, ...], name: str, value: Any
 ) -> jax.Array:
-    """`value` as an array that splits evenly over the ranks.
+    """Returns `value` as an array that splits evenly over the ranks.
 
     Raises:
-        ValueError: it does not, or has more dimensions than any operand.
+        ValueError: it does not split evenly, or has more than 2 dimensions.
     """
     array = as_array(function, name, value)
     parts = _parts(ep, axes)
@@ -75,14 +76,14 @@ def run(
     sharded_over: dict[str, tuple[str, ...]],
     operands: dict[str, Any],
 ) -> Any:
-    """`function(ep, **operands)` on every rank; its results, stacked on dimension 0.
+    """Runs `function(ep, **operands)` on every rank; stacks results on dimension 0.
 
     Args:
-        function: of a rank's arrays.
+        function: a function of the arrays of one rank.
         ep: the handle.
-        axes: that dimension 0 of the results is sharded over.
-        sharded_over: those of each operand, by its name.
-        operands: global arrays.
+        axes: mesh axes that dimension 0 of the results is sharded over.
+        sharded_over: the same for dimension 0 of each operand, by name.
+        operands: global arrays, by name.
     """
     placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
     after = ordering.before_mapped(ep, _parts(ep, axes))
@@ -96,7 +97,7 @@ def run(
 
         def body(operands: dict[str, Any], after: Token) -> Any:
             name = f"sharded.{function.__name__.lstrip('_')}"
-            with checks.told_of(name, _whole(ep, sharded_over, operands)):
+            with errors.told_of(name, _whole(ep, sharded_over, operands)):
                 return ordering.mapped(ep, after, lambda: function(ep, **operands))
 
         rows = PartitionSpec(axes)
@@ -112,7 +113,7 @@ def run(
 def _whole(
     ep: EPHandle, sharded_over: dict[str, tuple[str, ...]], operands: dict[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """The global shapes of those operands that are arrays, by name."""
+    """Returns the global shapes of the operands that are arrays, by name."""
     shapes = {}
     for name, part in operands.items():
         if isinstance(part, jax.Array):
@@ -122,12 +123,12 @@ def _whole(
 
 
 def _parts(ep: EPHandle, axes: tuple[str, ...]) -> int:
-    """How many ranks dimension 0 is split over."""
+    """Returns the number of ranks that dimension 0 is split over."""
     return int(np.prod([ep.mesh.shape[axis] for axis in axes]))
 
 
 def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
-    """Moves arrays to where the explicit axes of a mesh want them; others follow."""
+    """Reshards arrays over explicit mesh axes, as shard_map requires for those."""
     kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
     explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
     if not explicit:

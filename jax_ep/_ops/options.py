@@ -1,9 +1,9 @@
-"""What `fused_shared_expert`, `skip_a2a` and `reduce` change about a rank's tables.
+"""Translates `fused_shared_expert`, `skip_a2a` and `reduce` to plain operands.
 
-The steps know ranks, experts and rows alone. Here a shared expert becomes one expert
-more on each rank, chosen by one entry more of each token; a rank that exchanges nothing
-becomes a group of its own; and rows that cross one by one become tokens of one row.
-So the transports serve all of them unchanged.
+Transports only know ranks, experts and rows, and serve all options unchanged. Here a
+shared expert becomes one more expert per rank, chosen by one more entry per token; a
+rank that exchanges nothing becomes a group of its own; and rows that are sent one by
+one become tokens with a single row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax_ep._transport.base import Arrived, CombineInputs, DispatchInputs, SumIn
 
 
 def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
-    """The operands with ids and weights `[n, K']` of the experts that the steps see.
+    """Returns operands with ids and weights `[n, K']` of the experts of a transport.
 
-    These are `ep.groups` on each of `ep.route_ranks` ranks. Ids that are invalid stay
-    so; `EPHandle.check` tells which they were.
+    Those are `ep.groups` on each of `ep.route_ranks` ranks. Invalid ids stay invalid;
+    `EPHandle.check` reports their original values.
     """
     _, topk_ids, router_weights, _ = inputs
     config = ep.config
@@ -60,7 +60,7 @@ def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
 
 
 def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
-    """What the steps made of `routed`, in the terms of the contract."""
+    """Translates the arrivals of `routed` operands back to the public contract."""
     config, top_k = ep.config, ep.config.top_k
     if not (config.skip_a2a or config.fused_shared_expert):
         return arrived
@@ -74,7 +74,7 @@ def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
         k = jnp.where(shared, -1, k)
         received = received._replace(
             expert_ids=received.expert_ids - 1,
-            # Routes hold what came through the router; `shared_part` says the rest.
+            # A route holds only routed entries; `shared_part` tells the rest.
             row_of=received.row_of[..., :top_k],
             row_slot=jnp.where(shared[:, 0], -1, received.row_slot),
         )
@@ -95,7 +95,7 @@ def summed(
     residual: jax.Array | None = None,
     by_entry: bool = False,
 ) -> tuple[CombineInputs, SumInputs]:
-    """The operands of a combine of `rows`; `by_entry`: each row crosses by itself."""
+    """Returns operands of a combine; with `by_entry` each row is sent by itself."""
     shared = ep.config.fused_shared_expert
     tables = entry_route(route) if by_entry else route
     n = route.slot_of.shape[0]
@@ -111,7 +111,7 @@ def summed(
 
 
 def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:
-    """First token, and number, of those whose copies this rank's shared expert has."""
+    """Returns first and number of the tokens that this rank's shared expert gets."""
     if not ep.config.skip_a2a:
         return 0, n
     size = ep.config.allreduce_world_size or ep.ep_size
@@ -121,14 +121,14 @@ def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:
 
 
 def shared_part(ep: EPHandle, like: jax.Array, n: int) -> jax.Array:
-    """`_part` as int32 `[2]` that varies as `like` does."""
+    """Returns `_part` as int32 `[2]` that varies as `like` does."""
     part = jnp.stack([jnp.asarray(value, jnp.int32) for value in _part(ep, n)])
     _, part = vary_alike(ep.mesh.axis_names, frozenset(ep.axis_names), like, part)
     return part
 
 
 def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`rows` with the tokens of the shared expert in group 0."""
+    """Puts the shared expert's tokens into group 0 of `rows`."""
     if not ep.config.fused_shared_expert:
         return rows
     n = tokens.shape[0]
@@ -137,7 +137,7 @@ def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, tokens[: len(rows)], 0, 0)
     size = ep.config.allreduce_world_size or ep.ep_size
     most = min(-(-n // size), len(rows))
-    # Where the last ranks have a token less, the slice would end past the tokens.
+    # One more row, as the slice of a rank with one token less ends past the tokens.
     tokens = jnp.concatenate(
         [tokens, jnp.zeros_like(tokens, shape=(1, *tokens.shape[1:]))]
     )
@@ -148,21 +148,21 @@ def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def shared_rows(ep: EPHandle, n: int) -> jax.Array:
-    """Which of the N rows are the shared expert's."""
+    """Returns a mask `[N]` of the rows of the shared expert."""
     if not ep.config.fused_shared_expert:
         return jnp.zeros(ep.recv_capacity, bool)
     return jnp.arange(ep.recv_capacity, dtype=jnp.int32) < _part(ep, n)[1]
 
 
 def entry_slots(slot_of: jax.Array) -> jax.Array:
-    """The slots of entries that each have one, `[n, K]`: those of `entry_route`."""
+    """Returns slots `[n, K]` if each entry has its own, as in `entry_route`."""
     top_k = slot_of.shape[1]
     entry = jnp.arange(top_k, dtype=jnp.int32)
     return jnp.where(slot_of < 0, -1, slot_of * top_k + entry[None, :])
 
 
 def entry_route(route: Route) -> Route:
-    """`route` of tokens of one row each: (token, k) are tokens, (slot, k) slots."""
+    """Converts `route` so that each (token, k) is a token and each (slot, k) a slot."""
     ranks, n, top_k = route.row_of.shape
     row_of = route.row_of.reshape(-1)
     rows = route.row_slot.shape[0]

@@ -1,12 +1,12 @@
-"""Calls of a handle: in one order, one by one under vmap, with rules of their own.
+"""Orders the calls of a handle, also under vmap and in derivatives.
 
-XLA may run calls that do not depend on each other side by side; calls that share
-windows must not. So every call takes an operand `after` that its kernel does not read:
-a result of the handle's call before it. A barrier would not do, as XLA orders what it
-launches by buffers alone.
+XLA may run independent calls at the same time, but calls that share windows must run
+one after the other. So every call has an operand `after` that its kernel does not read:
+a result of the handle's previous call. An optimization barrier would not do, because
+XLA orders launches only by buffers.
 
-An `OrderedCall` is a kind of call. It takes care of that operand, makes the calls of a
-batch one after the other, and is differentiable by a rule made of other such calls.
+An `OrderedCall` is a kind of call. It passes that operand, makes the calls of a batch
+one after the other, and has a derivative rule made of other such calls.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import batching, checks, handle, traces
+from jax_ep._core import batching, checks, errors, handle, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.varying import varying
 from jax_ep._transport import transport_of
 from jax_ep._transport.base import Token
 
-# Results of a call, and what the next one comes after.
+# Results of a call, and the token for the next call.
 Outcome = tuple[Any, Token]
 
 _CHECKS_LEAKS = "jax_check_tracer_leaks"
@@ -51,18 +51,18 @@ class OrderedCall:
     """A kind of call of a handle.
 
     Attributes:
-        function: of jax_ep, which errors name.
-        run: (ep, static, args, after) -> (results, what the next call comes after),
-            without derivative. All that it returns is made in it: under vmap a result
-            that were made elsewhere would be one for the whole batch, and its
-            cotangent a sum over the batch.
-        keep: (ep, static, args, results) -> what `transpose` needs.
-        transpose: (ep, static, kept, cotangents of the results) -> those of args, with
-            None for what takes none.
+        function: name of the function of jax_ep, for errors.
+        run: (ep, static, args, after) -> (results, token for the next call), without a
+            derivative. It must make all its results itself. Under vmap a result made
+            outside would be one for the whole batch, and its cotangent would be
+            wrongly summed over the batch.
+        keep: (ep, static, args, results) -> residuals for `transpose`.
+        transpose: (ep, static, residuals, cotangents of the results) -> cotangents of
+            args, with None for args without one.
         like: args -> an array that varies over mesh axes as the call does.
-        named: results -> results with the names that remat policies go by.
-        ordered: ep -> whether its calls of this kind must come in order.
-        most_batched: ep -> how many calls a batch may have, or None.
+        named: results -> results with names for remat policies.
+        ordered: ep -> whether the handle's calls of this kind must be ordered.
+        most_batched: ep -> the largest batch size, or None.
     """
 
     function: str
@@ -80,7 +80,7 @@ class OrderedCall:
         Args:
             ep: the handle.
             args: a pytree of arrays, as `run` takes them.
-            static: what else it takes; hashable.
+            static: further arguments for `run`; hashable.
 
         Returns:
             The results.
@@ -91,11 +91,11 @@ class OrderedCall:
 def _made(
     call: OrderedCall, ep: EPHandle, static: Any, args: Any, given: Token | None
 ) -> tuple[Any, Token]:
-    """The call in its order: results, and what the next one comes after.
+    """Makes the call in order; returns its results and the token for the next call.
 
-    `given` is what it comes after where this trace has made no call yet.
+    `given` is the token to use if this trace has not made a call yet.
     """
-    # A reverse rule may be traced later than the call that it belongs to.
+    # Checked again, because a reverse rule may be traced after the handle is closed.
     checks.require_open(call.function, ep)
     if not call.ordered(ep):
         return cast(Outcome, _rule(call, ep, static, args, ()))
@@ -116,9 +116,9 @@ def _rule(
 def _rule_fwd(
     call: OrderedCall, ep: EPHandle, static: Any, args: Any, after: Token
 ) -> Any:
-    # By its order again: this is traced where the call before it may have been another.
+    # Ordered again, because in this trace another call may have come before it.
     results, done = _made(call, ep, static, args, after)
-    # Named again: names inside the nested rule do not reach the residuals.
+    # Named again, because names inside the nested rule do not reach the residuals.
     results = call.named(results)
     return (results, done), call.keep(ep, static, args, results)
 
@@ -135,9 +135,9 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 def _one_by_one(
     call: OrderedCall, ep: EPHandle, static: Any
 ) -> Callable[[Any, Token], tuple[Any, Token]]:
-    """`call.run`, which under vmap makes the calls of the batch in turn."""
+    """Returns `call.run` with a vmap rule that makes the calls of a batch in turn."""
     guarded = jax.custom_batching.custom_vmap(partial(call.run, ep, static))
-    # JAX's caches keep rules, which must not keep the handle open.
+    # JAX caches the rule, which therefore must not hold a reference to the handle.
     key = ep.key
 
     @guarded.def_vmap
@@ -145,9 +145,10 @@ def _one_by_one(
         args_batched, after_batched = in_batched
         ep = handle.find(key)
         if ep is None:
-            raise ValueError(
-                f"jax_ep.{call.function}: the handle must be open, got one that is "
-                "gone; keep it while what was traced with it is used"
+            raise errors.unusable(
+                call.function,
+                "the handle of this call no longer exists",
+                "keep a reference to it while functions traced with it are used",
             )
         body = _one_by_one(call, ep, static)
         token = batching.entry(after, after_batched, axis_size - 1)
@@ -155,9 +156,10 @@ def _one_by_one(
         with _batch_of(call, ep, axis_size):
             for index in range(axis_size):
                 one = batching.entry(args, args_batched, index)
-                # By `body`, for batches around this one. The token is a result of its
-                # own: XLA would see through one that is taken out of stacked results,
-                # and order call i of the next op after call i of this one alone.
+                # `body` has the vmap rule again, for an outer vmap. The token must be a
+                # result of its own: if it were a slice of the stacked results, XLA
+                # would simplify that, and order call i of the next op only after call i
+                # of this one.
                 results, token = body(one, token)
                 outcomes.append(results)
         stacked = batching.stacked(outcomes)
@@ -175,11 +177,11 @@ _batches = threading.local()
 
 @contextlib.contextmanager
 def _batch_of(call: OrderedCall, ep: EPHandle, axis_size: int) -> Iterator[None]:
-    """Around the calls of a batch: raises where batches within batches are too many."""
+    """Surrounds the calls of a batch; raises if nested batches exceed the limit."""
     outer = getattr(_batches, "size", 1)
     most = call.most_batched(ep)
     if most is not None and outer * axis_size > most:
-        raise ValueError(batch_error(call.function, ep, outer * axis_size))
+        raise batch_error(call.function, ep, outer * axis_size)
     _batches.size = outer * axis_size
     try:
         yield
@@ -187,18 +189,20 @@ def _batch_of(call: OrderedCall, ep: EPHandle, axis_size: int) -> Iterator[None]
         _batches.size = outer
 
 
-def batch_error(function: str, ep: EPHandle, size: int) -> str:
-    """That a batch of calls in halves is larger than `pending_calls`."""
+def batch_error(function: str, ep: EPHandle, size: int) -> Exception:
+    """The error for a vmap whose batch is larger than `pending_calls`."""
     kind = function.partition("_")[0]
-    return (
-        f"jax_ep.{function}: a batch of vmap must have at most pending_calls = "
-        f"{ep.config.most_pending} calls, which are all pending at once, got {size} on "
-        f"a rank; init with a larger pending_calls, or call jax_ep.{kind}"
+    return errors.invalid(
+        function,
+        f"a batch of vmap must have at most pending_calls = {ep.config.most_pending} "
+        "calls, which are all pending at once",
+        f"{size} per rank",
+        f"init with a larger pending_calls, or call jax_ep.{kind}",
     )
 
 
 def _before(ep: EPHandle, like: jax.Array, given: Token | None) -> Token:
-    """What the next call of `ep` comes after: zero where there is nothing."""
+    """Returns the token for the next call of `ep`, zeros if it is the first."""
     trace = traces.current_trace()
     for where, token in _links(ep):
         # A call cannot vary over fewer axes than its operands.
@@ -209,34 +213,34 @@ def _before(ep: EPHandle, like: jax.Array, given: Token | None) -> Token:
 
 
 def _passed(ep: EPHandle, done: Token) -> None:
-    """Notes what the next call in this trace comes after.
+    """Stores the token for the next call in this trace.
 
-    It holds the trace until the next call of this handle on this thread.
+    This keeps the trace alive until the next call of this handle on this thread.
     """
     trace = traces.current_trace()
-    # What is held would be reported as leaked.
+    # JAX's leak checker would report the stored token.
     leaks = getattr(jax.config, _CHECKS_LEAKS, False)
     (token,) = map(traces.unbatched, done)
     if trace is None or leaks or token is None:
         return
     links = _links(ep)
-    # Of other traces only those that this one lies in go on; the rest has ended, or is
-    # a derivative's, whose calls come down to this trace.
+    # Only traces around this one go on. All others have ended, or belong to a
+    # derivative, whose calls end up in this trace.
     around = traces.surrounding(trace)
     links[:] = [link for link in links if any(link[0] is outer for outer in around)]
     links.append((trace, token))
 
 
 def before_mapped(ep: EPHandle, parts: int) -> Token:
-    """What a `shard_map` of calls comes after, which this trace has around it.
+    """Returns the token for a `shard_map` of calls, from the trace around it.
 
     Args:
         ep: the handle.
-        parts: of dimension 0, a rank's calls take one each.
+        parts: size of dimension 0, one element for each rank's calls.
 
     Returns:
-        int32 `[parts]`; () where calls need no order, and where nothing is traced:
-        programs run one after the other.
+        int32 `[parts]`; () if calls need no order, or if nothing is traced, because
+        programs run one after the other anyway.
     """
     outside = (None, traces.untraced_trace())
     if not in_order(ep) or traces.current_trace() in outside:
@@ -247,7 +251,7 @@ def before_mapped(ep: EPHandle, parts: int) -> Token:
 
 
 def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, Token]:
-    """`call()`, inside that `shard_map`, and what comes next goes after."""
+    """Runs `call()` inside that `shard_map`; returns its result and the next token."""
     if not after:
         return call(), ()
     _passed(ep, after)
@@ -256,24 +260,24 @@ def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, To
 
 
 def passed_mapped(ep: EPHandle, last: Token) -> None:
-    """Notes what the calls after that `shard_map` come after, from `mapped`."""
+    """Stores the token that `mapped` returned, for calls after that `shard_map`."""
     if last:
         _passed(ep, last)
 
 
 def _last(ep: EPHandle, otherwise: Token) -> Token:
-    """The last result in this trace."""
+    """Returns the last token of this trace."""
     trace = traces.current_trace()
     found = [token for where, token in _links(ep) if where is trace]
     return (found[-1],) if found else otherwise
 
 
 def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
-    """(trace, last result in it) of this thread's traces, from the outside in.
+    """Returns (trace, last token in it) of this thread's traces, outermost first.
 
-    A trace may take a result of its own only. What is traced inside it is kept by JAX
-    and used again elsewhere, where an outer trace's value would have escaped.
+    A trace must only use tokens of its own. JAX caches what is traced inside it and
+    uses that elsewhere, where a value of an outer trace would have leaked.
     """
-    # On the handle itself: what is traced refers to it, and both must be collected.
+    # Stored on the handle, so that traces and handle can be collected together.
     here = vars(ep).setdefault("_chain", threading.local())
     return vars(here).setdefault("links", [])

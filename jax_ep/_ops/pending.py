@@ -1,4 +1,4 @@
-"""Pending: a call between its two halves, and how many a trace has open."""
+"""Pending, a call between its two halves, and the count of those per trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_ep._core import checks, handle, traces
+from jax_ep._core import checks, errors, handle, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind
 from jax_ep._ops.ordering import batch_error
@@ -17,16 +17,17 @@ from jax_ep._transport import split_transport_of
 
 
 class Pending:
-    """What `dispatch_async` or `combine_async` returns and its `_wait` takes: a pytree.
+    """A call that `dispatch_async` or `combine_async` has started; a pytree.
 
-    Its arrays are opaque and stack on dimension 0, so that it may leave shard_map. It
-    holds the operands that the second half needs, which live until then.
+    Pass it to `dispatch_wait` or `combine_wait`. Its arrays are opaque and stack on
+    dimension 0, so it can leave shard_map. It keeps alive the operands that the second
+    half needs.
 
     Attributes:
         kind: "dispatch" or "combine".
-        key: of the handle whose call it is.
-        held: integer arrays that arrived, and operands; they carry no cotangent.
-        ports: float zeros that carry the cotangents to the first half.
+        key: key of the handle that made the call.
+        held: arrived integer arrays, and operands; they carry no cotangents.
+        ports: float zeros that carry cotangents to the first half.
     """
 
     kind: CallKind
@@ -35,26 +36,26 @@ class Pending:
     ports: Any
 
     def __init__(self, kind: CallKind, key: int, held: Any, ports: Any) -> None:
-        """Of the two halves; users get theirs from the `_async` calls."""
+        """Internal; users get a Pending from the `_async` functions."""
         self.kind, self.key, self.held, self.ports = kind, key, held, ports
         self._waited_in: Any = None
-        # Calls that a vmap makes of it; of one that has become leaves nobody can tell
-        # how many are still open.
+        # Calls that a vmap makes of this one; 0 once it was flattened, because copies
+        # made from its leaves may be waited on unseen.
         self._calls = traces.batch_size(*jax.tree.leaves(held))
 
     def __repr__(self) -> str:
-        """Kind, handle and shapes."""
+        """Shows kind, handle and shapes."""
         shapes = jax.tree.map(lambda a: jax.typeof(a), (self.held, self.ports))
         return f"Pending({self.kind!r}, key={self.key:#x}, {shapes})"
 
 
-# Pendings that the trace which made them can still see, with that trace.
+# Pendings not yet waited on, with the traces that made them.
 _open: weakref.WeakKeyDictionary[Pending, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def require_room(function: str, kind: CallKind, ep: EPHandle, operands: Any) -> None:
-    """Raises ValueError where this trace has as many pendings of `kind` as may be."""
+    """Raises ValueError if this trace has as many pendings of `kind` as allowed."""
     trace = traces.current_trace()
     most = ep.config.most_pending
     with _lock:
@@ -64,24 +65,26 @@ def require_room(function: str, kind: CallKind, ep: EPHandle, operands: Any) -> 
             if where is trace and (pending.kind, pending.key) == (kind, ep.key)
         )
     if most == 0:
-        raise ValueError(
-            f"jax_ep.{function}: the config's pending_calls must be at least 1 for "
-            f"calls in halves, got {ep.config.pending_calls}; init with "
-            f"EPConfig(pending_calls=1), or call jax_ep.{kind}"
+        raise errors.invalid(
+            function,
+            "pending_calls of the config must be at least 1",
+            ep.config.pending_calls,
+            f"init with EPConfig(pending_calls=1), or call jax_ep.{kind}",
         )
     calls = traces.batch_size(*jax.tree.leaves(operands))
     if calls > most:
-        raise ValueError(batch_error(function, ep, calls))
+        raise batch_error(function, ep, calls)
     if trace is not None and count + calls > most:
-        raise ValueError(
-            f"jax_ep.{function}: at most {most} calls of a kind must be pending, the "
-            f"config's pending_calls, got {count + calls}; call jax_ep.{kind}_wait on "
-            "an earlier one first"
+        raise errors.invalid(
+            function,
+            f"at most pending_calls = {most} calls of {kind}_async must be pending",
+            count + calls,
+            f"call jax_ep.{kind}_wait on an earlier one first",
         )
 
 
 def opened(pending: Pending) -> Pending:
-    """Notes that this trace has begun a call."""
+    """Records that this trace has started a call."""
     trace = traces.current_trace()
     if trace is not None:
         with _lock:
@@ -90,54 +93,66 @@ def opened(pending: Pending) -> Pending:
 
 
 def closed(pending: Pending) -> None:
-    """Notes that a call has been waited for in this trace."""
+    """Records that this trace has waited on a call."""
     pending._waited_in = traces.current_trace()
     with _lock:
         _open.pop(pending, None)
 
 
 def was_closed(pending: Pending) -> bool:
-    """Whether this trace has waited for it: the branches of a `cond` are others."""
+    """Whether this trace has waited on it; branches of a `cond` are other traces."""
     trace = traces.current_trace()
     return trace is not None and pending._waited_in is trace
 
 
 def awaited(function: str, kind: CallKind, pending: Pending) -> EPHandle:
-    """The handle of a rank's call of that kind, which can be waited for here."""
+    """Returns the handle of a per-rank call; raises if it cannot be waited on here."""
     ep = handle_of(function, kind, pending)
     checks.require_scope(function, ep)
     wanted = split_transport_of(ep).held_rows(ep)
     held = jax.tree.leaves(pending.held)[0].shape[0]
     if held != wanted:
-        raise ValueError(
-            f"jax_ep.{function}: pending must be one rank's, which holds {wanted}, got "
-            f"{held}; use jax_ep.sharded.{function} on global arrays"
+        raise errors.invalid(
+            function,
+            f"pending must hold the {wanted} rows of one rank",
+            held,
+            f"use jax_ep.sharded.{function} on global arrays",
+            operand="pending",
         )
     return ep
 
 
 def handle_of(function: str, kind: CallKind, pending: Pending) -> EPHandle:
-    """The open handle of a call of that kind."""
+    """Returns the open handle of a call; raises unless it is of that kind."""
     if not isinstance(pending, Pending):
-        raise TypeError(
-            f"jax_ep.{function}: pending must be what jax_ep.{kind}_async returned, "
-            f"got {type(pending).__name__}; keep the Pending itself"
+        raise errors.invalid(
+            function,
+            f"pending must be the Pending that jax_ep.{kind}_async returned",
+            type(pending).__name__,
+            "pass the Pending itself",
+            operand="pending",
+            kind=TypeError,
         )
     if pending.kind != kind:
-        raise ValueError(
-            f"jax_ep.{function}: pending must be of a {kind}, got one of a "
-            f"{pending.kind}; call jax_ep.{pending.kind}_wait on it"
+        raise errors.invalid(
+            function,
+            f"pending must come from {kind}_async",
+            f"one of {pending.kind}_async",
+            f"call jax_ep.{pending.kind}_wait on it",
+            operand="pending",
         )
     if was_closed(pending):
-        raise ValueError(
-            f"jax_ep.{function}: this Pending was already waited on; keep the result "
-            "of the first wait"
+        raise errors.unusable(
+            function,
+            "this Pending was already waited on",
+            "keep the result of the first wait",
         )
     ep = handle.find(pending.key)
     if ep is None:
-        raise ValueError(
-            f"jax_ep.{function}: the handle of pending must be open, got one that is "
-            "gone; keep it until the wait"
+        raise errors.unusable(
+            function,
+            "the handle of this Pending no longer exists",
+            "keep a reference to the handle until the wait",
         )
     checks.require_open(function, ep)
     return ep

@@ -1,4 +1,4 @@
-"""The names that remat policies go by, and the policy that keeps what they name."""
+"""Names for remat policies, and the policy `save_route`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
 OUT_NAME = "jax_ep_out"
 
-# Policy for jax.checkpoint: a rematerialised layer keeps what it exchanged (routes,
-# received rows, combined tokens) and exchanges nothing twice.
+# Policy for jax.checkpoint: a rematerialised layer saves the results of exchanges
+# (routes, received rows, combined tokens), so that it exchanges nothing twice.
 save_route: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(
     ROUTE_NAME, ROWS_NAME, OUT_NAME
 )
 
 
 def named_dispatch(d: Dispatched) -> Dispatched:
-    """`d` with the names that remat policies go by."""
+    """Returns `d` with names for remat policies."""
 
     def name(field: str) -> Any:
-        if field == "grad_port":  # Zeros, which nobody should keep.
+        if field == "grad_port":  # zeros, which are not worth saving
             return d.grad_port
         is_row = field in ("tokens", "scales", "router_weights")
         return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
@@ -37,10 +37,10 @@ def named_dispatch(d: Dispatched) -> Dispatched:
 
 
 def _named_bits(value: Any, name: str) -> Any:
-    """`value` named, floats of a byte as integers.
+    """Returns `value` with a name; one-byte floats are named as integers.
 
-    JAX reduces what remat keeps to the precision of its dtype, as if every dtype had
-    infinities: of float8_e4m3fn that makes NaN of all from 256 on.
+    JAX rounds saved values to the precision of their dtype as if each dtype had
+    infinities, which turns float8_e4m3fn values from 256 on into NaN.
     """
     if not isinstance(value, jax.Array) or value.dtype.itemsize != 1:
         return checkpoint_name(value, name)

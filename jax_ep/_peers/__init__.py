@@ -1,1 +1,1 @@
-"""How processes meet and reach each other's memory."""
+"""How the processes of a mesh find each other and map each other's memory."""

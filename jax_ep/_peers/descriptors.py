@@ -1,8 +1,8 @@
-"""Passing file descriptors between the processes of a host. Used by init.
+"""Passes file descriptors between the processes of a host, over Unix sockets.
 
-By sockets, which also work between containers with process ids of their own. Names are
-abstract: nothing is left behind on disk, and processes see each other's iff they share
-a network namespace.
+Sockets also work between containers with separate process ids. Their names are
+abstract: nothing stays on disk, and processes see each other's sockets if and only if
+they share a network namespace.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ import struct
 import threading
 import time
 
-# Both ways: who speaks, the giver's secret, a number. The descriptor of that number
-# comes with the answer.
+# Request and answer: magic, the server's secret, a number. The answer carries the
+# descriptor with that number.
 _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
-_NO_NUMBER = -1  # under which nothing is given
-# Open at a giver: more than processes have devices, fewer than files may be opened.
-_MOST_TAKERS = 256
-_BACKLOG = 4096  # the kernel takes its own limit where that is less
-# How long a taker comes again after it was left, which happens in a crowd of others.
+_NO_NUMBER = -1  # no descriptor has this number
+# Connections open at a server: more than a host has devices, fewer than the usual limit
+# of open files.
+_MAX_CLIENTS = 256
+_BACKLOG = 4096  # the kernel lowers it to its own limit
+# How long a client reconnects after the server dropped it in favour of others.
 _COME_AGAIN_S = 5.0
 _RETRY_S = 0.02
-# Of Linux's SO_PEERCRED: process, effective user, group.
+# struct ucred of Linux's SO_PEERCRED: process, effective user, group.
 _CREDENTIALS = struct.Struct("3i")
 _PAUSE_MS = 50
-# Of accept(), where a taker stays in the queue.
+# Errors of accept() that leave the client in the queue.
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Giver:
-    """Hands out descriptors by number, from a thread, to whoever knows its address.
+class DescriptorServer:
+    """Serves descriptors by number, from a thread, to clients that know its address.
 
-    The address holds a secret: other users of the host can see the socket. They are
-    left before they can ask, and nobody can keep it from serving: takers above
-    `_MOST_TAKERS` replace the oldest that has not shown the secret, and where no more
-    files can be opened it waits.
+    The address contains a secret, because other users of the host can see the socket.
+    The server drops other users before they can ask. No client can block it: beyond
+    `_MAX_CLIENTS` a new client replaces the oldest that has not shown the secret, and
+    when the process runs out of files the server waits.
     """
 
     def __init__(self) -> None:
-        """Listens; nothing is there to take yet.
+        """Starts to listen, with no descriptors yet.
 
         Raises:
-            OSError: no more files can be opened.
+            OSError: the process cannot open more files.
         """
         self._name, self._secret = secrets.token_bytes(8), secrets.token_bytes(16)
         self._descriptors: dict[int, int] = {}
-        # All that the thread needs: nobody would hear of what failed there.
+        # Opens everything that the thread needs here, where a failure can be raised.
         with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,16 +76,16 @@ class Giver:
 
     @property
     def address(self) -> str:
-        """For `Taker`."""
+        """Name and secret, in hexadecimal, for `DescriptorClient`."""
         return (self._name + self._secret).hex()
 
     def give(self, number: int, descriptor: int) -> None:
-        """Lets others take it; it is this object's to close from here on."""
+        """Offers `descriptor` under `number`; the server now owns it and closes it."""
         self._descriptors[number] = descriptor
 
     def close(self) -> None:
-        """Stops, and closes what it had to give. Those who took have their own."""
-        # Closing is not enough: a forked child may have it open, too.
+        """Stops, and closes the descriptors it offers. Clients keep their copies."""
+        # Closing alone would not wake the thread if a forked child holds the socket.
         with contextlib.suppress(OSError):
             self._wake.shutdown(socket.SHUT_RDWR)
         self._wake.close()
@@ -99,14 +100,14 @@ class Giver:
         opened: contextlib.ExitStack,
     ) -> None:
         with opened:
-            # Oldest first; whether each has shown the secret.
-            takers: dict[socket.socket, bool] = {}
-            opened.callback(lambda: [taker.close() for taker in takers])
+            # Oldest first; the value tells whether the client has shown the secret.
+            clients: dict[socket.socket, bool] = {}
+            opened.callback(lambda: [client.close() for client in clients])
 
-            def leave(taker: socket.socket) -> None:
-                del takers[taker]
-                selector.unregister(taker)
-                taker.close()
+            def leave(client: socket.socket) -> None:
+                del clients[client]
+                selector.unregister(client)
+                client.close()
 
             while True:
                 for key, _ in selector.select():
@@ -115,62 +116,64 @@ class Giver:
                     if source is woken:
                         return
                     if source is not self._listener:
-                        # It may have been left already, for the sake of a later one.
-                        if source in takers and not self._serve_one(source, takers):
+                        # It may already have been dropped in favour of a later client.
+                        if source in clients and not self._serve_one(source, clients):
                             leave(source)
                         continue
-                    # As many as wait, but not for ever: others are to be served.
-                    for _ in range(_MOST_TAKERS):
-                        taker = self._accept(woken)
-                        if taker is None:
+                    # Accepts all that wait, up to a bound, so that others get served.
+                    for _ in range(_MAX_CLIENTS):
+                        client = self._accept(woken)
+                        if client is None:
                             break
-                        if taker.fileno() < 0:  # of another user
+                        if client.fileno() < 0:  # closed, as it is of another user
                             continue
-                        selector.register(taker, selectors.EVENT_READ)
-                        takers[taker] = False
-                        if len(takers) > _MOST_TAKERS:
-                            leave(self._least(takers))
+                        selector.register(client, selectors.EVENT_READ)
+                        clients[client] = False
+                        if len(clients) > _MAX_CLIENTS:
+                            leave(self._least(clients))
 
     def _serve_one(
-        self, taker: socket.socket, takers: dict[socket.socket, bool]
+        self, client: socket.socket, clients: dict[socket.socket, bool]
     ) -> bool:
-        """Answers if there is a question; whether more may follow."""
-        answered = self._answer(taker)
-        takers[taker] = takers[taker] or bool(answered)
+        """Answers a request, if there is one; returns whether to keep the client."""
+        answered = self._answer(client)
+        clients[client] = clients[client] or bool(answered)
         return answered is not False
 
-    def _least(self, takers: dict[socket.socket, bool]) -> socket.socket:
-        """The oldest that has not shown the secret, though it had the time."""
-        for taker, proven in takers.items():
-            if not proven and not (self._serve_one(taker, takers) and takers[taker]):
-                return taker
-        return next(iter(takers))
+    def _least(self, clients: dict[socket.socket, bool]) -> socket.socket:
+        """Returns the oldest client that has not shown the secret; serves it first."""
+        for client, proven in clients.items():
+            if proven:
+                continue
+            if not (self._serve_one(client, clients) and clients[client]):
+                return client
+        return next(iter(clients))
 
     def _accept(self, woken: socket.socket) -> socket.socket | None:
-        """The next taker, closed if it is of another user; None where none waits."""
+        """Returns the next client, closed if of another user, or None if none waits."""
         try:
-            taker = self._listener.accept()[0]
+            client = self._listener.accept()[0]
         except OSError as error:
             if error.errno in _NO_ROOM:
-                # Else the selector would return at once for ever.
+                # The listener stays readable, so without a pause this would spin.
                 pause = select.poll()
                 pause.register(woken, select.POLLIN)
                 pause.poll(_PAUSE_MS)
             return None
-        taker.setblocking(False)
-        if not _same_user(taker):
-            taker.close()
-        return taker
+        client.setblocking(False)
+        if not _same_user(client):
+            client.close()
+        return client
 
-    def _answer(self, taker: socket.socket) -> bool | None:
-        """Whether more may follow; None where nothing was asked. Never blocks."""
+    def _answer(self, client: socket.socket) -> bool | None:
+        """Answers without blocking; False for a bad client, None without a request."""
         try:
-            message = taker.recv(_MESSAGE.size + 1)
+            message = client.recv(_MESSAGE.size + 1)
             magic, secret, number = _MESSAGE.unpack(message)
             if magic != _MAGIC or not secrets.compare_digest(secret, self._secret):
                 return False
             found = self._descriptors.get(number)
-            socket.send_fds(taker, [message], [] if found is None else [found])
+            socket.send_fds(client, [message], [] if found is None else [found])
         except BlockingIOError:
             return None
         except (OSError, struct.error):
@@ -178,19 +181,19 @@ class Giver:
         return True
 
 
-class Taker:
-    """A connection to a `Giver`.
+class DescriptorClient:
+    """A connection to a `DescriptorServer`.
 
-    Every wait is bounded by `timeout_s`; what goes wrong is an OSError that says what.
+    Every wait ends after `timeout_s` seconds; failures are OSErrors with a reason.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
         """Connects.
 
         Raises:
-            PermissionError: the giver is of another user, or of one that this process's
-                user namespace does not know.
-            OSError: there is no such giver, or not in this network namespace.
+            PermissionError: the server runs as another user, or as one that the user
+                namespace of this process does not map.
+            OSError: there is no such server in this network namespace.
         """
         raw = bytes.fromhex(address)
         self._name = _PREFIX + raw[:8].hex().encode()
@@ -207,14 +210,14 @@ class Taker:
                 if _same_user(found):
                     return found
                 raise PermissionError(
-                    errno.EPERM, "the socket there is of another user than this process"
+                    errno.EPERM, "the socket belongs to another user than this process"
                 )
             except BlockingIOError:
-                # Others wait in line, whoever they are: the giver goes through them.
+                # The backlog is full; the server works through it.
                 found.close()
                 if time.monotonic() > end:
                     raise TimeoutError(
-                        f"no place in line within {self._timeout_s:g} s"
+                        f"the server's backlog stayed full for {self._timeout_s:g} s"
                     ) from None
                 time.sleep(_RETRY_S)
             except BaseException:
@@ -222,10 +225,10 @@ class Taker:
                 raise
 
     def greet(self) -> None:
-        """Waits until the giver has answered, which it does to its own user alone.
+        """Waits for an answer, which shows that the server accepts this user.
 
         Raises:
-            OSError: it left, and did so again.
+            OSError: the server keeps closing the connection.
         """
         end = time.monotonic() + min(_COME_AGAIN_S, self._timeout_s)
         while True:
@@ -233,7 +236,7 @@ class Taker:
                 self._ask(_NO_NUMBER)
                 return
             except (ConnectionError, BrokenPipeError):
-                # It leaves those who have not asked yet where very many come.
+                # A server with many clients drops those that have not asked yet.
                 if time.monotonic() > end:
                     raise
                 self._socket.close()
@@ -241,10 +244,11 @@ class Taker:
                 self._socket = self._connected(end)
 
     def take(self, number: int) -> int:
-        """A descriptor of one's own of what was given under that number.
+        """Returns a new descriptor of what the server offers under `number`.
 
         Raises:
-            OSError: it is not there; no answer, or one that is none; the giver is gone.
+            OSError: the number is unknown, the answer is missing or malformed, or the
+                server has closed.
         """
         taken, flags = self._ask(number)
         if len(taken) == 1 and not flags & socket.MSG_CTRUNC:
@@ -253,10 +257,10 @@ class Taker:
             os.close(descriptor)
         if flags & socket.MSG_CTRUNC:
             raise OSError("this process cannot open one more file")
-        raise OSError(f"nothing is there under number {number}")
+        raise OSError(f"the server has no descriptor {number}")
 
     def _ask(self, number: int) -> tuple[list[int], int]:
-        """The descriptors that come with the answer, and its flags."""
+        """Returns the descriptors of the answer, and the flags of recvmsg."""
         message = _MESSAGE.pack(_MAGIC, self._secret, number)
         try:
             self._socket.send(message)
@@ -270,16 +274,16 @@ class Taker:
         for descriptor in taken:
             os.close(descriptor)
         if not answer:
-            raise ConnectionResetError("the process closed its socket")
-        raise OSError(f"an answer that is none, {answer[:16]!r}")
+            raise ConnectionResetError("the server closed the connection")
+        raise OSError(f"malformed answer {answer[:16]!r}")
 
     def close(self) -> None:
-        """Leaves; what was taken stays."""
+        """Closes the connection, but not the descriptors that were taken."""
         self._socket.close()
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether the other end is of this process's user, beyond doubt."""
+    """Whether the other end certainly runs as the user of this process."""
     raw = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
     )
@@ -288,7 +292,7 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def _unmapped() -> int:
-    """What users look like that this user namespace does not know."""
+    """Returns the uid that stands for users outside this user namespace."""
     try:
         return int(pathlib.Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -296,7 +300,7 @@ def _unmapped() -> int:
 
 
 def _some_unmapped() -> bool:
-    """Whether there are such: a namespace of its own mostly knows a part of them."""
+    """Whether this user namespace leaves some users unmapped, as most do."""
     try:
         lines = pathlib.Path("/proc/self/uid_map").read_text().splitlines()
         return sum(int(line.split()[2]) for line in lines) < 2**32 - 1
@@ -305,7 +309,7 @@ def _some_unmapped() -> bool:
 
 
 def _receive(source: socket.socket, size: int) -> tuple[bytes, list[int], int]:
-    # socket.recv_fds takes no heed of its flags: children would inherit descriptors.
+    # Not socket.recv_fds, which ignores MSG_CMSG_CLOEXEC: children would inherit them.
     descriptors = array.array("i")
     space = socket.CMSG_SPACE(4 * descriptors.itemsize)
     data, extra, flags, _ = source.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)

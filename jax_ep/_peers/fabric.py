@@ -1,7 +1,7 @@
-"""NVLink between hosts: which groups have it, who maps by its handles. Used by init.
+"""NVLink between hosts: decides which processes map windows by fabric handles.
 
-Processes of one host pass file descriptors; between hosts windows are mapped by fabric
-handles, which need no connection but one and the same fabric.
+Processes of one host pass file descriptors. Between hosts windows are mapped by fabric
+handles, which need no connection, but GPUs in the same fabric.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-# Handles also between processes of one host, to try them where there is no other.
+# Environment variable: use fabric handles on one host, too, to test them there.
 FORCE = "JAX_EP_FORCE_FABRIC"
 
-# "must have <this>, got <that>"
+# (<this>, <that>) of a message "must have <this>, got <that>".
 Obstacle = tuple[str, str]
 
 
-def card(native: ModuleType, ordinals: dict[int, int]) -> dict[str, Any]:
-    """What a process tells the others of its devices; ordinals are by their ids."""
+def peer_info(native: ModuleType, ordinals: dict[int, int]) -> dict[str, Any]:
+    """Returns what a process tells others about its devices.
+
+    Args:
+        native: the module of the devices' platform.
+        ordinals: ordinal of each device of this process, by the device's id.
+    """
     forced = os.environ.get(FORCE, "0") not in ("", "0")
     fabrics = {number: native.device_fabric(own) for number, own in ordinals.items()}
-    # Trying handles takes memory for a moment, so only where they may be used.
+    # The test allocates memory for a moment, so it runs only if handles may be used.
     handles = {
         number: bool(fabrics[number] or forced) and native.shares_by_fabric(own)
         for number, own in ordinals.items()
@@ -30,22 +35,25 @@ def card(native: ModuleType, ordinals: dict[int, int]) -> dict[str, Any]:
     return {"forced": forced, "fabrics": fabrics, "handles": handles}
 
 
-def by_descriptors(cards: dict[int, Any], one: int, other: int) -> bool:
-    """Whether two processes pass windows so, else by fabric handles; both agree."""
-    if any(card["fabric"]["forced"] for card in cards.values()):
+def by_descriptors(infos: dict[int, Any], one: int, other: int) -> bool:
+    """Whether two processes pass windows by descriptors, else by fabric handles.
+
+    Both processes come to the same result.
+    """
+    if any(info["fabric"]["forced"] for info in infos.values()):
         return False
-    return cards[one]["host"][0] == cards[other]["host"][0]
+    return infos[one]["host"][0] == infos[other]["host"][0]
 
 
-def find_obstacle(group: Iterable[Any], cards: dict[int, Any]) -> Obstacle | None:
-    """What keeps the ranks of an EP group from handles, where they need them."""
+def find_obstacle(group: Iterable[Any], infos: dict[int, Any]) -> Obstacle | None:
+    """Returns why an EP group cannot use the fabric handles that it needs, or None."""
     devices = list(group)
     processes = sorted({device.process_index for device in devices})
-    hosts = {tuple(cards[process]["host"]) for process in processes}
+    hosts = {tuple(infos[process]["host"]) for process in processes}
     apart = len({boot for boot, _ in hosts}) > 1
 
     def of_rank(what: str) -> list[Any]:
-        told = [cards[device.process_index]["fabric"][what] for device in devices]
+        told = [infos[device.process_index]["fabric"][what] for device in devices]
         return [t[str(d.id)] for t, d in zip(told, devices, strict=True)]
 
     if apart:
@@ -55,26 +63,27 @@ def find_obstacle(group: Iterable[Any], cards: dict[int, Any]) -> Obstacle | Non
             of_ranks = _by_fabric(fabrics)
             return (
                 "the GPUs of each EP group on one host, or in one clique of an NVLink "
-                "fabric over hosts (docs/cluster.md; nvidia-smi -q shows it)",
+                "fabric across hosts (docs/cluster.md; nvidia-smi -q shows it)",
                 f"a group on hosts {names} (processes {processes}), {of_ranks}",
             )
     all_here = all(
-        by_descriptors(cards, one, other) for one in processes for other in processes
+        by_descriptors(infos, one, other) for one in processes for other in processes
     )
     handles = of_rank("handles")
     if len(processes) == 1 or all_here or all(handles):
         return None
     first = handles.index(False)
-    why = "" if apart else f" where {FORCE} is set"
+    why = "" if apart else f", as {FORCE} is set"
     return (
-        f"GPUs that make fabric handles{why}, so nvidia-imex running and a channel in "
-        "/dev/nvidia-caps-imex-channels of each process (docs/cluster.md)",
-        f"none of rank {first} (process {devices[first].process_index})",
+        "GPUs that can export fabric handles, which takes a running nvidia-imex and a "
+        "channel in /dev/nvidia-caps-imex-channels for each process "
+        f"(docs/cluster.md){why}",
+        f"no handle from rank {first} (process {devices[first].process_index})",
     )
 
 
 def _by_fabric(fabrics: list[str]) -> str:
-    """Which ranks are where."""
+    """Lists the ranks in each fabric, for a message."""
     words = []
     for fabric in sorted(set(fabrics)):
         ranks = [rank for rank, found in enumerate(fabrics) if found == fabric]

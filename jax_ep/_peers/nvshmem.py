@@ -1,8 +1,8 @@
-"""Transport "shmem": windows from the symmetric heap of NVSHMEM. Used by init.
+"""Windows of transport "shmem", from the symmetric heap of NVSHMEM.
 
-The kernels are those of p2p. What differs is where windows come from: each process of
-the mesh has one GPU and is one PE of NVSHMEM, which maps the memory of the others on
-its node. Ranks on other nodes are reached by NVSHMEM's puts.
+The kernels are those of p2p; only the windows differ. Each process of the mesh has one
+GPU and is one PE of NVSHMEM, which maps the memory of the other PEs on its node. Ranks
+on other nodes are reached by NVSHMEM's puts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from jax_ep._core.config import EPConfig
 from jax_ep._native import loader
 from jax_ep._peers import topology, windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._peers.windows import NotMapped, Obstacle
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ PACKAGE = "nvidia-nvshmem-cu13"
 
 
 def candidates() -> Iterator[str]:
-    """Where the library may be: NVSHMEM_HOME, PyPI's wheel, the loader's own places."""
+    """Yields paths to try: NVSHMEM_HOME, PyPI's wheel, the loader's search path."""
     home = os.environ.get("NVSHMEM_HOME")
     if home:
         yield str(pathlib.Path(home) / "lib" / LIBRARY)
@@ -44,21 +44,22 @@ def candidates() -> Iterator[str]:
 
 
 class Heap:
-    """What this process has of NVSHMEM, which starts once and never ends.
+    """The NVSHMEM state of this process.
 
-    NVSHMEM's own end waits for all processes, dead ones too.
+    NVSHMEM starts once and is never finalised, because its finalisation waits for all
+    processes, including dead ones.
 
     Attributes:
-        processes: PEs, in their order; empty before the start.
-        ordinal: of this process's GPU.
-        blocks: windows by the key of their group, in the order of allocation, which is
-            the same everywhere.
-        hosts: of the processes of the mesh that was looked at last.
-        broken: why nothing more can be done, if so.
+        processes: processes of the job by PE; empty before the start.
+        ordinal: device ordinal of this process's GPU.
+        blocks: address of the window by group key, in order of allocation, which is the
+            same in all processes.
+        hosts: host of each process of the mesh that was checked last.
+        broken: the reason why NVSHMEM cannot be used any more, or None.
     """
 
     def __init__(self, find: Callable[[], ModuleType | None] = loader.shmem) -> None:
-        """Starts nothing; `find` finds the native module."""
+        """Does not start NVSHMEM; `find` returns the native module, if it was built."""
         self._find = find
         self.processes: tuple[int, ...] = ()
         self.ordinal = -1
@@ -67,13 +68,13 @@ class Heap:
         self.broken: str | None = None
 
     def load(self) -> tuple[str | None, Obstacle | None]:
-        """The library's version, or what is missing for it."""
+        """Loads the library; returns its version, or an obstacle."""
         native = self._find()
         if native is None:
             return None, (
                 f"jax_ep built with NVSHMEM's headers (pip install {PACKAGE} before "
                 "pip install jax_ep, from source)",
-                "a build without",
+                "a build without them",
             )
         why = ""
         for path in candidates():
@@ -84,7 +85,7 @@ class Heap:
         return None, (f"NVSHMEM 3 (pip install {PACKAGE})", why)
 
     def own_obstacle(self, groups: np.ndarray, own: int) -> Obstacle | None:
-        """(what shmem must have, what was found) as far as this process sees."""
+        """Returns an obstacle to shmem in this process, or None."""
         _, lacking = self.load()
         if lacking is not None:
             return lacking
@@ -96,7 +97,7 @@ class Heap:
         processes = tuple(sorted({device.process_index for device in groups.flat}))
         if not self.processes:
             if self._module().started():
-                return "NVSHMEM to itself", "one that another library has started"
+                return "NVSHMEM to itself", "NVSHMEM started by another library"
         elif self.processes != processes:
             return (
                 "the processes that NVSHMEM was started with, "
@@ -111,29 +112,33 @@ class Heap:
         return None
 
     def find_obstacle(
-        self, native: ModuleType, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self,
+        native: ModuleType,
+        groups: np.ndarray,
+        config: EPConfig,
+        rendezvous: Rendezvous,
     ) -> Obstacle | None:
-        """As own_obstacle, with what p2p must have; the same in all processes."""
-        if not meeting.possible:
+        """Returns an obstacle to shmem in any process, or None; the same in all."""
+        if not rendezvous.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
-        meeting.begin()  # before a look at what other threads change
-        card = {
-            "obstacle": self.own_obstacle(groups, meeting.own),
+        rendezvous.begin()  # locks out other threads, which change the state read here
+        info = {
+            "obstacle": self.own_obstacle(groups, rendezvous.own),
             "started": bool(self.processes),
             "kernels": bool(getattr(self._find(), "HAS_KERNELS", False)),
         }
-        cards = meeting.gather("shmem", card)
-        found = windows.first({p: card["obstacle"] for p, card in cards.items()})
+        infos = rendezvous.gather("shmem", info)
+        found = windows.first({p: info["obstacle"] for p, info in infos.items()})
         if found is not None:
             return found
-        started = [process for process, card in cards.items() if card["started"]]
-        if len(started) not in (0, len(cards)):
+        started = [process for process, info in infos.items() if info["started"]]
+        if len(started) not in (0, len(infos)):
             return "NVSHMEM started in all processes of a mesh or in none", f"{started}"
-        self.hosts, found = topology.find_hosts(native, groups, meeting)
+        self.hosts, found = topology.find_hosts(native, groups, rendezvous)
         nodes = topology.of_groups(groups, config, self.hosts)
         if found is not None or not topology.several(nodes):
             return found
-        without = [process for process, card in cards.items() if not card["kernels"]]
+        without = [process for process, info in infos.items() if not info["kernels"]]
         if without:
             return (
                 "jax_ep built with libnvshmem_device.a beside NVSHMEM's headers, for "
@@ -149,30 +154,34 @@ class Heap:
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
-        """Opens the group `key` over blocks of the heap; returns a window's bytes.
+        """Opens the group `key` over blocks of the heap; returns bytes per window.
 
         Raises:
-            NotMapped: NVSHMEM does not start, or GPUs do not reach each other by it.
-            RuntimeError: no room, here or in another process, or one that did not come.
+            NotMapped: NVSHMEM does not start, or does not connect the GPUs.
+            RuntimeError: a heap of this or another process is full, or a process failed
+                or did not come.
         """
-        own = windows.local_groups(groups, meeting.own)
+        own = windows.local_groups(groups, rendezvous.own)
         nodes = topology.of_groups(groups, config, self.hosts)
         far, bundled = topology.several(nodes), topology.bundled(nodes, config)
         size = topology.window_bytes(config, nodes)
-        # NVSHMEM waits for all processes. All are here when it begins to, since each
-        # step follows one of the meeting; one that dies just then ends at the limit.
-        self._start(groups, meeting, config.timeout_s)
-        self._free_closed(native, meeting, config.timeout_s)
+        # NVSHMEM waits for all processes without a limit. Each call therefore follows a
+        # step of the rendezvous, so that all are here; if one dies just then, the time
+        # limit ends the wait.
+        self._start(groups, rendezvous, config.timeout_s)
+        self._free_closed(native, rendezvous, config.timeout_s)
         block = self._bounded(self._module().allocate, config.timeout_s, size)
         if block:
             self.blocks[key] = block
-        lacks = meeting.gather("heap", None if block else (f"{size} bytes", "no room"))
+        lacks = rendezvous.gather(
+            "heap", None if block else (f"{size} bytes", "no room")
+        )
         short = windows.first(lacks)
         if short is not None:
             if None in lacks.values():
-                self.broken = "heaps that differ: some process had no room"
+                self.broken = "heaps that differ, as a process had no room"
             raise RuntimeError(
                 "jax_ep.init: each GPU must have room for its window in NVSHMEM's "
                 f"heap, {short[0]}, got {short[1]}; lower max_tokens_per_rank or "
@@ -181,22 +190,25 @@ class Heap:
                 "false), or raise NVSHMEM_MAX_MEMORY_PER_GPU"
             )
         pes = [
-            [meeting.processes.index(device.process_index) for device in group]
+            [rendezvous.processes.index(device.process_index) for device in group]
             for group in own
         ]
-        given, obstacle = self._reached(own, pes, block, config, meeting.own)
+        given, obstacle = self._reached(own, pes, block, config, rendezvous.own)
         kernels: list[int] = []
         if far:
             try:
                 kernels = self._bounded(self._module().kernels, config.timeout_s / 2)
             except RuntimeError:
                 obstacle = ("NVSHMEM to take jax_ep's device code", str(self.broken))
-        found = windows.first(meeting.gather("reached", obstacle))
+        found = windows.first(rendezvous.gather("reached", obstacle))
         if found is not None:
             raise NotMapped(found)
         native.open_windows(
             key,
-            [windows.ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
+            [
+                windows.ordinals(group, rendezvous.own, native.ELSEWHERE)
+                for group in own
+            ],
             windows.window_config(config, groups.shape[1]),
             timeout_s=config.timeout_s,
             num_sms=config.num_sms or 0,
@@ -205,8 +217,8 @@ class Heap:
             far=self._far(own, pes, config, bundled, kernels) if far else None,
         )
         try:
-            # Others may store into this process's window only after its first contents.
-            meeting.gather("windows", None)
+            # Others must not store into this window before it is initialised.
+            rendezvous.gather("windows", None)
         except BaseException:
             native.close_group(key)
             raise
@@ -220,7 +232,7 @@ class Heap:
         bundled: tuple[int, int],
         kernels: list[int],
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """What the native module takes to reach other nodes."""
+        """Returns the native module's argument for ranks on other nodes."""
         names = topology.of_groups(groups, config, self.hosts)
         numbers = [[each.index(name) for name in each] for each in names]
         return pes, numbers if bundled != (0, 0) else [], kernels
@@ -233,7 +245,7 @@ class Heap:
         config: EPConfig,
         own: int,
     ) -> tuple[list[list[int]], Obstacle | None]:
-        """Where the ranks' blocks are, 0 on other nodes; what is out of reach."""
+        """Returns addresses of the ranks' blocks, 0 on other nodes, and an obstacle."""
         given: list[list[int]] = []
         obstacle = None
         for group, numbers in zip(groups, pes, strict=True):
@@ -253,55 +265,62 @@ class Heap:
                     )
         return given, obstacle
 
-    def _start(self, groups: np.ndarray, meeting: Meeting, timeout_s: float) -> None:
+    def _start(
+        self, groups: np.ndarray, rendezvous: Rendezvous, timeout_s: float
+    ) -> None:
         if self.processes:
             return
-        # Multicast is for collectives, which nothing here calls; on hosts that are
-        # shared it can take GPUs out of service.
+        # Multicast serves NVSHMEM's collectives, which jax_ep does not call. On shared
+        # hosts it can put GPUs out of service.
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
-        first = meeting.processes[0]
+        first = rendezvous.processes[0]
         name, failure = None, None
-        if meeting.own == first:
+        if rendezvous.own == first:
             try:
                 name = self._bounded(self._module().unique_id, timeout_s / 2).hex()
             except RuntimeError as error:
                 failure = ("NVSHMEM to start in all processes", str(self.broken))
-                if error.__cause__ is not None:  # no network yet; nothing has begun
+                if (
+                    error.__cause__ is not None
+                ):  # no network yet, so init can be retried
                     self.broken = None
-        ids = meeting.gather("id", {"name": name, "failure": failure})
-        found = windows.first({p: card["failure"] for p, card in ids.items()})
+        ids = rendezvous.gather("id", {"name": name, "failure": failure})
+        found = windows.first({p: info["failure"] for p, info in ids.items()})
         if found is not None:
             raise NotMapped(found)
         name = bytes.fromhex(ids[first]["name"])
-        (device,) = (d for d in groups.flat if d.process_index == meeting.own)
-        pe, pes = meeting.processes.index(meeting.own), len(meeting.processes)
+        (device,) = (d for d in groups.flat if d.process_index == rendezvous.own)
+        pe, pes = rendezvous.processes.index(rendezvous.own), len(rendezvous.processes)
         ordinal = windows.ordinal(device)
         try:
-            # Half of the time: a process that fails at once waits for the others.
+            # Half of the time, as a process that fails at once waits for the others.
             self._bounded(self._module().start, timeout_s / 2, name, pe, pes, ordinal)
         except RuntimeError:
             failure = ("NVSHMEM to start in all processes", str(self.broken))
-        found = windows.first(meeting.gather("started", failure))
+        found = windows.first(rendezvous.gather("started", failure))
         if found is not None:
-            self.broken = self.broken or "a start that another process failed in"
+            self.broken = self.broken or "a start that failed in another process"
             raise NotMapped(found)
-        self.processes, self.ordinal = tuple(meeting.processes), ordinal
+        self.processes, self.ordinal = tuple(rendezvous.processes), ordinal
 
     def _free_closed(
-        self, native: ModuleType, meeting: Meeting, timeout_s: float
+        self, native: ModuleType, rendezvous: Rendezvous, timeout_s: float
     ) -> None:
         """Frees the blocks of groups that are closed in all processes."""
         in_use = set(native.given_windows_in_use())
         closed = [key for key, block in self.blocks.items() if block not in in_use]
-        # Keys as strings: they have 63 bits.
-        answers = meeting.gather("closed", [str(key) for key in closed])
+        # As strings, because keys have 63 bits.
+        answers = rendezvous.gather("closed", [str(key) for key in closed])
         for key in closed:
             if all(str(key) in keys for keys in answers.values()):
                 self._bounded(self._module().free, timeout_s, self.blocks[key])
                 del self.blocks[key]
 
     def _bounded(self, call: Callable[..., T], timeout_s: float, *args: Any) -> T:
-        """Ends within the time limit, where NVSHMEM would wait for a dead process."""
+        """Returns `call(*args)`, or raises RuntimeError after `timeout_s`.
+
+        NVSHMEM itself waits for dead processes without a limit.
+        """
         result: list[T] = []
         failure: list[BaseException] = []
 
@@ -316,7 +335,7 @@ class Heap:
             thread.start()
             thread.join(timeout_s)
         except BaseException:
-            # It goes on by itself, and NVSHMEM takes one call at a time.
+            # The call goes on in its thread, and NVSHMEM allows one call at a time.
             self.broken = self.broken or "a wait of NVSHMEM that was interrupted"
             raise
         if thread.is_alive():

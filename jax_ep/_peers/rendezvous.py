@@ -1,13 +1,13 @@
-"""What the processes of a mesh tell each other while they run init. Used by init.
+"""Exchanges values between the processes of a mesh while they run init.
 
-Values pass through the key-value store of jax.distributed: only the mesh's processes
-take part, and every wait has an end. A collective such as process_allgather would need
-all processes of the job, and wait for a dead one for ever.
+Values pass through the key-value store of jax.distributed. Only the processes of the
+mesh take part, and every wait is bounded. A collective such as process_allgather would
+need all processes of the job, and would wait for a dead one for ever.
 
-Each step ends with a *verdict*, one key that is written once, by whoever is first: the
-mesh's first process, with the values of all, or one that fails or whose time is up,
-with the reason. Every process takes the verdict of a step as its own result, so that a
-step succeeds in all of them or in none.
+Each step ends with a *verdict*, a key that only the first writer sets: the mesh's first
+process, with the values of all, or a process that fails or times out, with the reason.
+Every process takes the verdict as the result of the step, so that a step succeeds in
+all processes or in none.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from jax.sharding import Mesh
 
 from jax_ep._core import threads
 
-# Otherwise when it is used: most jobs pass no descriptors, and importing takes time.
+# At run time imported where it is used: most jobs pass no descriptors.
 if TYPE_CHECKING:
-    from jax_ep._peers.descriptors import Giver, Taker
+    from jax_ep._peers.descriptors import DescriptorClient, DescriptorServer
 
 Result = TypeVar("Result")
 
-# A wait is cut into slices, to look for processes that have given up.
+# Waits run in slices, between which a process looks for others that have given up.
 _SLICE_S = 0.5
-# What leaving a meeting may take.
+# Limit on the time that leaving a rendezvous after a failure takes.
 _FAREWELL_S = 3.0
 
 
 class _Memory:
-    """What this process remembers of its meetings with the same processes."""
+    """State that outlives one rendezvous of the same processes."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # one meeting at a time
-        self.attempts = 0  # meetings that were begun, in step with the others'
-        self.left: set[str] = set()  # keys in the store, for the next meeting to delete
-        self.told: set[str] = set()  # failures that this process has raised already
+        self.lock = threading.Lock()  # allows one rendezvous at a time
+        self.attempts = 0  # rendezvous begun so far, kept in step with other processes
+        self.left: set[str] = set()  # keys that the next rendezvous deletes
+        self.told: set[str] = set()  # failures that this process has already raised
 
 
-# By who meets and which of them this process is.
+# Keys: digest of the processes that take part, and the number of this process.
 _memories: defaultdict[tuple[str, int], _Memory] = defaultdict(_Memory)
 
 
 def _store() -> Any:
-    """The client of jax.distributed, or None where it was not initialized."""
-    from jax._src import distributed  # no public way to its store
+    """Returns the client of jax.distributed, or None if it is not initialized."""
+    from jax._src import distributed  # JAX has no public API for the store
 
     return distributed.global_state.client
 
@@ -64,17 +64,17 @@ class StoreStalled(RuntimeError):
     """The store did not answer within the time limit."""
 
 
-class Meeting:
-    """One init's exchange between the processes of a mesh; a context manager.
+class Rendezvous:
+    """One exchange between the processes of a mesh, for one init; a context manager.
 
-    Processes meet in the same order everywhere, as their inits come. One that leaves
-    with an exception ends the meeting for all.
+    All processes must run their inits in the same order. A process that leaves with an
+    exception ends the rendezvous for all.
 
     Attributes:
-        processes: those of the mesh, ascending.
-        own: this one.
-        subject: what the meeting is about, to be set before the first `gather`; must be
-            the same everywhere.
+        processes: the processes of the mesh, ascending.
+        own: this process.
+        subject: describes the init; must be equal in all processes, and set before the
+            first `gather`.
     """
 
     def __init__(
@@ -85,69 +85,71 @@ class Meeting:
         subject: str = "",
         store: Any = None,
     ) -> None:
-        """Opens nothing and waits for nobody.
+        """Sets up the state; opens no connection and does not wait.
 
         Args:
-            processes: who takes part.
+            processes: the processes that take part.
             own: this process.
-            timeout_s: bound of each step.
-            subject: what it is about.
-            store: the key-value store, None for that of jax.distributed.
+            timeout_s: limit on each step, in seconds.
+            subject: describes the init.
+            store: the key-value store; None means that of jax.distributed.
 
         Raises:
             ValueError: this process does not take part.
         """
         if own not in processes:
             raise ValueError(
-                "jax_ep.init: mesh must hold devices of this process, got devices of "
-                f"{processes} in process {own}; call it in the mesh's processes alone"
+                f"jax_ep.init: mesh must hold devices of this process, {own}, got "
+                f"devices of processes {processes}; call init only in processes of the "
+                "mesh"
             )
         self.processes, self.own, self.subject = processes, own, subject
         self._timeout_s = timeout_s
-        self._giver: Giver | None = None
-        self._takers: dict[int, Taker] = {}
+        self._server: DescriptorServer | None = None
+        self._clients: dict[int, DescriptorClient] = {}
         self._store: Any = None
         self._locked = False
         who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
         self._memory = _memories[who, own]
-        self._stale: set[str] = set()  # keys of meetings before
+        self._stale: set[str] = set()  # keys of earlier rendezvous
         if self.alone:
             return
         self._store = _store() if store is None else store
         self._root = f"jax_ep/{who}"
         self._token, self._attempt = secrets.token_hex(8), 0
-        # Of this meeting alone, once all have arrived: made of the first one's token.
+        # Prefix of this rendezvous's keys, set on arrival from the first process's
+        # token.
         self._folder = ""
-        self._step = 0  # the last that this process has taken part in
-        self._inside = False  # whether it is there still
-        self._over = False  # whether a verdict has ended the meeting
-        self._end = 0.0  # of the wait that it is in
+        self._step = 0  # the last step that this process has taken part in
+        self._inside = False  # whether that step is still going on
+        self._over = False  # whether a verdict has ended the rendezvous
+        self._end = 0.0  # deadline of the current wait, by time.monotonic
 
     @staticmethod
-    def of(mesh: Mesh, timeout_s: float) -> Meeting:
-        """Of the processes whose devices the mesh holds."""
+    def of(mesh: Mesh, timeout_s: float) -> Rendezvous:
+        """Makes a rendezvous of the processes whose devices the mesh holds."""
         processes = sorted({device.process_index for device in mesh.devices.flat})
         own = jax.process_index(mesh.devices.flat[0].client)
-        return Meeting(processes, own, timeout_s)
+        return Rendezvous(processes, own, timeout_s)
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else takes part."""
+        """Whether this is the only process that takes part."""
         return len(self.processes) == 1
 
     @property
     def possible(self) -> bool:
-        """Whether values can be exchanged; the same everywhere."""
+        """Whether values can be exchanged; the same in all processes."""
         return self.alone or self._store is not None
 
     def gather(self, step: str, value: Any) -> dict[int, Any]:
-        """The value of each process, by process, as JSON has it.
+        """Returns the value of each process, by process, after a round trip by JSON.
 
-        Each of them calls this, with steps in the same order.
+        All processes must call this with the same steps in the same order.
 
         Raises:
-            RuntimeError: some did not within the time limit, or have given up.
-            ValueError: some came with another subject.
+            RuntimeError: a process did not call within the time limit, or failed.
+            ValueError: a process came with another subject.
         """
         if self.alone:
             return {self.own: json.loads(json.dumps(value))}
@@ -158,28 +160,28 @@ class Meeting:
         return self._exchange(step, value)
 
     def conclude(self) -> None:
-        """The last steps: after them init has succeeded in all processes, or in none.
+        """Runs the last steps, after which init succeeded in all processes or in none.
 
-        Two, since a process that stood still for long may find what others have left of
-        one that they have given up. The second follows at once.
+        There are two, because a process that was stopped for a long time may find the
+        leftovers of a rendezvous that the others have given up.
         """
         if self.possible:
             self.gather("done", None)
             self.gather("agreed", None)
 
     def unreadable(self, error: Exception) -> Exception:
-        """What `error` is, where it comes of another process's answers; else itself."""
+        """Returns the error to raise for `error`, which reading an answer caused."""
         return error if self.alone or not self.possible else _unreadable(error)
 
     def begin(self) -> None:
-        """Has other meetings of these processes, in this one, wait for the end."""
+        """Makes other threads' rendezvous of the same processes wait for this one."""
         if self._locked or not self.possible:
             return
         if not self._memory.lock.acquire(timeout=self._timeout_s):
             raise RuntimeError(
-                "jax_ep.init: one init of the same processes must run at a time, got "
-                f"another one's that did not end within timeout_s = {self._timeout_s:g}"
-                " s; make inits of a mesh from one thread"
+                "jax_ep.init: another thread's init with the same processes did not "
+                f"end within timeout_s = {self._timeout_s:g} s; call init for a mesh "
+                "from one thread"
             )
         self._locked = True
         self._memory.attempts += 1
@@ -193,38 +195,39 @@ class Meeting:
         return self.processes[0]
 
     def _arrive(self) -> None:
-        """Finds a folder that no other meeting has had, the same in all processes.
+        """Agrees with all processes on a key prefix that no other rendezvous has used.
 
-        The mesh's first process invites to one, which its token of this meeting names.
-        So what attempts that failed have left behind, here or in others, is never taken
-        for an answer, and processes that failed at different times meet again.
+        The mesh's first process invites the others to a prefix with its token. So keys
+        that failed attempts left behind, in any process, are never taken for answers,
+        and processes that failed at different times find each other again.
         """
         self._end = time.monotonic() + self._timeout_s
-        card = {
+        info = {
             "subject": hashlib.sha256(_bytes(self.subject)).hexdigest(),
             "attempt": self._attempt,
         }
         if self.own == self._first:
             self._folder = f"{self._root}/{self._token}"
             self._invite()
-            found = self._exchange("arrival", card)
+            found = self._exchange("arrival", info)
         else:
             self._delete(self._failed_key())
-            found = self._accept(card)
+            found = self._accept(info)
         try:
-            subjects = {process: card["subject"] for process, card in found.items()}
-            self._memory.attempts = max(int(card["attempt"]) for card in found.values())
+            subjects = {process: info["subject"] for process, info in found.items()}
+            self._memory.attempts = max(int(info["attempt"]) for info in found.values())
         except (KeyError, TypeError, ValueError) as error:
             raise _unreadable(error) from error
-        # Whoever has arrived has left the meeting before.
+        # All have arrived, so nobody needs keys of the rendezvous before.
         for key in self._stale - self._memory.left:
             self._delete(key)
         for process, subject in subjects.items():
             if subject != subjects[self._first]:
                 raise ValueError(
                     "jax_ep.init: mesh, axis_name, config and transport must be the "
-                    f"same in every process of the mesh, got others in {process} than "
-                    f"in {self._first}; make inits in the same order everywhere"
+                    "same in every process of the mesh, got different ones in process "
+                    f"{process} than in process {self._first}; call init with the same "
+                    "arguments in the same order in all processes"
                 )
 
     def _invite(self, failed: str | None = None) -> None:
@@ -233,15 +236,15 @@ class Meeting:
             {"token": self._token, "attempt": self._attempt, "failed": failed},
         )
 
-    def _accept(self, card: dict[str, Any]) -> dict[int, Any]:
-        """Follows the first process's invitations until one is to a whole meeting."""
+    def _accept(self, info: dict[str, Any]) -> dict[int, Any]:
+        """Follows the first process's invitations until a rendezvous is complete."""
         seen = ""
         while True:
             invitation = self._get(f"{self._root}/invitation") or {}
             token = str(invitation.get("token"))
             if invitation and token != seen:
                 seen = token
-                self._consider(invitation, f"{self._root}/{token}", card)
+                self._consider(invitation, f"{self._root}/{token}", info)
             verdict = self._wait(self._verdict_key()) if self._folder else None
             if verdict is not None:
                 return self._judged(verdict)
@@ -251,9 +254,9 @@ class Meeting:
                 time.sleep(min(self._left_s(), _SLICE_S / 4))
 
     def _consider(
-        self, invitation: dict[str, Any], folder: str, card: dict[str, Any]
+        self, invitation: dict[str, Any], folder: str, info: dict[str, Any]
     ) -> None:
-        """Joins the meeting if it has not ended, in success or failure, without us."""
+        """Joins the rendezvous unless it has already ended, in success or failure."""
         verdict = self._get(f"{folder}/0/verdict")
         why = invitation.get("failed") or _failure_of(verdict)
         if why and self._concerns(invitation):
@@ -261,10 +264,10 @@ class Meeting:
             _raise_failed(self._first, str(why))
         if not why and verdict is None:
             self._folder, self._inside = folder, True
-            self._put(self._own_key(), {"value": card})
+            self._put(self._own_key(), {"value": info})
 
     def _concerns(self, told: dict[str, Any]) -> bool:
-        """Whether a failure before arrival is of this attempt, and is news."""
+        """Whether a failure before arrival belongs to this attempt, and is news."""
         token, attempt = told.get("token"), told.get("attempt")
         if not isinstance(token, str) or not isinstance(attempt, int):
             return False
@@ -291,7 +294,7 @@ class Meeting:
         return self._judged(verdict)
 
     def _collect(self, value: Any) -> Any:
-        """As the first process: reads all values and publishes them; None in time."""
+        """Reads and publishes all values, as the first process; None if time is up."""
         values = {self.own: value}
         for process in self.processes[1:]:
             while process not in values:
@@ -304,8 +307,8 @@ class Meeting:
                     return verdict
                 if not self._step:
                     self._raise_if_one_failed_before()
-                    # One that was left behind in a store that stood still may have come
-                    # after it.
+                    # After a stall of the store, an old invitation may have been
+                    # written after this one.
                     told = self._get(f"{self._root}/invitation") or {}
                     if told.get("token") != self._token:
                         self._invite()
@@ -314,38 +317,39 @@ class Meeting:
         return self._claim({"values": {str(p): v for p, v in values.items()}})
 
     def _raise_if_one_failed_before(self) -> None:
-        """Of those who will not arrive."""
+        """Raises the failure of a process that failed before it arrived."""
         for process, told in self._read(f"{self._root}/failed").items():
             if isinstance(told, dict) and self._concerns(told):
                 _raise_failed(process, str(told.get("failed")))
 
     def _give_up_waiting(self, step: str) -> dict[int, Any]:
-        """Ends the step for all, unless it has just come to its end after all."""
-        # A little more, to tell the others.
+        """Fails the step in all processes, unless it has just succeeded."""
+        # Extra time to tell the others.
         self._end = time.monotonic() + _SLICE_S
         missing = [self._first]
         if self._folder:
             found = self._read(f"{self._folder}/{self._step}")
             late = [p for p in self.processes[1:] if p not in found and p != self.own]
-            # The first one's value comes with its verdict.
+            # If all others have come, only the first process can be late: its value is
+            # part of the verdict.
             missing = late or missing
         why = (
-            "every process of the mesh must come within timeout_s = "
-            f"{self._timeout_s:g} s to the step {step!r}, got nothing from "
-            f"{missing} of {self.processes}; see what became of them, or raise "
-            "timeout_s where they only start late (docs/cluster.md)"
+            f"every process of the mesh must reach the step {step!r} of init within "
+            f"timeout_s = {self._timeout_s:g} s, got nothing from processes {missing} "
+            f"of {self.processes}; check whether they failed, or raise timeout_s if "
+            "they start late (docs/cluster.md)"
         )
-        if not self._folder:  # nobody has invited
+        if not self._folder:  # there was no invitation
             self._over = True
             raise RuntimeError(f"jax_ep.init: {why}")
         return self._judged(self._claim({"failed": why, "process": self.own}))
 
     def _judged(self, verdict: Any) -> dict[int, Any]:
-        """The values of a verdict; raises what it says otherwise."""
+        """Returns the values of a verdict, or raises the failure that it reports."""
         self._inside = False
         if self.own == self._first:
-            # Who has come to this step has read the verdict of the one before; that of
-            # the arrival tells who comes now that it is too late to join.
+            # Processes at this step have read the verdict of the step before. That of
+            # the arrival stays, to tell late processes that they cannot join.
             if self._step > 1:
                 self._delete(self._verdict_key(self._step - 1))
         else:
@@ -376,10 +380,10 @@ class Meeting:
         return self._end - time.monotonic()
 
     def _call(self, ask: Callable[[Any], Result], more_s: float = 0.0) -> Result:
-        """`ask(store)`, which ends with the wait that this process is in.
+        """Returns `ask(store)`, with the deadline of the current wait.
 
-        The store's calls have no deadline of their own: a process 0 that stands still
-        would hold them up for ever.
+        Calls of the store have no deadline of their own: if process 0 is stopped they
+        would block for ever.
         """
         store = self._store
         limit = max(self._left_s(), _SLICE_S) + more_s
@@ -387,9 +391,9 @@ class Meeting:
             return threads.bounded(lambda: ask(store), limit)
         except TimeoutError:
             raise StoreStalled(
-                "jax_ep.init: the key-value store of jax.distributed must answer "
-                f"within timeout_s = {self._timeout_s:g} s, got nothing; see what "
-                "became of the process that runs the coordinator (process 0)"
+                "jax_ep.init: the key-value store of jax.distributed did not answer "
+                f"within timeout_s = {self._timeout_s:g} s; check the process that "
+                "runs the coordinator (process 0)"
             ) from None
 
     def _put(self, key: str, value: Any) -> None:
@@ -398,7 +402,7 @@ class Meeting:
         self._call(lambda s: s.key_value_set_bytes(key, raw, allow_overwrite=True))
 
     def _claim(self, verdict: dict[str, Any], step: int | None = None) -> Any:
-        """Writes the verdict of a step, or reads the one that was there before."""
+        """Writes the verdict of a step, or returns the one that is already there."""
         key, raw = self._verdict_key(step), _dump(verdict)
         self._memory.left.add(key)
         claimed = self._ask(
@@ -408,11 +412,11 @@ class Meeting:
         return _load(raw) if claimed is not None else self._get(key)
 
     def _get(self, key: str) -> Any:
-        """What is there now, or None."""
+        """Returns the current value of `key`, or None."""
         return _load(self._ask(lambda s: s.key_value_try_get_bytes(key), "NOT_FOUND"))
 
     def _wait(self, key: str) -> Any:
-        """What is there within a slice, or None."""
+        """Waits up to one slice for a value of `key`; None if there is none."""
         milliseconds = max(1, int(1000 * min(self._left_s(), _SLICE_S)))
         found = self._ask(
             lambda s: s.blocking_key_value_get_bytes(key, milliseconds),
@@ -422,7 +426,7 @@ class Meeting:
         return _load(found)
 
     def _read(self, folder: str) -> dict[int, Any]:
-        """What processes have put there, by process."""
+        """Returns the values that processes have put under `folder`, by process."""
         entries = self._call(lambda s: s.key_value_dir_get_bytes(f"{folder}/"))
         named = {key.rpartition("/")[2]: raw for key, raw in entries}
         return {
@@ -434,15 +438,14 @@ class Meeting:
             return
         self._memory.left.discard(key)
         self._stale.discard(key)
-        # Nothing depends on it, and after another jax.distributed.initialize() there is
-        # no such key.
+        # Best effort: a new jax.distributed.initialize() starts without the key.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._call(lambda s: s.key_value_delete(key))
 
     def _ask(
         self, ask: Callable[[Any], Result], code: str, more_s: float = 0.0
     ) -> Result | None:
-        """As `_call`; None where the store answers with that status."""
+        """As `_call`, but returns None if the store answers with status `code`."""
 
         def asked(store: Any) -> Result | None:
             try:
@@ -457,51 +460,53 @@ class Meeting:
     # ---- Descriptors ----
 
     def listen(self) -> str:
-        """Opens a place to `give` descriptors at; returns its address."""
-        from jax_ep._peers.descriptors import Giver
+        """Starts a server to `give` descriptors by; returns its address."""
+        from jax_ep._peers.descriptors import DescriptorServer
 
-        self._giver = self._giver or Giver()
-        return self._giver.address
+        self._server = self._server or DescriptorServer()
+        return self._server.address
 
     def give(self, number: int, descriptor: int) -> None:
-        """Lets the others take it; it is closed with the meeting. After `listen`."""
-        assert self._giver is not None
-        self._giver.give(number, descriptor)
+        """Offers a descriptor, closed with the rendezvous; needs `listen` before."""
+        assert self._server is not None
+        self._server.give(number, descriptor)
 
     def connect(self, process: int, address: str) -> None:
-        """Reaches the place of another process.
+        """Connects to the server of another process.
 
         Raises:
-            OSError: it cannot be reached, or gives nothing to this process's user.
+            OSError: it cannot be reached, or it refuses the user of this process.
         """
-        from jax_ep._peers.descriptors import Taker
+        from jax_ep._peers.descriptors import DescriptorClient
 
-        self._takers[process] = Taker(address, self._timeout_s)
-        self._takers[process].greet()
+        self._clients[process] = DescriptorClient(address, self._timeout_s)
+        self._clients[process].greet()
 
     def connected(self, process: int) -> bool:
-        """Whether `take` can get what that process gives."""
-        return process in self._takers
+        """Whether `connect` has connected to that process."""
+        return process in self._clients
 
     def take(self, process: int, number: int) -> int:
-        """A descriptor that a process gives, the caller's to close. After `connect`.
+        """Takes a descriptor that a process offers; needs `connect` before.
+
+        The caller must close it.
 
         Raises:
-            RuntimeError: it did not come.
+            RuntimeError: the process did not hand it over.
         """
         try:
-            return self._takers[process].take(number)
+            return self._clients[process].take(number)
         except OSError as error:
             self.raise_if_failed()
             raise RuntimeError(
-                "jax_ep.init: every process of an EP group must hand its windows over, "
-                f"got from process {process}: {error}; see what became of it"
+                f"jax_ep.init: process {process} did not hand over its window "
+                f"({error}); check whether it failed"
             ) from error
 
     def raise_if_failed(self) -> None:
-        """Raises what another process has failed with, if it has left word.
+        """Raises the failure of another process, if it has reported one.
 
-        For what may come of that, before it is taken for something else.
+        Call it before reporting an error that may only be a consequence.
         """
         if self.alone or not self._folder:
             return
@@ -513,28 +518,34 @@ class Meeting:
             _raise_failed(verdict.get("process"), why)
 
     def __enter__(self) -> Self:
-        """Begins: a failure from here on is told to the others."""
+        """Begins the rendezvous; failures from here on are reported to the others."""
         if not self.alone:
             self.begin()
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        """Closes all; tells the others of an exception, so that they do not wait."""
+        """Closes everything; reports an exception to the others, which then stop."""
         self.close(None if kind is None else f"{kind.__name__}: {value}", value)
 
     def close(self, why: str | None = None, error: BaseException | None = None) -> None:
-        """What leaving does, once; `why` it is left before its end."""
-        # The rest comes to pass also where a part of it is interrupted.
+        """Leaves the rendezvous; repeated calls do nothing.
+
+        Args:
+            why: the reason, if it is left before its end.
+            error: the exception with which it is left.
+        """
+        # An ExitStack, so that an interrupt of one callback does not skip the others.
         with contextlib.ExitStack() as rest:
             if self._locked:
                 rest.callback(self._unlock)
-            for taker in self._takers.values():
-                rest.callback(taker.close)
-            if self._giver is not None:
-                rest.callback(self._giver.close)
-            # First, so that whoever finds this process's socket closed finds out why.
+            for client in self._clients.values():
+                rest.callback(client.close)
+            if self._server is not None:
+                rest.callback(self._server.close)
+            # Before the sockets close, so that a process that finds one closed finds
+            # the reason, too.
             if why is not None and self._locked and not self.alone:
-                # A store that stands still gets it when it goes on; nobody waits.
+                # Do not wait for a stalled store; it gets the message when it resumes.
                 stalled = isinstance(error, StoreStalled)
                 with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
                     self._give_up(why, 0.0 if stalled else _FAREWELL_S)
@@ -542,19 +553,19 @@ class Meeting:
     def _unlock(self) -> None:
         if self._locked:
             self._locked = False
-            # What a meeting that failed has not deleted the next one will.
+            # The next rendezvous deletes what a failed one has left.
             self._memory.left |= self._stale
             self._memory.lock.release()
 
     def _give_up(self, why: str, seconds: float) -> None:
-        """Leaves word of a failure where the others look next."""
+        """Reports a failure where the others look next."""
         if self._over:
             return
         self._end = time.monotonic() + min(seconds, self._timeout_s)
         verdict = {"failed": why, "process": self.own}
         if self._folder:
             inside = self._inside and _failure_of(self._claim(verdict)) is not None
-            # It has taken part in the last step, and the others may have gone on.
+            # The last step is complete, and the others may be at the next one.
             if not inside:
                 self._claim(verdict, self._step + 1)
         elif self.own == self._first:
@@ -566,16 +577,16 @@ class Meeting:
 
 def _raise_failed(process: Any, why: str) -> NoReturn:
     raise RuntimeError(
-        f"jax_ep.init: init failed on process {process}: {why}; it ends on all "
+        f"jax_ep.init: init failed on process {process}: {why}; aborting on all "
         "processes of the mesh"
     )
 
 
 def _unreadable(error: Exception) -> RuntimeError:
     return RuntimeError(
-        "jax_ep.init: every process of the mesh must run the same jax_ep, got an "
-        f"answer that cannot be read ({type(error).__name__}: {error}); install one "
-        "version everywhere"
+        "jax_ep.init: an answer of another process cannot be read "
+        f"({type(error).__name__}: {error}); install the same version of jax_ep "
+        "everywhere"
     )
 
 
@@ -586,7 +597,7 @@ def _failure_of(verdict: Any) -> str | None:
 
 
 def _bytes(text: str) -> bytes:
-    # File names and messages of errors may hold what UTF-8 cannot say.
+    # File names and error messages may contain surrogates, which UTF-8 cannot encode.
     return text.encode(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node: for transport shmem, which puts to the others."""
+"""Finds which ranks share a node; transport shmem reaches the others by puts."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ import numpy as np
 from jax_ep._core.config import EPConfig
 from jax_ep._native import ffi
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._peers.windows import Obstacle
 
-# What processes of one host, and of no other, have in common; by process.
+# By process: an identifier of its host.
 Hosts = dict[int, str]
-# Names of nodes by EP group and rank.
+# By EP group and rank: an identifier of the node.
 Nodes = list[list[int | str]]
 
 
 def find_hosts(
-    native: ModuleType, groups: np.ndarray, meeting: Meeting
+    native: ModuleType, groups: np.ndarray, rendezvous: Rendezvous
 ) -> tuple[Hosts, Obstacle | None]:
-    """Where the processes are, and (what GPUs must have, what was found)."""
-    own = windows.local_groups(groups, meeting.own)
-    here = [windows.ordinals(group, meeting.own, native.ELSEWHERE) for group in own]
-    card = {
+    """Returns the host of each process, and an obstacle if there is one."""
+    own = windows.local_groups(groups, rendezvous.own)
+    here = [windows.ordinals(group, rendezvous.own, native.ELSEWHERE) for group in own]
+    info = {
         "obstacle": native.p2p_obstacle(here),
         "host": windows.host()[0],
         "uuids": [
             native.device_uuid(windows.ordinal(device))
             for device in groups.flat
-            if device.process_index == meeting.own
+            if device.process_index == rendezvous.own
         ],
     }
-    cards = meeting.gather("hosts", card)
-    hosts = {process: card["host"] for process, card in cards.items()}
-    found = windows.first({p: card["obstacle"] for p, card in cards.items()})
-    return hosts, found or _shared_gpu(cards)
+    infos = rendezvous.gather("hosts", info)
+    hosts = {process: info["host"] for process, info in infos.items()}
+    found = windows.first({p: info["obstacle"] for p, info in infos.items()})
+    return hosts, found or _shared_gpu(infos)
 
 
-def _shared_gpu(cards: dict[int, Any]) -> Obstacle | None:
+def _shared_gpu(infos: dict[int, Any]) -> Obstacle | None:
     seen = set()
-    for card in cards.values():
-        for uuid in filter(None, card["uuids"]):
-            if (card["host"], uuid) in seen:
+    for info in infos.values():
+        for uuid in filter(None, info["uuids"]):
+            if (info["host"], uuid) in seen:
                 return "a GPU of its own for each rank", f"GPU {uuid} more than once"
-            seen.add((card["host"], uuid))
+            seen.add((info["host"], uuid))
     return None
 
 
 def forced(ranks: int, ranks_per_node: int) -> list[int]:
-    """The node of each rank where nodes have so many, one after the other."""
+    """Returns the node of each rank if every `ranks_per_node` ranks share one."""
     return [rank // ranks_per_node for rank in range(ranks)]
 
 
 def of_ranks(group: np.ndarray, config: EPConfig, hosts: Hosts) -> list[int | str]:
-    """Names of the ranks' nodes: as the config forces them, or else their hosts."""
+    """Returns the node of each rank: as the config forces it, or else its host."""
     if config.ranks_per_node is not None:
         return [*forced(len(group), config.ranks_per_node)]
     return [hosts[device.process_index] for device in group]
 
 
 def of_groups(groups: Iterable[np.ndarray], config: EPConfig, hosts: Hosts) -> Nodes:
-    """As `of_ranks`, of each group."""
+    """Returns `of_ranks` for each group."""
     return [of_ranks(group, config, hosts) for group in groups]
 
 
 def several(nodes: Nodes) -> bool:
-    """Whether some group has ranks on more than one node; the same everywhere."""
+    """Whether any group has ranks on several nodes; the same in all processes."""
     return any(len(set(names)) > 1 for names in nodes)
 
 
 def bundled(nodes: Nodes, config: EPConfig) -> tuple[int, int]:
-    """How many nodes groups have, and ranks a node, where dispatches are bundled.
+    """Returns (nodes per group, ranks per node) if dispatches are bundled, or (0, 0).
 
-    A token then crosses to a node once for all of its ranks there. That saves bytes
-    where it can go to several ranks of a node. Else (0, 0).
+    Bundled, a token crosses to a node once for all of its ranks there. That saves bytes
+    if a token can go to several ranks of one node.
     """
     shapes = set()
     for names in nodes:
@@ -91,6 +91,6 @@ def bundled(nodes: Nodes, config: EPConfig) -> tuple[int, int]:
 
 
 def window_bytes(config: EPConfig, nodes: Nodes) -> int:
-    """What a rank has of the heap, with what reaches ranks on other nodes."""
+    """Returns the heap bytes per rank, including buffers for ranks on other nodes."""
     sizes = windows.window_config(config, len(nodes[0]))
     return ffi.native.window_bytes(sizes, several(nodes), bundled(nodes, config))

@@ -1,7 +1,7 @@
-"""Which GPUs can have windows for each other, and opening them. Used by init.
+"""Finds out which GPUs can map each other's windows, and opens the windows.
 
-In one process and in several: then the processes of a mesh agree on each step, because
-their programs must be the same.
+The processes of a mesh agree on the outcome of each step, because all must choose the
+same transport.
 """
 
 from __future__ import annotations
@@ -21,89 +21,92 @@ from jax.sharding import Mesh
 from jax_ep._core.config import EPConfig
 from jax_ep._peers import fabric as _fabric
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 
 
 class NotMapped(Exception):
-    """Windows that were opened are out of reach of another process's GPUs.
+    """A process could not map an open window of another process.
 
-    Raised in every process of the mesh, with nothing left open.
+    Raised in every process of the mesh, after all windows were closed.
     """
 
     def __init__(self, obstacle: Obstacle) -> None:
-        """Of what stands in the way."""
+        """Keeps the obstacle."""
         super().__init__(*obstacle)
         self.obstacle = obstacle
 
 
 def platform_of(mesh: Mesh) -> str:
-    """Of its devices."""
+    """Returns the platform of the mesh's devices."""
     return mesh.devices.flat[0].platform
 
 
 def ordinal(device: Any) -> int:
-    """What XLA tells a handler as the ordinal of its device."""
-    # A CPU client counts over all processes, a GPU client the devices it sees.
+    """Returns the device ordinal that XLA passes to a handler."""
+    # CPU ordinals count over all processes, GPU ordinals over the visible devices.
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def local_groups(groups: np.ndarray, process: int) -> list[np.ndarray]:
-    """The EP groups that have ranks in that process."""
+    """Returns the EP groups that have ranks in that process."""
     return [g for g in groups if any(d.process_index == process for d in g)]
 
 
 def ordinals(group: Iterable[Any], process: int, elsewhere: int) -> list[int]:
-    """Ordinals by rank, `elsewhere` for devices of other processes."""
+    """Returns ordinals by rank, with `elsewhere` for devices of other processes."""
     return [ordinal(d) if d.process_index == process else elsewhere for d in group]
 
 
 def find_obstacle(
-    native: ModuleType, groups: np.ndarray, meeting: Meeting
+    native: ModuleType, groups: np.ndarray, rendezvous: Rendezvous
 ) -> Obstacle | None:
-    """(what p2p must have, what was found) in whatever process; the same in all.
+    """Returns an obstacle to p2p in any process, or None; the same in all processes.
 
-    `groups` are the mesh's devices as `[EP groups, ranks]`.
+    Args:
+        native: the module of the mesh's platform.
+        groups: devices `[EP groups, ranks]`.
+        rendezvous: exchange with the mesh's other processes.
     """
-    own = local_groups(groups, meeting.own)
-    here = [ordinals(group, meeting.own, native.ELSEWHERE) for group in own]
-    if meeting.alone:
+    own = local_groups(groups, rendezvous.own)
+    here = [ordinals(group, rendezvous.own, native.ELSEWHERE) for group in own]
+    if rendezvous.alone:
         return native.p2p_obstacle(here)
-    if not meeting.possible:
+    if not rendezvous.possible:
         return "jax.distributed.initialize() in a mesh of several processes", "none"
     crosses = any(len(_processes(group)) > 1 for group in groups)
-    devices = [d for group in own for d in group if d.process_index == meeting.own]
+    devices = [d for group in own for d in group if d.process_index == rendezvous.own]
     ordinal_of = {device.id: ordinal(device) for device in devices}
-    cards = meeting.gather(
+    infos = rendezvous.gather(
         "devices",
         {
             "obstacle": native.p2p_obstacle(here),
             "host": host(),
             "uuids": {i: native.device_uuid(own) for i, own in ordinal_of.items()},
-            "address": meeting.listen() if crosses else None,
-            "fabric": _fabric.card(native, ordinal_of) if crosses else None,
+            "address": rendezvous.listen() if crosses else None,
+            "fabric": _fabric.peer_info(native, ordinal_of) if crosses else None,
         },
     )
-    found = first({p: card["obstacle"] for p, card in cards.items()})
+    found = first({p: info["obstacle"] for p, info in infos.items()})
     if found is None:
-        found = _misplaced(groups, cards, crosses)
+        found = _misplaced(groups, infos, crosses)
     if found is not None or not crosses:
         return found
-    reached = _reach(native, own, meeting, cards)
-    return first(meeting.gather("reach", reached))
+    reached = _reach(native, own, rendezvous, infos)
+    return first(rendezvous.gather("reach", reached))
 
 
 def _processes(group: Iterable[Any]) -> list[int]:
     return sorted({device.process_index for device in group})
 
 
-def _others(own: list[np.ndarray], meeting: Meeting) -> list[int]:
-    """The other processes that this one shares EP groups with."""
+def _others(own: list[np.ndarray], rendezvous: Rendezvous) -> list[int]:
+    """Returns the other processes that this one shares EP groups with."""
     found = {process for group in own for process in _processes(group)}
-    return sorted(found - {meeting.own})
+    return sorted(found - {rendezvous.own})
 
 
 def host() -> list[str]:
-    """What processes of one host, and of no other, have in common; and its name."""
+    """Returns an identifier of this host, by which processes compare, and its name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     try:
@@ -113,7 +116,7 @@ def host() -> list[str]:
 
 
 def first(obstacles: dict[int, Any]) -> Obstacle | None:
-    """The lowest process's, with its number."""
+    """Returns the obstacle of the lowest process that has one, with its number."""
     for process, found in sorted(obstacles.items()):
         if found is not None:
             must, got = found
@@ -122,13 +125,13 @@ def first(obstacles: dict[int, Any]) -> Obstacle | None:
 
 
 def _misplaced(
-    groups: np.ndarray, cards: dict[int, Any], crosses: bool
+    groups: np.ndarray, infos: dict[int, Any], crosses: bool
 ) -> Obstacle | None:
     for group in groups:
-        found = _fabric.find_obstacle(group, cards) if crosses else None
+        found = _fabric.find_obstacle(group, infos) if crosses else None
         if found is not None:
             return found
-        uuids = [cards[d.process_index]["uuids"][str(d.id)] for d in group]
+        uuids = [infos[d.process_index]["uuids"][str(d.id)] for d in group]
         for uuid in uuids:
             if uuid and uuids.count(uuid) > 1:
                 return "a GPU of its own for each rank", f"GPU {uuid} more than once"
@@ -136,32 +139,37 @@ def _misplaced(
 
 
 def _reach(
-    native: ModuleType, own: list[np.ndarray], meeting: Meeting, cards: dict[int, Any]
+    native: ModuleType,
+    own: list[np.ndarray],
+    rendezvous: Rendezvous,
+    infos: dict[int, Any],
 ) -> Obstacle | None:
-    """What keeps this process's devices from those of others; connects to them."""
+    """Connects to the processes of the groups; returns an obstacle if it cannot."""
     for group in own:
-        others = [device for device in group if device.process_index != meeting.own]
+        others = [device for device in group if device.process_index != rendezvous.own]
         found = native.peer_obstacle(
-            ordinals(group, meeting.own, native.ELSEWHERE),
-            [cards[d.process_index]["uuids"][str(d.id)] for d in others],
+            ordinals(group, rendezvous.own, native.ELSEWHERE),
+            [infos[d.process_index]["uuids"][str(d.id)] for d in others],
         )
         if found is not None:
             return found
-    for process in _others(own, meeting):
-        if not _fabric.by_descriptors(cards, meeting.own, process):
+    for process in _others(own, rendezvous):
+        if not _fabric.by_descriptors(infos, rendezvous.own, process):
             continue
         try:
-            meeting.connect(process, cards[process]["address"])
+            rendezvous.connect(process, infos[process]["address"])
         except OSError as error:
-            # It may have ended, of which its socket is only a consequence.
-            meeting.raise_if_failed()
-            got = f"{error.strerror or error} from process {meeting.own} to {process}"
+            # If the process failed, its closed socket is only a consequence.
+            rendezvous.raise_if_failed()
+            got = (
+                f"{error.strerror or error} from process {rendezvous.own} to {process}"
+            )
             return _why_apart(error), got
     return None
 
 
 def _why_apart(error: OSError) -> str:
-    """What two processes of a host must have that did not connect."""
+    """Returns what two processes of a host lack that could not connect."""
     if isinstance(error, TimeoutError):
         return "processes that answer each other within timeout_s"
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
@@ -175,7 +183,7 @@ def _why_apart(error: OSError) -> str:
 
 
 class WindowConfig(TypedDict):
-    """What decides the size of a window: the fields of C++'s WindowConfig."""
+    """The sizes that determine a window, field by field as WindowConfig in C++."""
 
     format: str
     hidden: int
@@ -191,10 +199,11 @@ class WindowConfig(TypedDict):
 
 
 def window_config(config: EPConfig, ranks: int) -> WindowConfig:
-    """What sizes the windows of a group of `ranks`."""
+    """Returns the sizes for the windows of a group of `ranks` ranks."""
     tokens, top_k = config.max_tokens_per_rank, config.top_k
     shared = config.fused_shared_expert
-    # Rows that cross one by one are tokens of their own; of "none" their gradients too.
+    # Unless expert ranks sum them ("rank"), combine sends K rows per token. With "none"
+    # the backward pass dispatches K rows per token, too.
     return WindowConfig(
         format=config.dispatch_format,
         hidden=config.hidden_size,
@@ -206,7 +215,7 @@ def window_config(config: EPConfig, ranks: int) -> WindowConfig:
         top_k=top_k + shared,
         ranks=ranks,
         local_experts=config.num_experts // ranks + shared,
-        # Calls that XLA exchanges need no windows.
+        # With "copy" XLA exchanges the data of pending calls, which need no windows.
         pending_calls=0 if config.overlap == "copy" else config.most_pending,
     )
 
@@ -217,30 +226,31 @@ def open_windows(
     groups: np.ndarray,
     config: EPConfig,
     first_epoch: int | None,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> int:
-    """Opens the group `key` with the windows of all ranks; returns a window's bytes.
+    """Opens the group `key` with the windows of all ranks; returns bytes per window.
 
     Raises:
-        NotMapped: GPUs of different processes do not reach each other after all.
-        RuntimeError: no room, here or in another process, or one that did not come.
+        NotMapped: GPUs of different processes cannot map each other's windows.
+        RuntimeError: a device of this or another process is out of memory, or a process
+            failed or did not come.
     """
-    own = local_groups(groups, meeting.own)
-    others = _others(own, meeting)
+    own = local_groups(groups, rendezvous.own)
+    others = _others(own, rendezvous)
     size = native.open_windows(
         key,
-        [ordinals(group, meeting.own, native.ELSEWHERE) for group in own],
+        [ordinals(group, rendezvous.own, native.ELSEWHERE) for group in own],
         window_config(config, groups.shape[1]),
         timeout_s=config.timeout_s,
         num_sms=config.num_sms or 0,
         first_epoch=native.FIRST_EPOCH if first_epoch is None else first_epoch,
-        # Only where somebody takes them: else memory is what it is without fabrics.
-        by_fabric=not all(meeting.connected(process) for process in others),
+        # Only if a process needs it, since it changes how memory is allocated.
+        by_fabric=not all(rendezvous.connected(process) for process in others),
     )
-    if meeting.alone:
+    if rendezvous.alone:
         return size
     try:
-        _share(native, key, own, meeting)
+        _share(native, key, own, rendezvous)
     except BaseException:
         native.close_group(key)
         raise
@@ -248,15 +258,15 @@ def open_windows(
 
 
 def _share(
-    native: ModuleType, key: int, own: list[np.ndarray], meeting: Meeting
+    native: ModuleType, key: int, own: list[np.ndarray], rendezvous: Rendezvous
 ) -> None:
-    """Gives the windows of this process to the EP groups' others and maps theirs."""
+    """Hands this process's windows to the others of its EP groups, and maps theirs."""
     given, obstacle = {}, None
     for group in own:
-        if _processes(group) == [meeting.own]:
+        if _processes(group) == [rendezvous.own]:
             continue
         for device in group:
-            if device.process_index != meeting.own:
+            if device.process_index != rendezvous.own:
                 continue
             try:
                 found = native.export_window(key, ordinal(device))
@@ -265,20 +275,20 @@ def _share(
                 continue
             descriptor, size, fabric = found
             given[device.id] = size, fabric and fabric.hex()
-            meeting.give(device.id, descriptor)
-    # They have their first contents, so whoever maps one may store into it at once.
-    answers = meeting.gather("windows", {"windows": given, "obstacle": obstacle})
-    _raisefirst({p: answer["obstacle"] for p, answer in answers.items()})
+            rendezvous.give(device.id, descriptor)
+    # The windows are initialised, so a process that maps one may store at once.
+    answers = rendezvous.gather("windows", {"windows": given, "obstacle": obstacle})
+    _raise_first({p: answer["obstacle"] for p, answer in answers.items()})
     obstacle = None
     for index, group in enumerate(own):
         for rank, device in enumerate(group):
             process = device.process_index
-            if process == meeting.own:
+            if process == rendezvous.own:
                 continue
             size, fabric = answers[process]["windows"][str(device.id)]
             descriptor = None
-            if meeting.connected(process):
-                descriptor = meeting.take(process, device.id)
+            if rendezvous.connected(process):
+                descriptor = rendezvous.take(process, device.id)
             handle = bytes.fromhex(fabric) if descriptor is None else descriptor
             try:
                 native.import_window(key, index, rank, handle, size)
@@ -288,10 +298,10 @@ def _share(
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
-    _raisefirst(meeting.gather("mapped", obstacle))
+    _raise_first(rendezvous.gather("mapped", obstacle))
 
 
-def _raisefirst(obstacles: dict[int, Any]) -> None:
+def _raise_first(obstacles: dict[int, Any]) -> None:
     found = first(obstacles)
     if found is not None:
         raise NotMapped(found)

@@ -1,1 +1,1 @@
-"""init, shared handles, and what a process needs before them."""
+"""init, shared handles, and the preparation of a process for them."""

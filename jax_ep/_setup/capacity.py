@@ -1,4 +1,4 @@
-"""What `init` and `jax-ep doctor` remark on N, the output rows of a rank."""
+"""Warnings about N, the output rows per rank, for `init` and `jax-ep doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LARGE_BYTES = 10**9
 
 
 def worst_case(config: EPConfig, ranks: int) -> str | None:
-    """That N is the worst case and takes much, or None."""
+    """Returns a warning if N defaults to the worst case and is large, or None."""
     if config.recv_capacity is not None or config.capacity_factor is not None:
         return None
     rows = config.capacity(ranks)
@@ -19,16 +19,17 @@ def worst_case(config: EPConfig, ranks: int) -> str | None:
         return None
     return (
         f"dispatch returns {rows} rows of {row_bytes} bytes, "
-        f"{rows * row_bytes / 1e9:.2f} GB a call, to hold the worst case; set "
-        "recv_capacity or capacity_factor to bound it"
+        f"{rows * row_bytes / 1e9:.2f} GB per call, enough for the worst case; set "
+        "recv_capacity or capacity_factor to limit it"
     )
 
 
 def shortfall(config: EPConfig, ranks: int) -> str | None:
-    """That N is less than balanced routing needs, or None.
+    """Returns a warning if N is too small even for balanced routing, or None.
 
-    `capacity_factor` is one of routed rows, and N holds the rows of a fused shared
-    expert and the padding of `expert_alignment` as well.
+    It suggests a sufficient `recv_capacity`. `capacity_factor` multiplies only routed
+    rows, but N must also hold a fused shared expert's rows and `expert_alignment`'s
+    padding.
     """
     factor = config.capacity_factor
     if factor is None and config.recv_capacity is None:
@@ -48,29 +49,28 @@ def shortfall(config: EPConfig, ranks: int) -> str | None:
         )
         if used
     )
-    more = f" and {options} {beside} besides" if beside else ""
+    more = f", plus {beside} for {options}" if beside else ""
     return (
-        f"{what} makes N {rows} rows, where balanced routing needs {routed}{more}; "
-        "rows past N are dropped: unless that is meant set "
-        f"recv_capacity={enough} instead"
+        f"{what} makes N {rows} rows, but even balanced routing needs {routed}{more}, "
+        f"and rows past N are dropped; set recv_capacity={enough} instead to keep them"
     )
 
 
 def _routed(config: EPConfig, ranks: int) -> int:
-    """Rows of a rank where all get as many, of tokens with distinct experts."""
+    """Returns rows per rank if all ranks get the same number and ids are distinct."""
     entries = config.max_tokens_per_rank * config.top_k
     return -(-entries // ranks) if config.skip_a2a else entries
 
 
 def _padded(config: EPConfig, ranks: int, routed: int) -> int:
-    """So many rows with their padding, where the local experts get as many."""
+    """Returns `routed` rows with padding, if all local experts get the same number."""
     local = config.num_experts // ranks
     each, rest = divmod(routed, local)
     return rest * _aligned(each + 1, config) + (local - rest) * _aligned(each, config)
 
 
 def _shared(config: EPConfig, ranks: int) -> int:
-    """Rows of a fused shared expert, which skip_a2a has the ranks share."""
+    """Returns rows of a fused shared expert, which ranks split with skip_a2a."""
     if not config.fused_shared_expert:
         return 0
     tokens = config.max_tokens_per_rank

@@ -1,4 +1,4 @@
-"""init: from a mesh and a config to a handle, running ep_init on every device."""
+"""init: makes a handle from a mesh and a config, and runs ep_init on every device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._native import ffi
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._setup import capacity, runtime
 from jax_ep._transport import base as transports
 from jax_ep._transport import select
 
-# Of the first call over new windows, or the native module's; tests start near the wrap
-# of 64 bits.
+# Epoch of the first call over new windows; None means that of the native module. Tests
+# set it near the wrap of 64 bits.
 _FIRST_EPOCH: int | None = None
 
 _instances: Counter[str] = Counter()
@@ -42,56 +42,56 @@ def init(
 ) -> EPHandle:
     """Prepares expert parallelism over one or more axes of a mesh.
 
-    Runs the `ep_init` primitive once on every device of the mesh. Axes that are not
-    named hold independent EP groups, one per position. In a job of several processes
-    each process of the mesh calls it, with the same arguments and in the same order.
+    Runs the `ep_init` primitive once on every device of the mesh. Positions along the
+    other axes of the mesh hold independent EP groups. In a job of several processes
+    each process of the mesh must call it, with the same arguments in the same order.
 
-    It also works while JAX traces, in a module's constructor under `nnx.eval_shape` or
-    a Linen `setup`: it runs at once and is no part of the program. Each trace makes a
-    handle of its own, so a function that is traced again holds another one;
-    `jax_ep.shared_handle` gives one for all.
+    It also works while JAX traces, for example in a module's constructor under
+    `nnx.eval_shape` or in a Linen `setup`: it runs immediately and adds nothing to the
+    program. Each trace makes a new handle; use `jax_ep.shared_handle` to get the same
+    one every time.
 
     Args:
-        mesh: a `jax.sharding.Mesh`, or None for the one of `jax.set_mesh`.
+        mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
             count in the order given, the last axis fastest.
         config: sizes and options.
-        transport: "p2p" (GPUs of one host, in one process or several, or of hosts in
-            one NVLink fabric, that reach each other's memory), "shmem" (the same with
-            one process per GPU, over windows of NVSHMEM, whose puts reach ranks on
-            other nodes), "collective" (XLA's all-to-all, on CPU and GPU), or "auto"
-            for p2p where this build and these devices have it, shmem where groups span
-            hosts, else collective.
+        transport: "p2p" (GPUs that map each other's memory: on one host, in one
+            process or several, or on hosts in one NVLink fabric), "shmem" (one process
+            per GPU with windows of NVSHMEM, whose puts reach ranks on other nodes),
+            "collective" (XLA's all-to-all, on CPU and GPU), or "auto": p2p if this
+            build and these devices support it, shmem if groups span hosts, else
+            collective.
 
     Returns:
         An `EPHandle`.
 
     Raises:
-        ValueError, TypeError: an argument does not hold what is said above; a config
-            that this mesh or transport cannot serve; a forked child of a process that
-            has called it.
-        RuntimeError: a device has no room for the windows of p2p or shmem; a process of
-            the mesh did not come within `timeout_s`, or failed.
+        ValueError, TypeError: an argument does not hold what is said above; the mesh or
+            transport does not support the config; or this process was forked after JAX
+            was started.
+        RuntimeError: a device has no memory for the windows of p2p or shmem; or a
+            process of the mesh failed, or did not come within `timeout_s`.
     """
     runtime.require_unforked()
     mesh = resolved_mesh(mesh)
-    # What fails from here on would have the mesh's other processes wait.
-    meeting = Meeting.of(mesh, _time_limit(config))
+    # From here on the rendezvous tells other processes of a failure, so none waits.
+    rendezvous = Rendezvous.of(mesh, _time_limit(config))
     try:
-        with meeting:
+        with rendezvous:
             _check_arguments(config, transport)
             names = group_axes(mesh, axis_name, config)
             _check_served(config, _ranks(mesh, names))
-            run = partial(_meet, mesh, names, config, transport, meeting)
-            # It waits for what it runs on the devices, which no trace can.
+            run = partial(_meet, mesh, names, config, transport, rendezvous)
+            # It runs programs and waits for them, which a trace cannot do.
             return threads.untraced(run) if _traced(mesh) else run()
     finally:
-        # Also where Ctrl-C has come as the block ended.
-        meeting.close()
+        # Again, in case Ctrl-C interrupted the end of the with block.
+        rendezvous.close()
 
 
 def _time_limit(config: Any) -> float:
-    """Of what is to be no config, too: the others hear of that."""
+    """Returns the time limit; the default if `config` is invalid, to report that."""
     return config.timeout_s if isinstance(config, EPConfig) else EPConfig.timeout_s
 
 
@@ -105,7 +105,7 @@ def _check_arguments(config: Any, transport: Any) -> None:
     if transport not in names:
         raise ValueError(
             f"jax_ep.init: transport must be one of {names}, got {transport!r}; "
-            '"auto" takes the fastest that works here'
+            '"auto" chooses the fastest that works here'
         )
 
 
@@ -118,53 +118,53 @@ def _meet(
     names: tuple[str, ...],
     config: EPConfig,
     transport: Transport,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> EPHandle:
-    """Settles the transport with the mesh's other processes, and opens the handle."""
-    meeting.subject = repr((_content(mesh, names, config), transport))
+    """Agrees on the transport with the mesh's other processes, and opens the handle."""
+    rendezvous.subject = repr((_content(mesh, names, config), transport))
     try:
-        chosen = select.choose(mesh, names, transport, meeting, config)
+        chosen = select.choose(mesh, names, transport, rendezvous, config)
         try:
-            return _open(mesh, names, config, chosen, meeting)
+            return _open(mesh, names, config, chosen, rendezvous)
         except windows.NotMapped as error:
-            chosen = select.instead(transport, error.obstacle, meeting)
-        return _open(mesh, names, config, chosen, meeting)
+            chosen = select.instead(transport, error.obstacle, rendezvous)
+        return _open(mesh, names, config, chosen, rendezvous)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        # Answers are taken for what this version sends.
-        raise meeting.unreadable(error) from error
+        # Answers of another version of jax_ep lead to these errors.
+        raise rendezvous.unreadable(error) from error
 
 
 def resolved_mesh(mesh: Any) -> Mesh:
-    """`mesh`, or for None the one of `jax.set_mesh`; raises where there is neither."""
+    """Returns `mesh`, or the mesh of `jax.set_mesh` for None; raises if none is set."""
     if mesh is None:
         mesh = context.concrete_mesh()
         if mesh is None:
             raise ValueError(
-                "jax_ep.init: mesh=None must find a mesh, got none set; call "
-                "jax.set_mesh first or pass the mesh"
+                "jax_ep.init: mesh=None needs a mesh set by jax.set_mesh, got none; "
+                "call jax.set_mesh first or pass the mesh"
             )
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            "jax_ep.init: mesh must be a jax.sharding.Mesh of devices, got "
+            "jax_ep.init: mesh must be a jax.sharding.Mesh, got "
             f"{type(mesh).__name__}; make one with jax.make_mesh"
         )
     return mesh
 
 
 def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
-    """The axes of the EP group, which divide the experts; raises if they do not."""
+    """Returns the axes of the EP group; raises unless the ranks divide the experts."""
     names = axis_names(resolved_mesh(mesh), axis_name)
     ranks = _ranks(mesh, names)
     if config.num_experts % ranks:
         raise ValueError(
-            "jax_ep.init: num_experts must be a multiple of the group's ranks, got "
-            f"{config.num_experts} and {ranks}; pad the experts or change the mesh"
+            f"jax_ep.init: num_experts must be a multiple of the group's ranks, {ranks}"
+            f", got {config.num_experts}; pad the experts or change the mesh"
         )
     return names
 
 
 def axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
-    """`axis_name` as a tuple of axes of the mesh; raises if it is none."""
+    """Returns `axis_name` as a tuple; raises unless it names axes of the mesh."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if (
         not isinstance(names, tuple | list)
@@ -183,15 +183,15 @@ def axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
 def _check_served(config: EPConfig, ranks: int) -> None:
     if config.allreduce_world_size not in (None, ranks):
         raise ValueError(
-            "jax_ep.init: allreduce_world_size must be the ranks of the group, "
-            f"{ranks}, got {config.allreduce_world_size}; leave it None"
+            "jax_ep.init: allreduce_world_size must equal the group's ranks, "
+            f"{ranks}, got {config.allreduce_world_size}; leave it out"
         )
     experts = config.num_experts + ranks
     if config.fused_shared_expert and experts > ffi.native.MAX_EXPERTS:
         raise ValueError(
-            "jax_ep.init: num_experts and a shared expert a rank must be at most "
-            f"{ffi.native.MAX_EXPERTS} with fused_shared_expert, got {experts}; run "
-            "the shared expert beside the dispatch"
+            "jax_ep.init: with fused_shared_expert num_experts plus one shared expert "
+            f"per rank must be at most {ffi.native.MAX_EXPERTS}, got {experts}; "
+            "compute the shared expert outside of the dispatch"
         )
     rows = config.capacity(ranks)
     top_k = config.top_k + config.fused_shared_expert
@@ -214,16 +214,16 @@ def _automatic(mesh: Mesh) -> Mesh:
 
 
 def _traced(mesh: Mesh) -> bool:
-    """Whether this thread is inside of a transformation."""
+    """Whether this thread is inside a transformation of JAX."""
     try:
         with jax.set_mesh(_automatic(mesh)):
             return False
-    except ValueError:  # what it refuses is any of them
+    except ValueError:  # set_mesh raises inside any transformation
         return True
 
 
 def _rank_of_devices(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
-    """Rank of each device of the mesh in its EP group, in the mesh's shape."""
+    """Returns each device's rank in its EP group, in the shape of the mesh."""
     sizes = [mesh.shape[name] for name in names]
     axes = [mesh.axis_names.index(name) for name in names]
     positions = np.indices(mesh.devices.shape)
@@ -246,14 +246,14 @@ def _content(mesh: Mesh, names: tuple[str, ...], config: EPConfig) -> tuple[Any,
     return version, ids, mesh.axis_names, mesh.devices.shape, names, config
 
 
-def _new_key(content: str, meeting: Meeting) -> int:
-    """A positive int64 from content and instance: the same in all who meet."""
+def _new_key(content: str, rendezvous: Rendezvous) -> int:
+    """Returns a positive int64 from content and instance, the same in all processes."""
     with _lock:
         instance = _instances[content]
         _instances[content] += 1
-    if meeting.possible:
-        # An init may have failed in one process before it counted there.
-        instance = max(map(int, meeting.gather("instance", instance).values()))
+    if rendezvous.possible:
+        # Counts differ after an init that failed in some processes before this line.
+        instance = max(map(int, rendezvous.gather("instance", instance).values()))
         with _lock:
             _instances[content] = max(_instances[content], instance + 1)
     digest = hashlib.sha256(f"{content}#{instance}".encode()).digest()
@@ -265,15 +265,15 @@ def _open(
     names: tuple[str, ...],
     config: EPConfig,
     transport: HandleTransport,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> EPHandle:
     """Registers the group and initialises every device of the mesh."""
     platform = windows.platform_of(mesh)
     native = ffi.native_for(platform)
-    # Where nothing is exchanged there are no windows.
+    # Without an exchange no windows are needed.
     exchange = transports.by_name("collective" if config.skip_a2a else transport)
     content = repr((_content(mesh, names, config), transport))
-    key = _new_key(content, meeting)
+    key = _new_key(content, rendezvous)
     local = _local_ranks(mesh, names)
     devices = [device for device, _ in local]
     ranks = [rank for _, rank in local]
@@ -284,17 +284,17 @@ def _open(
             select.ep_groups(mesh, names),
             config,
             _FIRST_EPOCH,
-            meeting,
+            rendezvous,
         )
         dev_ptrs, my_rank = _run_init(mesh, key, devices)
         if my_rank.tolist() != ranks:
             raise RuntimeError(
-                "jax_ep.init: every device must find the rank that the mesh gives it, "
-                f"got {my_rank.tolist()} for {ranks}; please report this mesh"
+                "jax_ep.init: devices must have the ranks of their mesh positions, "
+                f"{ranks}, got {my_rank.tolist()}; please report this mesh"
             )
         if platform == "cpu":
             runtime.warn_if_short(native.pool_threads(key), len(devices))
-        meeting.conclude()
+        rendezvous.conclude()
         return EPHandle._opened(
             mesh=mesh,
             axis_names=names,
@@ -309,7 +309,7 @@ def _open(
             _windowed=exchange.windowed,
         )
     except BaseException:
-        # Also of a group that was not opened: Ctrl-C may come just after it was.
+        # Also if open raised, as Ctrl-C may have come just after it opened the group.
         native.close_group(key)
         raise
 
@@ -317,8 +317,8 @@ def _open(
 def _run_init(
     mesh: Mesh, key: int, local_devices: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Binds ep_init on every device; returns dev_ptrs and my_rank of the local ones."""
-    # Whatever the mesh's axes are: nothing here is sharded by hand.
+    """Runs ep_init on every device; returns dev_ptrs and my_rank of the local ones."""
+    # With automatic axes, so that the kinds of the mesh's axes do not matter.
     mesh = _automatic(mesh)
     spec = PartitionSpec(mesh.axis_names)
 
@@ -344,7 +344,7 @@ def _run_init(
 
     def local(array: jax.Array) -> np.ndarray:
         shards = {shard.device: shard.data for shard in array.addressable_shards}
-        # Explicitly, which jax_transfer_guard="disallow" allows.
+        # jax_transfer_guard="disallow" allows explicit transfers like this one.
         return np.stack(jax.device_get([shards[device] for device in local_devices]))
 
     words = local(pointers).astype(np.uint64).reshape(len(local_devices), 2, 3, 2)

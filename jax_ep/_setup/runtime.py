@@ -1,9 +1,8 @@
-"""What this process must be like: room in XLA's CPU thread pool, threads of its own.
+"""Prepares the process: sizes XLA's CPU thread pool, and detects forks.
 
-Used at import and by init. XLA's CPU pool has max(NPROC or cores, devices) threads.
-Collectives block a thread for each device, so several programs in flight on more
-devices than cores can take every thread and stop (docs/sharp_bits.md). NPROC is read
-when the backend starts.
+XLA's CPU pool has max(NPROC or cores, devices) threads. Collectives block one thread
+per device, so several programs in flight on more devices than cores can take all
+threads and deadlock (docs/sharp_bits.md). XLA reads NPROC when the backend starts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import warnings
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
 _warned = False
-_forked_from: int | None = None  # a process that had started JAX
+_forked_from: int | None = None  # parent, if it had started JAX before the fork
 
 
 def _forced_devices() -> int:
@@ -26,7 +25,7 @@ def _forced_devices() -> int:
 
 def _backend_started() -> bool:
     try:
-        from jax._src import xla_bridge  # no public way to ask without starting it
+        from jax._src import xla_bridge  # public functions would start the backend
 
         return bool(xla_bridge.backends_are_initialized())
     except (ImportError, AttributeError):
@@ -34,12 +33,12 @@ def _backend_started() -> bool:
 
 
 def make_room() -> None:
-    """Raises NPROC while XLA's backend has not started; never lowers it."""
+    """Raises NPROC if XLA's backend has not started yet; never lowers it."""
     if _backend_started():
         return
     current = os.environ.get("NPROC", "")
     wanted = max(
-        # As XLA reads it: other scripts have digits that no number is made of.
+        # Only ASCII digits, as XLA parses it; str.isdigit accepts more.
         int(current) if re.fullmatch("[0-9]{1,9}", current) else 0,
         os.cpu_count() or 1,
         MIN_THREADS,
@@ -49,25 +48,22 @@ def make_room() -> None:
 
 
 def warn_if_short(pool_threads: int, devices: int) -> None:
-    """Warns where XLA's pool can deadlock with this many local CPU devices.
-
-    Once in a process: it can do nothing about it any more.
-    """
+    """Warns, once per process, if XLA's pool is too small for the local CPU devices."""
     global _warned
     if not _warned and 0 < pool_threads < 2 * devices:
         warnings.warn(
             f"jax_ep.init: XLA's CPU pool must have at least {2 * devices} threads for "
-            f"{devices} devices, got {pool_threads}: several runs in flight can hang. "
-            f"Import jax_ep before the first use of JAX, or set NPROC={4 * devices} in "
-            "the environment.",
+            f"{devices} devices, got {pool_threads}, with which several runs in flight "
+            "can hang; import jax_ep before the first use of JAX, or set "
+            f"NPROC={4 * devices} in the environment",
             RuntimeWarning,
             stacklevel=4,
         )
-        _warned = True  # not where the warning was raised
+        _warned = True  # skipped if a filter turned the warning into an exception
 
 
 def _note_fork() -> None:
-    """In a forked child: JAX's threads stayed behind, if there were any."""
+    """Runs in a forked child, and notes whether the parent had started JAX."""
     global _forked_from
     if _backend_started():
         _forked_from = os.getppid()
@@ -77,13 +73,13 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def require_unforked() -> None:
-    """Raises ValueError where JAX's threads stayed behind with the process forked from.
+    """Raises ValueError in a child forked after JAX was started.
 
-    Without them everything that JAX is asked for would wait for ever.
+    A fork does not copy JAX's threads, so that every use of JAX would hang.
     """
     if _forked_from is not None:
         raise ValueError(
-            "jax_ep.init: must run in a process that has started JAX itself, got a "
-            f"child forked from process {_forked_from}, which had; start processes by "
-            "spawn, or fork before the first use of JAX"
+            f"jax_ep.init: this process was forked from process {_forked_from} after "
+            "that had started JAX; start processes with spawn, or fork before the "
+            "first use of JAX"
         )

@@ -1,4 +1,4 @@
-"""Handles that everything of equal sizes shares: layers, and functions that trace."""
+"""Handles that layers and traced functions with equal arguments share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def shared_handle(
     config: EPConfig,
     transport: Transport = "auto",
 ) -> EPHandle:
-    """One open handle for equal arguments, made by `jax_ep.init` at the first call.
+    """Returns one open handle per set of arguments; the first call runs `jax_ep.init`.
 
-    Layers of `jax_ep.flax` take theirs from here. It may be called while JAX traces, as
-    often as one likes: a function that is traced again gets the handle that it had.
-    Handles stay open until they are closed, by their `close` (the next call makes a new
-    one) or by `jax_ep.close_shared_handles`. A process that loads a compiled executable
-    calls this first, with the arguments of the process that compiled it.
+    Layers of `jax_ep.flax` get their handles here. It can be called while JAX traces:
+    a function that is traced again gets the same handle. A handle stays open until its
+    `close` (the next call makes a new one) or `jax_ep.close_shared_handles` closes it.
+    A process that loads a compiled executable must first call this, with the arguments
+    of the process that compiled it.
 
     Args:
-        mesh: as in `jax_ep.init`, like what follows.
-        axis_name: the EP axis, or a tuple of axes.
+        mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
+        axis_name: the EP axis, or a tuple of axes whose product is the group.
         config: sizes and options.
         transport: "auto", "p2p", "shmem" or "collective".
 
@@ -41,13 +41,13 @@ def shared_handle(
         An `EPHandle`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `jax_ep.init`.
+        ValueError, TypeError, RuntimeError: for the reasons of `jax_ep.init`.
     """
     mesh = init.resolved_mesh(mesh)
     key = (mesh, init.axis_names(mesh, axis_name), config, transport)
     with _lock:
         found = _handles.get(key) if isinstance(config, EPConfig) else None
-        # A forked child has the parent's: init says what is wrong.
+        # In a forked child, a handle of the parent; init raises there.
         if found is None or found.closed or found.forked:
             for other in [k for k, ep in _handles.items() if ep.closed]:
                 del _handles[other]
@@ -57,10 +57,10 @@ def shared_handle(
 
 
 def close_shared_handles() -> None:
-    """Closes every handle of `jax_ep.shared_handle`, those of layers among them.
+    """Closes every handle of `jax_ep.shared_handle`, including those of layers.
 
-    Compiled functions that hold one are dead afterwards; `jax.clear_caches()` has JAX
-    trace them again. Layers take a new handle when they are made.
+    Compiled functions that use one can no longer be called; after
+    `jax.clear_caches()` JAX traces them again. Layers made later get new handles.
     """
     with _lock:
         handles = list(_handles.values())

@@ -1,4 +1,4 @@
-"""What jax_ep.stats checks of a load, and how its numbers come to the host."""
+"""The layout of a load's ranks on the mesh, with checks and the copy to the host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tree = TypeVar("Tree")
 
 
 class Layout(NamedTuple):
-    """How the ranks of a load lie on the mesh.
+    """The positions of a load's ranks on the mesh.
 
     Attributes:
         names: mesh axes that tokens are split over, in the mesh's order.
-        sizes: their sizes.
-        stacked: the same names, in the order that `init` stacked the ranks in.
-        group: axes of the EP group, in its order.
+        sizes: sizes of these axes.
+        stacked: the same names, in the order in which `init` stacked the ranks.
+        group: axes of the EP group, in the group's order.
     """
 
     names: tuple[str, ...]
@@ -30,12 +30,12 @@ class Layout(NamedTuple):
     group: tuple[str, ...]
 
     def places(self) -> np.ndarray:
-        """`[ranks]`: where in the mesh's order each rank is, as they are stacked."""
+        """Returns each stacked rank's position in the mesh's order, `[ranks]`."""
         grid = np.arange(np.prod(self.sizes, dtype=int)).reshape(self.sizes)
         return grid.transpose([self.names.index(name) for name in self.stacked]).ravel()
 
     def owners(self) -> np.ndarray:
-        """`[ranks]` in the mesh's order: each one's rank in its EP group."""
+        """Returns each rank's number in its EP group, `[ranks]` in the mesh's order."""
         at = [self.names.index(name) for name in self.group]
         coordinates = np.indices(self.sizes).reshape(len(self.sizes), -1)
         shape = [self.sizes[axis] for axis in at]
@@ -50,43 +50,43 @@ def require(
     if not isinstance(value, kind):
         raise TypeError(
             f"jax_ep.stats.{function}: {name} must be {what}, got "
-            f"{type(value).__name__}; pass that"
+            f"{type(value).__name__}; pass the object itself"
         )
 
 
 def require_same_layers(load: jax.Array, aux: jax.Array) -> None:
-    """Raises unless both are `[..., ranks]` of the same leading dimensions."""
+    """Raises unless both are `[..., ranks]` with the same leading dimensions."""
     layers, given = np.shape(load)[:-1], np.shape(aux)[:-1]
     if layers != given or np.ndim(load) == 0:
         raise ValueError(
-            "jax_ep.stats.update: aux must be of the layers of load, a stack of shape "
-            f"{layers}, got {given}; pass one layer's load with one layer's aux, or "
-            "both stacked on leading dimensions"
+            "jax_ep.stats.update: aux must have the layers of load, a stack of shape "
+            f"{layers}, got {given}; pass load and aux of one layer, or stack both on "
+            "leading dimensions"
         )
 
 
 def require_alike(load: jax.Array, aux: jax.Array) -> None:
-    """Raises where it can be seen that ranks of the one are not those of the other."""
+    """Raises if types show that the two arrays have different ranks."""
     remedy = "make load with jax_ep.stats.init(ep, axes) of the tokens' axes"
     more = varying(load) - varying(aux)
     more = [axis for axis in more if jax.lax.axis_size(axis) > 1]
     if more:
         raise ValueError(
             "jax_ep.stats.update: load must be split over the axes that tokens are "
-            f"split over, got {sorted(more)} besides, along which rows would count "
-            f"again; {remedy} and give it the spec P(axes)"
+            f"split over, got also {sorted(more)}, along which rows would count again; "
+            f"{remedy} and give it the spec P(axes)"
         )
-    # Known of meshes with explicit axes; elsewhere `Load.place` tells who is who.
+    # Types have a spec only on meshes with explicit axes; else `Load.place` tells.
     over, must = (spec_axes(jax.typeof(value).sharding.spec) for value in (load, aux))
     if over and must and over != must:
         raise ValueError(
-            "jax_ep.stats.update: load must lie on the mesh as aux does, over axes "
+            "jax_ep.stats.update: load must be sharded over the same axes as aux, "
             f"{must}, got {over}; {remedy}"
         )
 
 
 def gathered(load: Tree) -> Tree:
-    """`load` so that this process has all of it; a program of all processes."""
+    """Gathers `load` to this process; all processes must call it."""
     leaf = jax.tree.leaves(load)[0]
     sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
@@ -100,28 +100,28 @@ def _itself(load: Tree) -> Tree:
 
 
 def order(function: str, place: np.ndarray, layout: Layout | None) -> np.ndarray:
-    """Indices of the ranks in the mesh's order.
+    """Returns the indices that put the ranks in the mesh's order.
 
-    As the steps told it; where they did not, as `init` stacked the ranks.
+    Positions are those that steps reported, or else those of `init`.
     """
     if (place == -2).any():
         raise ValueError(
-            f"jax_ep.stats.{function}: load must be of steps whose ranks are stacked "
-            f"alike, got other ranks at {np.flatnonzero(place == -2).tolist()}; make a "
-            "load for each kind of layer"
+            f"jax_ep.stats.{function}: load must be of steps that stack ranks the same "
+            f"way, got different ranks at {np.flatnonzero(place == -2).tolist()}; make "
+            "one load for each kind of layer"
         )
     if layout is not None and len(place) != len(layout.places()):
         raise ValueError(
             f"jax_ep.stats.{function}: load must have all {len(layout.places())} ranks "
-            f"that jax_ep.stats.init made it for, got {len(place)}; pass the global "
-            "arrays, whole"
+            f"that jax_ep.stats.init made it for, got {len(place)}; pass the complete "
+            "global arrays"
         )
     places, times = np.unique(place, return_counts=True)
     if places[0] >= 0 and times.max() > 1:
         raise ValueError(
-            f"jax_ep.stats.{function}: load must count each rank once, got places "
-            f"{place.tolist()} in the mesh; make it with jax_ep.stats.init(ep, axes) "
-            "of the tokens' axes and give it the spec P(axes) in shard_map"
+            f"jax_ep.stats.{function}: load must count each rank once, got mesh "
+            f"positions {place.tolist()}; make it with jax_ep.stats.init(ep, axes) "
+            "from the tokens' axes and give it the spec P(axes) in shard_map"
         )
     if places[0] < 0 and layout is not None:
         place = layout.places()

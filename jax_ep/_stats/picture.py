@@ -1,4 +1,4 @@
-"""The picture of `jax_ep.stats.heat_map`, and the colours it shares with the demo's."""
+"""Draws the picture of `jax_ep.stats.heat_map`; defines the colours of all pictures."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from jax_ep._stats import view as _load_view
 INK, BLUE, ORANGE = "#333333", "#2a6fb0", "#d9661f"
 MAP = "RdBu_r"
 _IDLE = "#8c8c8c"
-_WIDTH = 9.0  # inches, at _DPI pixels each
-_LABEL = 2.2  # inches that the colour bar's label needs
+_WIDTH = 9.0  # inches, with _DPI pixels each
+_LABEL = 2.2  # inches that the label of the colour bar needs
 _DPI = 140
 _MOST_TICKS = 16
 
 
 def scale() -> Any:
-    """From multiples of the mean to colours: white is 1."""
+    """Returns the scale from multiples of the mean to colours, with white at 1."""
     from matplotlib.colors import LogNorm
 
     return LogNorm(1 / 4, 4)
 
 
 def label_scale(bar: Any) -> None:
-    """Ticks and label of a colour bar of `scale`."""
+    """Sets ticks and label of a colour bar for `scale`."""
     bar.set_ticks([1 / 4, 1 / 2, 1, 2, 4], labels=["1/4", "1/2", "1", "2", "4"])
     bar.minorticks_off()
     bar.set_label("rows, as a multiple of the mean")
 
 
 def save(view: _load_view.View, path: str | os.PathLike[str]) -> None:
-    """Draws and writes it, in the format that the ending of `path` says."""
+    """Draws the picture and writes it, in the format of the extension of `path`."""
     figure(view).savefig(path, dpi=_DPI)
 
 
 def figure(view: _load_view.View) -> Any:
-    """Of one layer its experts as cells, wrapped; of a stack a row for each layer."""
-    # Without pyplot: nothing global is touched and no display is looked for.
+    """Draws one layer as a grid of its experts, or a stack with a row per layer."""
+    # Not pyplot, which changes global state and looks for a display.
     from matplotlib.figure import Figure
 
     result = Figure(layout="constrained", facecolor="white")
@@ -52,7 +52,7 @@ def figure(view: _load_view.View) -> Any:
 
 
 def grid_width(view: _load_view.View) -> int:
-    """Experts in a line: whole ranks, or an even part of one."""
+    """Returns the experts per line: whole ranks, or an equal part of one rank."""
     wanted = max(8, 2 ** math.ceil(math.log2(2 * view.experts) / 2))
     if view.local >= wanted:
         return math.ceil(view.local / math.ceil(view.local / wanted))
@@ -63,18 +63,18 @@ def grid_width(view: _load_view.View) -> int:
 
 def _draw_experts(result: Any, view: _load_view.View) -> None:
     width = grid_width(view)
-    of_rank = max(1, math.ceil(view.local / width))  # lines of a rank
+    of_rank = max(1, math.ceil(view.local / width))  # lines per rank
     lines = math.ceil(view.ranks / max(1, width // view.local)) * of_rank
     height = max(1.0, lines * min(0.8, 0.75 * _WIDTH / width))
     if view.ranks == 1:
-        height = max(_LABEL, height)  # the colour bar is as high
+        height = max(_LABEL, height)  # the colour bar has the same height
         result.set_size_inches(_WIDTH, 1.6 + height)
         cells, bars = result.subplots(), None
     else:
         result.set_size_inches(_WIDTH, 3.2 + height)
         cells, bars = result.subplots(2, height_ratios=(height, 1.2))
 
-    # A rank that does not fill its last line leaves cells blank.
+    # Cells stay blank if a rank does not fill its last line.
     grid = np.full(lines * width, np.nan)
     grid[_cells(view, width, of_rank)] = _load_view.multiples(view.rows)[0]
     grid = grid.reshape(lines, width)
@@ -91,7 +91,7 @@ def _draw_experts(result: Any, view: _load_view.View) -> None:
 
 
 def _cells(view: _load_view.View, width: int, of_rank: int) -> np.ndarray:
-    """The cell of each expert, counted along the lines."""
+    """Returns the index of each expert's cell, counted along the lines."""
     expert = np.arange(view.experts)
     if of_rank == 1:
         return expert
@@ -100,7 +100,7 @@ def _cells(view: _load_view.View, width: int, of_rank: int) -> np.ndarray:
 
 
 def _image(axes: Any, grid: np.ndarray, **options: Any) -> Any:
-    """Multiples of the mean in colours; experts without rows in grey."""
+    """Draws multiples of the mean in colours, and experts without rows in grey."""
     from matplotlib.colors import ListedColormap
 
     at_all = np.ma.masked_where(np.isnan(grid) | (grid == 0), grid)
@@ -134,7 +134,7 @@ def _write_values(axes: Any, grid: np.ndarray) -> None:
 def _label_lines(
     axes: Any, view: _load_view.View, width: int, of_rank: int, lines: int
 ) -> None:
-    """Global ids: of each cell in a single line, else of each line's first."""
+    """Labels each cell of a single line, or else the first cell of each line."""
     own = np.arange(0, width, _step(width))
     if lines == 1:
         axes.set(xlabel="expert", yticks=[])
@@ -151,7 +151,7 @@ def _label_lines(
 def _part_ranks(
     axes: Any, view: _load_view.View, width: int, of_rank: int, lines: int
 ) -> None:
-    """Lines between ranks, and who they are: on top, or at the right of their lines."""
+    """Draws lines between ranks, and rank numbers at the top or at the right."""
     between: dict[str, Any] = {"color": INK, "lw": 0.8}
     if view.ranks == 1 or view.local == 1:
         return
@@ -248,5 +248,5 @@ def _title(axes: Any, view: _load_view.View) -> None:
 
 
 def _step(count: int) -> int:
-    """Between ticks: a power of two, so that ranks and lines begin at ticks."""
+    """Returns the distance of ticks, a power of two, so that ranks start at ticks."""
     return 2 ** math.ceil(math.log2(max(1, count / _MOST_TICKS)))

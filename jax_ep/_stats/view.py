@@ -1,4 +1,4 @@
-"""What a heat map of `jax_ep.stats` shows of a load, and its text form."""
+"""The data of a heat map of `jax_ep.stats`, and its form as text."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import numpy as np
 
 COLUMNS = 80
 _SHADES = " .:-=+*#%@"
-_LINES = 32  # more ranks than these share lines
-_OWN, _SHARED, _LAYER = 32, 40, 48  # characters of a rank's line, a shared one, a layer
+_LINES = 32  # with more ranks than this, ranks share lines
+# Characters per line: of one rank, of several ranks, of a layer.
+_OWN, _SHARED, _LAYER = 32, 40, 48
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A load by global expert id and by rank of the EP group, replicas summed.
+    """A load by global expert id and by rank of the EP group, summed over EP groups.
 
     Attributes:
         rows: int64 `[layers, E]`, rows sent to each expert.
-        dropped: int64 `[layers, R]`, rows that each rank of the EP group lost.
-        invalid: int64 `[layers, R]`, invalid ids among their tokens.
-        stacked: whether the load was of a stack of layers.
-        replicas: EP groups, which hold the same experts.
+        dropped: int64 `[layers, R]`, rows that each rank of the EP group dropped.
+        invalid: int64 `[layers, R]`, invalid ids among each rank's tokens.
+        stacked: whether the load is one of a stack of layers.
+        replicas: number of EP groups, which all hold the same experts.
         steps: `[layers]`, steps counted.
-        mean_imbalance: `[layers]`, within a step; NaN is unknown.
-        worst_imbalance: `[layers]`, likewise.
-        fullest: most rows that a rank was sent in a step.
+        mean_imbalance: `[layers]`, mean over steps of the busiest expert's rows over
+            the mean; NaN if unknown.
+        worst_imbalance: `[layers]`, the largest of these ratios; NaN if unknown.
+        fullest: most rows that were sent to a rank in one step.
     """
 
     rows: np.ndarray
@@ -43,12 +45,12 @@ class View:
 
     @property
     def layers(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return self.rows.shape[0]
 
     @property
     def experts(self) -> int:
-        """E."""
+        """E, number of experts."""
         return self.rows.shape[1]
 
     @property
@@ -58,23 +60,23 @@ class View:
 
     @property
     def local(self) -> int:
-        """L, experts of a rank."""
+        """L, experts per rank."""
         return self.experts // self.ranks
 
     @property
     def rank_rows(self) -> np.ndarray:
-        """`[layers, R]`, rows sent to each rank."""
+        """Rows sent to each rank, `[layers, R]`."""
         return self.rows.reshape(self.layers, self.ranks, -1).sum(axis=2)
 
 
 def multiples(rows: np.ndarray) -> np.ndarray:
-    """Rows `[layers, n]` over each layer's mean; 0 in layers without rows."""
+    """Divides rows `[layers, n]` by each layer's mean; 0 in layers without rows."""
     mean = rows.mean(axis=1, keepdims=True)
     return rows / np.where(mean > 0, mean, 1)
 
 
 def bin_size(view: View, most: int) -> int:
-    """Experts per bin of at most `most` bins; they fit ranks where that can be."""
+    """Returns experts per bin for at most `most` bins, aligned to ranks if possible."""
     least = math.ceil(view.experts / most)
     for size in range(least, 2 * least + 1):
         if size % view.local == 0 or view.local % size == 0:
@@ -83,12 +85,12 @@ def bin_size(view: View, most: int) -> int:
 
 
 def binned(values: np.ndarray, size: int) -> np.ndarray:
-    """The greatest of each `size` of `[layers, E]`."""
+    """Returns the maximum of each `size` experts of `[layers, E]`."""
     return np.maximum.reduceat(values, range(0, values.shape[1], size), axis=1)
 
 
 def headline(view: View) -> str:
-    """What the load is of."""
+    """Returns a line with the numbers of layers, experts, ranks and steps."""
     parts = [f"{_count(view.layers, 'layer')} of " if view.stacked else ""]
     parts.append(f"{_count(view.experts, 'expert')} on {_count(view.ranks, 'rank')}")
     if view.replicas > 1:
@@ -101,7 +103,7 @@ def headline(view: View) -> str:
 
 
 def facts(view: View) -> list[str]:
-    """Sentences without a full stop: imbalance, drops, fullest rank, idle experts."""
+    """Returns phrases about imbalance, drops, the fullest rank and idle experts."""
     found = [_busiest(view)]
     worst = view.worst_imbalance
     if not np.isnan(worst).any():
@@ -132,19 +134,19 @@ def _busiest(view: View) -> str:
 
 
 def text(view: View) -> str:
-    """The heat map in at most COLUMNS columns."""
+    """Returns the heat map in at most COLUMNS columns."""
     table = _layer_lines(view) if view.stacked else _rank_lines(view)
     lines = [*wrapped([headline(view)]), *table, *wrapped(facts(view))]
     return "\n".join(lines)
 
 
 def _rank_lines(view: View) -> Iterator[str]:
-    """Experts by rank: a rank on lines of its own, or small ranks side by side."""
+    """Yields lines with one rank each, or with several small ranks side by side."""
     rows, local, ranks = view.rows[0], view.local, view.ranks
     side_by_side = 1
     while ranks > _LINES and 2 * side_by_side * (local + (local > 1)) <= _SHARED:
         side_by_side *= 2
-    # A rank of many experts has several lines, as long as each other.
+    # A rank with many experts has several lines of equal length.
     step = side_by_side * local
     if side_by_side == 1:
         step = math.ceil(local / math.ceil(local / _OWN))
@@ -174,7 +176,7 @@ def _rank_lines(view: View) -> Iterator[str]:
 
 
 def _layer_lines(view: View) -> Iterator[str]:
-    """A line for each layer."""
+    """Yields one line per layer."""
     size = bin_size(view, _LAYER)
     values = multiples(view.rows)
     top = float(values.max())
@@ -200,7 +202,7 @@ def _layer_lines(view: View) -> Iterator[str]:
 
 
 def _table(cells: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Lines of aligned columns; those in `left` are flush left, others right."""
+    """Yields lines of aligned columns; those in `left` are flush left, others right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         aligned = [
@@ -211,14 +213,14 @@ def _table(cells: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]
 
 
 def _shades(values: np.ndarray, top: float) -> str:
-    """A character each; blank is exactly 0."""
+    """Returns one character per value; only 0 is blank."""
     most = len(_SHADES) - 1
     levels = np.ceil(values * most / (top or 1)).astype(int)
     return "".join(_SHADES[level] for level in np.clip(levels, 0, most))
 
 
 def wrapped(parts: Sequence[str], columns: int = COLUMNS) -> list[str]:
-    """Lines of sentences that are broken between them, and within long ones only."""
+    """Joins phrases to lines; breaks lines between phrases, or inside long ones."""
     lines = [""]
     for part in parts:
         longer = f"{lines[-1]}; {part}".removeprefix("; ")
@@ -227,7 +229,7 @@ def wrapped(parts: Sequence[str], columns: int = COLUMNS) -> list[str]:
 
 
 def ranks(first: int, end: int) -> str:
-    """Which ranks, in words."""
+    """Returns "rank 3" or "ranks 3-5"."""
     return f"rank{'s' * (end - first > 1)} {_range(first, end)}"
 
 
@@ -240,12 +242,12 @@ def _count(number: int, what: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits of a share, and no nought for what is more than nothing."""
+    """Returns a share in percent with two digits; a small one is not rounded to 0."""
     return f"{100 * share:.2g}%" if share >= 1e-5 else "under 0.001%"
 
 
 def short(number: int) -> str:
-    """At most 7 characters: 999,999, then 1.00M."""
+    """Formats a number in at most 7 characters: 999,999, then 1.00M."""
     if number < 1_000_000:
         return f"{number:,}"
     value = number / 1000

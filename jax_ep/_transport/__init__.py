@@ -1,8 +1,8 @@
-"""What exchanges: collective, p2p and shmem, and which one serves a mesh or a call."""
+"""The transports collective, p2p and shmem, and the choice between them."""
 
 from jax_ep._core.handle import EPHandle
 
-# Each registers its transport.
+# Importing a module registers its transport.
 from jax_ep._transport import collective, p2p, shmem
 from jax_ep._transport.base import Transport, by_name
 
@@ -17,11 +17,11 @@ __all__ = [
 
 
 def transport_of(ep: EPHandle) -> Transport:
-    """What exchanges for `ep`."""
-    # Where nothing is exchanged the steps alone are left.
+    """Returns the transport of `ep`."""
+    # With skip_a2a only the local steps of collective run.
     return by_name("collective" if ep.config.skip_a2a else ep.transport)
 
 
 def split_transport_of(ep: EPHandle) -> Transport:
-    """What exchanges for the calls of `ep` in halves."""
+    """Returns the transport for the asynchronous calls of `ep`."""
     return by_name("collective") if ep.config.overlap == "copy" else transport_of(ep)

@@ -1,7 +1,7 @@
-"""What a transport does for a handle, and what its calls take and return.
+"""The interface of transports, with the operands and results of their calls.
 
-The interface of collective, p2p and shmem. Its calls know ranks, experts and rows
-alone: what options make of them is for `_ops/options.py`, derivatives for `_ops`.
+Transports only know ranks, experts and rows. `_ops/options.py` translates options to
+these, and `_ops` adds derivatives.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 
-# What a call of an ordered transport comes after and leaves for the next one: one
-# int32 `[1]`. () elsewhere, so that programs of other transports hold nothing of it.
+# An ordered transport's calls take a token from the call before and return one for the
+# next: a single int32 `[1]`. Other transports use (), which adds nothing to programs.
 Token = tuple[jax.Array, ...]
 
 
 class DispatchInputs(NamedTuple):
-    """A rank's operands of a dispatch that routes.
+    """Operands of a dispatch that routes, on one rank.
 
     Attributes:
         tokens: `[n, H]`.
-        topk_ids: int32 `[n, K]`, ids of `route_ranks * groups` experts.
+        topk_ids: int32 `[n, K]`, ids of the `route_ranks * groups` experts.
         router_weights: float32 `[n, K]`.
         input_scale: float32 `[1]`, or `[0]` for formats without one.
     """
@@ -42,9 +42,9 @@ class DispatchInputs(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What a dispatch makes of arrivals, in the order of its handlers' results.
+    """Results of a dispatch at the expert rank, in the order of the handlers' results.
 
-    Names are those of `Dispatched` and `Route`.
+    The fields are those of `Dispatched` and `Route` with the same names.
     """
 
     tokens: Any
@@ -63,10 +63,10 @@ class Received(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a dispatch returns: arrivals, and the tables of their source.
+    """Results of a dispatch, at the expert rank and at the source rank.
 
     Attributes:
-        received: at the expert rank.
+        received: results at the expert rank.
         slot_of: int32 `[n, K]`, as in `Route`.
         num_invalid: int32 `[1]`, as in `Dispatched`.
     """
@@ -77,12 +77,12 @@ class Arrived(NamedTuple):
 
 
 class CombineInputs(NamedTuple):
-    """The operands of a combine at the expert rank, which sums and sends.
+    """Operands of a combine at the expert rank, which sums and sends.
 
     Attributes:
         expert_out: `[N, H]`.
-        row_weights: float32 `[N]` that scale the rows, or None.
-        weight_grads: float32 `[N]` that travel beside the rows, unsummed, or None.
+        row_weights: float32 `[N]`, factors of the rows, or None.
+        weight_grads: float32 `[N]`, sent along with the rows, unsummed, or None.
         row_of: int32 `[R, n, K]`, as in `Route`.
         slot_counts: int32 `[R]`, as in `Route`.
     """
@@ -95,15 +95,15 @@ class CombineInputs(NamedTuple):
 
 
 class SumInputs(NamedTuple):
-    """The operands of a combine at the source, which sums what arrives.
+    """Operands of a combine at the source rank, which sums what arrives.
 
     Attributes:
         slot_of: int32 `[n, K]`, as in `Route`.
-        entry_weights: float32 `[n, K]`: every row has travelled by itself and is scaled
-            here. None where rows were summed at the expert rank.
+        entry_weights: float32 `[n, K]`, factors of rows that were sent one by one; None
+            if rows were summed at the expert rank.
         residual: `[n, H]` or None.
-        shared_rows: `[N, H]`, whose first rows are the shared expert's, or None.
-        shared_part: int32 `[2]`, first token and number of those, or None.
+        shared_rows: `[N, H]`, starting with the rows of the shared expert, or None.
+        shared_part: int32 `[2]`, first and number of the tokens of these rows, or None.
     """
 
     slot_of: jax.Array
@@ -114,12 +114,12 @@ class SumInputs(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How the rows of a combine travel.
+    """How a combine sends rows.
 
     Attributes:
         format: a dtype, or a quantised format.
-        by_entry: each row by itself, to be weighted at the source; tables are then
-            those of tokens of one row each.
+        by_entry: whether each row is sent by itself, to be weighted at the source. The
+            tables are then those of tokens with one row each.
     """
 
     format: str
@@ -129,14 +129,15 @@ class Wire(NamedTuple):
 class Transport(abc.ABC):
     """A way to exchange rows between the ranks of a group.
 
-    One object serves all handles: what belongs to one is in the handle and in its
-    native group. Calls are made inside `jax.shard_map`, on a rank's arrays, and are not
-    differentiated. `after` is what they come after, and they return it for the next.
+    One object serves all handles; the state of a handle is in the handle and in its
+    native group. Calls are made inside `jax.shard_map`, on the arrays of one rank, and
+    are not differentiated. They take `after`, the token of the call before, and return
+    the token for the next call.
 
     Attributes:
-        name: the one that `jax_ep.init` takes.
-        ordered: whether the calls of a handle must come one after the other.
-        windowed: whether its groups have windows, whose waits can fail.
+        name: name for `jax_ep.init`.
+        ordered: whether the calls of a handle must run one after the other.
+        windowed: whether groups have windows, in which waits can fail.
     """
 
     name: ClassVar[str]
@@ -144,17 +145,17 @@ class Transport(abc.ABC):
     windowed: ClassVar[bool] = False
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
-        """(what it must have, what was found), or None where it can serve the mesh.
+        """Returns (what it needs, what was found), or None if it can serve the mesh.
 
-        The same in all processes of the mesh, which ask it together.
+        All processes of the mesh call it together, and must get the same result.
 
         Args:
             mesh: the mesh.
-            groups: its devices as `[EP groups, ranks]`.
-            config: of the handle.
-            meeting: of the mesh's processes.
+            groups: the devices of the mesh as `[EP groups, ranks]`.
+            config: the config of the handle.
+            rendezvous: exchange between the mesh's processes.
         """
         return None
 
@@ -165,19 +166,19 @@ class Transport(abc.ABC):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens the native group `key`; returns the bytes of its windows per device.
 
         Raises:
-            NotMapped: after all the ranks do not reach each other's windows.
-            RuntimeError: no room for windows, here or in another process, or one that
-                did not come.
+            NotMapped: ranks turned out not to reach each other's windows.
+            RuntimeError: a device of this or another process has no memory for its
+                window, or a process failed or did not come.
         """
         raise NotImplementedError
 
     def held_rows(self, ep: EPHandle) -> int:
-        """Dimension 0 of what the first half of a call leaves on a rank."""
+        """Returns the size of dimension 0 of a first half's result on one rank."""
         return 1
 
     @abc.abstractmethod
@@ -190,13 +191,13 @@ class Transport(abc.ABC):
     def dispatch_send(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
     ) -> tuple[Any, Token]:
-        """The first half of `dispatch`: what its second half takes."""
+        """Runs the first half of `dispatch`; the result goes to `dispatch_receive`."""
 
     @abc.abstractmethod
     def dispatch_receive(
         self, ep: EPHandle, sent: Any, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
-        """The second half of `dispatch`; `like` has the tokens' shape and dtype."""
+        """Runs the second half of `dispatch`; `like` is shaped as the tokens."""
 
     @abc.abstractmethod
     def dispatch_cached(
@@ -207,11 +208,12 @@ class Transport(abc.ABC):
         weights: jax.Array | None,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Sends tokens `[n, H]` and weights `[n, K]` along `route`.
+        """Sends tokens `[n, H]` and weights `[n, K]` by a cached route.
+
+        Tokens are sent in the config's `grad_format`.
 
         Returns:
-            Rows `[N, H]` and their weights `[N]`, zero where no token reaches. On the
-            wire tokens are in the config's `grad_format`.
+            Rows `[N, H]` and their weights `[N]`, zero for rows without a token.
         """
 
     @abc.abstractmethod
@@ -229,7 +231,7 @@ class Transport(abc.ABC):
     def combine_send(
         self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
     ) -> tuple[Any, Token]:
-        """The first half of `combine`: what its second half takes."""
+        """Runs the first half of `combine`; the result goes to `combine_receive`."""
 
     @abc.abstractmethod
     def combine_receive(
@@ -241,23 +243,23 @@ class Transport(abc.ABC):
         wire: Wire,
         after: Token,
     ) -> tuple[jax.Array, Token]:
-        """The second half of `combine`; `like` has the result's dtype and columns."""
+        """Runs the second half of `combine`; `like` has the dtype and columns of y."""
 
 
 _registry: dict[str, Transport] = {}
 
 
 def register(kind: type[Transport]) -> type[Transport]:
-    """Class decorator: makes `kind` one that `jax_ep.init` takes by its name."""
+    """Class decorator that registers a transport for `jax_ep.init` by its name."""
     _registry[kind.name] = kind()
     return kind
 
 
 def by_name(name: str) -> Transport:
-    """The transport of that name."""
+    """Returns the transport of that name."""
     return _registry[name]
 
 
 def names() -> tuple[str, ...]:
-    """Of all transports, as they were registered."""
+    """Returns the names of all transports, in order of registration."""
     return tuple(_registry)

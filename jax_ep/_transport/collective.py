@@ -1,8 +1,9 @@
 """Transport "collective": pack -> all_to_all -> unpack, per rank, inside shard_map.
 
-XLA pairs up whatever exchanges its processes run. So a pack begins each region with a
-tag of the handle and the call, and an unpack whose regions have unequal ones returns
-NaN, -1 and 0 and has `EPHandle.check` raise. Python takes no part in that.
+XLA pairs up exchanges of different programs if processes run different ones. So pack
+starts each region with a tag of the handle and the call. An unpack that finds different
+tags returns NaN, -1 and 0, and makes `EPHandle.check` raise. All of this happens in the
+native handlers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax_ep._core.types import Route
 from jax_ep._native import ffi
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
@@ -35,15 +36,15 @@ from jax_ep._transport.base import (
 )
 from jax_ep._transport.results import received, struct, zeros
 
-_WORD_BYTES = 4  # the wire travels as uint32
+_WORD_BYTES = 4  # regions are exchanged as uint32
 
-# What the first half of a dispatch leaves: arrivals, slot_of, num_invalid.
+# The result of the first half of a dispatch: arrived regions, slot_of, num_invalid.
 Sent = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @register
 class Collective(Transport):
-    """Exchanges by XLA's collectives, on any devices; calls need no order."""
+    """Exchanges by XLA's collectives, on any devices; its calls need no order."""
 
     name = "collective"
 
@@ -54,10 +55,10 @@ class Collective(Transport):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens a group without windows."""
-        own = meeting.own
+        own = rendezvous.own
         ranks = [
             (windows.ordinal(device), rank)
             for group in groups
@@ -68,13 +69,13 @@ class Collective(Transport):
         return 0
 
     def exchange(self, ep: EPHandle, send: jax.Array) -> jax.Array:
-        """Row r of `send` goes to rank r; row r of the result came from there."""
+        """Sends row r of `send` to rank r; row r of the result comes from rank r."""
         if ep.route_ranks == 1:
             return send
         return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
 
     def held_rows(self, ep: EPHandle) -> int:
-        """One for each rank that rows came from."""
+        """Returns the number of regions, one per source rank."""
         return ep.route_ranks
 
     def dispatch(
@@ -95,7 +96,7 @@ class Collective(Transport):
     def dispatch_pack(
         self, ep: EPHandle, inputs: DispatchInputs, in_halves: bool
     ) -> Sent:
-        """As `dispatch_send` before its exchange: the first is what is to be sent."""
+        """Runs `dispatch_send` up to its exchange; the first result is to be sent."""
         config, ranks = ep.config, ep.route_ranks
         tokens = inputs.tokens
         n, top_k = inputs.topk_ids.shape
@@ -146,7 +147,8 @@ class Collective(Transport):
             recv,
             slot_of,
             num_invalid,
-            # In place: where calls were mixed up these are those of no call as well.
+            # Passed through in place, so that the handler can clear them, too, if the
+            # tags differ.
             input_output_aliases={1: len(types) + 1, 2: len(types) + 2},
             key=ep.key,
             expert_alignment=config.expert_alignment,
@@ -229,7 +231,7 @@ class Collective(Transport):
     def combine_pack(
         self, ep: EPHandle, rows: CombineInputs, wire: Wire, in_halves: bool
     ) -> jax.Array:
-        """As `combine_send` before its exchange: what is to be sent."""
+        """Runs `combine_send` up to its exchange; the result is to be sent."""
         expert_out = rows.expert_out
         n, top_k = rows.row_of.shape[1:]
         none = zeros(expert_out, (0,), jnp.float32)

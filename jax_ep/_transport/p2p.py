@@ -1,7 +1,7 @@
-"""Transport "p2p": one custom call an op, whose kernel stores into the peers' windows.
+"""Transport "p2p": one custom call per op, whose kernel stores into peers' windows.
 
-Results are those of "collective", bit for bit. The first half of a call leaves its
-place in the windows, which the second half is given.
+Results equal those of "collective", bit for bit. The first half of a call returns its
+place in the windows, which the second half takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_ep._native import ffi
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
@@ -39,18 +39,18 @@ from jax_ep._transport.base import (
 )
 from jax_ep._transport.results import received, struct, zeros
 
-PENDING_INTS = 4  # of PendingCall in xla_ffi/protocol/pending.h
-STREAM_SINCE = (0, 11, 1)  # of custom calls on XLA's stream of collectives
+PENDING_INTS = 4  # size of PendingCall in xla_ffi/protocol/pending.h
+STREAM_SINCE = (0, 11, 1)  # JAX that runs custom calls on XLA's stream for collectives
 
-# A token and its codes lie in shared memory while they are encoded: with 2048 experts
-# and top-32 nvfp4 has room for 238,592 elements. Others pass in pieces.
+# A token and its codes are in shared memory while it is encoded, which limits H: with
+# 2048 experts and top-32, 238,592 elements of nvfp4 fit. Other rows move in pieces.
 _MOST_HIDDEN_QUANTIZED, _MOST_HIDDEN = 1 << 17, 1 << 22
 
-# The results of a first half, all int32. The first begins with the pending call, the
-# last is what the handle's next call comes after. With `overlap="stream"` one array
-# `[1, M]` is all of them in a row.
+# The results of a first half, all int32. The first one begins with the pending call,
+# the last one is the token for the handle's next call. With `overlap="stream"` a single
+# array `[1, M]` holds all of them one after the other.
 First = tuple[jax.Array, ...]
-# What the first half of a dispatch leaves: its results, and tokens if not encoded.
+# The first half of a dispatch returns its results, and the tokens if not encoded.
 Sent = tuple[First, jax.Array | None]
 
 
@@ -63,13 +63,13 @@ class P2P(Transport):
     windowed = True
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
-        """GPUs, all of whose pairs have peer access, and rows that kernels hold."""
+        """Checks for peer access between all GPUs, and for rows that fit kernels."""
         return (
             row_obstacle(config)
             or gpu_obstacle(mesh, groups)
-            or windows.find_obstacle(native_of(mesh), groups, meeting)
+            or windows.find_obstacle(native_of(mesh), groups, rendezvous)
         )
 
     def open(
@@ -79,10 +79,12 @@ class P2P(Transport):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
         """Opens the windows of all ranks."""
-        return windows.open_windows(native, key, groups, config, first_epoch, meeting)
+        return windows.open_windows(
+            native, key, groups, config, first_epoch, rendezvous
+        )
 
     def dispatch(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
@@ -123,7 +125,7 @@ class P2P(Transport):
             local_experts=ep.groups,
             format=ep.config.dispatch_format,
         )
-        # Own rows come from the tokens themselves, unless they are encoded.
+        # The second half copies this rank's own rows from tokens, unless encoded.
         encoded = formats.is_quantized(ep.config.dispatch_format)
         return (first, None if encoded else tokens), (first[-1],)
 
@@ -137,7 +139,7 @@ class P2P(Transport):
             "ep_dispatch_place",
             received(ep, like),
             first[0],
-            # Made here: an empty array that comes from another program has no buffer.
+            # Made here, because an empty array from another program has no buffer.
             zeros(like, (0, like.shape[1]), like.dtype) if own is None else own,
             *after,
             key=ep.key,
@@ -157,7 +159,7 @@ class P2P(Transport):
         weights: jax.Array | None,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Sends along `route` in one call."""
+        """Sends by a cached route in one call."""
         n, hidden = tokens.shape
         rows = ep.recv_capacity
         weighted = weights is not None
@@ -188,7 +190,7 @@ class P2P(Transport):
         wire: Wire,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Sums, sends and sums in one call."""
+        """Sums at the expert ranks, sends, and sums at the source, in one call."""
         expert_out = rows.expert_out
         n, top_k = sums.slot_of.shape
         none = zeros(expert_out, (0,), jnp.float32)
@@ -248,7 +250,7 @@ class P2P(Transport):
         wire: Wire,
         after: Token,
     ) -> tuple[jax.Array, Token]:
-        """Waits for sums and sums them."""
+        """Waits for the sums of the expert ranks and adds them."""
         given, options = _summed(sums, like)
         out, done = ffi.call(
             "ep_combine_place",
@@ -269,7 +271,7 @@ class P2P(Transport):
 
 
 def native_of(mesh: Mesh) -> ModuleType:
-    """The native module of the mesh's devices."""
+    """Returns the native module of the mesh's devices."""
     return ffi.native_for(windows.platform_of(mesh))
 
 
@@ -277,7 +279,7 @@ NO_GPUS: Obstacle = "GPUs", "CPU devices"
 
 
 def gpu_obstacle(mesh: Mesh, groups: np.ndarray) -> Obstacle | None:
-    """That there are no GPUs, or too many in a group."""
+    """Returns an obstacle if there are no GPUs, or too many in a group."""
     if windows.platform_of(mesh) == "cpu":
         return NO_GPUS
     ranks, most = groups.shape[1], native_of(mesh).MAX_WINDOW_RANKS
@@ -285,7 +287,7 @@ def gpu_obstacle(mesh: Mesh, groups: np.ndarray) -> Obstacle | None:
 
 
 def row_obstacle(config: EPConfig) -> Obstacle | None:
-    """Whether a multiprocessor's shared memory has room for what a call keeps there."""
+    """Returns an obstacle if rows are too wide for a multiprocessor's shared memory."""
     wires = (config.dispatch_format, config.grad_format, config.combine_format)
     quantized = any(name and formats.is_quantized(name) for name in wires)
     most = _MOST_HIDDEN_QUANTIZED if quantized else _MOST_HIDDEN
@@ -296,14 +298,14 @@ def row_obstacle(config: EPConfig) -> Obstacle | None:
 
 
 def _alone(ep: EPHandle, table: jax.Array) -> bool:
-    """Whether these are the tables of `options.entry_route`, so that rows are alone."""
+    """Whether `table` comes from `options.entry_route`, with one row per token."""
     return ep.config.reduce == "none" and table.shape[-1] == 1
 
 
 def _summed(
     sums: SumInputs, like: jax.Array
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """What the last sum of a combine takes besides rows: operands, attributes."""
+    """Returns operands and attributes for the last sum of a combine."""
     no_rows = zeros(like, (0, like.shape[1]), like.dtype)
     no_weights = zeros(like, (0, sums.slot_of.shape[1]), jnp.float32)
     no_part = zeros(like, (0,), jnp.int32)
@@ -322,12 +324,12 @@ def _summed(
 
 
 def _pending_call(like: jax.Array) -> Any:
-    """The type of what the first half of a call leaves of it."""
+    """Returns the type of a pending call, the first result of a first half."""
     return struct(like, (1, PENDING_INTS), jnp.int32)
 
 
 def _dispatch_tables(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
-    """The types of a first half's results: pending, slot_of and num_invalid."""
+    """Returns the result types of a first half: pending, slot_of and num_invalid."""
     top_k = ep.config.top_k + ep.config.fused_shared_expert
     return (
         _pending_call(tokens),
@@ -343,7 +345,7 @@ def _first_half(
     *operands: jax.Array,
     **attributes: Any,
 ) -> First:
-    """Launches the first half of a call, with `overlap="stream"` beside others."""
+    """Launches the first half of a call, with `overlap="stream"` on another stream."""
     attributes |= {"key": ep.key, "site": site()}
     if ep.config.overlap != "stream":
         return tuple(ffi.call(target, results, *operands, **attributes))
@@ -352,14 +354,14 @@ def _first_half(
             f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
             f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
         )
-    # In a CUDA graph nothing would run beside it: this target is not captured.
+    # In a CUDA graph nothing would overlap with it, so this target is not captured.
     target += "_aside"
     whole = struct(operands[0], (1, _ends(results)[-1]), jnp.int32)
     return (ffi.call_aside(target, whole, *operands, **attributes),)
 
 
 def _results_of(first: First, results: Sequence[Any]) -> list[jax.Array]:
-    """The results of a first half, for the second one."""
+    """Returns the separate results of a first half."""
     if len(first) == len(results):
         return list(first)
     parts = jnp.split(first[0], _ends(results)[:-1], axis=1)

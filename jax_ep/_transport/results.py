@@ -1,4 +1,4 @@
-"""The types of what calls of a transport return, for XLA."""
+"""Result types of the transports' custom calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax_ep._transport.base import Received
 
 
 def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a result that varies over the mesh axes that `like` varies over."""
+    """Returns the type of a result that varies over the same mesh axes as `like`."""
     kind = jax.typeof(like)
-    # With an explicit axis of one a specification has the length of `like`'s shape.
+    # If an explicit axis has size 1, the spec has the length of like's shape.
     whole = kind.sharding.update(spec=jax.sharding.PartitionSpec())
     return kind.update(
         shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=whole
@@ -24,12 +24,12 @@ def struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros that vary as `like`; with no rows the placeholder of an omitted operand."""
+    """Returns zeros that vary as `like`; of size 0, a placeholder for no operand."""
     return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
 
 
 def received(ep: EPHandle, tokens: jax.Array) -> Received:
-    """The types of what a dispatch of these tokens makes of arrivals."""
+    """Returns the result types of a dispatch of these tokens."""
     config, ranks, rows = ep.config, ep.route_ranks, ep.recv_capacity
     n, hidden = tokens.shape
     groups, top_k = ep.groups, config.top_k + config.fused_shared_expert

@@ -1,4 +1,4 @@
-"""Which transport serves a mesh, and why no faster one does."""
+"""Chooses the transport for a mesh, and reports why it is not a faster one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport import by_name
 from jax_ep._transport.p2p import NO_GPUS
 
@@ -23,53 +23,57 @@ def choose(
     mesh: Mesh,
     names: tuple[str, ...],
     requested: Transport,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     config: EPConfig,
 ) -> HandleTransport:
-    """The transport that `init` uses where `requested` was asked for.
+    """Returns the transport that `init` uses for `requested`.
 
-    The same in all processes of the mesh, which call it together.
+    All processes of the mesh call it together and get the same result.
 
     Raises:
-        ValueError: `requested` cannot be; says what is missing.
-        RuntimeError: a process did not come.
+        ValueError: the requested transport cannot serve the mesh; the message tells
+            what is missing.
+        RuntimeError: a process failed or did not come.
     """
     groups = ep_groups(mesh, names)
     wanted = "p2p" if requested == "auto" else requested
-    found = by_name(wanted).obstacle(mesh, groups, config, meeting)
+    found = by_name(wanted).obstacle(mesh, groups, config, rendezvous)
     if found is None:
         return wanted
-    # What exchanges nothing needs no NVSHMEM to be looked for, let alone started.
+    # With skip_a2a nothing is exchanged, so do not load or start NVSHMEM.
     far = requested == "auto" and not config.skip_a2a
-    if far and _puts_reach(mesh, groups, config, meeting):
+    if far and _puts_reach(mesh, groups, config, rendezvous):
         return "shmem"
-    return instead(requested, found, meeting)
+    return instead(requested, found, rendezvous)
 
 
 def _puts_reach(
-    mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+    mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
 ) -> bool:
-    """Whether groups span nodes, and shmem serves them; the same in all processes."""
+    """Whether groups span nodes and shmem serves them; the same in all processes."""
     shmem = by_name("shmem")
-    if meeting.alone or shmem.obstacle(mesh, groups, config, meeting) is not None:
+    if rendezvous.alone or shmem.obstacle(mesh, groups, config, rendezvous) is not None:
         return False
     return topology.several(topology.of_groups(groups, config, nvshmem.heap.hosts))
 
 
-def instead(requested: Transport, found: Obstacle, meeting: Meeting) -> HandleTransport:
-    """What `init` uses where there is an obstacle.
+def instead(
+    requested: Transport, found: Obstacle, rendezvous: Rendezvous
+) -> HandleTransport:
+    """Returns the transport to use if there is an obstacle to the first choice.
 
     Raises:
-        ValueError: nothing else was asked for.
+        ValueError: the user requested exactly the transport with the obstacle.
     """
     must, got = found
     if requested == "auto":
-        # CPU devices have no faster transport to miss.
+        # No message for CPU devices, which have no faster transport anyway.
         if found != NO_GPUS:
-            # What one machine lacks stays so. Between processes it may be another time.
-            say = _warn_once if meeting.alone else _log.warning
+            # One process always finds the same, so it logs once. Between processes the
+            # reason may be another one next time.
+            say = _warn_once if rendezvous.alone else _log.warning
             say(
-                'jax_ep.init: "auto" takes transport "collective", because "p2p" must '
+                'jax_ep.init: "auto" chose transport "collective", because "p2p" must '
                 f"have {must}, got {got}; jax-ep doctor says more"
             )
         return "collective"
@@ -81,12 +85,12 @@ def instead(requested: Transport, found: Obstacle, meeting: Meeting) -> HandleTr
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """Once a process for each reason."""
+    """Logs each message once per process."""
     _log.warning(message)
 
 
 def ep_groups(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray:
-    """The mesh's devices as `[EP groups, ranks]`."""
+    """Returns the mesh's devices as `[EP groups, ranks]`."""
     own = [mesh.axis_names.index(name) for name in names]
     others = [axis for axis in range(mesh.devices.ndim) if axis not in own]
     ranks = int(np.prod([mesh.shape[name] for name in names]))

@@ -1,6 +1,6 @@
-"""Transport "shmem": the kernels of p2p over windows of NVSHMEM's symmetric heap.
+"""Transport "shmem": the kernels of p2p over windows in NVSHMEM's symmetric heap.
 
-Puts of NVSHMEM reach ranks on other nodes.
+NVSHMEM's puts reach ranks on other nodes.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from jax.sharding import Mesh
 from jax_ep._core.config import EPConfig
 from jax_ep._peers import nvshmem
 from jax_ep._peers.fabric import Obstacle
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport.base import register
 from jax_ep._transport.p2p import P2P, gpu_obstacle, native_of, row_obstacle
 
 
 @register
 class Shmem(P2P):
-    """As p2p, with one GPU in each process, on one node or several."""
+    """Kernels as p2p, with one GPU per process, on one node or several."""
 
     name = "shmem"
 
     def obstacle(
-        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, meeting: Meeting
+        self, mesh: Mesh, groups: np.ndarray, config: EPConfig, rendezvous: Rendezvous
     ) -> Obstacle | None:
-        """NVSHMEM, and GPUs that it reaches."""
+        """Checks for NVSHMEM, and for GPUs that it can reach."""
         if config.skip_a2a:
-            return "skip_a2a=False, as nothing is exchanged with it", "True"
+            return "skip_a2a=False, as skip_a2a exchanges nothing", "True"
         return (
             row_obstacle(config)
             or gpu_obstacle(mesh, groups)
-            or nvshmem.heap.find_obstacle(native_of(mesh), groups, config, meeting)
+            or nvshmem.heap.find_obstacle(native_of(mesh), groups, config, rendezvous)
         )
 
     def open(
@@ -43,9 +43,9 @@ class Shmem(P2P):
         groups: np.ndarray,
         config: EPConfig,
         first_epoch: int | None,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> int:
-        """Opens the windows of all ranks, on the heap."""
+        """Opens the windows of all ranks in the heap."""
         return nvshmem.heap.open_windows(
-            native, key, groups, config, first_epoch, meeting
+            native, key, groups, config, first_epoch, rendezvous
         )

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer for Flax NNX; `jax_ep.flax.linen` has it for Linen."""
+"""A mixture-of-experts layer for Flax NNX; `jax_ep.flax.linen` has one for Linen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ try:
     from flax import nnx
 except ModuleNotFoundError as _error:
     raise ImportError(
-        "jax_ep.flax: flax must be installed, got none; run pip install 'jax_ep[flax]'"
+        "jax_ep.flax: Flax is not installed; run pip install 'jax_ep[flax]'"
     ) from _error
 
 from jax_ep._core.handle import EPHandle
@@ -29,15 +29,15 @@ __all__ = ["MoE", "RouterBias"]
 
 
 class RouterBias(nnx.Variable):
-    """The bias of `jax_ep.router.route`; not a Param, so optimisers leave it alone."""
+    """The bias of `jax_ep.router.route`; not a Param, so optimisers skip it."""
 
 
 class MoE(nnx.Module):
     """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
 
-    Works on global arrays, eagerly and under `jax.jit`, `nnx.jit`, `nnx.grad`,
-    `nnx.remat`. Parameters are made sharded over the mesh and say so in their metadata
-    (`nnx.get_partition_spec`); their values depend on `rngs` alone, so a checkpoint
+    Works on global arrays, eagerly and under `jax.jit`, `nnx.jit`, `nnx.grad` and
+    `nnx.remat`. Parameters are created sharded over the mesh, as their metadata says
+    (`nnx.get_partition_spec`). Their values depend only on `rngs`, and a checkpoint
     loads on a mesh of any ep_size.
 
     Attributes:
@@ -72,31 +72,31 @@ class MoE(nnx.Module):
         experts: ExpertsFunction | None = None,
         ep: EPHandle | None = None,
     ) -> None:
-        """Makes the parameters and, unless given, the handle.
+        """Makes the parameters, and the handle unless one is given.
 
         Args:
             mesh: the `jax.sharding.Mesh`.
             axis_name: the EP axis, or a tuple of axes whose product is the group.
-            hidden_size: H.
-            intermediate_size: F, of each expert.
+            hidden_size: H, elements per token.
+            intermediate_size: F, inner size of each expert.
             num_experts: E.
-            top_k: K.
-            max_tokens_per_rank: T, the most tokens of a rank in one call.
-            rngs: its stream "params" makes the parameters.
-            dtype: of the computation; inputs are cast to it and results have it.
-            param_dtype: of the parameters.
+            top_k: K, experts per token.
+            max_tokens_per_rank: T, the most tokens per rank in one call.
+            rngs: random streams; "params" initialises the parameters.
+            dtype: dtype of the computation; inputs are cast to it and results have it.
+            param_dtype: dtype of the parameters.
             capacity_factor: as in `jax_ep.EPConfig`.
             dispatch_format: as in `jax_ep.EPConfig`.
-            config_options: further fields of `jax_ep.EPConfig`.
-            router: the kind of router; None is softmax top-k.
-            router_bias: whether to keep a bias for choosing experts.
-            shared_intermediate_size: S; None is no shared expert.
+            config_options: other fields of `jax_ep.EPConfig`, by name.
+            router: the kind of router; None means softmax top-k.
+            router_bias: whether to keep a bias for the choice of experts.
+            shared_intermediate_size: S, inner size of the shared expert; None means no
+                shared expert.
             tp_axis_name: a mesh axis to split F and S over (tensor parallel).
-            spec: how `[..., hidden]` lies on the mesh, for instance
-                `P("dp", "ep", None)`; default: dimension 0 over all axes but
-                tp_axis_name.
+            spec: sharding of `[..., hidden]`, for example `P("dp", "ep", None)`; None
+                shards dimension 0 over all axes except tp_axis_name.
             transport: as in `jax_ep.init`.
-            experts: one of `jax_ep.experts`, or of your own as in `jax_ep.moe_ffn`.
+            experts: one of `jax_ep.experts`, or a function as in `jax_ep.moe_ffn`.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -175,12 +175,12 @@ class MoE(nnx.Module):
         Args:
             x: `[..., hidden_size]`, a global array.
             mask: bool `[...]`, False for padding tokens.
-            input_scale: float32 `[]` or `[1]` of dispatch_format "nvfp4", as in
-                `jax_ep.dispatch`; None is 1.
-            return_aux: whether to return losses, loads and drops as well.
+            input_scale: float32 `[]` or `[1]`, the global scale of dispatch_format
+                "nvfp4", as in `jax_ep.dispatch`; None means 1.
+            return_aux: whether to return a `jax_ep.MoEAux`, too.
 
         Returns:
-            `[..., hidden_size]` in `dtype`; with `return_aux` a tuple of it and a
+            `[..., hidden_size]` in `dtype`; with `return_aux` a tuple of this and a
             `jax_ep.MoEAux` of global arrays.
 
         Raises:
@@ -190,7 +190,7 @@ class MoE(nnx.Module):
         names = [*self._layer.params()]
         if self.router_bias is not None:
             names.append("router_bias")
-        # Not by [...], which fails in Flax where a value is a ShapeDtypeStruct.
+        # get_value(), because [...] fails in Flax if a value is a ShapeDtypeStruct.
         params = {name: getattr(self, name).get_value() for name in names}
         y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
         return (y, aux) if return_aux else y

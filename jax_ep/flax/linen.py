@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer for Flax Linen: the same as `jax_ep.flax.MoE`."""
+"""A mixture-of-experts layer for Flax Linen, equal to `jax_ep.flax.MoE`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["MoE"]
 class MoE(nn.Module):
     """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
 
-    Fields and parameters are those of `jax_ep.flax.MoE`, but for `router_kernel`, its
-    `router`. Parameters are
-    `nn.Partitioned` and made sharded over the mesh; the bias, if any, is
-    "bias" of collection "router_state". Losses are sown into collection
-    "losses" as "balance_loss" and "z_loss", where that is mutable.
+    Fields are the arguments of `jax_ep.flax.MoE`. Parameters have the same names,
+    except that `router` is called `router_kernel`; they are `nn.Partitioned` and
+    created sharded over the mesh. The bias, if any, is "bias" in collection
+    "router_state". Losses are sown into collection "losses", if it is mutable, as
+    "balance_loss" and "z_loss".
     """
 
     mesh: Mesh
@@ -54,11 +54,11 @@ class MoE(nn.Module):
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:
-        """Refuses: its mesh is of one process."""
+        """Raises, because the mesh belongs to one process."""
         _layer.refuse_pickling("flax.linen.MoE")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A clone, which shares the mesh and the handle."""
+        """Returns a clone that shares the mesh and the handle."""
         return self.clone()
 
     @overload
@@ -108,7 +108,7 @@ class MoE(nn.Module):
             make = nn.with_partitioning(
                 layer.initializer(name), param.spec, mesh=self.mesh
             )
-            # Fields of the module have the names "router" and "router_bias".
+            # "router" is a field of this module, so the parameter needs another name.
             params[name] = self.param(_PARAM_NAMES.get(name, name), make, dtype)
         if self.router_bias:
             bias = self.variable(

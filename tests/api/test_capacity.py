@@ -103,8 +103,8 @@ def test_what_options_take_is_told_apart() -> None:
         for fused in (False, True)
     )
     assert plain == (
-        "recv_capacity makes N 9 rows, where balanced routing needs 256; rows past N "
-        "are dropped: unless that is meant set recv_capacity=256 instead"
+        "recv_capacity makes N 9 rows, but even balanced routing needs 256, and rows "
+        "past N are dropped; set recv_capacity=256 instead to keep them"
     )
     assert shared is not None
-    assert "needs 256 and fused_shared_expert 128 besides; rows past N" in shared
+    assert "needs 256, plus 128 for fused_shared_expert, and rows past N" in shared

@@ -101,8 +101,8 @@ def test_layers_under_another_mesh(mesh, kind, jitted):
 def bad_contexts(mesh):
     yield other(mesh, kind=EXPLICIT), "automatic axes"
     if mesh.size > 1:
-        yield other(mesh, devices=mesh.devices.reshape(-1)[::-1]), "in the same order"
-        yield other(mesh, devices=mesh.devices.reshape(-1)[:1]), "the devices"
+        yield other(mesh, devices=mesh.devices.reshape(-1)[::-1]), "in this order"
+        yield other(mesh, devices=mesh.devices.reshape(-1)[:1]), "must have devices"
 
 
 @pytest.mark.parametrize("jitted", [False, True])

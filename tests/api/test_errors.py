@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
+from jax_ep._core.errors import told_of
 from support import helpers
 from support.errors import check_form, raises
 
@@ -169,6 +170,13 @@ def test_config_types(changes) -> None:
     with raises() as caught:
         helpers.make_config(**changes)
     check_form(caught, "EPConfig", *changes)
+
+
+def test_errors_of_others_keep_their_words() -> None:
+    """Those of a user's function inside a layer, even if they look like ours."""
+    words = "jax_ep.mine: not ours; leave it"
+    with pytest.raises(ValueError, match=f"^{words}$"), told_of("flax.MoE"):
+        raise ValueError(words)
 
 
 def test_init_experts_not_divisible() -> None:

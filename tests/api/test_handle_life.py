@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import sharded
 from support import helpers
-from support.errors import check_form
+from support.errors import check_form, check_state
 from support.launch import command, environment
 
 TIMEOUT_S = 500
@@ -145,10 +145,10 @@ def test_no_twins(mesh, changes: dict) -> None:
     with helpers.init(mesh) as ep:
         with pytest.raises(TypeError) as caught:
             dataclasses.replace(ep, **changes)
-        check_form(caught, "EPHandle", "replace", "jax_ep.init")
+        check_state(caught, "EPHandle", "replace", "jax_ep.init")
         with pytest.raises(TypeError) as caught:
             type(ep)(**{f.name: getattr(ep, f.name) for f in dataclasses.fields(ep)})
-        check_form(caught, "EPHandle", "jax_ep.init")
+        check_state(caught, "EPHandle", "jax_ep.init")
         inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
         d = helpers.run_dispatch(ep, mesh, inputs)
         helpers.assert_dispatched(ep.config, d, inputs)

@@ -102,7 +102,7 @@ def test_mesh_of_set_mesh_inside_jit(mesh):
         traced(1.0)
     with made[0] as ep:
         assert ep.mesh == mesh
-    with pytest.raises(ValueError, match="mesh=None must find a mesh"):
+    with pytest.raises(ValueError, match="mesh=None needs a mesh set by"):
         jax.jit(lambda x: init(None))(1.0)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from support import helpers, moe, oracle
-from support.errors import check_form, raises
+from support.errors import check_form, check_state, raises
 
 pytestmark = pytest.mark.usefixtures("others_go_on")
 
@@ -123,13 +123,13 @@ def test_closed(mesh) -> None:
     handle.close()
     with raises() as caught:
         helpers.dispatch_fn.__wrapped__(handle, mesh, P("ep"))(*operands)
-    check_form(caught, "dispatch", "closed")
+    check_state(caught, "dispatch", "closed")
     with raises() as caught:
         helpers.combine_fn(handle, mesh, P("ep"))(d.tokens, d.route, None, None)
-    check_form(caught, "combine", "closed")
+    check_state(caught, "combine", "closed")
     with raises() as caught:
         jax_ep.sharded.dispatch(handle, *operands)
-    check_form(caught, "sharded.dispatch", "closed")
+    check_state(caught, "sharded.dispatch", "closed")
 
 
 @pytest.mark.parametrize("value", [-2, 24, 1000, helpers.INT_MIN, helpers.INT_MAX])

@@ -156,7 +156,8 @@ def test_errors_of_a_ranks_call_name_the_function() -> None:
     with pytest.raises(ValueError, match=r"^jax_ep.sharded.dispatch: topk_ids ") as e:
         jax_ep.sharded.dispatch(ep, tokens, ids)
     whole = f"topk_ids of all ranks is {ids.shape}"
-    assert f"(jax_ep.dispatch, of one rank's part; {whole})" in str(e.value)
+    part = "raised by jax_ep.dispatch for the part of one rank"
+    assert f"({part}; {whole})" in str(e.value)
     with pytest.raises(TypeError, match=r"^jax_ep.sharded.dequantize: d must be"):
         jax_ep.sharded.dequantize(ep, tokens)
 

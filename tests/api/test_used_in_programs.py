@@ -180,7 +180,7 @@ def test_forward_mode_names_the_remedy(mesh):
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=P(("dp", "ep")), out_specs=P(("dp", "ep"))
         )
-        words = rf"jax_ep.{name}: only reverse-mode .*use jax.grad"
+        words = rf"jax_ep.{name}: must be differentiated in reverse .*use jax.grad"
         with pytest.raises(TypeError, match=words):
             jax.jvp(lambda x, run=mapped: run(x, ids), (x,), (x,))
 

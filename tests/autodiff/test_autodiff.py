@@ -73,7 +73,7 @@ def test_no_rule_is_traced_after_close(op: str, weighted: bool) -> None:
 
         call, operand = (dispatch, tokens) if op == "dispatch" else (combine, d.tokens)
         y, pull = jax.vjp(call, operand)
-    with pytest.raises(ValueError, match=r"jax_ep\.\w+: ep must be open"):
+    with pytest.raises(ValueError, match=r"jax_ep\.\w+: this handle is closed"):
         pull(y)
 
 

@@ -48,7 +48,7 @@ def operands(config: Any, batch: int, ranks: int) -> tuple[jax.Array, ...]:
 
 
 def bent(rows: jax.Array) -> jax.Array:
-    """Not linear, and exact: the bits of `tanh` differ with the shape that it is compiled for."""
+    """Not linear, and exact: `tanh` may round differently at another shape."""
     return jnp.where(rows > 0, rows, rows / 2)
 
 

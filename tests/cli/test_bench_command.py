@@ -150,7 +150,7 @@ def test_a_disk_that_fills_meanwhile_is_one_line(option, tmp_path, monkeypatch, 
     assert main.main(["bench", option, path]) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
-    assert f"{path!r} must be a file that can be written, got: No space" in said.err
+    assert f"{path!r} cannot be written: No space" in said.err
     assert "wrote" not in said.out
     good = str(tmp_path / "run.json")
     assert main.main(["bench", "--json", good]) == 0

@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_line(place, monkeypatch, capsys):
         monkeypatch.setattr(_cli_doctor, "report", lambda _: ["line"])
         assert main.main(["doctor", "--help"] if place == "help" else ["doctor"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jax-ep: standard output must be what can be written, got: ")
+    assert line.startswith("jax-ep: standard output cannot be written: ")
     assert "No space left on device" in line
 
 

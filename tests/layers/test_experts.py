@@ -115,7 +115,7 @@ def test_mosaic_names_what_its_kernels_lack(monkeypatch):
     monkeypatch.setattr(_grouped, "kernels", kernels)
     found = experts.mosaic_obstacle(H, F, hopper)
     assert found is not None
-    assert found.endswith("absl-py among it, got No module named 'absl'")
+    assert found.endswith("such as absl-py, got No module named 'absl'")
 
 
 def test_mosaic_says_where_it_does_not_run():

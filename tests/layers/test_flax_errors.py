@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from support import helpers
-from support.errors import check_form, raises
+from support.errors import check_form, check_state, raises
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
@@ -73,7 +73,7 @@ WRONG = {
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
     "class": ({"experts": Padded}, "experts must be a function, got the class"),
-    "handle": ({"ep": 3}, "ep must be what jax_ep.init returned"),
+    "handle": ({"ep": 3}, "ep must be the handle that jax_ep.init returned"),
 }
 
 
@@ -105,7 +105,7 @@ def test_arguments_that_are_no_arrays():
     x = jnp.ones((8, 4, 16))
     for given, mask, words in (
         (None, None, "x must be an array"),
-        (x.astype(int), None, "x must be of a floating dtype"),
+        (x.astype(int), None, "x must have a floating dtype"),
         (x, 3, "mask must be an array"),
         (x, jnp.ones((8, 4)), "mask must be bool"),
         (x, jnp.ones(8, bool), "mask must have shape"),
@@ -158,7 +158,7 @@ def test_errors_of_a_ranks_call_name_the_layer():
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     with raises() as caught:
         layer(jnp.ones((8, 4, 16)), input_scale=jnp.ones(()))
-    check_form(caught, "flax.MoE", "input_scale", "(jax_ep.dispatch, of one")
+    check_form(caught, "flax.MoE", "input_scale", "(raised by jax_ep.dispatch for")
 
 
 @pytest.mark.parametrize("manual", [("dp", "ep"), ("dp",)], ids="-".join)
@@ -190,7 +190,9 @@ def test_a_closed_layer_says_how_to_go_on():
     layer.ep.close()
     with raises() as caught:
         layer(jnp.ones((8, 4, 16)))
-    check_form(caught, "flax.MoE", "make the layer of jax_ep.flax again")
+    check_state(
+        caught, "flax.MoE", "closed", "make the jax_ep.flax layer that holds it"
+    )
     again = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     assert jnp.isfinite(again(jnp.ones((8, 4, 16)))).all()
 

@@ -368,7 +368,7 @@ def test_explicit_axes_in_another_order_are_refused():
     load = jax.jit(stats.update)(load, aux)
     assert stats.summary(load).rows.sum(1).tolist() == [4 * ROWS, 0, 4 * ROWS, 0]
     with pytest.raises(
-        ValueError, match=r"^jax_ep\.stats\.update: load must lie .*'dp'"
+        ValueError, match=r"^jax_ep\.stats\.update: load must be sharded .*'dp'"
     ):
         jax.jit(stats.update)(stats.init(ep), aux)
 
@@ -452,7 +452,7 @@ def test_a_stack_of_layers():
     lines = stats.heat_map(found).splitlines()
     assert lines[0].startswith("3 layers of 8 experts on 2 ranks")
     assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
-    words = r"^jax_ep\.stats\.update: aux must be of the layers of load, .* got \("
+    words = r"^jax_ep\.stats\.update: aux must have the layers of load, .* got \("
     for given in ((loads, aux), (load, auxs)):
         with pytest.raises(ValueError, match=words):
             stats.update(*given)
@@ -482,6 +482,6 @@ def test_axes_of_a_load():
 )
 def test_what_are_no_axes_of_a_load(axes, kind):
     _, ep, _ = make()
-    must = f"jax_ep.stats.init: axis_names must be axes .*got {axes!r}; leave"
+    must = f"jax_ep.stats.init: axis_names must be distinct axes .*got {axes!r}; leave"
     with pytest.raises(kind, match="^" + re.escape(must).replace(r"\.\*", ".*")):
         stats.init(ep, axes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ep._native import ffi
 from jax_ep._peers import nvshmem, windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from support import fake_windows, helpers
 from support.fake_windows import act_all, make_groups
 
@@ -121,7 +121,7 @@ class Job:
     def run(self, key: int, timeout_s: float = 20.0, **changes: Any) -> dict[int, Any]:
         config = helpers.make_config(timeout_s=timeout_s, **changes)
 
-        def act(meeting: Meeting) -> Any:
+        def act(meeting: Rendezvous) -> Any:
             here.process = meeting.own
             native, heap = self.natives[meeting.own], self.heaps[meeting.own]
             found = heap.find_obstacle(native, self.groups, config, meeting)

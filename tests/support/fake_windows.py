@@ -23,7 +23,7 @@ import pytest
 
 from jax_ep._native import ffi
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from support import helpers
 
 BYTES = 4096
@@ -210,9 +210,11 @@ class Device:
 class Actor(threading.Thread):
     """Runs `act(meeting)` as one process; keeps what it returned or raised."""
 
-    def __init__(self, act: Callable[[Meeting], Any], *args: Any, **named: Any) -> None:
+    def __init__(
+        self, act: Callable[[Rendezvous], Any], *args: Any, **named: Any
+    ) -> None:
         super().__init__()
-        self.meeting = Meeting(*args, **named)
+        self.meeting = Rendezvous(*args, **named)
         self.act, self.result, self.error = act, None, None
         self.start()
 
@@ -227,7 +229,7 @@ class Actor(threading.Thread):
 
 
 def act_all(
-    acts: dict[int, Callable[[Meeting], Any]],
+    acts: dict[int, Callable[[Rendezvous], Any]],
     timeout_s: float = 20.0,
     processes: list[int] | None = None,
     subject: Callable[[int], str] = str,
@@ -281,7 +283,7 @@ class Job:
             for process, value in values.items():
                 setattr(self.natives[process], name, value)
 
-    def act(self, meeting: Meeting) -> Any:
+    def act(self, meeting: Rendezvous) -> Any:
         """As init: an obstacle, or windows, whose marks are the result."""
         native = self.natives[meeting.own]
         here.process = meeting.own

@@ -16,23 +16,23 @@ import time
 import pytest
 
 from jax_ep._peers import descriptors as _descriptors
-from jax_ep._peers.descriptors import Giver, Taker
+from jax_ep._peers.descriptors import DescriptorClient, DescriptorServer
 from support import fake_windows
 
 # Gives a memfd under number 7, then waits to be killed or told to end.
 GIVING = """
 import mmap, os, sys
-from jax_ep._peers.descriptors import Giver
-giver = Giver()
+from jax_ep._peers.descriptors import DescriptorServer
+server = DescriptorServer()
 descriptor = os.memfd_create("window")
 os.ftruncate(descriptor, 4096)
 memory = mmap.mmap(descriptor, 4096)
 memory[:5] = b"first"
-giver.give(7, descriptor)
-print(giver.address, flush=True)
+server.give(7, descriptor)
+print(server.address, flush=True)
 for line in sys.stdin:
     print(memory[:5].decode(), flush=True)
-giver.close()
+server.close()
 """
 
 
@@ -52,10 +52,10 @@ def giving():
 
 
 @pytest.fixture
-def giver():
-    """A giver of this process; leaves neither threads nor descriptors."""
+def server():
+    """A server of this process; leaves neither threads nor descriptors."""
     before = fake_windows.descriptors()
-    one = Giver()
+    one = DescriptorServer()
     yield one
     one.close()
     assert fake_windows.threads_of_meetings() == 0
@@ -68,8 +68,8 @@ def make_file(content: bytes = b"here") -> int:
     return descriptor
 
 
-def take_content(taker: Taker, number: int) -> bytes:
-    descriptor = taker.take(number)
+def take_content(client: DescriptorClient, number: int) -> bytes:
+    descriptor = client.take(number)
     try:
         assert not os.get_inheritable(descriptor)
         return os.pread(descriptor, 100, 0)
@@ -80,8 +80,8 @@ def take_content(taker: Taker, number: int) -> bytes:
 def test_memory_of_another_process(giving) -> None:
     """What one stores the other sees; the memory outlives whoever gave it."""
     process, address = giving
-    taker = Taker(address, 20.0)
-    descriptor = taker.take(7)
+    client = DescriptorClient(address, 20.0)
+    descriptor = client.take(7)
     assert os.pread(descriptor, 5, 0) == b"first"
     os.pwrite(descriptor, b"other", 0)
     process.stdin.write("\n")
@@ -91,21 +91,21 @@ def test_memory_of_another_process(giving) -> None:
     process.wait()
     assert os.pread(descriptor, 5, 0) == b"other"
     os.close(descriptor)
-    taker.close()
+    client.close()
 
 
 def test_giver_that_dies(giving) -> None:
     """At once, in the middle of a connection and before one."""
     process, address = giving
-    taker = Taker(address, 20.0)
+    client = DescriptorClient(address, 20.0)
     process.send_signal(signal.SIGKILL)
     process.wait()
     start = time.monotonic()
     with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
-        taker.take(7)
-    taker.close()
+        client.take(7)
+    client.close()
     with pytest.raises(ConnectionRefusedError):
-        Taker(address, 20.0)
+        DescriptorClient(address, 20.0)
     assert time.monotonic() - start < 15
 
 
@@ -114,22 +114,22 @@ def test_giver_that_is_silent(giving) -> None:
     process, address = giving
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
-    with contextlib.closing(Taker(address, 0.3)) as taker:
+    with contextlib.closing(DescriptorClient(address, 0.3)) as client:
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
-            taker.take(7)
+            client.take(7)
         assert 0.2 < time.monotonic() - start < 15
 
 
-def test_many_takers(giver) -> None:
+def test_many_clients(server) -> None:
     for number in range(3):
-        giver.give(number, make_file(b"%d" % number))
+        server.give(number, make_file(b"%d" % number))
     found = []
 
     def take_all() -> None:
-        taker = Taker(giver.address, 20.0)
-        found.append([take_content(taker, number) for number in (2, 0, 1, 2)])
-        taker.close()
+        client = DescriptorClient(server.address, 20.0)
+        found.append([take_content(client, number) for number in (2, 0, 1, 2)])
+        client.close()
 
     started = [threading.Thread(target=take_all) for _ in range(40)]
     for thread in started:
@@ -139,20 +139,20 @@ def test_many_takers(giver) -> None:
     assert found == [[b"2", b"0", b"1", b"2"]] * 40
 
 
-def test_unknown_number(giver) -> None:
-    giver.give(1, make_file())
-    taker = Taker(giver.address, 20.0)
-    with pytest.raises(OSError, match="nothing is there under number 2"):
-        taker.take(2)
-    assert take_content(taker, 1) == b"here"
-    taker.close()
+def test_unknown_number(server) -> None:
+    server.give(1, make_file())
+    client = DescriptorClient(server.address, 20.0)
+    with pytest.raises(OSError, match="the server has no descriptor 2"):
+        client.take(2)
+    assert take_content(client, 1) == b"here"
+    client.close()
 
 
-def test_whoever_asks_amiss_gets_nothing(giver) -> None:
+def test_whoever_asks_amiss_gets_nothing(server) -> None:
     """Others are served meanwhile, also by silent ones that never ask."""
-    giver.give(1, make_file())
-    good = Taker(giver.address, 20.0)
-    secret = bytes.fromhex(giver.address)[8:]
+    server.give(1, make_file())
+    good = DescriptorClient(server.address, 20.0)
+    secret = bytes.fromhex(server.address)[8:]
     pack = _descriptors._MESSAGE.pack
     magic = _descriptors._MAGIC
     wrong = (
@@ -163,52 +163,52 @@ def test_whoever_asks_amiss_gets_nothing(giver) -> None:
         pack(magic, secret, 1) + b"x",
         os.urandom(100_000),
     )
-    silent = Taker(giver.address, 20.0)
+    silent = DescriptorClient(server.address, 20.0)
     for message in wrong:
-        taker = Taker(giver.address, 20.0)
-        taker._socket.send(message)
-        data, descriptors, _, _ = socket.recv_fds(taker._socket, 100, 4)
+        client = DescriptorClient(server.address, 20.0)
+        client._socket.send(message)
+        data, descriptors, _, _ = socket.recv_fds(client._socket, 100, 4)
         assert (data, descriptors) == (b"", [])
-        taker.close()
+        client.close()
         assert take_content(good, 1) == b"here"
     good.close()
     silent.close()
 
 
-def test_other_users_are_left(giver, monkeypatch) -> None:
+def test_other_users_are_left(server, monkeypatch) -> None:
     """Before they can ask, and whatever they know."""
-    giver.give(1, make_file())
+    server.give(1, make_file())
     main = threading.get_ident()
     monkeypatch.setattr(_descriptors, "_COME_AGAIN_S", 0.2)
     with monkeypatch.context() as patch:
-        # As the giver sees it.
+        # As the server sees it.
         patch.setattr(
             _descriptors, "_same_user", lambda _: threading.get_ident() == main
         )
-        for ask in (Taker.greet, lambda taker: taker.take(1)):
+        for ask in (DescriptorClient.greet, lambda client: client.take(1)):
             with (
-                contextlib.closing(Taker(giver.address, 20.0)) as taker,
+                contextlib.closing(DescriptorClient(server.address, 20.0)) as client,
                 pytest.raises(OSError, match=r"closed|reset|Broken pipe"),
             ):
-                ask(taker)
-    with contextlib.closing(Taker(giver.address, 20.0)) as taker:
-        taker.greet()
-        assert take_content(taker, 1) == b"here"
+                ask(client)
+    with contextlib.closing(DescriptorClient(server.address, 20.0)) as client:
+        client.greet()
+        assert take_content(client, 1) == b"here"
 
 
-def test_giver_of_another_user_is_asked_nothing(giver, monkeypatch) -> None:
+def test_giver_of_another_user_is_asked_nothing(server, monkeypatch) -> None:
     """Whoever listens under a name learns no secret, and gives no memory."""
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
-    with pytest.raises(PermissionError, match="of another user"):
-        Taker(giver.address, 20.0)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        DescriptorClient(server.address, 20.0)
 
 
 @pytest.mark.parametrize(
     ("known", "good"),
     [("0 0 4294967295", True), ("0 1000 1\n1 100000 65536", False), ("", False)],
 )
-def test_users_that_a_namespace_does_not_know(giver, monkeypatch, known, good) -> None:
+def test_users_that_a_namespace_does_not_know(server, monkeypatch, known, good) -> None:
     """They all look like one, which is somebody only where every user is known."""
     monkeypatch.setattr(_descriptors, "_unmapped", os.geteuid)
     true_read = pathlib.Path.read_text
@@ -220,7 +220,9 @@ def test_users_that_a_namespace_does_not_know(giver, monkeypatch, known, good) -
     with contextlib.ExitStack() as stack:
         if not good:
             stack.enter_context(pytest.raises(PermissionError))
-        stack.enter_context(contextlib.closing(Taker(giver.address, 20.0))).greet()
+        stack.enter_context(
+            contextlib.closing(DescriptorClient(server.address, 20.0))
+        ).greet()
 
 
 CROWD = """
@@ -244,19 +246,21 @@ while time.monotonic() < end:
 
 
 @pytest.mark.parametrize("user", [0, 54321], ids=["same", "other"])
-def test_crowd_of_silent_takers(user, monkeypatch) -> None:
+def test_crowd_of_silent_clients(user, monkeypatch) -> None:
     """They take nobody's place in line, nor that of one that has shown the secret."""
     if user and os.geteuid():
         pytest.skip("needs root, to be another user")
-    givers = [Giver() for _ in range(2)]
+    givers = [DescriptorServer() for _ in range(2)]
     with contextlib.ExitStack() as stack:
-        for giver in givers:
-            stack.callback(giver.close)
-            giver.give(1, make_file())
-        early = stack.enter_context(contextlib.closing(Taker(givers[0].address, 20.0)))
+        for server in givers:
+            stack.callback(server.close)
+            server.give(1, make_file())
+        early = stack.enter_context(
+            contextlib.closing(DescriptorClient(givers[0].address, 20.0))
+        )
         early.greet()
-        for giver in givers:
-            name = (_descriptors._PREFIX[1:] + giver._name.hex().encode()).decode()
+        for server in givers:
+            name = (_descriptors._PREFIX[1:] + server._name.hex().encode()).decode()
             crowd = subprocess.Popen(
                 [sys.executable, "-c", CROWD, str(user), name, "900", "20"],
                 stdout=subprocess.PIPE,
@@ -266,28 +270,32 @@ def test_crowd_of_silent_takers(user, monkeypatch) -> None:
             assert crowd.stdout is not None
             stack.callback(crowd.stdout.close)
             assert crowd.stdout.readline() == b"here\n"
-        for giver in givers:
+        for server in givers:
             for _ in range(3):
-                with contextlib.closing(Taker(giver.address, 20.0)) as taker:
-                    taker.greet()
-                    assert take_content(taker, 1) == b"here"
+                with contextlib.closing(
+                    DescriptorClient(server.address, 20.0)
+                ) as client:
+                    client.greet()
+                    assert take_content(client, 1) == b"here"
         assert take_content(early, 1) == b"here"
 
 
-def test_no_more_takers_than_allowed(giver, monkeypatch) -> None:
+def test_no_more_takers_than_allowed(server, monkeypatch) -> None:
     """Silent ones make room, oldest first, for those who come."""
-    monkeypatch.setattr(_descriptors, "_MOST_TAKERS", 4)
-    giver.give(1, make_file())
+    monkeypatch.setattr(_descriptors, "_MAX_CLIENTS", 4)
+    server.give(1, make_file())
     with contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(contextlib.closing(Taker(giver.address, 20.0)))
+            stack.enter_context(
+                contextlib.closing(DescriptorClient(server.address, 20.0))
+            )
             for _ in range(40)
         ]
-        for taker in (silent[-1], Taker(giver.address, 20.0)):
-            stack.enter_context(contextlib.closing(taker))
-            assert take_content(taker, 1) == b"here"
-        for taker in silent[:36]:
-            assert taker._socket.recv(1) == b""
+        for client in (silent[-1], DescriptorClient(server.address, 20.0)):
+            stack.enter_context(contextlib.closing(client))
+            assert take_content(client, 1) == b"here"
+        for client in silent[:36]:
+            assert client._socket.recv(1) == b""
 
 
 @pytest.mark.parametrize("spare", range(4))
@@ -303,20 +311,20 @@ def test_no_file_to_listen_with(spare) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (file + spare, hard))
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                Giver()
+                DescriptorServer()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_more_files_to_open(giver) -> None:
+def test_no_more_files_to_open(server) -> None:
     """It waits without turning round and round, and goes on when there are some."""
-    giver.give(1, make_file())
+    server.give(1, make_file())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as s:
         # The least that is not taken; whatever is opened next would be it.
         least = os.dup(s.fileno())
         os.close(least)
-        raw = bytes.fromhex(giver.address)
+        raw = bytes.fromhex(server.address)
         s.settimeout(0.3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
         try:
@@ -343,10 +351,10 @@ def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread
     listener.listen()
 
     def answer() -> None:
-        taker, _ = listener.accept()
-        asked = taker.recv(100)
-        socket.send_fds(taker, [reply or asked], descriptors)
-        taker.close()
+        client, _ = listener.accept()
+        asked = client.recv(100)
+        socket.send_fds(client, [reply or asked], descriptors)
+        client.close()
         listener.close()
 
     thread = threading.Thread(target=answer)
@@ -362,26 +370,26 @@ def test_answer_that_is_none(reply: bytes, count: int) -> None:
     before = fake_windows.descriptors()
     files = [make_file() for _ in range(count)]
     address, thread = answers(reply, files)
-    taker = Taker(address, 20.0)
-    with pytest.raises(OSError, match=r"an answer that is none|nothing is there"):
-        taker.take(1)
-    taker.close()
+    client = DescriptorClient(address, 20.0)
+    with pytest.raises(OSError, match=r"malformed answer|the server has no descriptor"):
+        client.take(1)
+    client.close()
     thread.join()
     for descriptor in files:
         os.close(descriptor)
     assert fake_windows.descriptors() == before
 
 
-def test_end_of_a_giver_is_the_end_of_its_takers() -> None:
-    giver = Giver()
-    giver.give(1, make_file())
-    taker = Taker(giver.address, 20.0)
-    kept = taker.take(1)
-    giver.close()
+def test_end_of_a_giver_is_the_end_of_its_clients() -> None:
+    server = DescriptorServer()
+    server.give(1, make_file())
+    client = DescriptorClient(server.address, 20.0)
+    kept = client.take(1)
+    server.close()
     with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
-        taker.take(1)
+        client.take(1)
     assert os.pread(kept, 4, 0) == b"here"
     os.close(kept)
-    taker.close()
+    client.close()
     with pytest.raises(ConnectionRefusedError):
-        Taker(giver.address, 20.0)
+        DescriptorClient(server.address, 20.0)

@@ -12,13 +12,13 @@ import pytest
 
 from jax_ep._peers import fabric as _fabric
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport import select
 from support import fake_windows
 from support.fake_windows import ONE_EACH, PAIRS, Job, check_marks, make_groups
 from support.fake_windows import all_closed as all_closed
 
-ALONE = Meeting([0], 0, 1.0)
+ALONE = Rendezvous([0], 0, 1.0)
 
 RACK = "0123456789abcdef0123456789abcdef.1"
 OTHER_CLIQUE = "0123456789abcdef0123456789abcdef.2"
@@ -47,13 +47,13 @@ def hosts(monkeypatch) -> dict[int, str]:
 def connected(monkeypatch) -> set[tuple[int, int]]:
     """Pairs of processes between which there were sockets."""
     pairs: set[tuple[int, int]] = set()
-    true_connect = Meeting.connect
+    true_connect = Rendezvous.connect
 
-    def connect(self: Meeting, process: int, address: str) -> None:
+    def connect(self: Rendezvous, process: int, address: str) -> None:
         pairs.add((self.own, process))
         true_connect(self, process, address)
 
-    monkeypatch.setattr(Meeting, "connect", connect)
+    monkeypatch.setattr(Rendezvous, "connect", connect)
     return pairs
 
 
@@ -116,7 +116,7 @@ def test_no_channel(hosts, connected, all_closed) -> None:
     (found,) = set(job.results())
     assert "nvidia-caps-imex-channels" in found[0]
     assert _fabric.FORCE not in found[0]
-    assert found[1] == "none of rank 3 (process 3)"
+    assert found[1] == "no handle from rank 3 (process 3)"
     assert not connected
 
 
@@ -142,12 +142,12 @@ def test_forced_on_one_host(fabric: str, connected, all_closed, monkeypatch) -> 
 
 def test_forced_in_one_process(connected, all_closed, monkeypatch) -> None:
     """Then in all: both ends must take the same way."""
-    true_card = _fabric.card
+    true_card = _fabric.peer_info
 
     def card(native: Any, ordinals: dict[int, int]) -> dict[str, Any]:
         return true_card(native, ordinals) | {"forced": native.process == 2}
 
-    monkeypatch.setattr(_fabric, "card", card)
+    monkeypatch.setattr(_fabric, "peer_info", card)
     job = Job(ONE_EACH, fabric={0: RACK, 1: RACK, 2: RACK})
     check_marks(job, job.results())
     assert kinds(job) == {bytes}
@@ -162,8 +162,8 @@ def test_forced_without_handles(value, forced, all_closed, monkeypatch) -> None:
     results = job.results()
     if forced:
         (found,) = set(results)
-        assert f"where {_fabric.FORCE} is set" in found[0]
-        assert found[1] == "none of rank 1 (process 1)"
+        assert f"as {_fabric.FORCE} is set" in found[0]
+        assert found[1] == "no handle from rank 1 (process 1)"
     else:
         check_marks(job, results)
         assert kinds(job) == {int}

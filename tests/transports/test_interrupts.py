@@ -11,14 +11,14 @@ import jax
 import pytest
 
 from jax_ep._peers import nvshmem
-from jax_ep._peers.descriptors import Giver
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.descriptors import DescriptorServer
+from jax_ep._peers.rendezvous import Rendezvous
 from support import fake_windows, helpers
 
 
 def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
     """A fork copies descriptors: none of them is closed before the child ends."""
-    giver = Giver()
+    giver = DescriptorServer()
     copy = os.dup(giver._wake.fileno())
     closing = threading.Thread(target=giver.close, daemon=True)
     closing.start()
@@ -40,9 +40,9 @@ def test_second_interrupt_of_a_meeting() -> None:
     """It keeps neither its thread and socket nor the next meeting from beginning."""
     before = fake_windows.descriptors()
     store = Interrupted()
-    other = Meeting([0, 1], 1, 20.0, "same", store)
+    other = Rendezvous([0, 1], 1, 20.0, "same", store)
 
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         with meeting:
             meeting.gather("one", meeting.listen())
             if meeting is not other:
@@ -51,12 +51,12 @@ def test_second_interrupt_of_a_meeting() -> None:
     thread = threading.Thread(target=act, args=(other,))
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        act(Meeting([0, 1], 0, 20.0, "same", store))
+        act(Rendezvous([0, 1], 0, 20.0, "same", store))
     thread.join(20)
     assert fake_windows.threads_of_meetings() == 0
     assert fake_windows.descriptors() == before
     # It waits for the other process, and for no lock of its own.
-    alone = Meeting([0, 1], 0, 0.3, "same", store)
+    alone = Rendezvous([0, 1], 0, 0.3, "same", store)
     with pytest.raises(RuntimeError, match="got nothing from"), alone:
         alone.gather("one", 1)
 
@@ -89,16 +89,16 @@ def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     listening = []
 
-    def interrupted(self: Meeting, *_: object) -> None:
+    def interrupted(self: Rendezvous, *_: object) -> None:
         listening.append(self.listen())
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Meeting, "__exit__", interrupted)
+        patch.setattr(Rendezvous, "__exit__", interrupted)
         # As of several processes, of whose meetings there is one at a time.
-        patch.setattr(Meeting, "alone", property(lambda self: self._locked))
-        patch.setattr(Meeting, "begin", lambda self: setattr(self, "_locked", True))
-        patch.setattr(Meeting, "_unlock", lambda self: listening.append("unlocked"))
+        patch.setattr(Rendezvous, "alone", property(lambda self: self._locked))
+        patch.setattr(Rendezvous, "begin", lambda self: setattr(self, "_locked", True))
+        patch.setattr(Rendezvous, "_unlock", lambda self: listening.append("unlocked"))
         run = jax.jit(lambda x: helpers.init(mesh) and x) if traced else None
         with pytest.raises(KeyboardInterrupt):
             run(1.0) if run else helpers.init(mesh)
@@ -120,7 +120,7 @@ def test_interrupt_of_a_store_that_stands_still() -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     try:
-        meeting = Meeting([0, 1], 1, 30.0, "same", Stalled())
+        meeting = Rendezvous([0, 1], 1, 30.0, "same", Stalled())
         with pytest.raises(KeyboardInterrupt), meeting:
             meeting.gather("one", None)
     finally:

@@ -71,6 +71,6 @@ def test_processes_that_are_killed(tmp_path: pathlib.Path) -> None:
             if when == "after":
                 assert found["error"] is None
                 continue
-            named = rf"process {dead}\b|nothing from \[{dead}\]"
+            named = rf"process {dead}\b|nothing from processes \[{dead}\]"
             assert re.search(named, found["error"]), (when, found["error"])
             assert found["seconds"] < TIMEOUT_S + 30, when

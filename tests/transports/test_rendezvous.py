@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jax_ep._peers.rendezvous import Meeting, _dump
+from jax_ep._peers.rendezvous import Rendezvous, _dump
 from support import fake_windows
-from support.errors import check_form
+from support.errors import check_form, check_state
 from support.fake_windows import Actor, act_all
 
 # Well below the 20 s that others would wait, on machines that are slow and busy too.
@@ -19,7 +19,7 @@ SOON_S = 10.0
 
 
 def test_values_of_all() -> None:
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         first = meeting.gather("one", {"from": meeting.own, "none": None})
         second = meeting.gather("two", [meeting.own * 10])
         return first, second
@@ -48,14 +48,14 @@ def test_meetings_of_other_processes_go_their_own_way() -> None:
 
 
 def test_alone() -> None:
-    with Meeting([3], 3, 1.0, "") as meeting:
+    with Rendezvous([3], 3, 1.0, "") as meeting:
         assert meeting.alone
         assert meeting.possible
         assert meeting.gather("a", {"x": (1, None)}) == {3: {"x": [1, None]}}
 
 
 def test_no_store_where_jax_distributed_was_not_initialized() -> None:
-    with Meeting([0, 1], 0, 1.0, "") as meeting:
+    with Rendezvous([0, 1], 0, 1.0, "") as meeting:
         assert not meeting.possible
 
 
@@ -69,7 +69,7 @@ def test_second_init_of_the_same_processes() -> None:
     second.join(200)
     with pytest.raises(RuntimeError) as caught:
         raise second.error
-    check_form(caught, "init", "timeout_s = 0.2", "one thread")
+    check_state(caught, "init", "timeout_s = 0.2", "one thread")
     assert first.is_alive()
     other = Actor(lambda m: m.gather("a", 2), [0, 1], 1, 30.0, subject="", store=store)
     for actor in (first, other):
@@ -81,11 +81,11 @@ def test_second_init_of_the_same_processes() -> None:
 def test_missing_process(steps: int) -> None:
     """It never comes, or dies in the middle: all others say so, and in time."""
 
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         for step in range(2):
             meeting.gather(f"step{step}", None)
 
-    def die(meeting: Meeting) -> None:
+    def die(meeting: Rendezvous) -> None:
         for step in range(steps):
             meeting.gather(f"step{step}", None)
         # As a killed process: without leaving the meeting.
@@ -115,11 +115,11 @@ def test_meeting_again_after_failures() -> None:
     store = fake_windows.Store()
     processes = [0, 1, 2]
 
-    def fail(meeting: Meeting) -> None:
+    def fail(meeting: Rendezvous) -> None:
         meeting.gather("one", 1)
         raise RuntimeError("no")
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         return meeting.gather("one", 2), meeting.gather("two", 3)
 
     for attempt in range(3):
@@ -142,7 +142,7 @@ def test_what_a_dead_process_has_left(dead: int) -> None:
     store = fake_windows.Store()
 
     def start(process: int, timeout_s: float, value: str) -> Actor:
-        def act(meeting: Meeting) -> Any:
+        def act(meeting: Rendezvous) -> Any:
             return meeting.gather("one", value)
 
         return Actor(act, [0, 1], process, timeout_s, subject="", store=store)
@@ -168,7 +168,7 @@ def test_what_a_dead_process_has_left(dead: int) -> None:
 def test_two_threads_of_a_process_meet_in_turn() -> None:
     store = fake_windows.Store()
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         return meeting.gather("one", 1), meeting.gather("two", 2)
 
     actors = [
@@ -184,7 +184,7 @@ def test_two_threads_of_a_process_meet_in_turn() -> None:
 def test_who_gives_up_ends_it_for_all() -> None:
     """At once, long before the time limit."""
 
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         meeting.gather("one", None)
         if meeting.own == 1:
             raise RuntimeError("no room on device 5")
@@ -204,7 +204,7 @@ def test_who_gives_up_ends_it_for_all() -> None:
 def test_same_error_in_all_stays_what_it_is() -> None:
     """One that is quicker to raise it does not make others say that it failed."""
 
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         meeting.gather("one", None)
         raise ValueError("refused")
 
@@ -242,7 +242,7 @@ def test_store_that_fails() -> None:
 def test_descriptors_end_with_the_meeting() -> None:
     before = fake_windows.descriptors()
 
-    def act(meeting: Meeting) -> int:
+    def act(meeting: Rendezvous) -> int:
         addresses = meeting.gather("one", meeting.listen())
         meeting.give(meeting.own, fake_windows.os.memfd_create("test"))
         other = 1 - meeting.own
@@ -264,7 +264,7 @@ def test_a_step_succeeds_in_all_or_in_none() -> None:
     """One that comes just after the others' time is up takes what they have settled."""
     store = fake_windows.Store()
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         meeting.gather("one", None)
         if meeting.own == 2:
             time.sleep(1.0)
@@ -282,10 +282,10 @@ def test_failure_before_arrival_is_told() -> None:
     """In its first attempt and again; and not to an attempt that it is not of."""
     store = fake_windows.Store()
 
-    def fail(meeting: Meeting) -> None:
+    def fail(meeting: Rendezvous) -> None:
         raise ValueError(f"no such axis in process {meeting.own}")
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         return meeting.gather("one", meeting.own)
 
     for failing in (0, 2, 1):
@@ -341,7 +341,7 @@ def test_store_that_stands_still(key: str) -> None:
     for actor in actors.values():
         assert isinstance(actor.error, RuntimeError)
         assert actor.seconds < 1.0 + SOON_S
-    assert any("must answer within" in str(actor.error) for actor in actors.values())
+    assert any("did not answer within" in str(a.error) for a in actors.values())
     store.going.set()
     # And they meet again, once it goes on.
     actors = act_all(dict.fromkeys(range(2), lambda m: m.gather("one", 2)), store=store)
@@ -386,10 +386,10 @@ def test_texts_that_utf8_cannot_say() -> None:
     """A mesh axis or a message may have surrogates, as file names do."""
     store = fake_windows.Store()
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         return meeting.gather("one", "\udc80")
 
-    def fail(meeting: Meeting) -> None:
+    def fail(meeting: Rendezvous) -> None:
         meeting.gather("one", None)
         if meeting.own == 1:
             raise ValueError("no file \udc80")
@@ -449,7 +449,7 @@ def test_traffic_is_linear() -> None:
     for size in (8, 64):
         store = Counted()
 
-        def act(meeting: Meeting) -> None:
+        def act(meeting: Rendezvous) -> None:
             meeting.gather("one", None)
             if meeting.own == 3:
                 time.sleep(2.0)

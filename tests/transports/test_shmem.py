@@ -83,7 +83,7 @@ def test_what_this_version_does_not_serve() -> None:
     job.refused("a GPU of its own", "gpu more than once")
     job = Job(ONE_EACH)
     job.modules[0].pe = 0
-    job.refused("another library has started")
+    job.refused("started by another library")
 
 
 def test_other_processes_or_devices_than_at_the_start() -> None:

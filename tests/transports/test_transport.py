@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jax_ep._native import ffi
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._setup import init
 from jax_ep._transport import p2p, select
 from support import helpers
 from support.errors import check_form, raises
 from support.fake_windows import Device
 
-ALONE = Meeting([0], 0, 1.0)
+ALONE = Rendezvous([0], 0, 1.0)
 
 LACKS = ("peer access between all devices of an EP group", "none from device 0 to 1")
 
@@ -63,7 +63,7 @@ def native(monkeypatch):
 def choose(
     mesh: Any, requested: str, names: tuple[str, ...] = ("ep",), config: Any = None
 ) -> str:
-    with Meeting.of(mesh, 1.0) as meeting:
+    with Rendezvous.of(mesh, 1.0) as meeting:
         return select.choose(
             mesh, names, requested, meeting, config or helpers.make_config()
         )
@@ -143,7 +143,7 @@ def test_mesh_of_other_processes(native, monkeypatch) -> None:
     monkeypatch.setattr(jax, "process_index", lambda client=None: 2)
     with raises() as caught:
         choose(make_mesh({"ep": 4}, processes=2), "auto")
-    check_form(caught, "init", "mesh", "[0, 1]", "process 2")
+    check_form(caught, "init", "mesh", "[0, 1]", "this process, 2")
 
 
 def test_too_many_ranks(native) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jax_ep._peers import descriptors, windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from support.fake_windows import (
     ONE_EACH,
     PAIRS,
@@ -62,7 +62,7 @@ def _by_process(group: Any) -> dict[int, list[Device]]:
 
 
 def test_groups_apart_need_no_sockets(all_closed, monkeypatch) -> None:
-    monkeypatch.setattr(Meeting, "listen", None)
+    monkeypatch.setattr(Rendezvous, "listen", None)
     job = Job(APART)
     job.results()
     assert not any(native.peers for native in job.natives.values())
@@ -127,7 +127,7 @@ def test_other_hosts(all_closed, monkeypatch) -> None:
 
 def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
     """Sockets of one boot that do not reach each other: no p2p, in any process."""
-    monkeypatch.setattr(Meeting, "listen", lambda self: "00" * 24)
+    monkeypatch.setattr(Rendezvous, "listen", lambda self: "00" * 24)
     (found,) = set(Job(ONE_EACH).results())
     assert "network namespace" in found[0]
     assert "refused from process 0 to 1" in found[1]
@@ -154,10 +154,10 @@ def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
 def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
     """What is the matter, and not what it often is."""
 
-    def fail(self: Meeting, process: int, address: str) -> None:
+    def fail(self: Rendezvous, process: int, address: str) -> None:
         raise error
 
-    monkeypatch.setattr(Meeting, "connect", fail)
+    monkeypatch.setattr(Rendezvous, "connect", fail)
     (found,) = set(Job(ONE_EACH).results())
     assert must in found[0]
     assert (error.strerror or str(error)) in found[1]
@@ -165,9 +165,9 @@ def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
 
 def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
     """Of a process that has failed the socket is gone, too: its words come first."""
-    true_connect, failed = Meeting.connect, threading.Event()
+    true_connect, failed = Rendezvous.connect, threading.Event()
 
-    def connect(self: Meeting, process: int, address: str) -> None:
+    def connect(self: Rendezvous, process: int, address: str) -> None:
         if self.own == 1:
             raise RuntimeError("out of memory")
         failed.wait(20)
@@ -175,15 +175,15 @@ def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         true_connect(self, process, address)
 
-    true_close = Meeting.close
+    true_close = Rendezvous.close
 
-    def close(self: Meeting, *args: Any) -> None:
+    def close(self: Rendezvous, *args: Any) -> None:
         true_close(self, *args)
         if self.own == 1:
             failed.set()
 
-    monkeypatch.setattr(Meeting, "connect", connect)
-    monkeypatch.setattr(Meeting, "close", close)
+    monkeypatch.setattr(Rendezvous, "connect", connect)
+    monkeypatch.setattr(Rendezvous, "close", close)
     actors = Job(ONE_EACH).run()
     for process in (0, 2):
         assert isinstance(actors[process].error, RuntimeError)
@@ -226,37 +226,37 @@ class Killed(BaseException):
 def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
     """At each step: the others' init ends in time, names it, and closes all."""
     job = Job(ONE_EACH)
-    true_gather, true_take = Meeting.gather, Meeting.take
+    true_gather, true_take = Rendezvous.gather, Rendezvous.take
 
-    def die(meeting: Meeting) -> None:
+    def die(meeting: Rendezvous) -> None:
         monkeypatch.setattr(meeting, "_give_up", lambda *_: None)
         raise Killed
 
-    def gather(self: Meeting, name: str, value: Any) -> Any:
+    def gather(self: Rendezvous, name: str, value: Any) -> Any:
         if self.own == 1 and name == step:
             die(self)
         return true_gather(self, name, value)
 
-    def take(self: Meeting, process: int, number: int) -> int:
+    def take(self: Rendezvous, process: int, number: int) -> int:
         if self.own == 1 and step == "take":
             die(self)
         return true_take(self, process, number)
 
-    def act(meeting: Meeting) -> Any:
+    def act(meeting: Rendezvous) -> Any:
         try:
             return job.act(meeting)
         except Killed:
             return None
 
-    monkeypatch.setattr(Meeting, "gather", gather)
-    monkeypatch.setattr(Meeting, "take", take)
+    monkeypatch.setattr(Rendezvous, "gather", gather)
+    monkeypatch.setattr(Rendezvous, "take", take)
     acts = dict.fromkeys(job.processes, act)
     timeout_s = 1.5
     actors = act_all(acts, timeout_s=timeout_s)
     for process in (0, 2):
         text = str(actors[process].error)
         assert isinstance(actors[process].error, RuntimeError)
-        assert re.search(r"process 1\b|nothing from \[1\]", text), text
+        assert re.search(r"process 1\b|nothing from processes \[1\]", text), text
         # From the last sign of life on.
         assert actors[process].seconds < timeout_s + SOON_S
         if step in ("windows", "take", "mapped"):

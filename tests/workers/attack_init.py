@@ -98,7 +98,7 @@ def act(way: str) -> None:
 @contextlib.contextmanager
 def attacked(native: Any, attack: Attack) -> Iterator[None]:
     """The victim's init, which comes upon `attack` once."""
-    from jax_ep._peers.rendezvous import Meeting
+    from jax_ep._peers.rendezvous import Rendezvous
     from jax_ep._setup import init
 
     kind, _, name = attack.call.partition(" ")
@@ -107,7 +107,7 @@ def attacked(native: Any, attack: Attack) -> Iterator[None]:
         "run_init": (init, "_run_init"),
         "native": (native, name),
     }
-    place, attribute = places.get(kind, (Meeting, kind))
+    place, attribute = places.get(kind, (Rendezvous, kind))
     true, done = getattr(place, attribute), []
 
     def replaced(*args: Any, **named: Any) -> Any:

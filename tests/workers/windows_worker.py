@@ -22,13 +22,13 @@ import numpy as np
 
 from jax_ep._native import ffi
 from jax_ep._peers import windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from support import fake_windows, helpers
 from support.worker_process import bound_life
 
 DEVICES = 2
 TIMEOUT_S = 6.0
-TRUE_GATHER = Meeting.gather
+TRUE_GATHER = Rendezvous.gather
 
 
 def start(port: str, processes: int, process: int) -> fake_windows.Native:
@@ -141,14 +141,14 @@ def key_after_a_failure(mesh) -> list[int | str]:
             raise RuntimeError("interrupted")
         return answers
 
-    Meeting.gather = gather
+    Rendezvous.gather = gather
     for _ in range(2):
         try:
             with jax_ep.init(mesh, "ep", config, transport="p2p") as ep:
                 found.append(ep.key)
         except RuntimeError as error:
             found.append(str(error))
-    Meeting.gather = TRUE_GATHER
+    Rendezvous.gather = TRUE_GATHER
     return found
 
 
@@ -205,7 +205,7 @@ def one_dies(native: fake_windows.Native, living: list[int], when: str) -> dict:
             os.kill(os.getpid(), signal.SIGKILL)
         return TRUE_GATHER(self, step, value)
 
-    Meeting.gather = gather
+    Rendezvous.gather = gather
     if dying and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The demo's check: expert-parallel steps against the same steps computed densely."""
+"""Compares the demo's expert-parallel steps with the same steps computed densely."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 from jax_ep._cli.demo.train import Metrics
 
 CHECKED_STEPS = 20
-# Rounding leaves about 1e-6, for sums are taken in another order; where it turns a
-# router's near tie, one token goes elsewhere and a step's loss moves by up to 1e-4.
+# Sums in another order differ by about 1e-6. If that flips a near tie of the router,
+# one token goes to another expert, and the loss of a step changes by up to 1e-4.
 LOSS_TOLERANCE = 1e-3
-# Relative, for each parameter array: Adam forgives a gradient of the wrong scale.
+# Relative, per parameter array. Needed, since Adam hides a gradient of a wrong scale.
 NORM_TOLERANCE = 2e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Largest differences between the two courses, and rows that each dropped.
+    """Largest differences between the two runs, and the rows that each dropped.
 
-    `norm_difference` is of the gradients' norms, relative, over all parameter arrays.
+    `norm_difference` is the largest relative one of gradient norms, over all parameter
+    arrays.
     """
 
     steps: int
@@ -32,7 +33,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether both differences are within tolerance; a NaN is not."""
+        """Whether both differences are within tolerance; False for NaN."""
         return (
             self.loss_difference <= LOSS_TOLERANCE
             and self.norm_difference <= NORM_TOLERANCE
@@ -40,7 +41,7 @@ class Check:
 
 
 def compare(actual: Sequence[Metrics], dense: Sequence[Metrics]) -> Check:
-    """Compares equally many steps."""
+    """Compares two runs of the same number of steps."""
     losses, norms = (
         np.array([[getattr(step, name) for step in run] for run in (actual, dense)])
         for name in ("loss", "grad_norms")

@@ -1,4 +1,4 @@
-"""The text that the demo learns: the Python standard library's own sources."""
+"""The text that the demo learns: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sysconfig
 import numpy as np
 
 MAX_BYTES = 6_000_000
-MAX_FILE_BYTES = 60_000  # no file alone sets the tone
-HELD_OUT_EVERY = 16  # of the files, one in so many is not trained on
+MAX_FILE_BYTES = 60_000  # so that no single file dominates
+HELD_OUT_EVERY = 16  # one file in this many is held out from training
 _SKIPPED = frozenset({"__pycache__", "idlelib", "lib2to3", "test", "tests"})
 
 
 class CorpusError(RuntimeError):
-    """This Python has no sources to read."""
+    """The sources of Python's standard library are missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Corpus:
 
 
 def load(root: pathlib.Path | None = None) -> Corpus:
-    """Reads the sources in order of their paths, MAX_BYTES of them at most.
+    """Reads at most MAX_BYTES of sources, in order of their paths.
 
     Raises:
-        CorpusError: there are too few, as in a Python whose library is zipped.
+        CorpusError: there are too few, for example if the library is zipped.
     """
     root = root or pathlib.Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -56,7 +56,7 @@ def load(root: pathlib.Path | None = None) -> Corpus:
 def sample(
     text: np.ndarray, sequences: int, length: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Windows of the text at random places: uint8 `[sequences, length + 1]`."""
+    """Draws random windows of the text: uint8 `[sequences, length + 1]`."""
     starts = rng.integers(0, text.size - length, sequences)
     return text[starts[:, None] + np.arange(length + 1)]
 

@@ -1,6 +1,6 @@
-"""The layer of moe.py on one device without jax_ep: what the demo checks against.
+"""The layer of moe.py on one device without jax_ep, as a reference for the demo.
 
-Every expert runs on every token; the rows that capacity would drop get weight zero.
+Every expert runs on every token; rows that moe.py drops get weight zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax_ep._cli.demo.moe import LayerStats, balance_loss, route
 
 
 def kept(ids: jax.Array, num_experts: int, ranks: int, capacity: int) -> jax.Array:
-    """Which (token, k) of the whole batch find room on their expert's rank.
+    """Returns which (token, k) of the whole batch fit on their expert's rank.
 
     A rank's rows are ordered by expert, then by (source rank, token, k), which is the
     order of the whole batch; a row whose index reaches `capacity` is dropped.

@@ -1,4 +1,4 @@
-"""Which devices the demo runs on: the GPUs present, else virtual CPU devices."""
+"""Chooses the demo's devices: the GPUs of the machine, or virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_ep._native import ffi
 from jax_ep._setup import runtime
 
 CPU_DEVICES = 8
-# XLA's CPU pool, as jax_ep sizes it, has room for programs on this many.
+# XLA's CPU pool, as jax_ep sizes it, is large enough for this many devices.
 MAX_CPU_DEVICES = runtime.MIN_THREADS // 2
 
 
@@ -29,25 +29,25 @@ def choose(wanted: int | None) -> tuple[list[Any], str | None]:
     """Starts JAX's backend and picks devices.
 
     Args:
-        wanted: how many; None is every GPU, or CPU_DEVICES where there is none.
+        wanted: number of devices; None means every GPU, or CPU_DEVICES without GPUs.
 
     Returns:
-        The devices, and a remark on why GPUs were passed over, if they were.
+        The devices, and the reason if GPUs are present but not used.
 
     Raises:
-        TooManyDevicesError: there are fewer.
-        NoBackendError: there are none.
+        TooManyDevicesError: there are fewer devices.
+        NoBackendError: JAX has no devices.
     """
-    # A demo should leave room for others on a GPU; read when the backend starts.
+    # Leaves GPU memory to other processes; JAX reads it when the backend starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Changes the CPU platform alone; refused where the backend has started already.
+    # Only affects the CPU platform; raises if the backend has already started.
     with contextlib.suppress(RuntimeError):
         count = min(wanted or CPU_DEVICES, MAX_CPU_DEVICES)
         jax.config.update("jax_num_cpu_devices", count)
     remark = None
     try:
         devices = jax.devices()
-    except Exception as error:  # JAX asserts, raises or whatever
+    except Exception as error:  # JAX raises many types here, even AssertionError
         raise NoBackendError(no_backend(f"{type(error).__name__}: {error}")) from error
     try:
         ffi.native_for(devices[0].platform)
@@ -64,7 +64,7 @@ def choose(wanted: int | None) -> tuple[list[Any], str | None]:
 
 
 def describe(devices: list[Any]) -> str:
-    """The devices in words."""
+    """Describes the devices in words."""
     count = len(devices)
     if devices[0].platform == "cpu":
         cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The byte-level language model of the demo, for either kind of expert layer."""
+"""The byte-level language model of the demo, for both kinds of expert layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MoELayer = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and its batch; `experts` and `sequences` are of all ranks."""
+    """Sizes of the model and its batch; `experts` and `sequences` count all ranks."""
 
     experts: int
     sequences: int
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def init_params(sizes: Sizes, seed: int) -> Params:
-    """Parameters as NumPy float32, the same on every machine."""
+    """Returns parameters as NumPy float32, the same on every machine."""
     rng = np.random.default_rng(seed)
     hidden, inner = sizes.hidden, sizes.expert_hidden
 
@@ -66,7 +66,7 @@ def init_params(sizes: Sizes, seed: int) -> Params:
 
 
 def param_specs(params: Params, axis: str) -> Params:
-    """Experts are split over `axis`; every rank holds all the rest."""
+    """Returns specs that split experts over `axis` and replicate the rest."""
 
     def spec(path: tuple[Any, ...], _: Any) -> P:
         return P(axis) if path[-1].key in ("up", "down") else P()
@@ -77,7 +77,7 @@ def param_specs(params: Params, axis: str) -> Params:
 def loss(
     params: Params, text: jax.Array, sizes: Sizes, moe_layer: MoELayer
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
-    """Next-byte loss of uint8 text `[sequences, length + 1]`.
+    """Computes the next-byte loss of uint8 text `[sequences, length + 1]`.
 
     Returns:
         Mean cross-entropy in nats per byte; mean balance loss of the layers;
@@ -105,7 +105,7 @@ def loss(
 
 
 def _waves(length: int, hidden: int) -> np.ndarray:
-    """Sines and cosines: attention finds the previous byte sooner than from noise."""
+    """Returns sines and cosines, from which attention learns positions quickly."""
     rates = np.geomspace(1, 1e-3, hidden // 2)
     angles = np.arange(length)[:, None] * rates
     return np.float32(0.5) * np.concatenate(

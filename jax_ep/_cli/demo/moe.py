@@ -1,4 +1,4 @@
-"""The expert-parallel mixture-of-experts layer: what to copy from the demo."""
+"""The expert-parallel mixture-of-experts layer, as an example to copy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax_ep
 
 
 class Routing(NamedTuple):
-    """What the router decides for `n` tokens.
+    """The router's decision for `n` tokens.
 
     Attributes:
         ids: int32 `[n, K]`, experts of each token.
-        weights: float32 `[n, K]`, that sum to 1 for each token.
+        weights: float32 `[n, K]`, which sum to 1 for each token.
         load: float32 `[E]`, share of the (token, k) that each expert was chosen for.
-        mean_probability: float32 `[E]`, of the router's softmax.
+        mean_probability: float32 `[E]`, mean over tokens of the router's softmax.
     """
 
     ids: jax.Array
@@ -27,11 +27,11 @@ class Routing(NamedTuple):
 
 
 class LayerStats(NamedTuple):
-    """What a layer reports about its experts.
+    """Statistics of a layer's experts.
 
     Attributes:
-        expert_counts: int32 `[experts]`, rows that each expert was sent.
-        num_dropped: int32 `[1]`, rows that found no room.
+        expert_counts: int32 `[experts]`, rows sent to each expert.
+        num_dropped: int32 `[1]`, rows dropped for lack of room.
     """
 
     expert_counts: jax.Array
@@ -39,8 +39,9 @@ class LayerStats(NamedTuple):
 
 
 def route(router: jax.Array, tokens: jax.Array, top_k: int) -> Routing:
-    """Softmax router `[H, E]`: the `top_k` likeliest experts of tokens `[n, H]`."""
-    # Scaled down, a step of Adam moves the logits little: experts keep their tokens.
+    """Chooses the `top_k` likeliest experts of tokens `[n, H]` by a router `[H, E]`."""
+    # Scaled down so that a step of Adam changes logits little, and tokens keep their
+    # experts.
     probabilities = jax.nn.softmax(tokens @ router * router.shape[0] ** -0.5)
     weights, ids = jax.lax.top_k(probabilities, top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -50,14 +51,14 @@ def route(router: jax.Array, tokens: jax.Array, top_k: int) -> Routing:
 
 
 def balance_loss(load: jax.Array, mean_probability: jax.Array) -> jax.Array:
-    """Load-balance loss of the whole batch: 1 where all experts get the same."""
+    """Returns the load-balance loss of the whole batch; 1 for an equal load."""
     return load.size * jnp.sum(load * mean_probability)
 
 
 def experts(
     rows: jax.Array, params: dict[str, jax.Array], group_sizes: jax.Array
 ) -> jax.Array:
-    """SwiGLU experts on rows `[N, H]` that are grouped by expert."""
+    """Applies SwiGLU experts to rows `[N, H]` that are grouped by expert."""
     up = jax.lax.ragged_dot(rows, params["up"], group_sizes)
     gate, value = jnp.split(up, 2, axis=-1)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * value, params["down"], group_sizes)
@@ -66,7 +67,7 @@ def experts(
 def layer(
     ep: jax_ep.EPHandle, params: dict[str, jax.Array], x: jax.Array, residual: jax.Array
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
-    """One layer, inside `jax.shard_map` over the mesh of `ep`.
+    """Applies one layer, inside `jax.shard_map` over the mesh of `ep`.
 
     Args:
         ep: handle of `jax_ep.init`.

@@ -1,4 +1,4 @@
-"""The demo's picture: loss curve with the dense points on it, and expert load."""
+"""The demo's picture: the loss curve with the dense points, and the expert load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def available() -> bool:
 
 
 def problem(path: str) -> str | None:
-    """What a picture's path must be and `path` is not; None where all is well."""
+    """Returns what `path` must be for a picture and is not, or None if it is fine."""
     if not path.lower().endswith(SUFFIXES):
         return f"a file name in one of {', '.join(SUFFIXES)}"
     if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
@@ -41,14 +41,14 @@ def save(
     """Draws and writes the picture; steps count from 1.
 
     Args:
-        path: where to, with one of SUFFIXES.
-        title: of the whole picture.
-        losses: of every step.
-        dense_losses: of the first steps, computed densely.
-        held_out: (steps done, loss) pairs.
-        counts: `[steps, layers, experts]` rows.
+        path: file to write, with one of SUFFIXES.
+        title: title of the whole picture.
+        losses: loss of every step.
+        dense_losses: losses of the first steps, computed densely.
+        held_out: pairs of (steps done, loss).
+        counts: rows `[steps, layers, experts]`.
     """
-    # Without pyplot: nothing global is touched and no display is looked for.
+    # Not pyplot, which changes global state and looks for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8.2), layout="constrained", facecolor="white")
@@ -93,7 +93,7 @@ def _draw_loss(
     axes.legend(
         frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=9
     )
-    if len(losses) < 3 * len(dense_losses):  # the points are plain to see as it is
+    if len(losses) < 3 * len(dense_losses):  # the points are visible without a zoom
         return
     zoom = axes.inset_axes((0.42, 0.4, 0.56, 0.52))
     zoom.plot(dense_steps, losses[: len(dense_losses)], color=BLUE, lw=1.3)
@@ -106,7 +106,7 @@ def _draw_loss(
 
 def _draw_load(figure: Any, maps: Sequence[Any], counts: np.ndarray) -> None:
     steps, layers, experts = counts.shape
-    # An expert without rows would be no colour on a logarithmic scale.
+    # On a logarithmic scale an expert without rows would have no colour.
     load = np.maximum(counts / counts.mean(axis=2, keepdims=True), 1e-3)
     image = None
     for layer in range(layers):

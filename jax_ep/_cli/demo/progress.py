@@ -1,4 +1,4 @@
-"""A progress bar on stderr; plain lines where that is no terminal."""
+"""A progress bar on stderr, or plain lines if that is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-_WIDTH, _LEAST_WIDTH = 30, 5  # of the bar
-_PLAIN_LINES = 5  # over the whole course, not on a terminal
+_WIDTH, _LEAST_WIDTH = 30, 5  # columns of the bar
+_PLAIN_LINES = 5  # lines for the whole run if stderr is not a terminal
 
 
 class Progress:
-    """Counts `total` steps of something; `say` prints on stdout past the bar."""
+    """Counts `total` steps; `say` prints lines on stdout without breaking the bar."""
 
     def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
-        """Shows the bar at nought."""
+        """Shows the bar at 0."""
         self._title, self._total = title, total
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
@@ -35,11 +35,11 @@ class Progress:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._clear()
 
     def update(self, note: str = "") -> None:
-        """One step more is done; `note` is shown beside the bar."""
+        """Counts one more step and shows `note` beside the bar."""
         self._done, self._note = self._done + 1, note
         if self._terminal:
             self._draw()
@@ -65,10 +65,10 @@ class Progress:
         return ", ".join(part for part in parts if part)
 
     def _draw(self) -> None:
-        # A line that wraps could not be cleared.
+        # One line at most, because a wrapped line cannot be cleared.
         columns = shutil.get_terminal_size().columns - 1
         line = self._text()
-        # Its text comes first where there is not room for both.
+        # If there is no room for both, the text wins over the bar.
         wide = min(_WIDTH, columns - len(line) - len("[] "))
         if wide >= _LEAST_WIDTH:
             full = wide * self._done // self._total

@@ -1,4 +1,4 @@
-"""What the demo prints on stdout."""
+"""The demo's output on stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_ep._cli.text import entry, fill, width
 
 _TABLE_HEAD = " step    loss  held out  dropped rows  busiest expert"
 _NARROW_HEAD = " step   loss held out dropped busiest"
-_LAST_PART = 10  # the statistics at the end are of the last tenth
+_LAST_PART = 10  # final statistics cover the last 1/10 of the steps
 
 
 @dataclasses.dataclass
@@ -27,9 +27,9 @@ class History:
     """A training run so far.
 
     Attributes:
-        metrics: of every step.
-        held_out: (steps done, loss on held-out text).
-        seconds: in training steps alone.
+        metrics: metrics of every step.
+        held_out: pairs of (steps done, loss on held-out text).
+        seconds: time in training steps only.
     """
 
     metrics: list[Metrics] = dataclasses.field(default_factory=list)
@@ -37,11 +37,11 @@ class History:
     seconds: float = 0.0
 
     def expert_counts(self) -> np.ndarray:
-        """Rows, `[steps, layers, experts]`."""
+        """Returns rows sent to experts, `[steps, layers, experts]`."""
         return np.stack([step.stats.expert_counts for step in self.metrics])
 
     def dropped(self) -> np.ndarray:
-        """Dropped rows of each step."""
+        """Returns the dropped rows of each step."""
         return np.array([step.stats.num_dropped.sum() for step in self.metrics])
 
 
@@ -77,12 +77,12 @@ def _narrow() -> bool:
 
 
 def table_head() -> str:
-    """What stands above the lines of `table_line`."""
+    """Returns the heading for the lines of `table_line`."""
     return _NARROW_HEAD if _narrow() else _TABLE_HEAD
 
 
 def table_line(step: int, metrics: Metrics, held_out: float) -> str:
-    """What has become of a step."""
+    """Returns the table's line about one step."""
     counts = np.asarray(metrics.stats.expert_counts)
     dropped = metrics.stats.num_dropped.sum() / counts.sum()
     if _narrow():
@@ -97,7 +97,7 @@ def table_line(step: int, metrics: Metrics, held_out: float) -> str:
 
 
 def check_lines(result: Check) -> str:
-    """The outcome of the check."""
+    """Returns the outcome of the check as text."""
     outcome = "passed" if result.passed else "FAILED"
     head = (
         f"check: {outcome}: first {result.steps} losses against the dense model on one "
@@ -155,5 +155,5 @@ def _row(values: Sequence[float] | np.ndarray) -> str:
 
 
 def _imbalance(counts: np.ndarray) -> float:
-    """Rows of the busiest expert over the mean, of the worst layer."""
+    """Returns the busiest expert's rows over the mean, in the worst layer."""
     return float(np.max(counts.max(axis=-1) / counts.mean(axis=-1)))

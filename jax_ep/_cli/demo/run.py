@@ -1,4 +1,4 @@
-"""The course of `jax-ep demo`: train, check, report, draw."""
+"""The main program of `jax-ep demo`: trains, checks, reports and draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HELD_OUT_BATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says; None is the default."""
+    """The options of the command line; None means the default."""
 
     steps: int | None
     devices: int | None
@@ -39,8 +39,8 @@ def run(options: Options) -> int:
     """Runs the demo; returns 0, or 1 if the check failed.
 
     Raises:
-        devices.TooManyDevicesError: there are fewer than `options.devices`.
-        devices.NoBackendError: JAX has none.
+        devices.TooManyDevicesError: there are fewer devices than `options.devices`.
+        devices.NoBackendError: JAX has no devices.
         corpus.CorpusError: there is no text to learn.
     """
     used, remark = devices.choose(options.devices)
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         dtype="float32",
         capacity_factor=sizes.capacity_factor,
     )
-    # Full float32 products on GPUs too: with TF32 the check would measure rounding.
+    # Full float32 products on GPUs, too; with TF32 the check would measure rounding.
     with (
         jax_ep.init(mesh, train.AXIS, config) as ep,
         jax.default_matmul_precision("highest"),
@@ -86,7 +86,7 @@ def run(options: Options) -> int:
 
 
 def choose_sizes(ranks: int, *, quick: bool) -> Sizes:
-    """About 16 experts and 32 sequences, in equal parts for every rank."""
+    """Returns sizes with about 16 experts and 32 sequences, the same per rank."""
     experts = ranks * max(1, round(16 / ranks))
     sequences = ranks * max(1, round(32 / ranks))
     if quick:
@@ -142,7 +142,7 @@ def _train(
 
 
 def _draw(path: str, title: str, history: History, dense: list[Metrics]) -> bool:
-    """Saves the picture; returns whether nothing went wrong."""
+    """Saves the picture; returns False if that fails, but not without matplotlib."""
     if not picture.available():
         why = "none: matplotlib is not installed; get it with"
         print("\n".join(entry("picture", f"{why} pip install 'jax_ep[demo]'")))

@@ -1,4 +1,4 @@
-"""The demo's loss over a mesh and over one device, and Adam on either."""
+"""The demo's loss, over a mesh or on one device, and its optimiser Adam."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8
 
 
 class State(NamedTuple):
-    """Parameters, Adam's two moments of their gradients, and steps done."""
+    """Parameters, Adam's first and second moments, and the number of steps done."""
 
     params: Params
     first: Params
@@ -32,12 +32,12 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Of one batch.
+    """Metrics of one batch.
 
     Attributes:
-        loss: in nats per byte, without the balance loss.
-        grad_norms: `[arrays]`, of each parameter array's gradient.
-        stats: `[layers, ...]`.
+        loss: cross-entropy in nats per byte, without the balance loss.
+        grad_norms: `[arrays]`, norm of each parameter array's gradient.
+        stats: statistics `[layers, ...]`.
     """
 
     loss: Any
@@ -51,9 +51,9 @@ LossFn = Callable[
 
 
 def expert_parallel_loss(ep: jax_ep.EPHandle, sizes: Sizes, specs: Params) -> LossFn:
-    """The loss of global arrays over the mesh of `ep`.
+    """Returns the loss of global arrays over the mesh of `ep`.
 
-    Sequences and experts are both split over the axis: data and expert parallel.
+    Sequences and experts are both split over the axis (data and expert parallel).
     """
 
     def per_rank(params: Params, text: jax.Array) -> Any:
@@ -62,8 +62,8 @@ def expert_parallel_loss(ep: jax_ep.EPHandle, sizes: Sizes, specs: Params) -> Lo
         loss = jax.lax.pmean(loss, AXIS)
         return loss + model.BALANCE_WEIGHT * balance, (loss, stats)
 
-    # Differentiated from outside, replicated parameters get the sum of all ranks'
-    # gradients, and each rank's experts their own.
+    # Gradients are taken outside of shard_map, so that replicated parameters get the
+    # sum over all ranks, and each rank's experts their own gradients.
     return jax.shard_map(
         per_rank,
         mesh=ep.mesh,
@@ -73,7 +73,7 @@ def expert_parallel_loss(ep: jax_ep.EPHandle, sizes: Sizes, specs: Params) -> Lo
 
 
 def dense_loss(sizes: Sizes, ranks: int, capacity: int) -> LossFn:
-    """The same function on one device, without jax_ep."""
+    """Returns the same loss on one device, without jax_ep."""
 
     def whole(params: Params, text: jax.Array) -> Any:
         layer = functools.partial(dense.layer, sizes.top_k, ranks, capacity)
@@ -86,7 +86,7 @@ def dense_loss(sizes: Sizes, ranks: int, capacity: int) -> LossFn:
 def adam_step(
     loss_fn: LossFn, total_steps: int, state: State, text: jax.Array
 ) -> tuple[State, Metrics]:
-    """One step of Adam; the rate warms up, then falls to a tenth along a cosine."""
+    """Does one step of Adam; the rate warms up, then falls to a tenth by a cosine."""
     (_, (loss, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
         state.params, text
     )
@@ -132,8 +132,8 @@ class Trainer:
             param_shardings, param_shardings, param_shardings, scalar_sharding
         )
         self._state = jax.device_put(state, shardings)
-        # The state comes back placed as it went in, so one compilation serves all
-        # steps; donated, it is updated in place.
+        # The new state has the shardings of the old one, so one compilation serves all
+        # steps, and the donated buffers are updated in place.
         step = jax.jit(
             functools.partial(adam_step, loss_fn, total_steps),
             donate_argnums=0,
@@ -148,7 +148,7 @@ class Trainer:
         return jax.device_get(metrics)
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over batches, without training on them."""
+        """Returns the mean loss over batches, without training on them."""
         losses = [
             self._evaluate(self._state.params, self._place(text)) for text in batches
         ]
@@ -161,7 +161,7 @@ class Trainer:
 def expert_parallel_trainer(
     ep: jax_ep.EPHandle, sizes: Sizes, params: Params, text: np.ndarray, steps: int
 ) -> Trainer:
-    """Trains over the mesh of `ep`."""
+    """Makes a trainer over the mesh of `ep`."""
     specs = model.param_specs(params, AXIS)
     placed = functools.partial(NamedSharding, ep.mesh)
     return Trainer(
@@ -178,7 +178,7 @@ def expert_parallel_trainer(
 def dense_trainer(
     ep: jax_ep.EPHandle, sizes: Sizes, params: Params, text: np.ndarray, steps: int
 ) -> Trainer:
-    """Trains the same on the mesh's first device; of `ep` it takes sizes alone."""
+    """Makes a trainer on the mesh's first device, with the sizes of `ep`."""
     device = jax.sharding.SingleDeviceSharding(ep.mesh.devices.flat[0])
     return Trainer(
         dense_loss(sizes, ep.ep_size, ep.recv_capacity),

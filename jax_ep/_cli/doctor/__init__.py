@@ -1,1 +1,1 @@
-"""jax-ep doctor: what this machine can do and why."""
+"""`jax-ep doctor`: reports what this machine can do, and why."""

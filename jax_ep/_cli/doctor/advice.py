@@ -1,4 +1,4 @@
-"""What `jax-ep doctor` advises."""
+"""The advice of `jax-ep doctor`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax_ep._setup import capacity
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
-_MOSAIC_SIZE = 128  # an intermediate size that is no obstacle
-# Without the setting a build that finds no nvcc goes on, for CPUs alone.
+_MOSAIC_SIZE = 128  # an intermediate size that mosaic supports
+# The setting makes a build without nvcc fail; otherwise it would be for CPUs only.
 _REBUILD = (
     "pip install . -C cmake.define.JAX_EP_CUDA=ON in the repository of jax_ep (with "
     "nvcc 12.5 or newer on PATH or in CUDA_HOME)"
@@ -23,22 +23,22 @@ _REBUILD = (
 
 
 def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[str]:
-    """In sentences, of what `_cli.doctor.findings.examine` has found so far."""
+    """Returns advice, in sentences, on what `findings.examine` has found so far."""
     advice = []
     on_gpu = bool(devices) and devices[0].platform != "cpu"
     if on_gpu and ffi.native_cuda is None:
-        advice.append(f"this jax_ep is built without CUDA: run {_REBUILD}")
+        advice.append(f"this jax_ep was built without CUDA: run {_REBUILD}")
     if not on_gpu:
-        only = "only CPU devices, which are right for tests and small runs; "
+        only = "only CPU devices, which are fine for tests and small runs; "
         advice.append((only if devices else "") + _for_gpus(found["versions"]))
     if on_gpu and _dense_experts(config):
         obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
         runs = obstacle is None and config.element_bytes == 2
-        way = "mosaic, as layers do where they can" if runs else "Padded(largest)"
+        way = "mosaic, as layers do if they can" if runs else "Padded(largest)"
         why = f"; mosaic must have {obstacle}" if obstacle else ""
         advice.append(
-            "jax.lax.ragged_dot is dense here, each row by all local experts: take "
-            f"jax_ep.experts.{way}{why}"
+            "jax.lax.ragged_dot is dense here, multiplying each row by all local "
+            f"experts: use jax_ep.experts.{way}{why}"
         )
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
@@ -49,32 +49,32 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     if limits and needed > min(limits) / 2:
         advice.append(
             f"the config takes {needed / 1e9:.1f} GB of the {min(limits) / 1e9:.1f} GB "
-            "per device: lower max_tokens_per_rank or bound recv_capacity"
+            "per device: lower max_tokens_per_rank or limit recv_capacity"
         )
     if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
         advice.append(
-            f"recv_capacity is the worst case, {sizes['recv_capacity']:,} rows where a "
-            f"balanced router sends {_balanced(config):,}: capacity_factor=1.25 saves "
-            "memory, at the risk of dropped rows (jax_ep.stats counts them)"
+            f"recv_capacity is the worst case, {sizes['recv_capacity']:,} rows, while "
+            f"a balanced router sends {_balanced(config):,}: capacity_factor=1.25 "
+            "saves memory, at the risk of dropped rows (jax_ep.stats counts them)"
         )
     remark = capacity.shortfall(config, sizes["ranks"])
     if remark is not None:
         advice.append(remark)
-    # A rank alone has no link to wait for, nor have virtual devices of one memory.
+    # A single rank has no link to wait for, and virtual CPU devices share memory.
     linked = on_gpu and sizes["ranks"] > 1
     plain = not formats.is_quantized(config.dispatch_format)
     if linked and plain and config.hidden_size % 128 == 0:
         advice.append(
             'dispatch_format="fp8_block128" halves the bytes of bfloat16 dispatch, '
-            "which pays where calls wait for the link (docs/formats.md)"
+            "which pays if calls wait for the link (docs/formats.md)"
         )
     return advice
 
 
 def _for_gpus(versions: dict[str, Any]) -> str:
-    """What this installation lacks for GPUs, in the order in which to get it."""
+    """Returns what this installation lacks for GPUs, in the order to install it."""
     lacks = []
-    # First JAX's packages, for an nvcc that comes with them is found by the build.
+    # JAX's packages first, because the build finds the nvcc that comes with them.
     if not any(map(versions.get, CUDA_PACKAGES)):
         lacks.append('pip install "jax[cuda13]"')
     if ffi.native_cuda is None:
@@ -82,22 +82,22 @@ def _for_gpus(versions: dict[str, Any]) -> str:
     if lacks:
         return "for NVIDIA GPUs run " + ", then ".join(lacks)
     if links.driver() is None:
-        return "for NVIDIA GPUs, run where there are some: no driver answers here"
+        return "for NVIDIA GPUs, run on a machine that has some: no driver answers here"
     return (
-        "this installation serves NVIDIA GPUs, and JAX uses none here: see "
-        "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and what nvidia-smi says"
+        "this installation supports NVIDIA GPUs, but JAX uses none here: check "
+        "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the output of nvidia-smi"
     )
 
 
 def _dense_experts(config: EPConfig) -> bool:
     try:
         return _experts.ragged_dot_is_dense(config.dtype)
-    except Exception:  # an error of XLA's: there is nothing to advise
+    except Exception:  # XLA failed to compile, so there is no advice
         return False
 
 
 def _capability(device: Any) -> float | None:
-    """Of an NVIDIA GPU. Other platforms have none, or words of their own there."""
+    """Returns an NVIDIA GPU's compute capability; None on other platforms."""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
 

@@ -19,14 +19,14 @@ from jax_ep._cli.values import (
 )
 from jax_ep._core import config as _config
 
-_WIDE = 60  # columns from which on everything stands beside its label
+_WIDE = 60  # from this many columns on, sizes are indented to the label's column
 
 _TEXT = """\
 Says what this machine can do with jax_ep and why: devices, which of them reach each
 other's memory and over what link, versions, which transports work (each is tried with a
 few tokens), how much memory a layer would take, and advice.
 
-Memory is counted from sizes alone, so any machine tells it for any group.
+Memory is computed from sizes only, so any machine can report it for any group.
 """
 
 _EXAMPLES = """\
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         description=_TEXT,
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     layer = parser.add_argument_group("the layer whose memory is counted")
     count = at_least(1)
     for name, default, text in (
@@ -129,14 +129,14 @@ def _one_of(names: tuple[str, ...]) -> str:
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    # A look should leave room for others on a GPU; read when the backend starts.
+    # Leaves GPU memory to other processes; JAX reads it when the backend starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     import jax_ep
     from jax_ep._cli.doctor import findings
 
-    # Changes the CPU platform alone; the test of a transport wants several ranks.
+    # Only affects the CPU platform; the test of a transport needs several ranks.
     jax.config.update("jax_num_cpu_devices", 8)
 
     problem = top_k_problem(args.experts, args.top_k)
@@ -175,7 +175,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """The findings as text."""
+    """Returns the findings as lines of text."""
     versions = [f"{k} {v}" for k, v in found["versions"].items() if v]
     versions = [version.replace(" ", NBSP) for version in versions]
     built = [name for name, has in found["build"].items() if has]

@@ -1,4 +1,4 @@
-"""What this machine can do and why: the findings of `jax-ep doctor`."""
+"""The findings of `jax-ep doctor`: what this machine can do, and why."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from jax_ep._core.literals import TRANSPORTS, HandleTransport
 from jax_ep._native import ffi, loader
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers import windows as _windows
-from jax_ep._peers.rendezvous import Meeting
+from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._transport import by_name, select
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
-_NO_DEVICES = 8  # ranks that are counted where there are no devices to count
+_NO_DEVICES = 8  # default number of ranks if there are no devices to count
 
 
 def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
-    """All findings as JSON types.
+    """Returns all findings as JSON types.
 
     Args:
-        config: whose memory is counted, and which p2p must serve. Its ranks_per_node
-            are those of shmem's nodes; None is as many devices as are here, or the
-            most of them that divide the ranks.
-        ranks: of the EP group counted; None is `group_size`.
+        config: the config to count memory for, and to check p2p with. Its
+            ranks_per_node sets shmem's nodes; None means as many as there are devices,
+            or the largest smaller number that divides the ranks.
+        ranks: size of the EP group to count memory for; None means `group_size`.
     """
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
     devices, problem = local_devices()
@@ -66,21 +66,21 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
 
 
 def local_devices() -> tuple[list[Any], str | None]:
-    """This process's devices, or none and why JAX has none."""
+    """Returns this process's devices, or no devices and the reason."""
     try:
         return jax.local_devices(), None
-    except Exception as error:  # JAX asserts, raises or whatever: it is the finding
+    except Exception as error:  # JAX raises many types here, and each is a finding
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         return [], backend_problem(text)
 
 
 def group_size(experts: int) -> int:
-    """Ranks of the group that is counted: all devices, or the most that fit."""
+    """Returns the default group size: all devices, or the most that divide experts."""
     return _fitting(len(local_devices()[0]) or _NO_DEVICES, experts)
 
 
 def versions() -> dict[str, str | None]:
-    """Of jax_ep, Python, and what is beside it; None where there is none."""
+    """Returns versions of jax_ep, Python and related packages; None if missing."""
     found: dict[str, str | None] = {"jax_ep": jax_ep.__version__}
     found["python"] = platform.python_version()
     for name in (*_PACKAGES, *advice.CUDA_PACKAGES, nvshmem.PACKAGE):
@@ -116,7 +116,7 @@ def _device(device: Any) -> dict[str, Any]:
 
 
 def peer_access(devices: list[Any]) -> list[list[bool]] | None:
-    """Which device can serve p2p with which, or None where nothing can be asked."""
+    """Returns which pairs of devices support p2p, or None on CPUs or without CUDA."""
     if devices[0].platform == "cpu" or ffi.native_cuda is None:
         return None
     ordinals = [_windows.ordinal(device) for device in devices]
@@ -129,7 +129,7 @@ def peer_access(devices: list[Any]) -> list[list[bool]] | None:
 
 
 def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
-    """For each transport whether it works here, why not, and a test where it does."""
+    """Returns for each transport whether it works, why, and a test's result if so."""
     mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
     found: dict[str, Any] = {}
     try:
@@ -138,11 +138,11 @@ def transports(devices: list[Any], config: jax_ep.EPConfig) -> dict[str, Any]:
         why = str(error).removeprefix("jax_ep.init: ")
         return {name: {"works": False, "why": why} for name in _names()}
     found["collective"] = {"works": True, "why": "XLA's collectives serve any devices"}
-    # Of this process's devices alone.
-    with Meeting.of(mesh, config.timeout_s) as meeting:
+    # The mesh holds only this process's devices, so nobody else takes part.
+    with Rendezvous.of(mesh, config.timeout_s) as rendezvous:
         groups = select.ep_groups(mesh, ("ep",))
         p2p, shmem = (
-            by_name(name).obstacle(mesh, groups, config, meeting)
+            by_name(name).obstacle(mesh, groups, config, rendezvous)
             for name in ("p2p", "shmem")
         )
     found["p2p"] = _windowed(p2p, "every device reaches every other")
@@ -164,7 +164,7 @@ def _names() -> list[HandleTransport]:
 
 
 def self_test(mesh: Mesh, transport: HandleTransport) -> str:
-    """Sends a few tokens to their experts and back: "passed", or what went wrong."""
+    """Sends a few tokens to experts and back; returns "passed" or what went wrong."""
     n, hidden, experts = 16, 128, 2 * mesh.size
     config = jax_ep.EPConfig(
         num_experts=experts,
@@ -199,7 +199,7 @@ def self_test(mesh: Mesh, transport: HandleTransport) -> str:
             )
             y = np.asarray(jax.jit(run)(x, ids, weights))
             ep.check()
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any failure is a finding
         return f"{transport}: {type(error).__name__}: {str(error).splitlines()[0]}"
     expected = x * np.sum(weights * (1 + ids), axis=1)[:, None]
     if not np.allclose(y, expected, rtol=1e-5, atol=1e-5):
@@ -208,22 +208,22 @@ def self_test(mesh: Mesh, transport: HandleTransport) -> str:
 
 
 def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
-    """Bytes per rank for one layer's calls, in a group of `ranks`.
+    """Returns bytes per rank for the calls of one layer, in a group of `ranks`.
 
-    `exchange` is of transport collective: what is sent and what arrives, of dispatch
-    or combine, the larger.
+    `exchange` is what transport collective sends and receives, for dispatch or combine,
+    whichever is larger.
     """
     native, name = ffi.native, config.dispatch_format
     rows, tokens = config.capacity(ranks), config.max_tokens_per_rank
     hidden, element = config.hidden_size, config.element_bytes
     shared = config.fused_shared_expert
     payload, scales = native.encoded_bytes(name, hidden, element)
-    # The shared expert is one more group, and one more row of every token.
+    # A shared expert adds one group, and one row per token.
     top_k, groups = config.top_k + shared, config.num_experts // ranks + shared
     sent = (name, hidden, element, tokens, top_k, groups)
     there = native.dispatch_region_bytes(*sent)
     wire, packed = jnp.dtype(config.wire_dtype).itemsize, config.combine_format
-    # "bf16" is the format of rows as they are. What the source sums crosses row by row.
+    # "bf16" means unencoded rows. Unless expert ranks sum, K rows per token are sent.
     back = native.combine_region_bytes(
         packed or "bf16",
         hidden,
@@ -245,10 +245,10 @@ def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
 def window_bytes(
     config: jax_ep.EPConfig, ranks: int, node: int | None = None
 ) -> int | None:
-    """The window of a rank in a group of `ranks`; None where it has none.
+    """Returns bytes of a rank's window in a group of `ranks`, or None above the limit.
 
-    Of p2p, or with `node` of shmem over nodes of so many ranks. Also of a group that is
-    not here: what it takes is a matter of sizes alone.
+    The window is that of p2p, or with `node` that of shmem over nodes of `node` ranks.
+    It depends only on sizes, so the group need not exist here.
     """
     if ranks > ffi.native.MAX_WINDOW_RANKS:
         return None
@@ -256,7 +256,7 @@ def window_bytes(
 
 
 def _opened_bytes(devices: list[Any], config: jax_ep.EPConfig) -> int | str:
-    """What a handle of p2p holds on a device, or why it cannot be opened."""
+    """Returns the bytes per device of a p2p handle, or why it cannot be opened."""
     mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
     try:
         with jax_ep.init(mesh, "ep", config, transport="p2p") as ep:
@@ -270,7 +270,7 @@ def _fitting(most: int, number: int) -> int:
 
 
 def silent_examine(*args: Any) -> dict[str, Any]:
-    """`examine` without the warnings of its self-tests."""
+    """Runs `examine` without the warnings of its self-tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return examine(*args)

@@ -1,6 +1,6 @@
-"""What the driver and its tools say of GPUs: links between them, versions.
+"""Links between GPUs, and versions, as the driver and its tools report them.
 
-For findings.py. Nothing here fails: what cannot be asked is None or "unknown".
+No function here raises: an answer that is not available is None or "unknown".
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _smi(*arguments: str) -> str:
-    """What nvidia-smi prints, or nothing."""
+    """Returns the output of nvidia-smi, empty if it fails."""
     command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(  # noqa: S603  # of constants
+        done = subprocess.run(  # noqa: S603  # all arguments are constants
             command, capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -34,9 +34,10 @@ def _smi(*arguments: str) -> str:
 
 
 def links(devices: list[Any]) -> list[list[str]] | None:
-    """By pair of devices how they are linked, in nvidia-smi's words; None on CPUs.
+    """Returns the link of each pair of devices as nvidia-smi names it; None on CPUs.
 
-    "NV18": 18 NVLinks; "PIX", "PXB", "PHB", "NODE", "SYS": over PCIe, from near to far.
+    "NV18" means 18 NVLinks; "PIX", "PXB", "PHB", "NODE" and "SYS" mean PCIe, from near
+    to far.
     """
     if devices[0].platform == "cpu":
         return None
@@ -61,9 +62,10 @@ def _uuid(device: Any) -> str:
 
 
 def _places() -> dict[str, int]:
-    """By UUID, in hexadecimal digits alone, what number nvidia-smi gives a GPU.
+    """Returns nvidia-smi's number of each GPU by UUID, in hexadecimal digits only.
 
-    It counts all of the machine; a process may see some, and in another order.
+    nvidia-smi numbers all GPUs of the machine; a process may see only some of them, and
+    in another order.
     """
     found = {}
     listed = _smi("--query-gpu=index,uuid", "--format=csv,noheader")
@@ -73,7 +75,7 @@ def _places() -> dict[str, int]:
 
 
 def _topology() -> dict[Any, str]:
-    """By pair of nvidia-smi's numbers the kind of link."""
+    """Returns the kind of link by pair of nvidia-smi's numbers."""
     lines = _smi("topo", "-m").splitlines()
     if not lines:
         return {}
@@ -89,7 +91,7 @@ def _topology() -> dict[Any, str]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver."""
+    """Returns the version of NVIDIA's driver."""
     listed = _smi("--query-gpu=driver_version", "--format=csv,noheader").split()
     if listed:
         return listed[0]
@@ -102,13 +104,13 @@ def driver() -> str | None:
 
 
 def toolkit() -> str | None:
-    """The CUDA toolkit that the CUDA module was built with."""
+    """Returns the version of the CUDA toolkit that the CUDA module was built with."""
     version = getattr(ffi.native_cuda, "CUDA_VERSION", None)
     return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 
 def nccl() -> str | None:
-    """The version of the NCCL that JAX finds."""
+    """Returns the version of the NCCL that JAX finds."""
     for name in _NCCL_PACKAGES:
         try:
             return importlib.metadata.version(name)

@@ -1,0 +1,105 @@
+"""Error messages of one form, whose parts travel with the exception.
+
+For a value: `jax_ep.<function>: <what must hold>, got <value>; <remedy>`.
+For a state: `jax_ep.<function>: <plain sentence>; <remedy>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# The attribute of an exception that holds its `Parts`.
+_PARTS = "_jax_ep_parts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an error message is made of.
+
+    Attributes:
+        function: name below `jax_ep`, for instance "sharded.dispatch".
+        problem: "<rule>, got <value>", or the sentence that describes a state.
+        remedy: what the user can do.
+        operand: name of the operand at fault, if there is one.
+        note: appended in parentheses, if not empty.
+    """
+
+    function: str
+    problem: str
+    remedy: str
+    operand: str | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        """The message."""
+        note = f" ({self.note})" if self.note else ""
+        return f"jax_ep.{self.function}: {self.problem}; {self.remedy}{note}"
+
+
+def _made(kind: type[Exception], parts: Parts) -> Exception:
+    # An attribute, so that users still see a plain ValueError or TypeError.
+    error = kind(str(parts))
+    vars(error)[_PARTS] = parts
+    return error
+
+
+def invalid(
+    function: str,
+    rule: str,
+    value: Any,
+    remedy: str,
+    *,
+    operand: str | None = None,
+    kind: type[Exception] = ValueError,
+) -> Exception:
+    """An error for a wrong value, to be raised by the caller."""
+    return _made(kind, Parts(function, f"{rule}, got {value}", remedy, operand))
+
+
+def unusable(
+    function: str, state: str, remedy: str, *, kind: type[Exception] = ValueError
+) -> Exception:
+    """An error for a wrong state, to be raised by the caller."""
+    return _made(kind, Parts(function, state, remedy))
+
+
+def require(holds: bool, function: str, rule: str, value: Any, remedy: str) -> None:
+    """Raises ValueError unless `holds`."""
+    if not holds:
+        raise invalid(function, rule, value, remedy)
+
+
+def require_type(
+    function: str, name: str, value: Any, kinds: Any, what: str, remedy: str
+) -> None:
+    """Raises TypeError unless `value` is of `kinds`, which the message calls `what`."""
+    if not isinstance(value, kinds):
+        rule = f"{name} must be {what}"
+        raise invalid(function, rule, repr(value), remedy, operand=name, kind=TypeError)
+
+
+@contextlib.contextmanager
+def told_of(
+    function: str, whole: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[None]:
+    """Raises errors of a per-rank call as errors of `function`, which made the call.
+
+    Args:
+        function: what the user called, with global arrays.
+        whole: global shapes of the operands, by name.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        parts = vars(error).get(_PARTS)
+        if parts is None:
+            raise
+        note = f"raised by jax_ep.{parts.function} for the part of one rank"
+        shape = (whole or {}).get(parts.operand or "")
+        if shape is not None:
+            note += f"; {parts.operand} of all ranks is {shape}"
+        parts = dataclasses.replace(parts, function=function, note=note)
+        raise _made(type(error), parts) from error
