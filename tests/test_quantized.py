@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 QUANTIZED = tuple(quantizer.BLOCKS)
-TILED = ("tiled_128x4", quantizer.ONE_BYTE_SCALES)
+TILED = ("tiled_128x4", quantizer.TILED)
 each_format = pytest.mark.parametrize("name", QUANTIZED)
 
 
@@ -134,7 +134,7 @@ def test_dispatch(name: str, routing: str, case: str) -> None:
     check(mesh, ep, inputs)
 
 
-@pytest.mark.parametrize("name", quantizer.ONE_BYTE_SCALES)
+@pytest.mark.parametrize("name", quantizer.TILED)
 @pytest.mark.parametrize(
     "changes",
     [

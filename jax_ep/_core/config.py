@@ -16,7 +16,6 @@ from jax_ep._core.literals import (
     OVERLAPS,
     REDUCES,
     SCALE_LAYOUTS,
-    WIRE_FORMATS,
     Dtype,
     Format,
     Overlap,
@@ -107,8 +106,9 @@ class EPConfig:
         dispatch_format: token format on the wire, one of
             `jax_ep.formats.names()`; "bf16" sends tokens as they are.
         combine_dtype: of the rows that combine sends, likewise; None is `dtype`.
-        combine_format: None, or "fp8_block128" to quantise combine's rows.
-        grad_format: None, or "fp8_block128" to quantise the backward's rows.
+        combine_format: None, or one of `jax_ep.formats.wire_names()`, "fp8_block128",
+            to quantise combine's rows.
+        grad_format: likewise, to quantise the backward's rows.
         reduce: what combine sums where: "rank", "source" or "none".
         recv_capacity: N, output rows of a rank. Excludes `capacity_factor`.
         capacity_factor: N = round_up(ceil(capacity_factor * T * K), 128). With neither,
@@ -234,8 +234,8 @@ class EPConfig:
             ("reduce", REDUCES),
             ("scale_layout", SCALE_LAYOUTS),
             ("overlap", OVERLAPS),
-            ("combine_format", (None, *WIRE_FORMATS)),
-            ("grad_format", (None, *WIRE_FORMATS)),
+            ("combine_format", (None, *formats.wire_names())),
+            ("grad_format", (None, *formats.wire_names())),
         ):
             value = getattr(self, name)
             _require(
@@ -303,13 +303,13 @@ class EPConfig:
         )
         if self.scale_layout == "rows":
             return
-        dtype = formats.scale_dtype(self.dispatch_format)
+        tiled = [name for name in formats.names() if formats.tiles_scales(name)]
         _require(
-            dtype is not None and dtype.itemsize == 1,
-            f'scale_layout="{self.scale_layout}" must have a dispatch_format with '
-            "scales of one byte",
+            self.dispatch_format in tiled,
+            f'scale_layout="{self.scale_layout}" must have one of {tiled} as '
+            "dispatch_format",
             self.dispatch_format,
-            'use "mxfp8", "mxfp4" or "nvfp4", or scale_layout="rows"',
+            'use one of them, or scale_layout="rows"',
         )
         columns = 4 * formats.block(self.dispatch_format)
         _require(

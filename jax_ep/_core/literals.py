@@ -2,7 +2,7 @@
 
 Annotations find a misspelt name before the program runs; the tuples check it at run
 time. Each name is spelled here alone. The formats are those of the native module, which
-tests compare with `Format`.
+tests compare with `Format` and `WireFormat`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Literal, get_args
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
-Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"]
+Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "fp8_block128_e8m0", "nvfp4"]
 
 # What combine and the backward pass can quantise their rows to.
 WireFormat = Literal["fp8_block128"]
-WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 Reduce = Literal["rank", "source", "none"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)

@@ -23,6 +23,7 @@ consteval ffi::DataType DataTypeOf(std::string_view name) {
 struct Encoding {
   // Of every token of the format.
   bool quantized = false;
+  bool tiles = false;  // its scales may lie in tiles
   int64_t block = 1;
   int64_t code_bits = 8;  // of a quantised one, like the dtypes
   ffi::DataType payload_dtype{};
@@ -43,6 +44,7 @@ struct Encoding {
       encoding.scale_bytes_of = &Format::ScaleBytes;
       if constexpr (QuantizedFormat<Format>) {
         encoding.quantized = true;
+        encoding.tiles = kTilesScales<Format>;
         encoding.code_bits = Format::Code::kBits;
         encoding.payload_dtype = DataTypeOf(Format::kPayloadDtype);
         encoding.scale_dtype = DataTypeOf(Format::kScaleDtype);

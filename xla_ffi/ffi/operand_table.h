@@ -528,8 +528,8 @@ inline void TableDecoder::Unpack(size_t first, const View& all) {
 // What the type of a combine's sums is called: a dtype or the name of their format.
 template <typename Step>
 void SetWire(Checker& check, std::string_view name, Step& step) {
-  step.quantized = name == CombineFormat::kName;
-  if (name == "float32" || step.quantized) {
+  step.quantized = WireFormatNumber(name);
+  if (name == "float32" || step.quantized != 0) {
     step.wire = ElementType::kFloat32;
   } else if (name == "bfloat16") {
     step.wire = ElementType::kBFloat16;
@@ -538,8 +538,12 @@ void SetWire(Checker& check, std::string_view name, Step& step) {
   } else {
     return check.Fail("unknown combine_dtype " + std::string(name));
   }
-  check.Require(!step.quantized || step.shape.hidden % CombineFormat::kBlock == 0,
-                "hidden_size must be a multiple of 128 where sums are quantised");
+  if (step.quantized == 0) return;
+  VisitWireFormat(step.quantized, [&]<typename Format>(Format) {
+    if (step.shape.hidden % Format::kBlock == 0) return;
+    check.Fail("hidden_size must be a multiple of " + std::to_string(Format::kBlock) +
+               " where sums are quantised");
+  });
 }
 
 // What a step has besides pointers.
@@ -589,8 +593,8 @@ inline void SizeFormat(Checker& check, CallState& call) {
   sizes.Set(Dim::P, encoding.payload_columns);
   sizes.Set(Dim::S, encoding.scales);
   if (!call.tiled) return;
-  check.Require(encoding.scale_bytes == encoding.scales && encoding.scales % kTileColumns == 0,
-                "tiled scales must be bytes, in multiples of 4 a row");
+  check.Require(encoding.tiles && encoding.scales % kTileColumns == 0,
+                "tiled scales must be bytes of 16 or 32 elements, in multiples of 4 per row");
   const auto tiles =
       ScaleTiles::Of(call.shape.recv_rows, call.shape.local_experts, encoding.scales);
   sizes.Set(Dim::V, tiles.tiles);

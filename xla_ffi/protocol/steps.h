@@ -129,7 +129,7 @@ struct CombinePackStep {
   EpShape shape;
   ElementType element;         // of expert_out
   ElementType wire;            // of the sums
-  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
   int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
@@ -147,7 +147,7 @@ struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
   ElementType wire;
-  bool quantized;
+  int32_t quantized;
   int64_t num_weights;
   const uint8_t* recv;     // [R, CombineRegion]
   const int32_t* slot_of;  // [n, K]

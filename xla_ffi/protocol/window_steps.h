@@ -50,7 +50,7 @@ struct WindowCombineStep {
   CallSite site;
   ElementType element;         // of expert_out, residual and output
   ElementType wire;            // of the sums that travel
-  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
   int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1

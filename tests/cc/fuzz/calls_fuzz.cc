@@ -3,6 +3,7 @@
 // lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
 // first byte that is read or written outside.
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -29,7 +30,6 @@ struct FuzzSizes {
   explicit FuzzSizes(FuzzInput& input) {
     static constexpr int64_t kHidden[] = {8, 16, 32, 64, 128, 256, 512, 640};
     static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16};
-    static constexpr const char* kFormats[] = {"bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"};
     R = input.In(1, 5);
     L = input.In(1, 5);
     n = input.In(0, 7);
@@ -38,7 +38,7 @@ struct FuzzSizes {
     N = input.In(0, 60);
     dtype = kTypes[input.In(0, 2)];
     element_bytes = dtype == ffi::F32 ? 4 : 2;
-    format = kFormats[input.In(0, 4)];
+    format = kFormatNames[input.Byte() % std::size(kFormatNames)];
     Checker check("");
     Encoding encoding = Encoding::Of(check, format);
     encoding.Size(check, H, element_bytes);
