@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "check.h"
-#include "ffi/operand_table.h"
+#include "ffi/decode.h"
 
 namespace jax_ep::ffi_layer {
 

@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "ffi/operand_table.h"
+#include "ffi/decode.h"
 #include "protocol/layout.h"
 
 namespace jax_ep::ffi_layer {
@@ -14,13 +14,13 @@ struct ArrivalRows {
   static constexpr auto kRows =
       std::tuple(Ret<Payload>("tokens", {N, P}, &Arrivals::rows),
                  Ret<Scale>("scales", {N, S}, &Arrivals::scales)
-                     .If(&CallState::tiled, {V, C, 32, 4, 4})
-                     .When(&CallState::quantized, Shape{0}),
+                     .If(kTiled, {V, C, 32, 4, 4})
+                     .When(kQuantized, Shape{0}),
                  Ret<I32>("row_offsets", {G + 1}, &Arrivals::row_offsets),
                  Ret<I32>("group_sizes", {G}, &Arrivals::group_sizes),
                  Ret<I32>("expert_counts", {G}, &Arrivals::expert_counts),
                  Ret<I32>("expert_ids", {G}, &Arrivals::expert_ids),
-                 Ret<I32>("scales_offsets", {G}, &Arrivals::scales_offsets).When(&CallState::tiled),
+                 Ret<I32>("scales_offsets", {G}, &Arrivals::scales_offsets).When(kTiled),
                  Ret<I32>("src_info", {N, 3}, &Arrivals::src_info),
                  Ret<F32>("router_weights", {N}, &Arrivals::row_weights),
                  Ret<I32>("num_dropped", {1}, &Arrivals::num_dropped),
@@ -67,14 +67,14 @@ struct RoutedCall : WireCall<Step> {
 
 struct PackCall : RoutedCall<PackStep> {
   static constexpr const char* kTarget = "ep_pack";
-  static constexpr auto kOperands = std::tuple(
-      Arg<Token>("tokens", {n, H}, &PackStep::tokens), Arg<I32>("topk_ids", {n, K}, &PackStep::ids),
-      Arg<F32>("router_weights", {n, K}, &PackStep::weights),
-      Arg<F32>("input_scale", {1}, &PackStep::input_scale));
-  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &PackStep::send),
-                                              Ret<I32>("slot_of", {n, K}, &PackStep::slot_of),
-                                              Ret<I32>("position", {n, K}, &PackStep::position),
-                                              Ret<I32>("num_invalid", {1}, &PackStep::num_invalid));
+  static constexpr auto kOperands = std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
+                                               Arg<I32>("topk_ids", {n, K}, &Step::ids),
+                                               Arg<F32>("router_weights", {n, K}, &Step::weights),
+                                               Arg<F32>("input_scale", {1}, &Step::input_scale));
+  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send),
+                                              Ret<I32>("slot_of", {n, K}, &Step::slot_of),
+                                              Ret<I32>("position", {n, K}, &Step::position),
+                                              Ret<I32>("num_invalid", {1}, &Step::num_invalid));
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kInHalves, kNumExperts, kFormat);
 
   void Infer(Checker& check) {
@@ -91,15 +91,15 @@ struct PackCall : RoutedCall<PackStep> {
 struct UnpackCall : RoutedCall<UnpackStep> {
   static constexpr const char* kTarget = "ep_unpack";
   static constexpr auto kOperands =
-      std::tuple(Arg<Wire>("recv", {R, W}, &UnpackStep::recv), Arg<I32>("slot_of", {n, K}, nullptr),
+      std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv), Arg<I32>("slot_of", {n, K}, nullptr),
                  Arg<I32>("num_invalid", {1}, nullptr));
   // What came with a dispatch's pack goes through its unpack, in its place: with the results of no
   // call it changes too.
   static constexpr auto kResults = std::tuple_cat(
       ArrivalRows::kRows,
-      std::tuple(Ret<I32>("row_base", {R, G}, &UnpackStep::row_base),
-                 Ret<I32>("slot_of", {n, K}, &UnpackStep::slot_of).InPlaceOf("slot_of"),
-                 Ret<I32>("num_invalid", {1}, &UnpackStep::num_invalid).InPlaceOf("num_invalid")));
+      std::tuple(Ret<I32>("row_base", {R, G}, &Step::row_base),
+                 Ret<I32>("slot_of", {n, K}, &Step::slot_of).InPlaceOf("slot_of"),
+                 Ret<I32>("num_invalid", {1}, &Step::num_invalid).InPlaceOf("num_invalid")));
   static constexpr auto kAttributes =
       std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
 
@@ -119,11 +119,11 @@ struct CachedCall : WireCall<Step> {
 
 struct CachedPackCall : CachedCall<CachedPackStep> {
   static constexpr const char* kTarget = "ep_pack_cached";
-  static constexpr auto kOperands = std::tuple(
-      Arg<Token>("tokens", {n, H}, &CachedPackStep::tokens),
-      Arg<F32>("weights", {n, K}, &CachedPackStep::weights).Shows(&CallState::with_weights, 1),
-      Arg<I32>("slot_of", {n, K}, &CachedPackStep::slot_of));
-  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &CachedPackStep::send));
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
+                 Arg<F32>("weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
+                 Arg<I32>("slot_of", {n, K}, &Step::slot_of));
+  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send));
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kFormat);
 
   void Finish() { step.tag = Tag(CallOp::kCachedDispatch); }
@@ -131,13 +131,12 @@ struct CachedPackCall : CachedCall<CachedPackStep> {
 
 struct CachedUnpackCall : CachedCall<CachedUnpackStep> {
   static constexpr const char* kTarget = "ep_unpack_cached";
-  static constexpr auto kOperands =
-      std::tuple(Arg<Wire>("recv", {R, W}, &CachedUnpackStep::recv),
-                 Arg<I32>("row_of", {R, n, K}, &CachedUnpackStep::row_of),
-                 Arg<I32>("row_slot", {N}, &CachedUnpackStep::row_slot));
-  static constexpr auto kResults = std::tuple(
-      Ret<Token>("rows", {N, H}, &CachedUnpackStep::rows),
-      Ret<F32>("row_weights", {N}, &CachedUnpackStep::row_weights).Shows(&CallState::with_weights));
+  static constexpr auto kOperands = std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv),
+                                               Arg<I32>("row_of", {R, n, K}, &Step::row_of),
+                                               Arg<I32>("row_slot", {N}, &Step::row_slot));
+  static constexpr auto kResults =
+      std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
+                 Ret<F32>("row_weights", {N}, &Step::row_weights).Shows(kWithWeights));
   static constexpr auto kAttributes = std::tuple(kKey, kFormat);
 };
 
@@ -150,14 +149,13 @@ inline void CheckCombineOptions(Checker& check, const CallState& call) {
 
 struct CombinePackCall : WireCall<CombinePackStep> {
   static constexpr const char* kTarget = "ep_combine_pack";
-  static constexpr auto kOperands = std::tuple(
-      Arg<Token>("expert_out", {N, H}, &CombinePackStep::expert_out),
-      Arg<F32>("router_weights", {N}, &CombinePackStep::row_weights).When(&CallState::weighted),
-      Arg<F32>("weight_grads", {N}, &CombinePackStep::weight_grads)
-          .When(&CallState::with_weight_grads),
-      Arg<I32>("row_of", {R, n, K}, &CombinePackStep::row_of),
-      Arg<I32>("slot_counts", {R}, &CombinePackStep::slot_counts));
-  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &CombinePackStep::send));
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
+                 Arg<I32>("row_of", {R, n, K}, &Step::row_of),
+                 Arg<I32>("slot_counts", {R}, &Step::slot_counts));
+  static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send));
   static constexpr auto kAttributes =
       std::tuple(kKey, kSite, kInHalves, kWeighted, kWithWeightGrads, kCombineDtype);
 
@@ -171,23 +169,21 @@ struct CombinePackCall : WireCall<CombinePackStep> {
 template <typename Step>
 struct SumRows {
   using enum Dim;
-  static constexpr auto kRows = std::tuple(
-      Arg<I32>("slot_of", {n, K}, &Step::slot_of),
-      Arg<Token>("residual", {n, H}, &Step::residual).When(&CallState::with_residual),
-      Arg<F32>("entry_weights", {n, K}, &Step::entry_weights).When(&CallState::with_entry_weights),
-      Arg<Token>("shared_rows", {N, H}, &Step::shared_rows).When(&CallState::with_shared),
-      Arg<I32>("shared_part", {2}, &Step::shared_part).When(&CallState::with_shared));
+  static constexpr auto kRows =
+      std::tuple(Arg<I32>("slot_of", {n, K}, &Step::slot_of),
+                 Arg<Token>("residual", {n, H}, &Step::residual).When(kWithResidual),
+                 Arg<F32>("entry_weights", {n, K}, &Step::entry_weights).When(kWithEntryWeights),
+                 Arg<Token>("shared_rows", {N, H}, &Step::shared_rows).When(kWithShared),
+                 Arg<I32>("shared_part", {2}, &Step::shared_part).When(kWithShared));
 };
 
 struct CombineUnpackCall : WireCall<CombineUnpackStep> {
   static constexpr const char* kTarget = "ep_combine_unpack";
   static constexpr auto kOperands =
-      std::tuple_cat(std::tuple(Arg<Wire>("recv", {R, W}, &CombineUnpackStep::recv)),
-                     SumRows<CombineUnpackStep>::kRows);
+      std::tuple_cat(std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv)), SumRows<Step>::kRows);
   static constexpr auto kResults =
-      std::tuple(Ret<Token>("output", {n, H}, &CombineUnpackStep::output),
-                 Ret<F32>("weight_grads", {n, K}, &CombineUnpackStep::weight_grads)
-                     .Shows(&CallState::with_weight_grads, 1));
+      std::tuple(Ret<Token>("output", {n, H}, &Step::output),
+                 Ret<F32>("weight_grads", {n, K}, &Step::weight_grads).Shows(kWithWeightGrads, 1));
   static constexpr auto kAttributes =
       std::tuple(kKey, kWithResidual, kByEntry, kWithEntryWeights, kWithShared, kCombineDtype);
 
@@ -227,21 +223,21 @@ struct QuantizingCall : Call<Step> {
 struct QuantizeCall : QuantizingCall<QuantizeStep> {
   static constexpr const char* kTarget = "ep_quantize";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("tokens", {n, H}, &QuantizeStep::tokens).As(Form::kLeading),
-                 Arg<F32>("input_scale", {I}, &QuantizeStep::input_scales).As(Form::kFlat));
+      std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens).As(Form::kLeading),
+                 Arg<F32>("input_scale", {I}, &Step::input_scales).As(Form::kFlat));
   static constexpr auto kResults =
-      std::tuple(Ret<Payload>("payload", {n, P}, &QuantizeStep::payload).As(Form::kLeading),
-                 Ret<Scale>("scales", {n, S}, &QuantizeStep::scales).As(Form::kLeading));
+      std::tuple(Ret<Payload>("payload", {n, P}, &Step::payload).As(Form::kLeading),
+                 Ret<Scale>("scales", {n, S}, &Step::scales).As(Form::kLeading));
 };
 
 struct DequantizeCall : QuantizingCall<DequantizeStep> {
   static constexpr const char* kTarget = "ep_dequantize";
   static constexpr auto kOperands =
-      std::tuple(Arg<Payload>("payload", {n, P}, &DequantizeStep::payload).As(Form::kLeading),
-                 Arg<Scale>("scales", {n, S}, &DequantizeStep::scales).As(Form::kLeading),
-                 Arg<F32>("input_scale", {I}, &DequantizeStep::input_scales).As(Form::kFlat));
+      std::tuple(Arg<Payload>("payload", {n, P}, &Step::payload).As(Form::kLeading),
+                 Arg<Scale>("scales", {n, S}, &Step::scales).As(Form::kLeading),
+                 Arg<F32>("input_scale", {I}, &Step::input_scales).As(Form::kFlat));
   static constexpr auto kResults =
-      std::tuple(Ret<Token>("tokens", {n, H}, &DequantizeStep::tokens).As(Form::kLeading));
+      std::tuple(Ret<Token>("tokens", {n, H}, &Step::tokens).As(Form::kLeading));
 };
 
 }  // namespace jax_ep::ffi_layer

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "ffi/decode.h"
+#include "ffi/checker.h"
 #include "formats/registry.h"
 
 namespace jax_ep::ffi_layer {

@@ -13,26 +13,6 @@ namespace jax_ep::ffi_layer {
 
 namespace nb = nanobind;
 
-// Of rows: what sets them is an attribute of this name, the format, or an operand that is given.
-inline const char* FlagName(Flag flag) {
-  static constexpr std::pair<Flag, const char*> kNames[] = {
-      {&CallState::weighted, "weighted"},
-      {&CallState::with_weight_grads, "with_weight_grads"},
-      {&CallState::with_residual, "with_residual"},
-      {&CallState::by_entry, "by_entry"},
-      {&CallState::with_entry_weights, "with_entry_weights"},
-      {&CallState::with_shared, "with_shared"},
-      {&CallState::with_weights, "with_weights"},
-      {&CallState::quantized, "quantized"},
-      {&CallState::plain, "plain"},
-      {&CallState::tiled, "tiled"},
-  };
-  for (const auto& [known, name] : kNames) {
-    if (known == flag) return name;
-  }
-  throw std::logic_error("a flag of a table without a name");
-}
-
 // Each size is (names of dimensions, constant): the product of those, if any, plus the constant.
 inline nb::tuple ExportShape(const Shape& shape) {
   nb::list sizes;
@@ -58,9 +38,9 @@ inline nb::dict ExportRow(const BufferRow& row) {
   made["dtype"] = kKinds[static_cast<size_t>(row.kind)];
   made["shape"] = ExportShape(row.shape);
   made["form"] = kForms[static_cast<size_t>(row.form)];
-  made["given"] = named(row.given ? FlagName(row.given) : nullptr);
+  made["given"] = named(row.given.name);
   made["omitted"] = ExportShape(row.omitted);
-  made["when"] = named(row.when ? FlagName(row.when) : nullptr);
+  made["when"] = named(row.when.name);
   made["other"] = ExportShape(row.other);
   made["in_place_of"] = named(row.in_place_of);
   return made;

@@ -97,12 +97,12 @@ struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKin
   static constexpr const char* kTarget = "ep_dispatch_cached";
   static constexpr auto kOperands = std::tuple(
       Arg<Token>("tokens", {n, H}, &Step::tokens),
-      Arg<F32>("weights", {n, K}, &Step::weights).Shows(&CallState::with_weights, 1),
+      Arg<F32>("weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
       Arg<I32>("slot_of", {n, K}, &Step::slot_of), Arg<I32>("row_of", {R, n, K}, &Step::row_of),
       Arg<I32>("row_slot", {N}, &Step::row_slot), kAfter);
   static constexpr auto kResults =
       std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
-                 Ret<F32>("row_weights", {N}, &Step::row_weights).When(&CallState::with_weights),
+                 Ret<F32>("row_weights", {N}, &Step::row_weights).When(kWithWeights),
                  Ret<I32>("done", {1}, &Step::done));
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kFormat);
 
@@ -124,18 +124,16 @@ struct SummingWindowCall : WindowedCall<WindowCombineStep, CallKind::kCombine> {
 struct WindowCombineCall : SummingWindowCall {
   static constexpr const char* kTarget = "ep_combine";
   static constexpr auto kOperands = std::tuple_cat(
-      std::tuple(
-          Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-          Arg<F32>("router_weights", {N}, &Step::row_weights).When(&CallState::weighted),
-          Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(&CallState::with_weight_grads),
-          Arg<I32>("row_of", {R, n, K}, &Step::row_of).If(&CallState::by_entry, {R, n * K, 1}),
-          Arg<I32>("slot_counts", {R}, &Step::slot_counts)),
+      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
+                 Arg<I32>("row_of", {R, n, K}, &Step::row_of).If(kByEntry, {R, n * K, 1}),
+                 Arg<I32>("slot_counts", {R}, &Step::slot_counts)),
       SumRows<Step>::kRows, std::tuple(kAfter));
-  static constexpr auto kResults =
-      std::tuple(Ret<Token>("output", {n, H}, &Step::output),
-                 Ret<F32>("weight_grads", {n, K}, &Step::output_weight_grads)
-                     .When(&CallState::with_weight_grads, 1),
-                 kDone);
+  static constexpr auto kResults = std::tuple(
+      Ret<Token>("output", {n, H}, &Step::output),
+      Ret<F32>("weight_grads", {n, K}, &Step::output_weight_grads).When(kWithWeightGrads, 1),
+      kDone);
   static constexpr auto kAttributes =
       std::tuple(kKey, kSite, kWeighted, kWithWeightGrads, kWithResidual, kByEntry,
                  kWithEntryWeights, kWithShared, kCombineDtype);
@@ -152,8 +150,8 @@ struct DispatchSendCall : RoutedWindowCall, Half {
 
 struct DispatchPlaceCall : RoutedWindowCall, Half {
   static constexpr const char* kTarget = "ep_dispatch_place";
-  static constexpr auto kOperands = std::tuple(
-      kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(&CallState::plain), kAfter);
+  static constexpr auto kOperands =
+      std::tuple(kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(kPlain), kAfter);
   static constexpr auto kResults = ArrivalRows::kRows;
   static constexpr auto kAttributes =
       std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
@@ -163,7 +161,7 @@ struct CombineSendCall : SummingWindowCall, Half {
   static constexpr const char* kTarget = "ep_combine_send";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(&CallState::weighted),
+                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
                  Arg<I32>("row_of", {R, n, K}, &Step::row_of),
                  Arg<I32>("slot_counts", {R}, &Step::slot_counts), kAfter);
   static constexpr auto kResults = std::tuple(kPendingResult, kDone);

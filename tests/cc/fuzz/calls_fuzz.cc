@@ -268,8 +268,8 @@ int64_t Alias(CustomCall& call, int64_t choice) {
         call.aliases, [&](const auto& pair) { return pair.first == from || pair.second == to; });
   };
   int64_t pairs = 0;
-  for (size_t to = kNumOperands<Decoded>; to < call.operands.size(); ++to) {
-    for (size_t from = 0; from < kNumOperands<Decoded>; ++from) {
+  for (size_t to = kSize<Decoded::kOperands>; to < call.operands.size(); ++to) {
+    for (size_t from = 0; from < kSize<Decoded::kOperands>; ++from) {
       if (!call.operands[from].SameType(call.operands[to]) || shared(from, to)) continue;
       if (++pairs != choice) continue;
       call.aliases.emplace_back(from, to);
