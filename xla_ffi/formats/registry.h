@@ -21,8 +21,8 @@
   FORMAT(MxFp4Format)                    \
   FORMAT(Fp8Block128E8M0Format)          \
   FORMAT(NvFp4Format)
-// Those that combine_format and grad_format take as well. They must have codes of 8 bits in blocks
-// of 128, which kernels rely on, and no input_scale.
+// Those that combine_format and grad_format take as well, without an input_scale. GPU kernels
+// assert what they rely on: codes of 8 bits in blocks of 128, and scales of 4 bytes.
 #define JAX_EP_WIRE_FORMATS(FORMAT) FORMAT(Fp8Block128Format)
 
 namespace jax_ep {
