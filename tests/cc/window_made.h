@@ -169,7 +169,7 @@ inline Made Make(DispatchSendAsideCall*, const Variant& v) {
   return made;
 }
 
-inline Made Make(DispatchPlaceCall*, const Variant& v) {
+inline Made Make(DispatchReceiveCall*, const Variant& v) {
   Made made;
   const bool quantized = EncodingOf(v).quantized;
   made.call.Add("pending", ffi::S32, {1, kPendingInts});
@@ -217,7 +217,7 @@ inline Made Make(CombineSendAsideCall*, const Variant& v) {
   return made;
 }
 
-inline Made Make(CombinePlaceCall*, const Variant& v) {
+inline Made Make(CombineReceiveCall*, const Variant& v) {
   Made made;
   made.call.Add("pending", ffi::S32, {1, kPendingInts});
   AddTokenSide(made.call, v);

@@ -240,7 +240,7 @@ void Run() {
   Try<WindowDispatchCall>(formats);
   Try<DispatchSendCall>(formats);
   Try<DispatchSendAsideCall>(formats);
-  Try<DispatchPlaceCall>(formats);
+  Try<DispatchReceiveCall>(formats);
   Try<WindowCachedDispatchCall>({{}, {.weighted = true}, {.format = "fp8_block128"}});
   const std::vector<Variant> sums = {{},
                                      {.weighted = true},
@@ -253,7 +253,7 @@ void Run() {
   Try<WindowCombineCall>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
   Try<CombineSendCall>(sums);
   Try<CombineSendAsideCall>(sums);
-  Try<CombinePlaceCall>(sums);
+  Try<CombineReceiveCall>(sums);
   OptionsAgree();
   OneArrayHoldsAll();
 }

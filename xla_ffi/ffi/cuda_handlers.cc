@@ -150,7 +150,7 @@ cudaError_t Launch(DispatchSendCall& call, const WindowedGroup& group, int32_t o
   const cuda::InternodeRank* far = group.FarOf(ordinal);
   return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
-cudaError_t Launch(DispatchPlaceCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
@@ -169,7 +169,7 @@ cudaError_t Launch(CombineSendCall& call, const WindowedGroup& group, int32_t or
   const cuda::InternodeRank* far = group.FarOf(ordinal);
   return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
-cudaError_t Launch(CombinePlaceCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(CombineReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return cuda::WindowCombineReceive(call.step, call.pending, *group.OfDevice(ordinal), stream);

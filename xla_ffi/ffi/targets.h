@@ -21,7 +21,7 @@ using StepCalls = CallList<PackCall, UnpackCall, CachedPackCall, CachedUnpackCal
                            CombineUnpackCall, QuantizeCall, DequantizeCall>;
 using WindowCalls =
     CallList<WindowDispatchCall, WindowCachedDispatchCall, WindowCombineCall, DispatchSendCall,
-             DispatchPlaceCall, CombineSendCall, CombinePlaceCall>;
+             DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 
 // `visit.template operator()<Call>()` for each.

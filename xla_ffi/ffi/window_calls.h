@@ -148,7 +148,7 @@ struct DispatchSendCall : RoutedWindowCall, Half {
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kRanks, kLocalExperts, kFormat);
 };
 
-struct DispatchPlaceCall : RoutedWindowCall, Half {
+struct DispatchReceiveCall : RoutedWindowCall, Half {
   static constexpr const char* kTarget = "ep_dispatch_place";
   static constexpr auto kOperands =
       std::tuple(kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(kPlain), kAfter);
@@ -174,7 +174,7 @@ struct CombineSendCall : SummingWindowCall, Half {
   }
 };
 
-struct CombinePlaceCall : SummingWindowCall, Half {
+struct CombineReceiveCall : SummingWindowCall, Half {
   static constexpr const char* kTarget = "ep_combine_place";
   static constexpr auto kOperands =
       std::tuple_cat(std::tuple(kPendingOperand), SumRows<Step>::kRows, std::tuple(kAfter));
