@@ -1,4 +1,4 @@
-// The calls of the collective transport, and those that quantise alone.
+// The tables of the collective transport, and of quantising without a dispatch.
 #pragma once
 
 #include <tuple>
@@ -8,7 +8,7 @@
 
 namespace jax_ep::ffi_layer {
 
-// Rows that all first dispatches share: what they leave at the expert rank.
+// The results at the expert rank that all dispatches with routing share.
 struct ArrivalRows {
   using enum Dim;
   static constexpr auto kRows =

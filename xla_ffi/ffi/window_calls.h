@@ -1,5 +1,5 @@
-// The calls of the window transports, whole and in halves. `Fits` then holds one against the
-// windows of its group: what it allows stays inside them.
+// The tables of the window transports, for whole calls and for halves. `Fits` compares a decoded
+// call with the windows of its group: a call that fits stays inside them.
 #pragma once
 
 #include <string>
@@ -12,14 +12,13 @@
 
 namespace jax_ep::ffi_layer {
 
-// As int32s, which is all that crosses from one half to the other of what kernels know.
+// int32s of a PendingCall: all that kernels pass from the send half to the receive half.
 inline constexpr int64_t kPendingInts = sizeof(PendingCall) / sizeof(int32_t);
 
 template <typename Step, CallKind kKindOfCall>
 struct WindowedCall : Call<Step> {
   static constexpr CallKind kKind = kKindOfCall;
-  static constexpr bool kRouted =
-      false;  // a first dispatch, whose counts are of the group's experts
+  static constexpr bool kRouted = false;  // whether the call routes, so that it counts by expert
 
   int64_t message_bytes = 0;
 
@@ -30,7 +29,7 @@ struct WindowedCall : Call<Step> {
   }
 };
 
-// Written by a first half and read by the second.
+// A send half writes `pending`, the receive half reads it.
 struct Half {
   PendingCall* pending = nullptr;
 };
