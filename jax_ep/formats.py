@@ -6,7 +6,7 @@ dispatch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core import errors
 from jax_ep._core.arrays import as_array
-from jax_ep._core.literals import DTYPES, Format
+from jax_ep._core.literals import DTYPES, Format, WireFormat
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._native import ffi
 from jax_ep._native.loader import cpu as native
@@ -29,6 +29,12 @@ def names() -> tuple[Format, ...]:
     return tuple(_FORMATS)
 
 
+def wire_names() -> tuple[WireFormat, ...]:
+    """Those that `EPConfig.combine_format` and `grad_format` take."""
+    found = (name for name, entry in _FORMATS.items() if entry["is_wire_format"])
+    return cast("tuple[WireFormat, ...]", tuple(found))
+
+
 def is_quantized(name: Format) -> bool:
     """Whether tokens in format `name` have scales."""
     return _FORMATS[name]["scale_dtype"] is not None
@@ -37,6 +43,11 @@ def is_quantized(name: Format) -> bool:
 def takes_input_scale(name: Format) -> bool:
     """Whether format `name` has a global scale that the caller may give."""
     return _FORMATS[name]["takes_input_scale"]
+
+
+def tiles_scales(name: Format) -> bool:
+    """Whether scales in format `name` may have `scale_layout="tiled_128x4"`."""
+    return _FORMATS[name]["tiles_scales"]
 
 
 def block(name: Format) -> int:

@@ -219,12 +219,16 @@ class Bench {
                               nullptr});
   }
   cpu::RowTask StartUnpack() {
-    return cpu::Unpack<Bf16Format>({shape_, false, ScaleLayout::kRows, recv_.data(), rows_.data(),
-                                    nullptr, row_offsets_.as<int32_t>(), group_sizes_.as<int32_t>(),
-                                    expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(),
-                                    nullptr, src_info_.as<int32_t>(), row_weights_.as<float>(),
-                                    &num_dropped_, row_of_.as<int32_t>(), row_slot_.as<int32_t>(),
-                                    slot_counts_.as<int32_t>(), row_base_.as<int32_t>()});
+    return cpu::Unpack<Bf16Format>(
+        {{rows_.data(), nullptr, row_offsets_.as<int32_t>(), group_sizes_.as<int32_t>(),
+          expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(), nullptr, src_info_.as<int32_t>(),
+          row_weights_.as<float>(), &num_dropped_, row_of_.as<int32_t>(), row_slot_.as<int32_t>(),
+          slot_counts_.as<int32_t>()},
+         shape_,
+         false,
+         ScaleLayout::kRows,
+         recv_.data(),
+         row_base_.as<int32_t>()});
   }
   cpu::RowTask StartCombinePack() {
     return cpu::CombinePack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,

@@ -11,15 +11,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-BLOCKS = {"fp8_block128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+BLOCKS = {
+    "fp8_block128": 128,
+    "mxfp8": 32,
+    "mxfp4": 32,
+    "fp8_block128_e8m0": 128,
+    "nvfp4": 16,
+}
 FOUR_BITS = ("mxfp4", "nvfp4")
 INPUT_SCALE = 0.25  # of nvfp4
 # The largest code is this times a power of two, so a block's largest value must be too.
 # Other formats have powers of two for scales and keep any small integer.
 UNITS = {"fp8_block128": 7, "nvfp4": 3}
 POWERS = (0, 1, 2, 4, -1, -2, -4)
-# mx: what is added to the bits of the largest value, and subtracted from its exponent.
-RULES = {"mxfp8": (0x1FFFFF, 8), "mxfp4": (0x200000, 2)}
+# Of e8m0 scales: what is added to the bits of the largest value, and taken from its
+# exponent.
+RULES = {
+    "mxfp8": (0x1FFFFF, 8),
+    "mxfp4": (0x200000, 2),
+    "fp8_block128_e8m0": (0x1FFFFF, 8),
+}
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 

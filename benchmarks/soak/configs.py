@@ -46,7 +46,7 @@ OPTIONS = {
         {
             "fused_shared_expert": True,
             "reduce": "source",
-            "dispatch_format": "mxfp8",
+            "dispatch_format": "fp8_block128_e8m0",
             "hidden_size": 256,
             "combine_dtype": None,
         },

@@ -17,7 +17,6 @@ from jax_ep._core.literals import (
     OVERLAPS,
     REDUCES,
     SCALE_LAYOUTS,
-    WIRE_FORMATS,
     Dtype,
     Format,
     Overlap,
@@ -110,10 +109,10 @@ class EPConfig:
         dispatch_format: token format on the wire, one of `jax_ep.formats.names()`;
             "bf16" sends tokens unchanged.
         combine_dtype: dtype of the rows that combine sends; None means `dtype`.
-        combine_format: "fp8_block128" quantises the rows that combine sends; None does
-            not.
-        grad_format: "fp8_block128" quantises the rows that the backward pass sends;
-            None does not.
+        combine_format: format of the rows that combine sends, one of
+            `jax_ep.formats.wire_names()` ("fp8_block128"); None sends `combine_dtype`.
+        grad_format: format of the rows that the backward pass sends, one of the same
+            names; None does not quantise them.
         reduce: where combine sums the rows of a token: "rank" (each expert rank sums
             its own before sending), "source" (the source rank sums all), or "none".
         recv_capacity: N, output rows per rank. Excludes `capacity_factor`.
@@ -241,8 +240,8 @@ class EPConfig:
             ("reduce", REDUCES),
             ("scale_layout", SCALE_LAYOUTS),
             ("overlap", OVERLAPS),
-            ("combine_format", (None, *WIRE_FORMATS)),
-            ("grad_format", (None, *WIRE_FORMATS)),
+            ("combine_format", (None, *formats.wire_names())),
+            ("grad_format", (None, *formats.wire_names())),
         ):
             value = getattr(self, name)
             _require(
@@ -310,13 +309,13 @@ class EPConfig:
         )
         if self.scale_layout == "rows":
             return
-        dtype = formats.scale_dtype(self.dispatch_format)
+        tiled = [name for name in formats.names() if formats.tiles_scales(name)]
         _require(
-            dtype is not None and dtype.itemsize == 1,
-            f'scale_layout="{self.scale_layout}" must have a dispatch_format with '
-            "scales of one byte",
+            self.dispatch_format in tiled,
+            f'scale_layout="{self.scale_layout}" must have one of {tiled} as '
+            "dispatch_format",
             self.dispatch_format,
-            'use "mxfp8", "mxfp4" or "nvfp4", or scale_layout="rows"',
+            'use one of them, or scale_layout="rows"',
         )
         columns = 4 * formats.block(self.dispatch_format)
         _require(

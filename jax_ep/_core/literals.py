@@ -1,7 +1,8 @@
 """The names that options accept: `Literal` types, and tuples of the same names.
 
 The types let a type checker find a misspelt name; the tuples serve checks at run time.
-Each name is spelled only here. A test compares `Format` with the native module.
+Each name is spelled only here. Tests compare `Format` and `WireFormat` with the native
+module.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from typing import Literal, get_args
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
-Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"]
+Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "fp8_block128_e8m0", "nvfp4"]
 
 # Formats that combine and the backward pass can quantise their rows to.
 WireFormat = Literal["fp8_block128"]
-WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 Reduce = Literal["rank", "source", "none"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)

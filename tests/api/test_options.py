@@ -165,8 +165,8 @@ def test_any_routing(mode: str, changes: Any, seed: int, data: st.DataObject) ->
 @pytest.mark.parametrize("name", quantized.QUANTIZED)
 def test_formats(name: str, mode: str, layout: str) -> None:
     """Rows of the shared expert and of local experts in every format."""
-    if layout != "rows" and name not in quantizer.ONE_BYTE_SCALES:
-        pytest.skip("no scales of one byte")
+    if layout != "rows" and name not in quantizer.TILED:
+        pytest.skip("no tiled scales")
     mesh = helpers.make_mesh(4)
     changes = options.MODES[mode] | {"scale_layout": layout, "expert_alignment": 4}
     config = helpers.make_config(**quantized.config_of(name, **changes))

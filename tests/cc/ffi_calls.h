@@ -1,12 +1,14 @@
-// Custom calls made by hand, for tests of decoders: operands and attributes in the order of the
-// parameters of a decoder, and the buffers of XLA's FFI that it is given.
+// Custom calls made by hand, for tests of decoders: operands, results and attributes by name, and
+// the buffers of XLA's FFI that a decoder is given.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -20,23 +22,51 @@ namespace jax_ep::ffi_layer {
 inline constexpr int64_t kMostBytes = int64_t{1} << 20;  // of an operand that has its memory
 
 struct Operand {
-  std::vector<int64_t> dims;
+  std::string name;  // of a result with "-> " before it
   ffi::DataType dtype = ffi::S32;
+  std::vector<int64_t> dims;
 
   bool SameType(const Operand& other) const { return dims == other.dims && dtype == other.dtype; }
 };
 using Attribute = std::variant<int64_t, bool, std::string>;
 
-struct Call {
-  std::vector<Operand> operands;
-  std::vector<Attribute> attributes;
+struct CustomCall {
+  std::vector<Operand> operands;  // and results, behind them
+  std::vector<std::pair<std::string, Attribute>> attributes;
   // Operands and the results that XLA gives their memory, by place; both of one type.
   std::vector<std::pair<size_t, size_t>> aliases;
 
-  void Add(ffi::DataType dtype, std::vector<int64_t> dims) {
-    operands.push_back({std::move(dims), dtype});
+  void Add(std::string name, ffi::DataType dtype, std::vector<int64_t> dims) {
+    operands.push_back({std::move(name), dtype, std::move(dims)});
+  }
+  size_t Find(std::string_view name) const {
+    const auto at = std::ranges::find(operands, name, &Operand::name);
+    CHECK(at != operands.end());
+    return static_cast<size_t>(at - operands.begin());
+  }
+  const Attribute& AttributeOf(std::string_view name) const {
+    const auto at =
+        std::ranges::find(attributes, name, [](const auto& pair) { return pair.first; });
+    CHECK(at != attributes.end());
+    return at->second;
   }
 };
+
+// Whether names and their order are those of the table: it is what Python goes by.
+template <typename Call>
+void CheckNames(const CustomCall& made) {
+  size_t buffer = 0, attribute = 0;
+  const auto visit = [&]<typename Row>(const Row& row) {
+    if constexpr (requires { row.row; }) {
+      const std::string name = (row.row.result ? "-> " : "") + std::string(row.row.name);
+      CHECK(buffer < made.operands.size() && made.operands[buffer++].name == name);
+    } else {
+      CHECK(attribute < made.attributes.size() && made.attributes[attribute++].first == row.name);
+    }
+  };
+  std::apply([&](const auto&... rows) { (visit(rows), ...); }, BoundRows<Call>());
+  CHECK(buffer == made.operands.size() && attribute == made.attributes.size());
+}
 
 // -1 where no array can be so large, which XLA has refused before a handler sees it.
 inline int64_t BytesOf(const Operand& operand) {
@@ -50,11 +80,11 @@ inline int64_t BytesOf(const Operand& operand) {
   return static_cast<int64_t>(bytes);
 }
 
-// Gives a decoder its arguments, in order. `fill(buffer)` writes the operands' contents.
+// Gives a decoder its arguments. `fill(buffer)` writes the operands' contents.
 class Arguments {
  public:
   template <typename Fill>
-  Arguments(Call call, Fill fill) : call_(std::move(call)) {
+  Arguments(CustomCall call, Fill fill) : call_(std::move(call)) {
     for (Operand& operand : call_.operands) {
       const int64_t bytes = BytesOf(operand);
       small_ = small_ && bytes <= kMostBytes;
@@ -71,22 +101,33 @@ class Arguments {
   }
   // Whether every operand has its memory.
   bool small() const { return small_; }
-  // Whether XLA had refused the call: a typed buffer is of another dtype.
-  bool refused() const { return refused_; }
-  bool taken() const { return buffer_ == buffers_.size() && attribute_ == call_.attributes.size(); }
+
+  // Nothing where XLA had refused the call: a typed buffer is of another dtype.
+  template <typename Call>
+  std::optional<ffi::Error> DecodeTo(Call& call) {
+    return DecodeTo(call, static_cast<ValuesOf<Call>*>(nullptr));
+  }
+
+ private:
+  template <typename Call, typename... Values>
+  std::optional<ffi::Error> DecodeTo(Call& call, std::tuple<Values...>*) {
+    CheckNames<Call>(call_);
+    // Braces: in order.
+    std::tuple<Values...> values{Next<Values>()...};
+    if (refused_) return std::nullopt;
+    return std::apply([&](auto&... value) { return Decode(call, value...); }, values);
+  }
 
   template <typename T>
   T Next() {
     if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, bool>) {
-      return std::get<T>(call_.attributes[attribute_++]);
+      return std::get<T>(call_.attributes[attribute_++].second);
     } else if constexpr (std::is_same_v<T, std::string_view>) {
-      return std::get<std::string>(call_.attributes[attribute_++]);
+      return std::get<std::string>(call_.attributes[attribute_++].second);
     } else {
       return NextBuffer(static_cast<T*>(nullptr));
     }
   }
-
- private:
   AnyBuffer NextBuffer(AnyBuffer*) { return AnyBuffer(&buffers_[buffer_++]); }
   template <ffi::DataType dtype>
   ffi::Buffer<dtype> NextBuffer(ffi::Buffer<dtype>*) {
@@ -98,7 +139,7 @@ class Arguments {
     return Out<B>(Next<B>());
   }
 
-  Call call_;
+  CustomCall call_;
   std::deque<Buffer> memory_;
   std::vector<XLA_FFI_Buffer> buffers_;
   size_t buffer_ = 0, attribute_ = 0;

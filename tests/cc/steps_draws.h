@@ -33,7 +33,7 @@ inline void DrawFormat(Random& random, Options& options) {
     if constexpr (QuantizedFormat<Format>) {
       if (pick-- != 0) return;
       options.format = Format::kName;
-      options.tiled = sizeof(typename Format::Scale) == 1 && random.OneIn(2);
+      options.tiled = kTilesScales<Format> && random.OneIn(2);
       const int64_t unit =
           options.tiled ? 4 * Format::kBlock : std::max<int64_t>(Format::kBlock, 32);
       options.shape.hidden = random.In(1, 5) * unit;

@@ -148,27 +148,20 @@ class World {
   }
 
   void Unpack(Rank& rank) {
-    const UnpackStep step{shape(),
-                          options.zero_tail,
-                          options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows,
-                          rank.recv.data(),
-                          rank.rows.data(),
-                          rank.scales.data(),
-                          rank.row_offsets.as<int32_t>(),
-                          rank.group_sizes.as<int32_t>(),
-                          rank.expert_counts.as<int32_t>(),
-                          rank.expert_ids.as<int32_t>(),
-                          rank.scales_offsets.as<int32_t>(),
-                          rank.src_info.as<int32_t>(),
-                          rank.row_weights.as<float>(),
-                          rank.num_dropped.as<int32_t>(),
-                          rank.row_of.as<int32_t>(),
-                          rank.row_slot.as<int32_t>(),
-                          rank.slot_counts.as<int32_t>(),
-                          rank.row_base.as<int32_t>(),
-                          rank.slot_of.as<int32_t>(),
-                          rank.num_invalid.as<int32_t>(),
-                          CheckOf(rank)};
+    const UnpackStep step{
+        {rank.rows.data(), rank.scales.data(), rank.row_offsets.as<int32_t>(),
+         rank.group_sizes.as<int32_t>(), rank.expert_counts.as<int32_t>(),
+         rank.expert_ids.as<int32_t>(), rank.scales_offsets.as<int32_t>(),
+         rank.src_info.as<int32_t>(), rank.row_weights.as<float>(), rank.num_dropped.as<int32_t>(),
+         rank.row_of.as<int32_t>(), rank.row_slot.as<int32_t>(), rank.slot_counts.as<int32_t>()},
+        shape(),
+        options.zero_tail,
+        options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows,
+        rank.recv.data(),
+        rank.row_base.as<int32_t>(),
+        rank.slot_of.as<int32_t>(),
+        rank.num_invalid.as<int32_t>(),
+        CheckOf(rank)};
     OfFormat([&]<typename Format>(Format) { Run(cpu::Unpack<Format>(step)); });
   }
 

@@ -2,6 +2,7 @@
 // for bit, whatever the value is, and nothing outside of a buffer is touched (AddressSanitizer).
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,6 @@ namespace {
 constexpr int32_t kHostile[] = {INT32_MIN, INT32_MIN + 1, -2, INT32_MAX, INT32_MAX - 1, 1 << 30};
 
 Options AnyOptions(Random& random) {
-  static constexpr const char* kFormats[] = {"bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"};
   Options options;
   options.shape.ranks = random.In(1, 4);
   options.shape.local_experts = random.In(1, 4);
@@ -23,7 +23,7 @@ Options AnyOptions(Random& random) {
   options.shape.top_k = random.In(1, 4);
   options.shape.hidden = 128 * random.In(1, 2);
   options.shape.recv_rows = random.In(1, 60);
-  options.format = kFormats[random.In(0, 4)];
+  options.format = kFormatNames[random.In(0, std::ssize(kFormatNames) - 1)];
   options.quantized_sums = random.OneIn(3);
   options.weights = random.OneIn(2);
   options.residual = random.OneIn(2);

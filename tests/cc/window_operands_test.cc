@@ -5,8 +5,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <functional>
+#include <optional>
 #include <string>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -38,43 +39,37 @@ WindowSizes SizesFor(const Variant& v) {
 }
 
 // "" where the call passes, or why it does not. `see` is given what was decoded.
-template <typename Decoded, typename... Parameters>
-std::string Refusal(const Call& call, const WindowSizes& sizes,
-                    ffi::Error (Decoded::*decode)(Parameters...),
-                    const std::function<void(const Decoded&)>& see = nullptr) {
-  Arguments arguments(call, [](const Buffer&) {});
-  // Braces: in order.
-  std::tuple<std::remove_cvref_t<Parameters>...> values{
-      arguments.Next<std::remove_cvref_t<Parameters>>()...};
-  CHECK(arguments.taken());
-  if (arguments.refused()) return "XLA";
-  Decoded decoded;
-  ffi::Error error =
-      std::apply([&](auto&... value) { return (decoded.*decode)(value...); }, values);
-  if (error.success()) error = decoded.Fits(sizes, WindowLayout::Of(sizes));
-  if (error.success()) {
-    if (see) see(decoded);
+template <typename Call>
+std::string Refusal(const CustomCall& made, const WindowSizes& sizes,
+                    const std::function<void(const Call&)>& see = nullptr) {
+  Arguments arguments(made, [](const Buffer&) {});
+  Call call;
+  std::optional<ffi::Error> error = arguments.DecodeTo(call);
+  if (!error) return "XLA";
+  if (error->success()) error = Fits(call, sizes, WindowLayout::Of(sizes));
+  if (error->success()) {
+    if (see) see(call);
     return "";
   }
-  CHECK(error.message().starts_with(std::string(Decoded::kTarget) + ": "));
-  return error.message();
+  CHECK(error->message().starts_with(std::string(Call::kTarget) + ": "));
+  return error->message();
 }
 
-bool IsFree(const Made& made, size_t operand, size_t dim, bool larger) {
-  if (operand == made.after) return larger;
-  if (static_cast<int64_t>(operand) == made.pending && dim == 1) return larger;
+bool IsFree(const Made& made, const std::string& operand, size_t dim, bool larger) {
+  if (operand == "after") return larger;
+  if (operand == "pending" && dim == 1) return larger;
   for (const Free& free : made.free) {
     if (free.operand == operand && free.dim == dim) return free.larger || !larger;
   }
   return false;
 }
 
-template <typename Decoded>
+template <typename Call>
 class Trial {
  public:
   explicit Trial(const Variant& variant)
-      : made_(Make(static_cast<Decoded*>(nullptr), variant)), sizes_(SizesFor(variant)) {
-    name_ = std::string(Decoded::kTarget) + " " + variant.format + " " + variant.wire +
+      : made_(Make(static_cast<Call*>(nullptr), variant)), sizes_(SizesFor(variant)) {
+    name_ = std::string(Call::kTarget) + " " + variant.format + " " + variant.wire +
             (variant.tiled ? " tiled" : "") + (variant.weighted ? " weighted" : "") +
             (variant.weight_grads ? " weight_grads" : "") + (variant.residual ? " residual" : "") +
             (variant.by_entry ? " by_entry" : "") + (variant.shared ? " shared" : "");
@@ -91,19 +86,19 @@ class Trial {
 
  private:
   void Case(const std::string& what) const { CurrentCase() = name_ + ": " + what; }
-  void Passes(const Call& call, const WindowSizes& sizes, const std::string& what) const {
-    const std::string refusal = Refusal(call, sizes, &Decoded::Decode);
+  void Passes(const CustomCall& call, const WindowSizes& sizes, const std::string& what) const {
+    const std::string refusal = Refusal<Call>(call, sizes);
     Case(what + ", refused by " + refusal);
     CHECK(refusal.empty());
   }
-  void Refuses(const Call& call, const WindowSizes& sizes, const std::string& what) const {
+  void Refuses(const CustomCall& call, const WindowSizes& sizes, const std::string& what) const {
     Case(what);
-    CHECK(!Refusal(call, sizes, &Decoded::Decode).empty());
+    CHECK(!Refusal<Call>(call, sizes).empty());
   }
   void Changed(size_t i, bool free, const Operand& operand, const std::string& what) const {
-    Call call = made_.call;
+    CustomCall call = made_.call;
     call.operands[i] = operand;
-    const std::string text = "operand " + std::to_string(i) + " " + what;
+    const std::string text = "operand " + operand.name + " " + what;
     free ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
   }
 
@@ -115,18 +110,18 @@ class Trial {
         operand.dims[d] += by;
         if (operand.dims[d] < 0 || BytesOf(operand) < 0) continue;
         // No int32 index reaches so many rows.
-        const bool free = IsFree(made_, i, d, by > 0) && (by <= 1 || i == made_.after);
-        const bool longer = static_cast<int64_t>(i) == made_.pending && d == 1 && by > 1;
+        const bool free = IsFree(made_, own.name, d, by > 0) && (by <= 1 || own.name == "after");
+        const bool longer = own.name == "pending" && d == 1 && by > 1;
         Changed(i, free || longer, operand,
                 "dimension " + std::to_string(d) + " " + std::to_string(by));
       }
     }
     Operand operand = own;
     operand.dims.push_back(1);
-    Changed(i, i == made_.after, operand, "with one dimension more");
+    Changed(i, own.name == "after", operand, "with one dimension more");
     operand = own;
     operand.dims.pop_back();
-    Changed(i, i == made_.after, operand, "with one dimension less");
+    Changed(i, own.name == "after", operand, "with one dimension less");
     for (const ffi::DataType dtype : kTypes) {
       if (dtype == own.dtype) continue;
       operand = own;
@@ -134,7 +129,8 @@ class Trial {
       // Without scales nothing is read or written there.
       if (own.dims == std::vector<int64_t>{0} && own.dtype == ffi::U8) continue;
       const auto& others = made_.dtypes;
-      const bool free = i == made_.tokens && std::ranges::find(others, dtype) != others.end();
+      const bool free = (own.name == "tokens" || (own.name == "expert_out" && !others.empty())) &&
+                        std::ranges::find(others, dtype) != others.end();
       Changed(i, free, operand, "of dtype " + std::to_string(static_cast<int>(dtype)));
     }
   }
@@ -142,21 +138,20 @@ class Trial {
   // Key and site are any number, an alignment any positive one.
   void Attributes() const {
     for (size_t i = 0; i < made_.call.attributes.size(); ++i) {
-      Call call = made_.call;
-      const std::string text = "attribute " + std::to_string(i);
-      if (auto* flag = std::get_if<bool>(&call.attributes[i])) {
+      CustomCall call = made_.call;
+      auto& [name, value] = call.attributes[i];
+      const std::string text = "attribute " + name;
+      if (auto* flag = std::get_if<bool>(&value)) {
         *flag = !*flag;
-        const bool free = static_cast<int64_t>(i) == made_.flag;
-        free ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
-      } else if (auto* word = std::get_if<std::string>(&call.attributes[i])) {
+        name == made_.flag ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
+      } else if (auto* word = std::get_if<std::string>(&value)) {
         for (const char* other : {"", "rows2", "bf161", "float8"}) {
           *word = other;
           Refuses(call, sizes_, text + " " + other);
         }
-      } else if (std::get<int64_t>(call.attributes[i]) != 7 &&
-                 std::get<int64_t>(call.attributes[i]) != 9) {
+      } else if (name != "key" && name != "site") {
         for (const int64_t other : {int64_t{0}, int64_t{-1}, INT64_MAX, INT64_MIN}) {
-          call.attributes[i] = other;
+          value = other;
           Refuses(call, sizes_, text + " " + std::to_string(other));
         }
       }
@@ -165,14 +160,11 @@ class Trial {
 
   // Of groups for less, or for others.
   void Windows() const {
-    constexpr bool kRouted = std::is_same_v<Decoded, DecodedWindowDispatch> ||
-                             std::is_same_v<Decoded, DecodedWindowDispatchSend> ||
-                             std::is_same_v<Decoded, DecodedWindowDispatchSendAside> ||
-                             std::is_same_v<Decoded, DecodedWindowDispatchPlace>;
-    constexpr bool kDispatch = kRouted || std::is_same_v<Decoded, DecodedWindowCachedDispatch>;
-    constexpr bool kHalf = !std::is_same_v<Decoded, DecodedWindowDispatch> &&
-                           !std::is_same_v<Decoded, DecodedWindowCachedDispatch> &&
-                           !std::is_same_v<Decoded, DecodedWindowCombine>;
+    constexpr bool kRouted = std::is_base_of_v<RoutedWindowCall, Call>;
+    constexpr bool kDispatch = kRouted || std::is_same_v<Call, WindowCachedDispatchCall>;
+    constexpr bool kHalf = !std::is_same_v<Call, WindowDispatchCall> &&
+                           !std::is_same_v<Call, WindowCachedDispatchCall> &&
+                           !std::is_same_v<Call, WindowCombineCall>;
     const auto other = [&](const std::string& what, int64_t WindowSizes::* size, int64_t by,
                            bool refused) {
       WindowSizes sizes = sizes_;
@@ -195,8 +187,8 @@ class Trial {
   }
   // Whether the call has rows of one entry each, whose K it does not show.
   bool SumsAlone() const {
-    if constexpr (std::is_base_of_v<DecodedWindowCombineSend, Decoded>) {
-      return std::get<bool>(made_.call.attributes[3]);
+    if constexpr (std::is_base_of_v<CombineSendCall, Call>) {
+      return std::get<bool>(made_.call.AttributeOf("by_entry"));
     }
     return false;
   }
@@ -206,34 +198,33 @@ class Trial {
   std::string name_;
 };
 
-template <typename Decoded>
+template <typename Call>
 void Try(const std::vector<Variant>& variants) {
-  for (const Variant& variant : variants) Trial<Decoded>(variant).Run();
+  for (const Variant& variant : variants) Trial<Call>(variant).Run();
 }
 
 // Nor do options go together that no kernel has together.
 void OptionsAgree() {
   const Variant v{.weight_grads = true, .by_entry = true};
-  const Made made = Make(static_cast<DecodedWindowCombine*>(nullptr), v);
+  const Made made = Make(static_cast<WindowCombineCall*>(nullptr), v);
   CurrentCase() = "ep_combine by_entry with weight_grads";
-  CHECK(!Refusal(made.call, SizesFor(v), &DecodedWindowCombine::Decode).empty());
+  CHECK(!Refusal<WindowCombineCall>(made.call, SizesFor(v)).empty());
 }
 
 // The one array of a first half aside holds what the other target has apart, and nothing else.
 void OneArrayHoldsAll() {
   const Variant v;
   int seen = 0;
-  Refusal<DecodedWindowDispatchSendAside>(
-      Make(static_cast<DecodedWindowDispatchSendAside*>(nullptr), v).call, SizesFor(v),
-      &DecodedWindowDispatchSendAside::Decode, [&](const DecodedWindowDispatchSendAside& call) {
-        const auto* all = reinterpret_cast<const int32_t*>(call.pending);
-        CHECK(call.step.slot_of == all + kPendingInts);
-        CHECK(call.step.num_invalid == call.step.slot_of + n * K);
-        ++seen;
-      });
-  Refusal<DecodedWindowCombineSendAside>(
-      Make(static_cast<DecodedWindowCombineSendAside*>(nullptr), v).call, SizesFor(v),
-      &DecodedWindowCombineSendAside::Decode, [&](const DecodedWindowCombineSendAside& call) {
+  Refusal<DispatchSendAsideCall>(Make(static_cast<DispatchSendAsideCall*>(nullptr), v).call,
+                                 SizesFor(v), [&](const DispatchSendAsideCall& call) {
+                                   const auto* all = reinterpret_cast<const int32_t*>(call.pending);
+                                   CHECK(call.step.slot_of == all + kPendingInts);
+                                   CHECK(call.step.num_invalid == call.step.slot_of + n * K);
+                                   ++seen;
+                                 });
+  Refusal<CombineSendAsideCall>(
+      Make(static_cast<CombineSendAsideCall*>(nullptr), v).call, SizesFor(v),
+      [&](const CombineSendAsideCall& call) {
         CHECK(call.step.done == reinterpret_cast<const int32_t*>(call.pending) + kPendingInts);
         ++seen;
       });
@@ -246,11 +237,11 @@ void Run() {
                                         {.format = "mxfp8", .tiled = true},
                                         {.format = "nvfp4"},
                                         {.format = "nvfp4", .tiled = true}};
-  Try<DecodedWindowDispatch>(formats);
-  Try<DecodedWindowDispatchSend>(formats);
-  Try<DecodedWindowDispatchSendAside>(formats);
-  Try<DecodedWindowDispatchPlace>(formats);
-  Try<DecodedWindowCachedDispatch>({{}, {.weighted = true}, {.format = "fp8_block128"}});
+  Try<WindowDispatchCall>(formats);
+  Try<DispatchSendCall>(formats);
+  Try<DispatchSendAsideCall>(formats);
+  Try<DispatchReceiveCall>(formats);
+  Try<WindowCachedDispatchCall>({{}, {.weighted = true}, {.format = "fp8_block128"}});
   const std::vector<Variant> sums = {{},
                                      {.weighted = true},
                                      {.residual = true, .wire = "float32"},
@@ -258,11 +249,11 @@ void Run() {
                                      {.shared = true},
                                      {.weighted = true, .by_entry = true},
                                      {.by_entry = true, .wire = "float16"}};
-  Try<DecodedWindowCombine>(sums);
-  Try<DecodedWindowCombine>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
-  Try<DecodedWindowCombineSend>(sums);
-  Try<DecodedWindowCombineSendAside>(sums);
-  Try<DecodedWindowCombinePlace>(sums);
+  Try<WindowCombineCall>(sums);
+  Try<WindowCombineCall>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
+  Try<CombineSendCall>(sums);
+  Try<CombineSendAsideCall>(sums);
+  Try<CombineReceiveCall>(sums);
   OptionsAgree();
   OneArrayHoldsAll();
 }

@@ -18,7 +18,20 @@ HALVES = ("bfloat16", "float16")
 DTYPES = (*HALVES, "float32")
 # Of the largest element of a block: what may be lost of any element of it, where
 # neither the scale nor a value is at the end of its range.
-LOSS = {"fp8_block128": 1 / 28, "mxfp8": 1 / 17, "mxfp4": 1 / 5, "nvfp4": 3 / 17}
+LOSS = {
+    "fp8_block128": 1 / 28,
+    "mxfp8": 1 / 17,
+    "mxfp4": 1 / 5,
+    "fp8_block128_e8m0": 1 / 17,
+    "nvfp4": 3 / 17,
+}
+
+# The bytes of a bad block's scale.
+NAN = {
+    "float32": b"\x00\x00\xc0\x7f",
+    "float8_e8m0fnu": b"\xff",
+    "float8_e4m3fn": b"\x7f",
+}
 
 each_format = pytest.mark.parametrize("name", QUANTIZED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -156,8 +169,7 @@ def test_special_blocks(dtype: str, name: str) -> None:
         assert set(codes[row, width : 2 * width]) == {
             0 if payload.dtype == np.uint8 else 0x7F
         }
-        nan = {4: b"\x00\x00\xc0\x7f", 1: b"\xff" if "mx" in name else b"\x7f"}
-        assert scales[row, 1].tobytes() == nan[scales.dtype.itemsize]
+        assert scales[row, 1].tobytes() == NAN[scales.dtype.name]
         alone = np.delete(x[row : row + 1].reshape(4, block), 1, 0).reshape(1, -1)
         if alone.shape[1] % 32 == 0:
             rest = np.delete(codes[row].reshape(4, width), 1, 0).ravel()

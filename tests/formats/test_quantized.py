@@ -45,7 +45,7 @@ def test_dispatch(name: str, routing: str, case: str) -> None:
     check(mesh, ep, inputs)
 
 
-@pytest.mark.parametrize("name", quantizer.ONE_BYTE_SCALES)
+@pytest.mark.parametrize("name", quantizer.TILED)
 @pytest.mark.parametrize(
     "changes",
     [

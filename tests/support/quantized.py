@@ -16,7 +16,7 @@ import jax_ep
 from support import helpers, oracle, quantizer
 
 QUANTIZED = tuple(quantizer.BLOCKS)
-TILED = ("tiled_128x4", quantizer.ONE_BYTE_SCALES)
+TILED = ("tiled_128x4", quantizer.TILED)
 each_format = pytest.mark.parametrize("name", QUANTIZED)
 
 

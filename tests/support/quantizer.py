@@ -12,8 +12,15 @@ import numpy as np
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = np.dtype(ml_dtypes.float4_e2m1fn)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-BLOCKS = {"fp8_block128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
-ONE_BYTE_SCALES = ("mxfp8", "mxfp4", "nvfp4")
+BLOCKS = {
+    "fp8_block128": 128,
+    "mxfp8": 32,
+    "mxfp4": 32,
+    "fp8_block128_e8m0": 128,
+    "nvfp4": 16,
+}
+FOUR_BITS = ("mxfp4", "nvfp4")
+TILED = ("mxfp8", "mxfp4", "nvfp4")  # formats whose scales may lie in tiles
 F32 = np.float32
 NAN_BITS = 0x7FC00000
 
@@ -65,13 +72,13 @@ def quantize(
             stored[bad] = 0x7F
         else:
             bits = amax.view(np.uint32)
-            rule = (0x1FFFFF, 8) if name == "mxfp8" else (0x200000, 2)
+            rule = (0x200000, 2) if name == "mxfp4" else (0x1FFFFF, 8)
             byte = _exponent(bits, *rule)
             scaled = np.ldexp(blocks.astype(np.float64), 127 - byte[..., None])
-            kind = (E4M3, 448) if name == "mxfp8" else (E2M1, 6)
+            kind = (E2M1, 6) if name == "mxfp4" else (E4M3, 448)
             codes = codes_of(scaled, *kind)
             scales = np.where(bad, 0xFF, byte).astype(np.uint8).view(E8M0)
-    eight_bits = name in ("fp8_block128", "mxfp8")
+    eight_bits = name not in FOUR_BITS
     codes[bad] = 0x7F if eight_bits else 0
     codes = codes.reshape(x.shape)
     return (codes.view(E4M3) if eight_bits else packed(codes)), scales
@@ -81,12 +88,12 @@ def dequantize(
     payload: np.ndarray, scales: np.ndarray, name: str, input_scale: float = 1.0
 ) -> np.ndarray:
     """The float32 values of codes and scales, every NaN the same positive quiet one."""
-    four_bits = name in ("mxfp4", "nvfp4")
+    four_bits = name in FOUR_BITS
     codes = unpacked(payload).view(E2M1) if four_bits else payload
     values = codes.astype(F32)
     blocks = values.reshape(*values.shape[:-1], -1, BLOCKS[name])
     with np.errstate(all="ignore"):
-        if name in ("mxfp8", "mxfp4"):
+        if name in ("mxfp8", "mxfp4", "fp8_block128_e8m0"):
             byte = scales.view(np.uint8)[..., None].astype(np.int64)
             result = np.ldexp(blocks.astype(np.float64), byte - 127).astype(F32)
             result[np.broadcast_to(byte == 0xFF, result.shape)] = np.nan

@@ -66,7 +66,7 @@ def test_tokens_reach_every_code(where: str) -> None:
         for name in quantizer.BLOCKS:
             codes, _ = quantizer.quantize(x, name)
             codes = codes.view(np.uint8)
-            four_bits = name in ("mxfp4", "nvfp4")
+            four_bits = name in quantizer.FOUR_BITS
             codes = (quantizer.unpacked(codes) & 7) if four_bits else codes & 0x7F
             fine = (codes > 0) & (codes < codes.max())
             by_row = np.sort(fine.mean(axis=1))

@@ -23,7 +23,7 @@ def test_formats_are_those_of_the_native_module():
     assert list(typing.get_args(literals.Format)) == found, (
         "a format needs a name in jax_ep/_core/literals.py: docs/extending.md"
     )
-    assert set(literals.WIRE_FORMATS) <= set(formats.names())
+    assert typing.get_args(literals.WireFormat) == formats.wire_names()
 
 
 @pytest.mark.parametrize("field", ["dtype", "combine_dtype"])

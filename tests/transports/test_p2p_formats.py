@@ -30,7 +30,7 @@ def _format_cases() -> list[Case]:
             for hidden in (384, 40064)
             for wide in [{"hidden_size": hidden, "max_tokens_per_rank": 24}]
         ]
-    for name in quantizer.ONE_BYTE_SCALES:
+    for name in quantizer.TILED:
         base = {"dispatch_format": name, "scale_layout": "tiled_128x4"}
         base |= {"hidden_size": 256}
         cases += [

@@ -15,7 +15,7 @@ namespace {
 
 // Partial sums stay in the first-level cache.
 constexpr int64_t kSumElements = 1024;
-static_assert(kSumElements % CombineFormat::kBlock == 0);
+static_assert(kSumElements % 128 == 0);  // the largest block of a format
 
 // A run of sums to a message and back to what is added up. `first` is the run's first element.
 template <typename Wire>

@@ -27,53 +27,53 @@ cpu::RowTask OfFormat(std::string_view format, MakeTask&& make_task) {
   return task;
 }
 
-cpu::RowTask Start(DecodedPack& call, int32_t ordinal) {
+cpu::RowTask Start(PackCall& call, int32_t ordinal) {
   const auto group = GroupRegistry::Get().Find(call.key);
   if (group) call.step.report = group->InvalidIdReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::Pack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedUnpack& call, int32_t ordinal) {
+cpu::RowTask Start(UnpackCall& call, int32_t ordinal) {
   SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::Unpack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedCachedPack& call, int32_t) {
+cpu::RowTask Start(CachedPackCall& call, int32_t) {
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedPack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedCachedUnpack& call, int32_t ordinal) {
+cpu::RowTask Start(CachedUnpackCall& call, int32_t ordinal) {
   SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedUnpack<F>(call.step); });
 }
-cpu::RowTask Start(DecodedCombinePack& call, int32_t) { return cpu::CombinePack(call.step); }
-cpu::RowTask Start(DecodedCombineUnpack& call, int32_t ordinal) {
+cpu::RowTask Start(CombinePackCall& call, int32_t) { return cpu::CombinePack(call.step); }
+cpu::RowTask Start(CombineUnpackCall& call, int32_t ordinal) {
   SetCheck(call, ordinal);
   return cpu::CombineUnpack(call.step);
 }
-cpu::RowTask Start(DecodedQuantize& call, int32_t) {
+cpu::RowTask Start(QuantizeCall& call, int32_t) {
   return OfFormat(call.format, [&]<typename F>(F) -> cpu::RowTask {
     if constexpr (QuantizedFormat<F>) return cpu::Quantize<F>(call.step);
     return {};
   });
 }
-cpu::RowTask Start(DecodedDequantize& call, int32_t) {
+cpu::RowTask Start(DequantizeCall& call, int32_t) {
   return OfFormat(call.format, [&]<typename F>(F) -> cpu::RowTask {
     if constexpr (QuantizedFormat<F>) return cpu::Dequantize<F>(call.step);
     return {};
   });
 }
 
-template <typename Decoded>
+template <typename Call>
 struct Handler {
   template <typename... Operands>
   ffi::Future operator()(ffi::ThreadPool pool, int32_t ordinal, Operands... operands) const {
     // Only allocation can throw; nothing may escape into XLA.
     try {
       cpu::ScopedDenormals denormals;
-      Decoded call;
-      ffi::Error error = call.Decode(operands...);
+      Call call;
+      ffi::Error error = Decode(call, operands...);
       if (error.failure()) return Failed(std::move(error));
       return Run(pool, Start(call, ordinal));
     } catch (const std::exception& e) {
-      return Failed(ffi::Error::Internal(std::string(Decoded::kTarget) + ": " + e.what()));
+      return Failed(ffi::Error::Internal(std::string(Call::kTarget) + ": " + e.what()));
     }
   }
 };
@@ -108,10 +108,12 @@ XLA_FFI_DEFINE_HANDLER(kInit, Init,
 }  // namespace
 
 std::vector<Target> CpuTargets() {
-  return Targets(kInit, []<typename Decoded>(Decoded) {
-    XLA_FFI_DEFINE_HANDLER(kStep, Handler<Decoded>{}, Decoded::Bind(Context()));
+  std::vector<Target> targets{{"ep_init", kInit}};
+  AddTargets(targets, StepCalls{}, []<typename Call>() {
+    XLA_FFI_DEFINE_HANDLER(kStep, Handler<Call>{}, Bind<Call>(Context()));
     return kStep;
   });
+  return targets;
 }
 
 }  // namespace jax_ep::ffi_layer

@@ -31,6 +31,8 @@ nb::list Formats() {
     format["payload_dtype"] = or_none(Format::kPayloadDtype);
     format["scale_dtype"] = or_none(Format::kScaleDtype);
     format["takes_input_scale"] = Format::kTakesInputScale;
+    format["tiles_scales"] = kTilesScales<Format>;
+    format["is_wire_format"] = kIsWireFormat<Format>;
     formats.append(format);
   });
   return formats;
@@ -93,6 +95,9 @@ NB_MODULE(_native_cpu, m) {
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
+  m.attr("MAX_WINDOW_HIDDEN") = kMaxWindowHidden;
+  m.attr("MAX_ENCODED_HIDDEN") = kMaxEncodedHidden;
+  m.attr("PENDING_INTS") = kPendingInts;
   m.def("formats", &Formats, "The registry of token formats.");
   m.def(
       "dispatch_region_bytes",

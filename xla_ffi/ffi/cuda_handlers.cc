@@ -17,10 +17,7 @@
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
 #include "cuda/window/calls.h"
-#include "ffi/window_aside_operands.h"
 #include "ffi/window_group.h"
-#include "ffi/window_half_operands.h"
-#include "ffi/window_operands.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
@@ -38,39 +35,39 @@ cudaError_t OfFormat(std::string_view format, Launch&& launch) {
   return error;
 }
 
-cudaError_t Enqueue(DecodedPack& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(PackCall& call, int32_t ordinal, cudaStream_t stream) {
   const auto group = GroupRegistry::Get().Find(call.key);
   if (group) call.step.report = group->InvalidIdReportOf(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cuda::Pack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedUnpack& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(UnpackCall& call, int32_t ordinal, cudaStream_t stream) {
   SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cuda::Unpack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedCachedPack& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(CachedPackCall& call, int32_t, cudaStream_t stream) {
   return OfFormat(call.format,
                   [&]<typename F>(F) { return cuda::CachedPack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedCachedUnpack& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(CachedUnpackCall& call, int32_t ordinal, cudaStream_t stream) {
   SetCheck(call, ordinal);
   return OfFormat(call.format,
                   [&]<typename F>(F) { return cuda::CachedUnpack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(DecodedCombinePack& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(CombinePackCall& call, int32_t, cudaStream_t stream) {
   return cuda::CombinePack(call.step, stream);
 }
-cudaError_t Enqueue(DecodedCombineUnpack& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(CombineUnpackCall& call, int32_t ordinal, cudaStream_t stream) {
   SetCheck(call, ordinal);
   return cuda::CombineUnpack(call.step, stream);
 }
 
-cudaError_t Enqueue(DecodedQuantize& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(QuantizeCall& call, int32_t, cudaStream_t stream) {
   return OfFormat(call.format, [&]<typename F>(F) {
     if constexpr (QuantizedFormat<F>) return cuda::Quantize<F>(call.step, stream);
     return cudaErrorNotSupported;
   });
 }
-cudaError_t Enqueue(DecodedDequantize& call, int32_t, cudaStream_t stream) {
+cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
   return OfFormat(call.format, [&]<typename F>(F) {
     if constexpr (QuantizedFormat<F>) return cuda::Dequantize<F>(call.step, stream);
     return cudaErrorNotSupported;
@@ -101,7 +98,7 @@ cuda::InternodeCall FarCallOf(const Call& call) {
   return far;
 }
 
-cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(WindowDispatchCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.InvalidIdReportOf(ordinal);
   const WindowGroup& own = *group.OfDevice(ordinal);
@@ -114,7 +111,7 @@ cudaError_t Launch(DecodedWindowDispatch& call, const WindowedGroup& group, int3
         [&](auto* from) { return cuda::WindowDispatchReceive<F>(call.step, from, own, stream); });
   });
 }
-cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(WindowCachedDispatchCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
@@ -131,7 +128,7 @@ cudaError_t Launch(DecodedWindowCachedDispatch& call, const WindowedGroup& group
     return cudaErrorNotSupported;
   });
 }
-cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(WindowCombineCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
   const cuda::InternodeRank* far = group.FarOf(ordinal);
@@ -142,7 +139,7 @@ cudaError_t Launch(DecodedWindowCombine& call, const WindowedGroup& group, int32
       [&](auto* from) { return cuda::WindowCombineReceive(call.step, from, own, stream); });
 }
 
-cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchSendCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.InvalidIdReportOf(ordinal);
   const auto half = [&] {
@@ -153,7 +150,7 @@ cudaError_t Launch(DecodedWindowDispatchSend& call, const WindowedGroup& group, 
   const cuda::InternodeRank* far = group.FarOf(ordinal);
   return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
-cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
@@ -164,7 +161,7 @@ cudaError_t Launch(DecodedWindowDispatchPlace& call, const WindowedGroup& group,
   const cuda::InternodeRank* far = group.FarOf(ordinal);
   return far == nullptr ? half() : far->ReceiveHalf(FarCallOf(call), stream, half);
 }
-cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(CombineSendCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
@@ -172,7 +169,7 @@ cudaError_t Launch(DecodedWindowCombineSend& call, const WindowedGroup& group, i
   const cuda::InternodeRank* far = group.FarOf(ordinal);
   return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
 }
-cudaError_t Launch(DecodedWindowCombinePlace& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(CombineReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return cuda::WindowCombineReceive(call.step, call.pending, *group.OfDevice(ordinal), stream);
@@ -198,7 +195,7 @@ ffi::Error Run(Call& call, int32_t ordinal, cudaStream_t stream)
   // Of any local rank: all of them refuse then, also those that never ran the call that failed.
   const auto failures = group->Failures();
   if (!failures.empty()) return Precondition(Call::kTarget, failures.front().second);
-  ffi::Error error = call.Fits(group->sizes(), own->layout);
+  ffi::Error error = Fits(call, group->sizes(), own->layout);
   if (error.failure()) return error;
   return FromCuda(Call::kTarget, Launch(call, *group, ordinal, stream));
 }
@@ -221,19 +218,19 @@ void Count(cudaStream_t stream) {
   (captured ? captured_launches : streamed_launches).fetch_add(1, std::memory_order_relaxed);
 }
 
-template <typename Decoded>
+template <typename Call>
 struct Handler {
   template <typename... Operands>
   ffi::Error operator()(cudaStream_t stream, int32_t ordinal, Operands... operands) const {
     // Only allocation can throw; nothing may escape into XLA.
     try {
-      Decoded call;
-      ffi::Error error = call.Decode(operands...);
+      Call call;
+      ffi::Error error = Decode(call, operands...);
       if (error.failure()) return error;
       Count(stream);
       return Run(call, ordinal, stream);
     } catch (const std::exception& e) {
-      return ffi::Error::Internal(std::string(Decoded::kTarget) + ": " + e.what());
+      return ffi::Error::Internal(std::string(Call::kTarget) + ": " + e.what());
     }
   }
 };
@@ -294,19 +291,19 @@ std::pair<int64_t, int64_t> LaunchCounts() {
 }
 
 std::vector<Target> CudaTargets() {
-  const auto handler_of = []<typename Decoded>(Decoded) {
-    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Decoded>{}, Decoded::Bind(Context()),
+  const auto handler_of = []<typename Call>() {
+    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Call>{}, Bind<Call>(Context()),
                            {ffi::Traits::kCmdBufferCompatible});
     return kCall;
   };
-  const auto streamed_of = []<typename Decoded>(Decoded) {
-    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Decoded>{}, Decoded::Bind(Context()));
+  const auto streamed_of = []<typename Call>() {
+    XLA_FFI_DEFINE_HANDLER(kCall, Handler<Call>{}, Bind<Call>(Context()));
     return kCall;
   };
-  std::vector<Target> targets = Targets(kInit, handler_of);
+  std::vector<Target> targets{{"ep_init", kInit}};
+  AddTargets(targets, StepCalls{}, handler_of);
   AddTargets(targets, WindowCalls{}, handler_of);
-  AddTargets(targets, WindowHalves{}, handler_of);
-  AddTargets(targets, WindowAsides{}, streamed_of);
+  AddTargets(targets, AsideCalls{}, streamed_of);
   return targets;
 }
 

@@ -1,118 +1,331 @@
-// From XLA's buffers and attributes to the steps of protocol/steps.h: every size is checked here,
-// so that kernels on each back end may trust it.
+// From XLA's buffers and attributes to a call's step, by its table.
+//
+// A dimension gets its size from the first row that has it as it is, and all rows are held against
+// it. No size is multiplied before Validate has bounded it. Kernels of every back end trust what
+// has been decoded.
 #pragma once
 
-#include <initializer_list>
+#include <array>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
-#include "protocol/steps.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi/operand_table.h"
+#include "formats/combine_wire.h"
+#include "protocol/scale_tiles.h"
 
 namespace jax_ep::ffi_layer {
 
-namespace ffi = xla::ffi;
-using I32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using Wire = ffi::Buffer<ffi::U32>;
-using AnyBuffer = ffi::AnyBuffer;
-template <typename B>
-using Out = ffi::Result<B>;
-
-inline ffi::Error Invalid(std::string_view target, std::string_view message) {
-  return ffi::Error::InvalidArgument(std::string(target) + ": " + std::string(message));
-}
-
-inline std::string DimsText(ffi::Span<const int64_t> dims) {
-  std::string text = "[";
-  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
-  return text + "]";
-}
-
-// Collects the first violation, so that a decoder reads as a list of what must hold.
-class Checker {
- public:
-  explicit Checker(std::string_view target) : target_(target) {}
-
-  template <typename B>
-  void Dims(const char* name, const B& buffer, std::initializer_list<int64_t> expected) {
-    const auto dims = buffer.dimensions();
-    bool same = dims.size() == expected.size();
-    for (size_t i = 0; same && i < dims.size(); ++i) same = dims[i] == expected.begin()[i];
-    if (same) return;
-    Fail(std::string(name) + " must have shape " +
-         DimsText(ffi::Span<const int64_t>(expected.begin(), expected.size())) + ", got " +
-         DimsText(dims));
-  }
-  template <typename B>
-  void Rank(const char* name, const B& buffer, size_t rank) {
-    if (buffer.dimensions().size() == rank) return;
-    Fail(std::string(name) + " must have " + std::to_string(rank) + " dimensions, got " +
-         DimsText(buffer.dimensions()));
-  }
-  void Shape(const EpShape& shape) {
-    if (const char* message = Validate(shape)) Fail(message);
-  }
-  void Require(bool holds, const std::string& message) {
-    if (!holds) Fail(message);
-  }
-
-  bool ok() const { return message_.empty(); }
-  ffi::Error error() const { return Invalid(target_, message_); }
-
- private:
-  void Fail(std::string message) {
-    if (message_.empty()) message_ = std::move(message);
-  }
-  std::string_view target_;
-  std::string message_;
+// A buffer, of any type.
+struct View {
+  ffi::DataType dtype{};
+  Dims dims;
+  void* data = nullptr;
+  std::array<int64_t, 2> counted{};  // memory of `dims` where several dimensions count as one
 };
 
-inline bool DecodeElement(ffi::DataType dtype, ElementType& element) {
-  switch (dtype) {
-    case ffi::F32:
-      element = ElementType::kFloat32;
-      return true;
-    case ffi::BF16:
-      element = ElementType::kBFloat16;
-      return true;
-    case ffi::F16:
-      element = ElementType::kFloat16;
-      return true;
-    default:
-      return false;
+// -1 where the product does not fit, which no size is.
+inline int64_t CountOf(Dims dims) {
+  int64_t count = 1;
+  for (const int64_t dim : dims) {
+    if (__builtin_mul_overflow(count, dim, &count)) return -1;
+  }
+  return count;
+}
+
+// The buffers of a call against its rows, in the order of both.
+class TableDecoder {
+ public:
+  TableDecoder(Checker& check, CallState& call, std::span<const BufferRow> rows,
+               std::span<View> views)
+      : check_(check), call_(call), rows_(rows), views_(views) {}
+
+  // Of the first `count`: dtypes and ranks, from which flags and sizes follow.
+  void Infer(size_t count) {
+    for (size_t i = 0; i < count && check_.ok(); ++i) {
+      if (CheckDtype(rows_[i], views_[i].dtype)) InferSizes(rows_[i], views_[i]);
+    }
+  }
+  // Of as many: shapes, when all sizes are known. The pointers of omitted buffers become null.
+  void Hold(size_t count) {
+    for (size_t i = 0; i < count && check_.ok(); ++i) HoldShape(rows_[i], views_[i]);
+  }
+  // The rows from `first` on lie one behind the other in `all`.
+  void Unpack(size_t first, const View& all);
+
+ private:
+  bool CheckDtype(const BufferRow& row, ffi::DataType dtype);
+  bool CheckElement(const BufferRow& row, ffi::DataType dtype);
+  void InferSizes(const BufferRow& row, View& view);
+  void HoldShape(const BufferRow& row, View& view);
+
+  bool IsSet(const Flag& flag) const { return flag.name != nullptr && call_.*flag.target; }
+  bool IsOmitted(const BufferRow& row) const {
+    return row.given.name != nullptr && !IsSet(row.given);
+  }
+  const Shape& ShapeOf(const BufferRow& row) const {
+    return IsOmitted(row) ? row.omitted : IsSet(row.when) ? row.other : row.shape;
+  }
+  std::string ShapeText(const Shape& shape) const {
+    std::array<int64_t, std::tuple_size_v<decltype(shape.terms)>> sizes{};
+    for (size_t d = 0; d < shape.rank; ++d) sizes[d] = call_.sizes.Of(shape.terms[d]);
+    return DimsText(Dims(sizes.data(), shape.rank));
+  }
+
+  Checker& check_;
+  CallState& call_;
+  std::span<const BufferRow> rows_;
+  std::span<View> views_;
+};
+
+inline bool TableDecoder::CheckElement(const BufferRow& row, ffi::DataType dtype) {
+  ElementType element{};
+  if (!DecodeElement(dtype, element)) {
+    check_.Fail(row.title() + " must be bfloat16, float16 or float32, got " + DtypeText(dtype));
+  } else if (call_.first_of_element == nullptr) {
+    call_.first_of_element = row.name;
+    call_.element = element;
+    call_.shape.element_bytes = ElementBytes(element);
+  } else if (element != call_.element) {
+    check_.Fail(row.title() + " must have the dtype of " + call_.first_of_element + ", got " +
+                DtypeText(dtype));
+  }
+  return check_.ok();
+}
+
+inline bool TableDecoder::CheckDtype(const BufferRow& row, ffi::DataType dtype) {
+  const bool is_scale = row.kind == Kind::kScale;
+  if (row.kind == Kind::kToken) return CheckElement(row, dtype);
+  if (row.kind != Kind::kPayload && !is_scale) return true;  // XLA has checked it
+  if (!call_.quantized) return is_scale || CheckElement(row, dtype);
+  const ffi::DataType own = is_scale ? call_.encoding.scale_dtype : call_.encoding.payload_dtype;
+  if (dtype == own) return true;
+  check_.Fail(row.title() + " must be " + DtypeText(own) + " in this format, got " +
+              DtypeText(dtype));
+  return false;
+}
+
+inline void TableDecoder::InferSizes(const BufferRow& row, View& view) {
+  if (row.form == Form::kAny) return;
+  if (row.form == Form::kLeading) {
+    if (view.dims.size() == 0) return check_.Fail(row.title() + " must have a dimension");
+    view.counted = {CountOf(Dims(view.dims.begin(), view.dims.size() - 1)), view.dims.back()};
+    view.dims = Dims(view.counted.data(), 2);
+  } else if (row.form == Form::kFlat) {
+    view.counted[0] = CountOf(view.dims);
+    view.dims = Dims(view.counted.data(), 1);
+  }
+  if (row.shown_by >= 0 && view.dims.size() == row.shape.rank) {
+    call_.*row.given.target = view.dims[static_cast<size_t>(row.shown_by)] != 0;
+  }
+  const Shape& shape = ShapeOf(row);
+  if (view.dims.size() != shape.rank) {
+    return check_.Fail(row.title() + " must have " + std::to_string(shape.rank) +
+                       " dimensions, got " + DimsText(view.dims));
+  }
+  for (size_t d = 0; d < shape.rank; ++d) {
+    const Term& term = shape.terms[d];
+    if (term.is_dim() && !call_.sizes.known(term.first)) call_.sizes.Set(term.first, view.dims[d]);
   }
 }
 
-inline int64_t Dim(const AnyBuffer& buffer, size_t i) { return buffer.dimensions()[i]; }
-template <ffi::DataType dtype>
-int64_t Dim(const ffi::Buffer<dtype>& buffer, size_t i) {
-  return buffer.dimensions()[i];
+inline void TableDecoder::HoldShape(const BufferRow& row, View& view) {
+  if (row.form == Form::kAny) {
+    if (CountOf(view.dims) <= 0) check_.Fail(row.title() + " must have an element, got none");
+    return;
+  }
+  const Shape& shape = ShapeOf(row);
+  for (size_t d = 0; d < shape.rank; ++d) {
+    const int64_t size = call_.sizes.Of(shape.terms[d]);
+    const bool may_be_longer = row.form == Form::kLonger && d + 1 == shape.rank;
+    if (view.dims[d] == size || (may_be_longer && view.dims[d] > size)) continue;
+    return check_.Fail(row.title() + " must have shape " + ShapeText(shape) +
+                       (row.form == Form::kLonger ? " or longer" : "") + ", got " +
+                       DimsText(view.dims));
+  }
+  if (IsOmitted(row)) view.data = nullptr;
+  if (row.in_place_of == nullptr || CountOf(view.dims) == 0) return;
+  for (size_t i = 0; i < rows_.size() && !rows_[i].result; ++i) {
+    if (std::string_view(rows_[i].name) != row.in_place_of || views_[i].data == view.data) continue;
+    check_.Fail(row.in_place_of + std::string(" must be given as its own result"));
+  }
 }
 
-// The wire travels as 32-bit words: XLA copies those faster than bytes, and every field is aligned
-// to them.
-inline constexpr int64_t kWireWordBytes = 4;
-
-inline void CheckWire(Checker& check, const Wire& wire, int64_t ranks, int64_t region_bytes) {
-  check.Dims("the wire buffer", wire, {ranks, region_bytes / kWireWordBytes});
+inline void TableDecoder::Unpack(size_t first, const View& all) {
+  if (!check_.ok()) return;
+  const auto count_of = [&](const BufferRow& row) {
+    int64_t count = 1;
+    for (size_t d = 0; d < row.shape.rank; ++d) count *= call_.sizes.Of(row.shape.terms[d]);
+    return count;
+  };
+  int64_t total = 0;
+  for (const BufferRow& row : rows_.subspan(first)) total += count_of(row);
+  if (all.dims.size() != 2 || all.dims[0] != 1 || all.dims[1] != total) {
+    return check_.Fail("the results must have shape [1, " + std::to_string(total) + "], got " +
+                       DimsText(all.dims));
+  }
+  auto* data = static_cast<int32_t*>(all.data);
+  for (size_t i = first; i < rows_.size(); ++i) {
+    views_[i].data = data;
+    data += count_of(rows_[i]);
+  }
 }
 
-// Of a wire buffer that has been checked.
-inline int64_t RegionBytes(const Wire& wire) { return Dim(wire, 1) * kWireWordBytes; }
+// ---- Shapes and steps ---------------------------------------------------------------------------
 
-inline uint8_t* Bytes(const Wire& wire) { return reinterpret_cast<uint8_t*>(wire.typed_data()); }
+// Of the attributes `format` and `scale_layout`, which choose among shapes.
+inline void LookUpFormat(Checker& check, CallState& call) {
+  call.encoding = Encoding::Of(check, call.format);
+  call.quantized = call.encoding.quantized;
+  call.plain = !call.quantized;
+  call.tiled = call.scale_layout == "tiled_128x4";
+  if (!call.tiled && call.scale_layout != "rows") {
+    check.Fail("unknown scale_layout " + std::string(call.scale_layout));
+  }
+  check.Require(!call.tiled || call.encoding.tiles, "the format must have scales that tiles take");
+}
 
-// Reads n, H and the element type off a [n, H] float buffer.
-inline void CheckTokens(Checker& check, const char* name, const AnyBuffer& tokens, EpShape& shape,
-                        ElementType& element) {
-  check.Rank(name, tokens, 2);
-  check.Require(DecodeElement(tokens.element_type(), element),
-                std::string(name) + " must be bfloat16, float16 or float32");
-  if (!check.ok()) return;
-  shape.tokens = Dim(tokens, 0);
-  shape.hidden = Dim(tokens, 1);
-  shape.element_bytes = ElementBytes(element);
+// Dimensions that the format determines. Of a valid shape.
+inline void SizeFormat(Checker& check, CallState& call) {
+  Encoding& encoding = call.encoding;
+  encoding.Size(check, call.sizes[Dim::H], call.shape.element_bytes);
+  call.sizes.Set(Dim::P, encoding.payload_columns);
+  call.sizes.Set(Dim::S, encoding.scales);
+  if (!call.tiled) return;
+  check.Require(encoding.scales % kTileColumns == 0,
+                "tiled scales must be a multiple of 4 per row");
+  const auto tiles =
+      ScaleTiles::Of(call.shape.recv_rows, call.shape.local_experts, encoding.scales);
+  call.sizes.Set(Dim::V, tiles.tiles);
+  call.sizes.Set(Dim::C, tiles.column_words);
+}
+
+// What is unknown is nothing that the call has.
+inline EpShape ShapeOf(const CallState& call) {
+  const Sizes& sizes = call.sizes;
+  const auto or_one = [&](Dim dim) { return sizes.known(dim) ? sizes[dim] : 1; };
+  return {.ranks = or_one(Dim::R),
+          .local_experts = or_one(Dim::G),
+          .tokens = sizes[Dim::n],
+          .top_k = or_one(Dim::K),
+          .hidden = sizes[Dim::H],
+          .element_bytes = call.shape.element_bytes,
+          .recv_rows = sizes[Dim::N],
+          .expert_alignment = call.expert_alignment};
+}
+
+// What a combine's sums travel as: `name` is a dtype or a format.
+template <typename Step>
+void SetWire(Checker& check, std::string_view name, Step& step) {
+  step.quantized = WireFormatNumber(name);
+  step.wire = name == "bfloat16"  ? ElementType::kBFloat16
+              : name == "float16" ? ElementType::kFloat16
+                                  : ElementType::kFloat32;
+  if (step.quantized == 0) {
+    if (step.wire == ElementType::kFloat32 && name != "float32") {
+      check.Fail("unknown combine_dtype " + std::string(name));
+    }
+    return;
+  }
+  VisitWireFormat(step.quantized, [&]<typename Format>(Format) {
+    if (step.shape.hidden % Format::kBlock == 0) return;
+    check.Fail("hidden_size must be a multiple of " + std::to_string(Format::kBlock) +
+               " where sums are quantised");
+  });
+}
+
+// What a step has besides pointers.
+template <typename Step>
+void FillStep(Checker& check, const CallState& call, Step& step) {
+  if constexpr (requires { step.shape; }) step.shape = call.shape;
+  if constexpr (requires { step.element; }) step.element = call.element;
+  if constexpr (requires { step.site; }) step.site = call.site;
+  if constexpr (requires { step.zero_tail; }) step.zero_tail = call.zero_tail;
+  if constexpr (requires { step.by_entry; }) step.by_entry = call.by_entry;
+  if constexpr (requires { step.num_weights; }) step.num_weights = call.num_weights();
+  if constexpr (requires { step.scale_layout; }) {
+    step.scale_layout = call.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
+  }
+  if constexpr (requires { step.wire; }) SetWire(check, call.combine_dtype, step);
+}
+
+template <typename Call, typename Member>
+void StorePointer(Call& call, Member member, void* data) {
+  const auto store = [&](auto& pointer) {
+    pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(data);
+  };
+  if constexpr (requires { call.step.*member; }) {
+    store(call.step.*member);
+  } else if constexpr (requires { call.*member; }) {
+    store(call.*member);
+  }
+}
+
+// ---- The decoder of a call ----------------------------------------------------------------------
+
+template <typename B>
+View ViewOf(const B& buffer) {
+  return {buffer.element_type(), buffer.dimensions(), buffer.untyped_data(), {}};
+}
+template <typename B>
+View ViewOf(Out<B>& result) {
+  return ViewOf(*result);
+}
+
+// Calls visit.operator()<i>() for i from 0 to kCount - 1.
+template <size_t kCount, typename Visit>
+void ForEachIndex(Visit visit) {
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    (visit.template operator()<I>(), ...);
+  }(std::make_index_sequence<kCount>());
+}
+
+// Fills `call` from what XLA hands over.
+template <typename Call, typename... Values>
+ffi::Error Decode(Call& call, Values&... values) {
+  static_assert(std::is_same_v<std::tuple<Values...>, ValuesOf<Call>>);
+  constexpr size_t kOperands = kSize<Call::kOperands>;
+  constexpr size_t kRows = kOperands + kSize<Call::kResults>;
+  constexpr size_t kOwnViews = Call::kPacked ? kOperands : kRows;
+  constexpr size_t kFirstAttribute = Call::kPacked ? kOperands + 1 : kRows;
+  const std::tuple<Values&...> given(values...);
+  Checker check(Call::kTarget);
+
+  ForEachIndex<kSize<Call::kAttributes>>([&]<size_t i>() {
+    std::get<i>(Call::kAttributes).Store(call, std::get<kFirstAttribute + i>(given));
+  });
+  if constexpr (Call::kFormatted) LookUpFormat(check, call);
+  if (!check.ok()) return check.error();
+
+  std::array<View, kRows> views;
+  ForEachIndex<kOwnViews>([&]<size_t i>() { views[i] = ViewOf(std::get<i>(given)); });
+  TableDecoder table(check, call, kBufferRows<Call>, views);
+  table.Infer(kOwnViews);
+  if (!check.ok()) return check.error();
+
+  call.Infer(check);
+  if (!check.ok()) return check.error();
+  if constexpr (requires { call.step.shape; }) {
+    call.shape = ShapeOf(call);
+    check.Shape(call.shape);
+    if (!check.ok()) return check.error();
+  }
+  if constexpr (Call::kFormatted) SizeFormat(check, call);
+  if (!check.ok()) return check.error();
+
+  FillStep(check, call, call.step);
+  call.Size(check);
+  table.Hold(kOwnViews);
+  if constexpr (Call::kPacked) table.Unpack(kOperands, ViewOf(std::get<kOperands>(given)));
+  if (!check.ok()) return check.error();
+  ForEachIndex<kRows>(
+      [&]<size_t i>() { StorePointer(call, std::get<i>(kBuffers<Call>).member, views[i].data); });
+  call.Finish();
+  return ffi::Error::Success();
 }
 
 }  // namespace jax_ep::ffi_layer

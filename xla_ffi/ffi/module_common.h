@@ -11,12 +11,15 @@
 #include <vector>
 
 #include "ffi/group.h"
-#include "ffi/targets.h"
+#include "ffi/table_export.h"
 
 namespace jax_ep::ffi_layer {
 
 inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
-  namespace nb = nanobind;
+  m.def(
+      "operand_tables", &OperandTables,
+      "Operands, results and attributes of every target of jax_ep, also of those that this module "
+      "does not serve.");
   m.def(
       "targets",
       [targets] {

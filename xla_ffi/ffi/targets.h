@@ -1,11 +1,10 @@
-// The custom-call targets that a native module registers: ep_init and every step, in one list, and
-// what else a back end adds.
+// The custom-call targets that native modules register.
 #pragma once
 
 #include <vector>
 
-#include "ffi/combine_operands.h"
-#include "ffi/operands.h"
+#include "ffi/collective_calls.h"
+#include "ffi/window_calls.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep::ffi_layer {
@@ -15,24 +14,28 @@ struct Target {
   XLA_FFI_Handler* handler;
 };
 
-template <typename... Decoded>
-struct TargetList {};
-using AllSteps =
-    TargetList<DecodedPack, DecodedUnpack, DecodedCachedPack, DecodedCachedUnpack,
-               DecodedCombinePack, DecodedCombineUnpack, DecodedQuantize, DecodedDequantize>;
+template <typename... Calls>
+struct CallList {};
+// Of every module.
+using StepCalls = CallList<PackCall, UnpackCall, CachedPackCall, CachedUnpackCall, CombinePackCall,
+                           CombineUnpackCall, QuantizeCall, DequantizeCall>;
+using WindowCalls =
+    CallList<WindowDispatchCall, WindowCachedDispatchCall, WindowCombineCall, DispatchSendCall,
+             DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
+using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 
-// `handler_of(Decoded{})` is a back end's handler of that target.
-template <typename... Decoded, typename HandlerOf>
-void AddTargets(std::vector<Target>& targets, TargetList<Decoded...>, HandlerOf handler_of) {
-  (targets.push_back({Decoded::kTarget, handler_of(Decoded{})}), ...);
+// `visit.template operator()<Call>()` for each.
+template <typename... Calls, typename Visit>
+void ForEachCall(CallList<Calls...>, Visit visit) {
+  (visit.template operator()<Calls>(), ...);
 }
 
-// ep_init and every step.
-template <typename HandlerOf>
-std::vector<Target> Targets(XLA_FFI_Handler* init, HandlerOf handler_of) {
-  std::vector<Target> targets{{"ep_init", init}};
-  AddTargets(targets, AllSteps{}, handler_of);
-  return targets;
+// `handler_of.template operator()<Call>()` is a back end's handler of that call.
+template <typename Calls, typename HandlerOf>
+void AddTargets(std::vector<Target>& targets, Calls calls, HandlerOf handler_of) {
+  ForEachCall(calls, [&]<typename Call>() {
+    targets.push_back({Call::kTarget, handler_of.template operator()<Call>()});
+  });
 }
 
 }  // namespace jax_ep::ffi_layer

@@ -58,6 +58,13 @@ concept QuantizedFormat =
       { F::Restored(value, value, value) } -> std::same_as<float>;
     };
 
+// Whether block-scaled matmuls take its scales in tiles: those that are bytes, of 16 or 32
+// elements.
+template <TokenFormat F>
+inline constexpr bool kTilesScales = false;
+template <QuantizedFormat F>
+inline constexpr bool kTilesScales<F> = sizeof(typename F::Scale) == 1 && F::kBlock <= 32;
+
 template <QuantizedFormat Format>
 JAX_EP_HOST_DEVICE float Scaled(float x, float factor) {
   return Format::kDivides ? Divide(x, factor) : Multiply(x, factor);

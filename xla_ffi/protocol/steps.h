@@ -69,12 +69,8 @@ struct PackStep {
   RegionTag tag{};
 };
 
-// place: one region per source rank -> rows and the expert rank's tables.
-struct UnpackStep {
-  EpShape shape;
-  bool zero_tail;
-  ScaleLayout scale_layout;
-  const uint8_t* recv;   // [R, region]
+// What a first dispatch leaves at the expert rank. Every step that places rows extends it.
+struct Arrivals {
   uint8_t* rows;         // [N, payload]
   uint8_t* scales;       // [N, scales] or, tiled, [tiles, words, 32, 4, 4]; in formats with scales
   int32_t* row_offsets;  // [G + 1]
@@ -88,7 +84,15 @@ struct UnpackStep {
   int32_t* row_of;          // [R, n, K]
   int32_t* row_slot;        // [N]
   int32_t* slot_counts;     // [R]
-  int32_t* row_base;        // [R, L] first row of each (source, local expert), not clamped to N
+};
+
+// place: one region per source rank -> rows and the expert rank's tables.
+struct UnpackStep : Arrivals {
+  EpShape shape;
+  bool zero_tail;
+  ScaleLayout scale_layout;
+  const uint8_t* recv;  // [R, region]
+  int32_t* row_base;    // [R, L] first row of each (source, local expert), not clamped to N
   // The results of the pack. They change only if calls were mixed up.
   int32_t* slot_of = nullptr;      // [n, K]
   int32_t* num_invalid = nullptr;  // [1]
@@ -125,7 +129,7 @@ struct CombinePackStep {
   EpShape shape;
   ElementType element;         // of expert_out
   ElementType wire;            // of the sums
-  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
   int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1
@@ -143,7 +147,7 @@ struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
   ElementType wire;
-  bool quantized;
+  int32_t quantized;
   int64_t num_weights;
   const uint8_t* recv;     // [R, CombineRegion]
   const int32_t* slot_of;  // [n, K]

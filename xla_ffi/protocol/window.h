@@ -68,6 +68,12 @@ inline constexpr int64_t kLowLatencyDispatchTokens = 24;
 inline constexpr int64_t kLowLatencyEncodedTokens = 32;
 inline constexpr int64_t kLowLatencyCombineTokens = 64;
 
+// The most elements of a token. While a token is encoded it lies in shared memory with its codes:
+// with 2048 experts and top-32 there is room for 238,592 elements in "nvfp4". Other tokens pass in
+// pieces.
+inline constexpr int64_t kMaxEncodedHidden = int64_t{1} << 17;
+inline constexpr int64_t kMaxWindowHidden = int64_t{1} << 22;
+
 // The number of cells for that many bytes.
 JAX_EP_HOST_DEVICE constexpr int64_t CellsOf(int64_t bytes) {
   return DivideUp(bytes, kCountsPerCell * kIndexBytes);

@@ -12,7 +12,7 @@ namespace jax_ep {
 using CallSite = int64_t;
 
 // route + encode + exchange + place.
-struct WindowDispatchStep {
+struct WindowDispatchStep : Arrivals {
   EpShape shape;
   bool zero_tail;
   ElementType element;
@@ -22,21 +22,8 @@ struct WindowDispatchStep {
   const int32_t* ids;        // [n, K]
   const float* weights;      // [n, K]
   const float* input_scale;  // [1], in formats that take one
-  uint8_t* rows;             // [N, payload]
-  uint8_t* scales;           // as in UnpackStep
-  int32_t* row_offsets;      // [G + 1]
-  int32_t* group_sizes;      // [G]
-  int32_t* expert_counts;    // [G]
-  int32_t* expert_ids;       // [G]
-  int32_t* scales_offsets;   // [G] when scales are tiled
-  int32_t* src_info;         // [N, 3]
-  float* row_weights;        // [N]
-  int32_t* num_dropped;      // [1]
   int32_t* num_invalid;      // [1]
   int32_t* slot_of;          // [n, K]
-  int32_t* row_of;           // [R, n, K]
-  int32_t* row_slot;         // [N]
-  int32_t* slot_counts;      // [R]
   InvalidIdReport* report;   // nullptr: bad ids are not reported
 };
 
@@ -63,7 +50,7 @@ struct WindowCombineStep {
   CallSite site;
   ElementType element;         // of expert_out, residual and output
   ElementType wire;            // of the sums that travel
-  bool quantized;              // whether the sums travel as fp8_block128 instead
+  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
   int64_t num_weights;         // K if weight gradients travel, else 0
   const void* expert_out;      // [N, H]
   const float* row_weights;    // [N], nullptr = 1

@@ -90,7 +90,7 @@ def add(commands: Any) -> None:
     layer.add_argument(
         "--combine-format",
         metavar="NAME",
-        help=f"combine_format: none by default, or {', '.join(_config.WIRE_FORMATS)}",
+        help=f"combine_format: none by default, or {', '.join(formats.wire_names())}",
     )
     capacity = layer.add_mutually_exclusive_group()
     capacity.add_argument(

@@ -3,8 +3,9 @@
 // lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
 // first byte that is read or written outside.
 #include <algorithm>
+#include <iterator>
+#include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -17,7 +18,7 @@
 namespace jax_ep::ffi_layer {
 namespace {
 
-struct Sizes {
+struct FuzzSizes {
   int64_t R, L, n, K, H, N;
   ffi::DataType dtype;
   int64_t element_bytes;
@@ -26,10 +27,9 @@ struct Sizes {
   ffi::DataType payload_dtype, scale_dtype;
   bool quantized;
 
-  explicit Sizes(FuzzInput& input) {
+  explicit FuzzSizes(FuzzInput& input) {
     static constexpr int64_t kHidden[] = {8, 16, 32, 64, 128, 256, 512, 640};
     static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16};
-    static constexpr const char* kFormats[] = {"bf16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"};
     R = input.In(1, 5);
     L = input.In(1, 5);
     n = input.In(0, 7);
@@ -38,9 +38,10 @@ struct Sizes {
     N = input.In(0, 60);
     dtype = kTypes[input.In(0, 2)];
     element_bytes = dtype == ffi::F32 ? 4 : 2;
-    format = kFormats[input.In(0, 4)];
+    format = kFormatNames[input.Byte() % std::size(kFormatNames)];
     Checker check("");
-    const Encoding encoding = CheckFormat(check, format, H, element_bytes);
+    Encoding encoding = Encoding::Of(check, format);
+    encoding.Size(check, H, element_bytes);
     payload = encoding.payload_bytes;
     scale = encoding.scale_bytes;
     columns = encoding.payload_columns;
@@ -53,83 +54,95 @@ struct Sizes {
   std::vector<int64_t> Wire(int64_t bytes) const { return {R, bytes / kWireWordBytes}; }
 };
 
-Call MakeCall(DecodedPack*, const Sizes& s, FuzzInput&) {
-  Call call;
-  call.Add(s.dtype, {s.n, s.H});
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::F32, {s.n, s.K});
-  call.Add(ffi::F32, {1});
-  call.Add(ffi::U32, s.Wire(RegionHeader::Of(s.L).bytes +
-                            s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::S32, {1});
-  call.attributes = {int64_t{7}, int64_t{5}, false, s.R * s.L, s.format};
+CustomCall MakeCall(PackCall*, const FuzzSizes& s, FuzzInput&) {
+  CustomCall call;
+  call.Add("tokens", s.dtype, {s.n, s.H});
+  call.Add("topk_ids", ffi::S32, {s.n, s.K});
+  call.Add("router_weights", ffi::F32, {s.n, s.K});
+  call.Add("input_scale", ffi::F32, {1});
+  call.Add("-> send", ffi::U32,
+           s.Wire(RegionHeader::Of(s.L).bytes +
+                  s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
+  call.Add("-> slot_of", ffi::S32, {s.n, s.K});
+  call.Add("-> position", ffi::S32, {s.n, s.K});
+  call.Add("-> num_invalid", ffi::S32, {1});
+  call.attributes = {{"key", int64_t{7}},
+                     {"site", int64_t{5}},
+                     {"in_halves", false},
+                     {"num_experts", s.R * s.L},
+                     {"format", s.format}};
   return call;
 }
 
-Call MakeCall(DecodedUnpack*, const Sizes& s, FuzzInput& input) {
-  Call call;
+CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
   const bool tiled = s.quantized && s.scales % kTileColumns == 0 && input.Flag();
-  call.Add(ffi::U32, s.Wire(RegionHeader::Of(s.L).bytes +
-                            s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::S32, {1});
-  call.Add(s.payload_dtype, {s.N, s.columns});
+  call.Add("recv", ffi::U32,
+           s.Wire(RegionHeader::Of(s.L).bytes +
+                  s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
+  call.Add("slot_of", ffi::S32, {s.n, s.K});
+  call.Add("num_invalid", ffi::S32, {1});
+  call.Add("-> tokens", s.payload_dtype, {s.N, s.columns});
   const auto tiles = ScaleTiles::Of(s.N, s.L, s.scales);
-  call.Add(s.scale_dtype, !s.quantized ? std::vector<int64_t>{0}
-                          : tiled ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
-                                  : std::vector<int64_t>{s.N, s.scales});
-  call.Add(ffi::S32, {s.L + 1});
-  for (int i = 0; i < 3; ++i) call.Add(ffi::S32, {s.L});
-  call.Add(ffi::S32, {tiled ? s.L : 0});
-  call.Add(ffi::S32, {s.N, 3});
-  call.Add(ffi::F32, {s.N});
-  call.Add(ffi::S32, {1});
-  call.Add(ffi::S32, {s.R, s.n, s.K});
-  call.Add(ffi::S32, {s.N});
-  call.Add(ffi::S32, {s.R});
-  call.Add(ffi::S32, {s.R, s.L});
+  call.Add("-> scales", s.scale_dtype,
+           !s.quantized ? std::vector<int64_t>{0}
+           : tiled      ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
+                        : std::vector<int64_t>{s.N, s.scales});
+  call.Add("-> row_offsets", ffi::S32, {s.L + 1});
+  for (const char* name : {"-> group_sizes", "-> expert_counts", "-> expert_ids"}) {
+    call.Add(name, ffi::S32, {s.L});
+  }
+  call.Add("-> scales_offsets", ffi::S32, {tiled ? s.L : 0});
+  call.Add("-> src_info", ffi::S32, {s.N, 3});
+  call.Add("-> router_weights", ffi::F32, {s.N});
+  call.Add("-> num_dropped", ffi::S32, {1});
+  call.Add("-> row_of", ffi::S32, {s.R, s.n, s.K});
+  call.Add("-> row_slot", ffi::S32, {s.N});
+  call.Add("-> slot_counts", ffi::S32, {s.R});
+  call.Add("-> row_base", ffi::S32, {s.R, s.L});
   call.aliases = {{1, call.operands.size()}, {2, call.operands.size() + 1}};
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::S32, {1});
+  call.Add("-> slot_of", ffi::S32, {s.n, s.K});
+  call.Add("-> num_invalid", ffi::S32, {1});
   const int64_t alignment = input.Flag() ? 1 : input.In(1, 130);
-  call.attributes = {int64_t{7}, alignment, input.Flag(), s.format,
-                     std::string(tiled ? "tiled_128x4" : "rows")};
+  call.attributes = {{"key", int64_t{7}},
+                     {"expert_alignment", alignment},
+                     {"zero_tail", input.Flag()},
+                     {"format", s.format},
+                     {"scale_layout", std::string(tiled ? "tiled_128x4" : "rows")}};
   return call;
 }
 
-int64_t CachedBytes(const Sizes& s, int64_t weights) {
+int64_t CachedBytes(const FuzzSizes& s, int64_t weights) {
   const auto message = CachedDispatchMessage::Of(s.payload, s.scale, weights);
   return CachedRegion::Of(s.n, message.bytes).bytes;
 }
 
-Call MakeCall(DecodedCachedPack*, const Sizes& s, FuzzInput& input) {
-  Call call;
+CustomCall MakeCall(CachedPackCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
   const int64_t weights = input.Flag() ? s.K : 0;
-  call.Add(s.dtype, {s.n, s.H});
-  call.Add(ffi::F32, {s.n, weights});
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(ffi::U32, s.Wire(CachedBytes(s, weights)));
-  call.attributes = {int64_t{7}, int64_t{5}, s.format};
+  call.Add("tokens", s.dtype, {s.n, s.H});
+  call.Add("weights", ffi::F32, {s.n, weights});
+  call.Add("slot_of", ffi::S32, {s.n, s.K});
+  call.Add("-> send", ffi::U32, s.Wire(CachedBytes(s, weights)));
+  call.attributes = {{"key", int64_t{7}}, {"site", int64_t{5}}, {"format", s.format}};
   return call;
 }
 
-Call MakeCall(DecodedCachedUnpack*, const Sizes& s, FuzzInput& input) {
-  Call call;
+CustomCall MakeCall(CachedUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
   const bool weighted = s.N > 0 && input.Flag();
   const int64_t weights = weighted ? s.K : 0;
-  call.Add(ffi::U32, s.Wire(CachedBytes(s, weights)));
-  call.Add(ffi::S32, {s.R, s.n, s.K});
-  call.Add(ffi::S32, {s.N});
-  call.Add(s.dtype, {s.N, s.H});
-  call.Add(ffi::F32, {weighted ? s.N : 0});
-  call.attributes = {int64_t{7}, s.format};
+  call.Add("recv", ffi::U32, s.Wire(CachedBytes(s, weights)));
+  call.Add("row_of", ffi::S32, {s.R, s.n, s.K});
+  call.Add("row_slot", ffi::S32, {s.N});
+  call.Add("-> rows", s.dtype, {s.N, s.H});
+  call.Add("-> row_weights", ffi::F32, {weighted ? s.N : 0});
+  call.attributes = {{"key", int64_t{7}}, {"format", s.format}};
   return call;
 }
 
 // Name and bytes of a message of a combine.
-std::pair<std::string, int64_t> Sums(const Sizes& s, int64_t weights, FuzzInput& input) {
+std::pair<std::string, int64_t> Sums(const FuzzSizes& s, int64_t weights, FuzzInput& input) {
   static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", CombineFormat::kName};
   const int64_t kind = input.In(0, s.H % CombineFormat::kBlock == 0 ? 3 : 2);
   const auto wire = kind == 0 || kind == 3 ? ElementType::kFloat32
@@ -138,60 +151,63 @@ std::pair<std::string, int64_t> Sums(const Sizes& s, int64_t weights, FuzzInput&
   return {kNames[kind], CombineMessageOf(s.H, wire, kind == 3, weights).bytes};
 }
 
-Call MakeCall(DecodedCombinePack*, const Sizes& s, FuzzInput& input) {
-  Call call;
+CustomCall MakeCall(CombinePackCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
   const bool weighted = input.Flag(), grads = input.Flag();
   const auto [wire, message] = Sums(s, grads ? s.K : 0, input);
-  call.Add(s.dtype, {s.N, s.H});
-  call.Add(ffi::F32, {weighted ? s.N : 0});
-  call.Add(ffi::F32, {grads ? s.N : 0});
-  call.Add(ffi::S32, {s.R, s.n, s.K});
-  call.Add(ffi::S32, {s.R});
-  call.Add(ffi::U32, s.Wire(CombineRegion::Of(s.n, message).bytes));
-  call.attributes = {int64_t{7}, int64_t{5}, false, weighted, grads, wire};
+  call.Add("expert_out", s.dtype, {s.N, s.H});
+  call.Add("router_weights", ffi::F32, {weighted ? s.N : 0});
+  call.Add("weight_grads", ffi::F32, {grads ? s.N : 0});
+  call.Add("row_of", ffi::S32, {s.R, s.n, s.K});
+  call.Add("slot_counts", ffi::S32, {s.R});
+  call.Add("-> send", ffi::U32, s.Wire(CombineRegion::Of(s.n, message).bytes));
+  call.attributes = {{"key", int64_t{7}},    {"site", int64_t{5}},         {"in_halves", false},
+                     {"weighted", weighted}, {"with_weight_grads", grads}, {"combine_dtype", wire}};
   return call;
 }
 
-Call MakeCall(DecodedCombineUnpack*, const Sizes& s, FuzzInput& input) {
-  Call call;
+CustomCall MakeCall(CombineUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
   const bool residual = input.Flag(), by_entry = input.Flag(), shared = input.Flag();
   const bool weighted = by_entry && input.Flag();
   const int64_t weights = by_entry || input.Flag() ? 0 : s.K;
   const auto [wire, message] = Sums(s, weights, input);
-  call.Add(ffi::U32, s.Wire(CombineRegion::Of(s.n * (by_entry ? s.K : 1), message).bytes));
-  call.Add(ffi::S32, {s.n, s.K});
-  call.Add(s.dtype, {residual ? s.n : 0, s.H});
-  call.Add(ffi::F32, {weighted ? s.n : 0, s.K});
-  call.Add(s.dtype, {shared ? s.N : 0, s.H});
-  call.Add(ffi::S32, {shared ? 2 : 0});
-  call.Add(s.dtype, {s.n, s.H});
-  call.Add(ffi::F32, {s.n, weights});
-  call.attributes = {int64_t{7}, residual, by_entry, weighted, shared, wire};
+  call.Add("recv", ffi::U32, s.Wire(CombineRegion::Of(s.n * (by_entry ? s.K : 1), message).bytes));
+  call.Add("slot_of", ffi::S32, {s.n, s.K});
+  call.Add("residual", s.dtype, {residual ? s.n : 0, s.H});
+  call.Add("entry_weights", ffi::F32, {weighted ? s.n : 0, s.K});
+  call.Add("shared_rows", s.dtype, {shared ? s.N : 0, s.H});
+  call.Add("shared_part", ffi::S32, {shared ? 2 : 0});
+  call.Add("-> output", s.dtype, {s.n, s.H});
+  call.Add("-> weight_grads", ffi::F32, {s.n, weights});
+  call.attributes = {{"key", int64_t{7}},     {"with_residual", residual},
+                     {"by_entry", by_entry},  {"with_entry_weights", weighted},
+                     {"with_shared", shared}, {"combine_dtype", wire}};
   return call;
 }
 
-Call MakeCall(DecodedQuantize*, const Sizes& s, FuzzInput& input) {
-  Call call;
-  call.Add(s.dtype, {s.n, s.H});
-  call.Add(ffi::F32, {input.Flag() ? 1 : s.n});
-  call.Add(s.payload_dtype, {s.n, s.columns});
-  call.Add(s.scale_dtype, {s.n, s.scales});
-  call.attributes = {s.format};
+CustomCall MakeCall(QuantizeCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
+  call.Add("tokens", s.dtype, {s.n, s.H});
+  call.Add("input_scale", ffi::F32, {input.Flag() ? 1 : s.n});
+  call.Add("-> payload", s.payload_dtype, {s.n, s.columns});
+  call.Add("-> scales", s.scale_dtype, {s.n, s.scales});
+  call.attributes = {{"format", s.format}};
   return call;
 }
 
-Call MakeCall(DecodedDequantize*, const Sizes& s, FuzzInput& input) {
-  Call call;
-  call.Add(s.payload_dtype, {s.n, s.columns});
-  call.Add(s.scale_dtype, {s.n, s.scales});
-  call.Add(ffi::F32, {input.Flag() ? 1 : s.n});
-  call.Add(s.dtype, {s.n, s.H});
-  call.attributes = {s.format};
+CustomCall MakeCall(DequantizeCall*, const FuzzSizes& s, FuzzInput& input) {
+  CustomCall call;
+  call.Add("payload", s.payload_dtype, {s.n, s.columns});
+  call.Add("scales", s.scale_dtype, {s.n, s.scales});
+  call.Add("input_scale", ffi::F32, {input.Flag() ? 1 : s.n});
+  call.Add("-> tokens", s.dtype, {s.n, s.H});
+  call.attributes = {{"format", s.format}};
   return call;
 }
 
 // Other sizes, ranks, dtypes and attributes.
-void Change(FuzzInput& input, Call& call) {
+void Change(FuzzInput& input, CustomCall& call) {
   static constexpr ffi::DataType kTypes[] = {ffi::PRED, ffi::S32, ffi::U8,       ffi::U32,
                                              ffi::F32,  ffi::F16, ffi::BF16,     ffi::F64,
                                              ffi::S64,  ffi::U64, ffi::F8E4M3FN, ffi::F8E8M0FNU};
@@ -213,7 +229,7 @@ void Change(FuzzInput& input, Call& call) {
         operand.dtype = kTypes[input.In(0, 11)];
         break;
       default: {
-        Attribute& attribute = call.attributes[input.Byte() % call.attributes.size()];
+        Attribute& attribute = call.attributes[input.Byte() % call.attributes.size()].second;
         if (auto* number = std::get_if<int64_t>(&attribute)) *number = input.AnyInt();
         if (auto* flag = std::get_if<bool>(&attribute)) *flag = !*flag;
         static constexpr const char* kWords[] = {"", "rows", "bf16", "nvfp4", "float32", "mxfp8"};
@@ -243,24 +259,17 @@ void CheckTables(const UnpackStep& step) {
   CheckIndices(step.group_sizes, shape.local_experts, 0, shape.recv_rows + 1);
 }
 
-template <typename T>
-inline constexpr bool kIsResult = false;
-template <typename B>
-inline constexpr bool kIsResult<Out<B>> = true;
-
 // Gives a result the memory of an operand of its type, as a program may ask of XLA: the `choice`th
 // of such pairs, 0 for none. Returns how many it has seen.
-template <typename... Parameters>
-int64_t Alias(Call& call, int64_t choice) {
-  constexpr bool kResults[] = {kIsResult<std::remove_cvref_t<Parameters>>...};
+template <typename Decoded>
+int64_t Alias(CustomCall& call, int64_t choice) {
   const auto shared = [&](size_t from, size_t to) {
     return std::ranges::any_of(
         call.aliases, [&](const auto& pair) { return pair.first == from || pair.second == to; });
   };
   int64_t pairs = 0;
-  for (size_t to = 0; to < call.operands.size(); ++to) {
-    for (size_t from = 0; from < to; ++from) {
-      if (!kResults[to] || kResults[from]) continue;
+  for (size_t to = kSize<Decoded::kOperands>; to < call.operands.size(); ++to) {
+    for (size_t from = 0; from < kSize<Decoded::kOperands>; ++from) {
       if (!call.operands[from].SameType(call.operands[to]) || shared(from, to)) continue;
       if (++pairs != choice) continue;
       call.aliases.emplace_back(from, to);
@@ -272,7 +281,7 @@ int64_t Alias(Call& call, int64_t choice) {
 
 // The regions come from one call, or nothing of them would be looked at.
 template <typename Step>
-void EqualiseTags(const Step& step, const Call& call) {
+void EqualiseTags(const Step& step, const CustomCall& call) {
   if constexpr (requires { step.check; }) {
     const int64_t bytes = call.operands[0].dims[1] * kWireWordBytes;
     auto* recv = const_cast<uint8_t*>(step.recv);
@@ -288,22 +297,18 @@ struct How {
   bool mixed;     // the regions keep the tags that they came with
 };
 
-template <typename Decoded, typename... Parameters>
-int64_t RunCall(FuzzInput& input, const How& how, ffi::Error (Decoded::*decode)(Parameters...)) {
-  const Sizes sizes(input);
-  Call call = MakeCall(static_cast<Decoded*>(nullptr), sizes, input);
+template <typename Decoded>
+int64_t RunCall(FuzzInput& input, const How& how) {
+  const FuzzSizes sizes(input);
+  CustomCall call = MakeCall(static_cast<Decoded*>(nullptr), sizes, input);
   Change(input, call);
-  const int64_t pairs = Alias<Parameters...>(call, how.alias);
+  const int64_t pairs = Alias<Decoded>(call, how.alias);
   Arguments arguments(call, [&](const Buffer& buffer) { input.Fill(buffer, sizes.Bound()); });
-  // Braces: in order.
-  std::tuple<std::remove_cvref_t<Parameters>...> values{
-      arguments.Next<std::remove_cvref_t<Parameters>>()...};
-  if (arguments.refused()) return pairs;
   Decoded decoded;
-  const ffi::Error error =
-      std::apply([&](auto&... value) { return (decoded.*decode)(value...); }, values);
-  if (error.failure()) {
-    FUZZ_CHECK(!error.message().empty());
+  const std::optional<ffi::Error> error = arguments.DecodeTo(decoded);
+  if (!error) return pairs;
+  if (error->failure()) {
+    FUZZ_CHECK(!error->message().empty());
     return pairs;
   }
   if (!arguments.small()) return pairs;
@@ -322,21 +327,21 @@ int64_t RunCall(FuzzInput& input, const How& how, ffi::Error (Decoded::*decode)(
 int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
   switch (number) {
     case 0:
-      return RunCall(input, how, &DecodedPack::Decode);
+      return RunCall<PackCall>(input, how);
     case 1:
-      return RunCall(input, how, &DecodedUnpack::Decode);
+      return RunCall<UnpackCall>(input, how);
     case 2:
-      return RunCall(input, how, &DecodedCachedPack::Decode);
+      return RunCall<CachedPackCall>(input, how);
     case 3:
-      return RunCall(input, how, &DecodedCachedUnpack::Decode);
+      return RunCall<CachedUnpackCall>(input, how);
     case 4:
-      return RunCall(input, how, &DecodedCombinePack::Decode);
+      return RunCall<CombinePackCall>(input, how);
     case 5:
-      return RunCall(input, how, &DecodedCombineUnpack::Decode);
+      return RunCall<CombineUnpackCall>(input, how);
     case 6:
-      return RunCall(input, how, &DecodedQuantize::Decode);
+      return RunCall<QuantizeCall>(input, how);
     default:
-      return RunCall(input, how, &DecodedDequantize::Decode);
+      return RunCall<DequantizeCall>(input, how);
   }
 }
 

@@ -68,9 +68,9 @@ template <typename Wire, int kCount>
 struct WireVectorOf {
   using type = Elements<Wire, kCount>;
 };
-template <int kCount>
-struct WireVectorOf<CombineFormat, kCount> {
-  using type = DecodedVector<CombineFormat, kCount>;
+template <QuantizedFormat Format, int kCount>
+struct WireVectorOf<Format, kCount> {
+  using type = DecodedVector<Format, kCount>;
 };
 // kCount elements of a row as they travel.
 template <typename Wire, int kCount>
@@ -241,7 +241,9 @@ cudaError_t PreloadCombineKernels() {
   };
   for (const ElementType element : kElementTypes) {
     for (const ElementType wire : kElementTypes) VisitElements(element, wire, preload);
-    VisitElement(element, [&](auto type) { preload(type, CombineFormat{}); });
+    VisitElement(element, [&](auto type) {
+      ForEachWireFormat([&](auto format) { preload(type, format); });
+    });
   }
   return error;
 }

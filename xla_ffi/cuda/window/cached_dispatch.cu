@@ -717,7 +717,7 @@ cudaError_t PreloadWindowCachedDispatch() {
   template cudaError_t WindowCachedDispatchReceive<Format>(                             \
       const WindowCachedDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
 JAX_EP_INSTANTIATE(Bf16Format)
-JAX_EP_INSTANTIATE(CombineFormat)
+JAX_EP_WIRE_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 
 }  // namespace jax_ep::cuda

@@ -5,9 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <type_traits>
-
-#include "formats/combine_wire.h"
+#include "formats/registry.h"
 #include "formats/token_format.h"
 #include "protocol/pending.h"
 #include "protocol/window.h"
@@ -17,8 +15,7 @@ namespace jax_ep::cuda {
 
 // The formats of cached dispatches: rows travel unchanged or in grad_format.
 template <typename Format>
-inline constexpr bool kCachedFormat =
-    !QuantizedFormat<Format> || std::is_same_v<Format, CombineFormat>;
+inline constexpr bool kCachedFormat = !QuantizedFormat<Format> || kIsWireFormat<Format>;
 
 template <typename Format>
 cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,

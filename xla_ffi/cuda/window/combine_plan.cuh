@@ -79,7 +79,8 @@ cudaError_t PreloadCombines(Preload preload) {
   };
   for (const ElementType element : kElementTypes) {
     for (const ElementType wire : kElementTypes) VisitElements(element, wire, next);
-    VisitElement(element, [&](auto type) { next(type, CombineFormat{}); });
+    VisitElement(element,
+                 [&](auto type) { ForEachWireFormat([&](auto format) { next(type, format); }); });
   }
   return error;
 }

@@ -1,0 +1,332 @@
+"""Custom calls by name: operands in, results out, as the native tables have them.
+
+A table has a row for each operand, result and attribute of a target; the native module
+makes it from the one that its handlers decode by (xla_ffi/ffi/operand_table.h). The
+types of targets are in tables.pyi, which `.ci/table_stubs.py` writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import namedtuple
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._native import ffi
+from jax_ep._native.loader import cpu as native
+
+# A size: the product of these dimensions, if any, plus a number.
+Size = tuple[tuple[str, ...], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An operand or a result.
+
+    Attributes:
+        name: the keyword, or the field.
+        dtype: of the elements; "token", "payload" and "scale" depend on the call.
+        shape: sizes by dimension.
+        form: "exact", or how `shape` is to be read: "any" shape with an element,
+            "longer" in the last dimension, "leading" dimensions that count as one,
+            "flat" for all of them.
+        given: the flag that says whether it is there, or None.
+        omitted: the shape where it is not.
+        when: a flag with which the shape is `other`, or None.
+        other: that shape.
+        in_place_of: the operand whose memory a result has, or None.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    form: str
+    given: str | None
+    omitted: tuple[Size, ...]
+    when: str | None
+    other: tuple[Size, ...]
+    in_place_of: str | None
+
+    def shape_with(self, flags: Mapping[str, bool]) -> tuple[Size, ...]:
+        """The shape under these flags."""
+        if self.given is not None and not flags[self.given]:
+            return self.omitted
+        return self.other if self.when is not None and flags[self.when] else self.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """An attribute: its type, and the dimension that it sets, if any."""
+
+    name: str
+    type: str
+    dim: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a target takes and gives.
+
+    Attributes:
+        operands: in order.
+        results: in order.
+        attributes: all of them, also those that `call` makes of the operands.
+        packed: whether the results are one int32 array `[1, all their elements]`.
+        shown: the flags that a caller gives for no operand or attribute does.
+    """
+
+    operands: tuple[Row, ...]
+    results: tuple[Row, ...]
+    attributes: tuple[Attribute, ...]
+    packed: bool
+
+    @property
+    def from_operands(self) -> frozenset[str]:
+        """Flags that say whether operands are given."""
+        return frozenset(row.given for row in self.operands if row.given) - _OF_FORMATS
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """Flags of results, that neither operands nor attributes give."""
+        flags = {row.given for row in self.results if row.given}
+        known = {each.name for each in self.attributes} | self.from_operands
+        return frozenset(flags - known - _OF_FORMATS)
+
+
+# Flags that follow from a call's `format` and `scale_layout`.
+_OF_FORMATS = frozenset({"quantized", "plain", "tiled"})
+_FORMATS = {entry["name"]: entry for entry in native.formats()}
+
+
+def _table(found: Mapping[str, Any]) -> Table:
+    return Table(
+        operands=tuple(Row(**row) for row in found["operands"]),
+        results=tuple(Row(**row) for row in found["results"]),
+        attributes=tuple(Attribute(**row) for row in found["attributes"]),
+        packed=found["packed"],
+    )
+
+
+TABLES: dict[str, Table] = {
+    target: _table(found) for target, found in native.operand_tables().items()
+}
+
+
+def type_name(target: str) -> str:
+    """The name of the class of a target's results."""
+    return "".join(word.capitalize() for word in target.removeprefix("ep_").split("_"))
+
+
+_RESULTS: dict[str, Any] = {
+    target: namedtuple(
+        type_name(target),
+        ["results"] if table.packed else [row.name for row in table.results],
+    )
+    for target, table in TABLES.items()
+}
+
+
+def struct(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result that varies over the mesh axes that `like` varies over."""
+    kind = jax.typeof(like)
+    # With an explicit axis of one a specification has the length of `like`'s shape.
+    whole = kind.sharding.update(spec=jax.sharding.PartitionSpec())
+    return kind.update(
+        shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=whole
+    )
+
+
+def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros that vary as `like`; with no rows the placeholder of an omitted operand."""
+    return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
+
+
+def call(
+    target: str,
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: Mapping[str, jax.Array | None],
+    attributes: Mapping[str, int | bool | str],
+) -> Any:
+    """Calls `target` with operands and attributes by name.
+
+    Operands that may be omitted are None, or left out; the attributes that say so are
+    not given.
+
+    Args:
+        target: of `TABLES`.
+        like: results vary over the mesh axes that it varies over, and rows of tokens
+            have its dtype. Its last dimension is H where no operand says otherwise.
+        dims: the sizes that no operand has: of N, G, W or whatever results need.
+        operands: by name.
+        attributes: by name, and the flags of `Table.shown`.
+
+    Returns:
+        A NamedTuple of the results; None for those that are omitted. Of a target whose
+        results are packed: `(results,)`, which `unpack` takes apart.
+    """
+    one = _Call(target, like, dims, operands, attributes)
+    arrays = [one.operand(row) for row in one.table.operands]
+    values = one.attributes()
+    if one.table.packed:
+        total = sum(math.prod(one.result(row).shape) for row in one.table.results)
+        whole = struct(like, (1, total), jnp.int32)
+        return _RESULTS[target](ffi.call_aside(target, whole, *arrays, **values))
+    names = [row.name for row in one.table.operands]
+    aliases = {
+        names.index(row.in_place_of): i
+        for i, row in enumerate(one.table.results)
+        if row.in_place_of is not None
+    }
+    results = ffi.call(
+        target,
+        [one.result(row) for row in one.table.results],
+        *arrays,
+        input_output_aliases=aliases or None,
+        **values,
+    )
+    given = [row.given is None or one.flags[row.given] for row in one.table.results]
+    return _RESULTS[target](
+        *(array if there else None for array, there in zip(results, given, strict=True))
+    )
+
+
+def unpack(target: str, results: jax.Array, dims: Mapping[str, int]) -> Any:
+    """The results of `target`, whose packed form `results` is, for a later call.
+
+    Args:
+        target: the one whose results are apart.
+        results: of the target that packs them.
+        dims: the sizes of all dimensions in its results.
+    """
+    rows = TABLES[target].results
+    shapes = [tuple(_size(size, dims) for size in row.shape) for row in rows]
+    ends = [sum(map(math.prod, shapes[: i + 1])) for i in range(len(shapes) - 1)]
+    parts = jnp.split(results, ends, axis=1)
+    return _RESULTS[target](
+        *(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    )
+
+
+def _size(size: Size, dims: Mapping[str, int]) -> int:
+    factors, number = size
+    return number + (math.prod(dims[name] for name in factors) if factors else 0)
+
+
+class _Call:
+    """One call's flags and dimensions."""
+
+    def __init__(
+        self,
+        target: str,
+        like: jax.Array,
+        dims: Mapping[str, int],
+        operands: Mapping[str, jax.Array | None],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self.target, self.like, self.operands = target, like, operands
+        self.table = TABLES[target]
+        self.values = dict(attributes)
+        known = {row.name for row in self.table.operands}
+        self._require(operands.keys() <= known, "operands", operands.keys() - known)
+        self.format = _FORMATS[self.values.get("format", "bf16")]
+        self.flags = self._flags()
+        self.dims = self._dims(dims)
+
+    def _require(self, holds: bool, what: str, found: Any) -> None:
+        # Of callers in this package: users' arguments have been checked.
+        if not holds:
+            raise TypeError(f"{self.target}: wrong {what}, {sorted(found)}")
+
+    def _flags(self) -> dict[str, bool]:
+        table, values = self.table, self.values
+        quantized = self.format["scale_dtype"] is not None
+        flags = {
+            "quantized": quantized,
+            "plain": not quantized,
+            "tiled": values.get("scale_layout", "rows") != "rows",
+        }
+        for row in table.operands:
+            there = self.operands.get(row.name) is not None
+            if row.given is None or row.given in _OF_FORMATS:
+                wanted = row.given is None or flags[row.given]
+                self._require(there or not wanted, "operands without", [row.name])
+            elif flags.setdefault(row.given, there) != there:
+                self._require(False, "operands of", [row.given])
+        for name in table.shown:
+            flags[name] = bool(values.pop(name))
+        for each in table.attributes:
+            if each.type == "bool" and each.name not in flags:
+                flags[each.name] = bool(values[each.name])
+        return flags
+
+    def _dims(self, dims: Mapping[str, int]) -> dict[str, int]:
+        known = dict(dims)
+        for each in self.table.attributes:
+            if each.dim is not None:
+                known[each.dim] = self.values[each.name]
+        for row in self.table.operands:
+            array = self.operands.get(row.name)
+            if array is None or row.form not in ("exact", "longer"):
+                continue
+            shape = row.shape_with(self.flags)
+            for (factors, number), size in zip(shape, array.shape, strict=True):
+                if len(factors) == 1 and number == 0:
+                    known.setdefault(factors[0], size)
+        known.setdefault("H", self.like.shape[-1])
+        if "format" in self.values:
+            self._format_dims(known)
+        return known
+
+    def _format_dims(self, known: dict[str, int]) -> None:
+        name, hidden = self.format["name"], known["H"]
+        known["P"] = hidden
+        if self.flags["quantized"]:
+            known["P"] = native.encoded_bytes(name, hidden, 2)[0]
+            known["S"] = hidden // self.format["block"]
+        if self.flags["tiled"]:
+            known["V"], known["C"] = native.scale_tiles(
+                known["N"], known["G"], known["S"]
+            )
+
+    def _dtype(self, row: Row) -> Any:
+        if row.dtype == "token":
+            return self.like.dtype
+        if row.dtype == "payload":
+            return self.format["payload_dtype"] or self.like.dtype
+        if row.dtype == "scale":
+            return self.format["scale_dtype"] or jnp.uint8
+        return row.dtype
+
+    def _sizes(self, row: Row) -> tuple[int, ...]:
+        return tuple(_size(size, self.dims) for size in row.shape_with(self.flags))
+
+    def operand(self, row: Row) -> jax.Array:
+        """The array, or its placeholder."""
+        array = self.operands.get(row.name)
+        if array is not None and (row.given is None or self.flags[row.given]):
+            return array
+        return zeros(self.like, self._sizes(row), self._dtype(row))
+
+    def result(self, row: Row) -> Any:
+        """The type of a result."""
+        # Those of ep_quantize and ep_dequantize have as many dimensions as operands.
+        self._require(row.form == "exact", "result for this function", [row.name])
+        return struct(self.like, self._sizes(row), self._dtype(row))
+
+    def attributes(self) -> dict[str, Any]:
+        """All of them, in order."""
+        made = self.flags.keys() & self.table.from_operands
+        given = {name for name in self.values if name not in made}
+        wanted = {each.name for each in self.table.attributes} - made
+        self._require(given == wanted, "attributes", given ^ wanted)
+        return {
+            each.name: self.flags[each.name]
+            if each.name in made
+            else self.values[each.name]
+            for each in self.table.attributes
+        }

@@ -1,0 +1,254 @@
+"""Custom calls by name: what the native tables make of operands and attributes."""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep._native import ffi, tables
+from jax_ep._native.loader import cpu as native
+from support import quantizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+N_TOKENS, TOP_K, HIDDEN, RANKS, GROUPS, ROWS = 5, 2, 256, 4, 3, 41
+
+
+def int32(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
+
+
+def float32(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
+def tokens(rows: int = N_TOKENS) -> jax.Array:
+    return jnp.zeros((rows, HIDDEN), jnp.bfloat16)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is called: target, results, operands, attributes, aliases; it runs not."""
+    made = []
+
+    def record(target, results, *operands, input_output_aliases=None, **attributes):
+        types = [f"{each.dtype}{list(each.shape)}" for each in results]
+        given = [f"{each.dtype}{list(each.shape)}" for each in operands]
+        made.append((target, types, given, attributes, input_output_aliases))
+        return [jnp.zeros(each.shape, each.dtype) for each in results]
+
+    monkeypatch.setattr(ffi, "call", record)
+    monkeypatch.setattr(
+        ffi,
+        "call_aside",
+        lambda target, result, *operands, **given: record(
+            target, [result], *operands, **given
+        )[0],
+    )
+    return made
+
+
+def test_every_target_has_a_table() -> None:
+    own = set(tables.TABLES) | {"ep_init"}
+    assert set(native.targets()) <= own
+    assert set(ffi.target_names()) <= own
+    for target, table in tables.TABLES.items():
+        for names in (table.operands, table.results, table.attributes):
+            assert len({each.name for each in names}) == len(names), target
+    assert native.PENDING_INTS == 4  # of the tables of halves, below
+
+
+def test_stub_is_that_of_the_tables() -> None:
+    stubs = runpy.run_path(str(ROOT / ".ci" / "table_stubs.py"))
+    assert stubs["STUB"].read_text() == stubs["stub"](), "run .ci/table_stubs.py"
+
+
+def test_omitted_operands_have_placeholders(calls: list[Any]) -> None:
+    given = {
+        "expert_out": tokens(ROWS),
+        "router_weights": None,
+        "row_of": int32(RANKS, N_TOKENS, TOP_K),
+        "slot_counts": int32(RANKS),
+        "slot_of": int32(N_TOKENS, TOP_K),
+        "residual": tokens(),
+        "after": int32(1),
+    }
+    attributes = {"key": 7, "site": 9, "by_entry": False, "combine_dtype": "float32"}
+    got = tables.call("ep_combine", tokens(ROWS), {}, given, attributes)
+    assert got._fields == ("output", "weight_grads", "done")
+    assert got.output.shape == (N_TOKENS, HIDDEN)
+    assert got.weight_grads is None
+    assert calls == [
+        (
+            "ep_combine",
+            ["bfloat16[5, 256]", "float32[5, 0]", "int32[1]"],
+            [
+                "bfloat16[41, 256]",
+                "float32[0]",
+                "float32[0]",
+                "int32[4, 5, 2]",
+                "int32[4]",
+                "int32[5, 2]",
+                "bfloat16[5, 256]",
+                "float32[0, 2]",
+                "bfloat16[0, 256]",
+                "int32[0]",
+                "int32[1]",
+            ],
+            attributes
+            | {"weighted": False, "with_weight_grads": False, "with_residual": True}
+            | {"with_entry_weights": False, "with_shared": False},
+            None,
+        )
+    ]
+    more = given | {
+        "weight_grads": float32(ROWS),
+        "shared_rows": tokens(ROWS),
+        "shared_part": int32(2),
+    }
+    got = tables.call("ep_combine", tokens(ROWS), {}, more, attributes)
+    assert got.weight_grads.shape == (N_TOKENS, TOP_K)
+    _, results, operands, flags, _ = calls[-1]
+    assert results[1] == "float32[5, 2]"
+    assert operands[2] == "float32[41]"
+    assert operands[8:10] == ["bfloat16[41, 256]", "int32[2]"]
+    assert flags["with_weight_grads"]
+    assert flags["with_shared"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "columns", "scales", "offsets"),
+    [
+        ({"format": "bf16"}, "bfloat16", HIDDEN, "uint8[0]", 0),
+        ({"format": "nvfp4"}, "uint8", HIDDEN // 2, "float8_e4m3fn[41, 16]", 0),
+        (
+            {"format": "mxfp8", "scale_layout": "tiled_128x4"},
+            "float8_e4m3fn",
+            HIDDEN,
+            "float8_e8m0fnu[4, 2, 32, 4, 4]",
+            GROUPS,
+        ),
+    ],
+)
+def test_results_of_a_format(
+    changes: dict[str, str],
+    dtype: str,
+    columns: int,
+    scales: str,
+    offsets: int,
+    calls: list[Any],
+) -> None:
+    plain = changes["format"] == "bf16"
+    got = tables.call(
+        "ep_dispatch_place",
+        tokens(),
+        {"n": N_TOKENS, "K": TOP_K, "R": RANKS, "G": GROUPS, "N": ROWS},
+        {
+            "pending": int32(1, 4),
+            "tokens": tokens() if plain else None,
+            "after": int32(1),
+        },
+        {"key": 7, "expert_alignment": 1, "zero_tail": True, "scale_layout": "rows"}
+        | changes,
+    )
+    assert (got.scales is None) == plain
+    assert (got.scales_offsets is None) == (offsets == 0)
+    _, results, operands, *_ = calls[-1]
+    assert operands[1] == f"bfloat16[{N_TOKENS if plain else 0}, 256]"
+    assert results[:2] == [f"{dtype}[41, {columns}]", scales]
+    assert results[2:8] == [
+        "int32[4]",
+        "int32[3]",
+        "int32[3]",
+        "int32[3]",
+        f"int32[{offsets}]",
+        "int32[41, 3]",
+    ]
+
+
+def test_packed_results(calls: list[Any]) -> None:
+    given = {
+        "tokens": tokens(),
+        "topk_ids": int32(N_TOKENS, TOP_K),
+        "router_weights": float32(N_TOKENS, TOP_K),
+        "input_scale": float32(1),
+        "after": int32(1),
+    }
+    attributes = {"key": 7, "site": 9, "ranks": RANKS, "local_experts": GROUPS}
+    (packed,) = tables.call(
+        "ep_dispatch_send_aside", tokens(), {}, given, attributes | {"format": "bf16"}
+    )
+    assert packed.shape == (1, 4 + N_TOKENS * TOP_K + 1)
+    numbers = jnp.arange(packed.size).reshape(1, -1)
+    dims = {"n": N_TOKENS, "K": TOP_K}
+    got = tables.unpack("ep_dispatch_send", numbers, dims)
+    assert got.pending.tolist() == [[0, 1, 2, 3]]
+    assert got.slot_of.tolist() == np.arange(4, 14).reshape(5, 2).tolist()
+    assert got.num_invalid.tolist() == [14]
+
+
+@pytest.mark.parametrize(
+    ("operands", "attributes", "message"),
+    [
+        ({"rows": int32(1)}, {}, "ep_pack_cached: wrong operands, ['rows']"),
+        ({"tokens": None}, {}, "operands without, ['tokens']"),
+        ({}, {"zero_tail": True}, "attributes, ['zero_tail']"),
+    ],
+)
+def test_mistakes_of_callers(
+    operands: dict[str, Any],
+    attributes: dict[str, Any],
+    message: str,
+    calls: list[Any],
+) -> None:
+    given = {"tokens": tokens(), "slot_of": int32(N_TOKENS, TOP_K)} | operands
+    attributes = {"key": 7, "site": 9, "format": "bf16"} | attributes
+    with pytest.raises(TypeError) as error:
+        tables.call("ep_pack_cached", tokens(), {"R": 1, "W": 4}, given, attributes)
+    assert message in str(error.value)
+    assert not calls
+
+
+def test_calls_run() -> None:
+    """One rank's dispatch and its way home, all by name."""
+    name, rng = "fp8_block128_e8m0", np.random.default_rng(1)
+    x = rng.standard_normal((N_TOKENS, HIDDEN), np.float32)
+    ids = rng.permutation(np.arange(N_TOKENS * TOP_K, dtype=np.int32) % GROUPS)
+    ids = ids.reshape(N_TOKENS, TOP_K)
+    weights = jnp.ones((N_TOKENS, TOP_K))
+    words = native.dispatch_region_bytes(name, HIDDEN, 4, N_TOKENS, TOP_K, GROUPS) // 4
+    sent = tables.call(
+        "ep_pack",
+        jnp.asarray(x),
+        {"R": 1, "W": words},
+        {
+            "tokens": jnp.asarray(x),
+            "topk_ids": jnp.asarray(ids),
+            "router_weights": weights,
+            "input_scale": jnp.ones(1),
+        },
+        {"key": 7, "site": 9, "in_halves": False, "num_experts": GROUPS}
+        | {"format": name},
+    )
+    got = tables.call(
+        "ep_unpack",
+        jnp.asarray(x),
+        {"G": GROUPS, "N": ROWS},
+        {
+            "recv": sent.send,
+            "slot_of": sent.slot_of,
+            "num_invalid": sent.num_invalid,
+        },
+        {"key": 7, "expert_alignment": 1, "zero_tail": True, "format": name}
+        | {"scale_layout": "rows"},
+    )
+    source = got.src_info[: N_TOKENS * TOP_K, 1]
+    codes, scales = quantizer.quantize(x, name)
+    assert got.group_sizes.tolist() == np.bincount(ids.ravel()).tolist()
+    assert got.tokens[: len(source)].tobytes() == codes[source].tobytes()
+    assert got.scales[: len(source)].tobytes() == scales[source].tobytes()

@@ -1,0 +1,322 @@
+// One table per custom call: a row for each operand, result and attribute, with its name, type,
+// symbolic shape and place in the step of protocol/steps.h. The table makes the binding whose arity
+// and types XLA checks (Bind), the decoder (decode.h) and what Python is told (table_export.h):
+//
+//   struct PackCall : Call<PackStep> {
+//     static constexpr const char* kTarget = "ep_pack";
+//     static constexpr auto kOperands = std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
+//                                                  Arg<I32>("topk_ids", {n, K}, &Step::ids));
+//     static constexpr auto kResults = std::tuple(Ret<I32>("slot_of", {n, K}, &Step::slot_of));
+//     static constexpr auto kAttributes = std::tuple(kKey, kFormat);
+//   };
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "ffi/checker.h"
+#include "ffi/encoding.h"
+
+namespace jax_ep::ffi_layer {
+
+// ---- Shapes -------------------------------------------------------------------------------------
+
+// The letters of docs/api.md, and: P columns of a payload, S scales of a row, W words of a region,
+// V tiles of scales and C their column words, I input scales. kOne is no dimension.
+enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, I };
+inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N",
+                                            "P", "S", "W", "V", "C", "I"};
+
+// A size in a shape: first * second + plus.
+struct Term {
+  Dim first = Dim::kOne, second = Dim::kOne;
+  int64_t plus = 0;
+
+  constexpr Term() = default;
+  constexpr Term(int64_t size) : plus(size - 1) {}  // NOLINT: shapes are written as {n, 3}
+  constexpr Term(Dim dim) : first(dim) {}           // NOLINT
+  constexpr Term(Dim a, Dim b, int64_t more) : first(a), second(b), plus(more) {}
+
+  constexpr bool is_dim() const { return first != Dim::kOne && second == Dim::kOne && plus == 0; }
+};
+constexpr Term operator*(Dim a, Dim b) { return {a, b, 0}; }
+constexpr Term operator+(Dim a, int64_t more) { return {a, Dim::kOne, more}; }
+
+struct Shape {
+  size_t rank = 0;
+  std::array<Term, 5> terms{};
+
+  constexpr Shape() = default;
+  constexpr Shape(std::initializer_list<Term> list) : rank(list.size()) {
+    for (size_t i = 0; i < rank; ++i) terms[i] = list.begin()[i];
+  }
+};
+
+class Sizes {
+ public:
+  bool known(Dim dim) const { return (known_ >> static_cast<int>(dim) & 1) != 0; }
+  int64_t operator[](Dim dim) const { return sizes_[static_cast<size_t>(dim)]; }
+  int64_t Of(const Term& term) const {
+    return (*this)[term.first] * (*this)[term.second] + term.plus;
+  }
+  void Set(Dim dim, int64_t size) {
+    sizes_[static_cast<size_t>(dim)] = size;
+    known_ |= 1u << static_cast<int>(dim);
+  }
+
+ private:
+  std::array<int64_t, std::size(kDimNames)> sizes_{1};  // 0 where unknown
+  uint32_t known_ = 0;
+};
+
+// ---- Calls and their attributes -----------------------------------------------------------------
+
+// What a call is besides its step: attributes, and what they and the buffers say of it.
+struct CallState {
+  int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
+  bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
+  bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
+  std::string_view format, scale_layout = "rows", combine_dtype;
+
+  bool with_weights = false;              // weights travel along a route
+  bool quantized = false, plain = false;  // whether the format has scales, or not
+  bool tiled = false;                     // scales lie in tiles
+  Encoding encoding;
+  ElementType element{};                   // of tokens
+  const char* first_of_element = nullptr;  // the row that says so
+  Sizes sizes;
+  EpShape shape;
+
+  // Of a message.
+  int64_t num_weights() const { return with_weights || with_weight_grads ? shape.top_k : 0; }
+};
+
+template <typename StepType>
+struct Call : CallState {
+  using Step = StepType;
+  using enum Dim;
+  static constexpr bool kFormatted = false;  // whether a format is among the attributes
+  // Whether the results are one int32 array `[1, all of their elements]`, in the same order.
+  static constexpr bool kPacked = false;
+
+  Step step{};
+
+  // Calls hide these with their own. Before the shape is validated: dimensions that follow from
+  // others.
+  void Infer(Checker&) {}
+  // Of a valid shape: sizes of messages, and what must hold besides shapes.
+  void Size(Checker&) {}
+  // Of a step that is otherwise complete.
+  void Finish() {}
+};
+
+// `Target` is a member of CallState, or the dimension that the attribute is the size of.
+template <typename ValueType, typename Target>
+struct AttributeRow {
+  using Value = ValueType;
+
+  const char* name = nullptr;
+  Target target{};
+
+  template <typename Binding>
+  auto Bind(Binding&& binding) const {
+    return std::move(binding).template Attr<Value>(name);
+  }
+  void Store(CallState& call, Value value) const {
+    if constexpr (std::is_same_v<Target, Dim>) {
+      call.sizes.Set(target, value);
+    } else {
+      call.*target = value;
+    }
+  }
+};
+template <typename Value>
+constexpr auto Attr(const char* name, Value CallState::* member) {
+  return AttributeRow<Value, Value CallState::*>{name, member};
+}
+constexpr auto Attr(const char* name, Dim dim) { return AttributeRow<int64_t, Dim>{name, dim}; }
+
+inline constexpr auto kKey = Attr("key", &CallState::key);
+inline constexpr auto kSite = Attr("site", &CallState::site);
+inline constexpr auto kInHalves = Attr("in_halves", &CallState::in_halves);
+inline constexpr auto kNumExperts = Attr("num_experts", &CallState::num_experts);
+inline constexpr auto kRanks = Attr("ranks", Dim::R);
+inline constexpr auto kLocalExperts = Attr("local_experts", Dim::G);
+inline constexpr auto kExpertAlignment = Attr("expert_alignment", &CallState::expert_alignment);
+inline constexpr auto kZeroTail = Attr("zero_tail", &CallState::zero_tail);
+inline constexpr auto kFormat = Attr("format", &CallState::format);
+inline constexpr auto kScaleLayout = Attr("scale_layout", &CallState::scale_layout);
+inline constexpr auto kWeighted = Attr("weighted", &CallState::weighted);
+inline constexpr auto kWithWeightGrads = Attr("with_weight_grads", &CallState::with_weight_grads);
+inline constexpr auto kWithResidual = Attr("with_residual", &CallState::with_residual);
+inline constexpr auto kByEntry = Attr("by_entry", &CallState::by_entry);
+inline constexpr auto kWithEntryWeights =
+    Attr("with_entry_weights", &CallState::with_entry_weights);
+inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared);
+inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
+
+// What shapes depend on: a bool among the attributes, or one of these that follow from others.
+using Flag = AttributeRow<bool, bool CallState::*>;
+inline constexpr Flag kWithWeights = Attr("with_weights", &CallState::with_weights);
+inline constexpr Flag kQuantized = Attr("quantized", &CallState::quantized);
+inline constexpr Flag kPlain = Attr("plain", &CallState::plain);
+inline constexpr Flag kTiled = Attr("tiled", &CallState::tiled);
+
+// ---- Operands and results -----------------------------------------------------------------------
+
+enum class Kind : int8_t { kInt32, kFloat32, kWord, kToken, kPayload, kScale };
+
+// The buffers of rows: I32, F32 and Wire, or one of these, whose dtype the call determines: that of
+// tokens, and those of its format.
+struct Token {};
+struct Payload {};
+struct Scale {};
+template <typename T>
+inline constexpr Kind kKindOf = std::is_same_v<T, I32>       ? Kind::kInt32
+                                : std::is_same_v<T, F32>     ? Kind::kFloat32
+                                : std::is_same_v<T, Wire>    ? Kind::kWord
+                                : std::is_same_v<T, Payload> ? Kind::kPayload
+                                : std::is_same_v<T, Scale>   ? Kind::kScale
+                                                             : Kind::kToken;
+
+// How a row's shape is meant.
+enum class Form : int8_t {
+  kExact,
+  kAny,      // not at all: there has to be an element
+  kLonger,   // the last dimension may be larger
+  kLeading,  // dimensions before the last count as one, their product
+  kFlat,     // all of them do
+};
+
+// What decoding needs of a row; of one type for all rows.
+struct BufferRow {
+  const char* name;
+  Kind kind;
+  bool result;
+  Shape shape;
+  Form form = Form::kExact;
+  // Of what may be omitted: whether it is there, and its shape where not, of no elements.
+  Flag given{};
+  Shape omitted{};
+  int8_t shown_by = -1;  // if not an attribute but the buffer sets `given`: the dimension that is 0
+  // A flag that changes the shape.
+  Flag when{};
+  Shape other{};
+  const char* in_place_of = nullptr;  // the operand whose memory a result has
+
+  std::string title() const { return (result ? "the result " : "") + std::string(name); }
+};
+
+// `member`, of the step or the call, gets the buffer's memory; nullptr where nothing reads it.
+template <typename Buffer, bool kResult, typename Member>
+struct Row {
+  using Value = std::conditional_t<kResult, Out<Buffer>, Buffer>;
+
+  BufferRow row;
+  Member member;
+
+  // Where the flag is unset a placeholder whose dimension `dim` is 0 stands for the buffer.
+  constexpr Row When(Flag flag, size_t dim = 0) const {
+    Shape omitted = row.shape;
+    omitted.terms[dim] = 0;
+    return When(flag, omitted);
+  }
+  constexpr Row When(Flag flag, Shape omitted) const {
+    return With([&](BufferRow& made) { made.given = flag, made.omitted = omitted; });
+  }
+  // The same where no attribute sets the flag: the placeholder itself shows it.
+  constexpr Row Shows(Flag flag, size_t dim = 0) const {
+    return When(flag, dim).With([&](BufferRow& made) { made.shown_by = static_cast<int8_t>(dim); });
+  }
+  constexpr Row If(Flag flag, Shape other) const {
+    return With([&](BufferRow& made) { made.when = flag, made.other = other; });
+  }
+  constexpr Row As(Form form) const {
+    return With([&](BufferRow& made) { made.form = form; });
+  }
+  constexpr Row InPlaceOf(const char* operand) const {
+    return With([&](BufferRow& made) { made.in_place_of = operand; });
+  }
+  template <typename Change>
+  constexpr Row With(Change change) const {
+    Row made = *this;
+    change(made.row);
+    return made;
+  }
+
+  template <typename Binding>
+  auto Bind(Binding&& binding) const {
+    if constexpr (kResult) {
+      return std::move(binding).template Ret<Buffer>();
+    } else {
+      return std::move(binding).template Arg<Buffer>();
+    }
+  }
+};
+
+template <bool kResult, typename T, typename Member>
+constexpr auto MakeRow(const char* name, Shape shape, Member member) {
+  using Buffer = std::conditional_t<std::is_empty_v<T>, AnyBuffer, T>;
+  return Row<Buffer, kResult, Member>{{name, kKindOf<T>, kResult, shape}, member};
+}
+template <typename T, typename Member>
+constexpr auto Arg(const char* name, Shape shape, Member member) {
+  return MakeRow<false, T>(name, shape, member);
+}
+template <typename T, typename Member>
+constexpr auto Ret(const char* name, Shape shape, Member member) {
+  return MakeRow<true, T>(name, shape, member);
+}
+
+// `after` is a result of the group's call before, or anything in a first call. It only orders the
+// two calls and is not read, so its shape does not matter. Never empty: XLA may make it a parameter
+// of a program, and an empty parameter has no buffer on GPUs.
+inline constexpr auto kAfter = Arg<I32>("after", {1}, nullptr).As(Form::kAny);
+
+// ---- Tables -------------------------------------------------------------------------------------
+
+template <const auto& kRows>
+inline constexpr size_t kSize = std::tuple_size_v<std::remove_cvref_t<decltype(kRows)>>;
+
+template <typename Call>
+inline constexpr auto kBuffers = std::tuple_cat(Call::kOperands, Call::kResults);
+template <typename Call>
+inline constexpr auto kBufferRows =
+    std::apply([](const auto&... rows) { return std::array{rows.row...}; }, kBuffers<Call>);
+
+// What XLA hands a handler: all rows, with one for packed results.
+template <typename Call>
+constexpr auto BoundRows() {
+  if constexpr (Call::kPacked) {
+    return std::tuple_cat(Call::kOperands, std::tuple(Ret<I32>("results", {1, 1}, nullptr)),
+                          Call::kAttributes);
+  } else {
+    return std::tuple_cat(Call::kOperands, Call::kResults, Call::kAttributes);
+  }
+}
+template <typename... Rows>
+std::tuple<typename Rows::Value...> ValuesOfRows(const std::tuple<Rows...>&);
+// The types of a handler's parameters.
+template <typename Call>
+using ValuesOf = decltype(ValuesOfRows(BoundRows<Call>()));
+
+// Adds the rows of a call to a binding of its context.
+template <typename Call, size_t kFirst = 0, typename Binding>
+auto Bind(Binding&& binding) {
+  constexpr auto kRow = std::get<kFirst>(BoundRows<Call>());
+  // A binding can be returned as it is made, but not be moved.
+  if constexpr (kFirst + 1 == std::tuple_size_v<ValuesOf<Call>>) {
+    return kRow.Bind(std::move(binding));
+  } else {
+    return Bind<Call, kFirst + 1>(kRow.Bind(std::move(binding)));
+  }
+}
+
+}  // namespace jax_ep::ffi_layer

@@ -1,0 +1,197 @@
+// The tables of the window transports, for whole calls and for halves. `Fits` compares a decoded
+// call with the windows of its group: a call that fits stays inside them.
+#pragma once
+
+#include <string>
+#include <tuple>
+
+#include "ffi/collective_calls.h"
+#include "protocol/pending.h"
+#include "protocol/window.h"
+#include "protocol/window_steps.h"
+
+namespace jax_ep::ffi_layer {
+
+// int32s of a PendingCall: all that kernels pass from the send half to the receive half.
+inline constexpr int64_t kPendingInts = sizeof(PendingCall) / sizeof(int32_t);
+
+template <typename Step, CallKind kKindOfCall>
+struct WindowedCall : Call<Step> {
+  static constexpr CallKind kKind = kKindOfCall;
+  static constexpr bool kRouted = false;  // whether the call routes, so that it counts by expert
+
+  int64_t message_bytes = 0;
+
+  // The most that one rank sends another.
+  int64_t messages() const {
+    if constexpr (kKind == CallKind::kCombine) return this->step.messages();
+    return this->shape.tokens;
+  }
+};
+
+// A send half writes `pending`, the receive half reads it.
+struct Half {
+  PendingCall* pending = nullptr;
+};
+inline constexpr auto kPendingResult = Ret<I32>("pending", {1, kPendingInts}, &Half::pending);
+// What follows in the array is the caller's.
+inline constexpr auto kPendingOperand =
+    Arg<I32>("pending", {1, kPendingInts}, &Half::pending).As(Form::kLonger);
+
+// A call of at most the group's K, H and tokens has a flag for each of its chunks, of which the
+// tokens are the number.
+template <typename Call>
+ffi::Error Fits(const Call& call, const WindowSizes& sizes, const WindowLayout& layout) {
+  Checker check(Call::kTarget);
+  const auto is = [&](const char* name, int64_t value, int64_t own) {
+    if (value == own) return;
+    check.Fail(std::string(name) + " must be the group's " + std::to_string(own) + ", got " +
+               std::to_string(value));
+  };
+  const auto at_most = [&](const char* name, int64_t value, int64_t limit) {
+    if (value <= limit) return;
+    check.Fail(std::string(name) + " must be at most " + std::to_string(limit) + ", got " +
+               std::to_string(value));
+  };
+  const EpShape& shape = call.shape;
+  check.Require(!std::is_base_of_v<Half, Call> || sizes.depth > 1,
+                "pending_calls must be at least 1, got 0");
+  is("the number of ranks", shape.ranks, sizes.ranks);
+  at_most("top_k", shape.top_k, sizes.top_k);
+  at_most("hidden_size", shape.hidden, sizes.hidden);
+  at_most("the number of tokens", call.messages(),
+          Call::kKind == CallKind::kCombine ? sizes.combine_tokens : sizes.dispatch_tokens);
+  // Both factors are below 2^31.
+  at_most("the bytes for a rank", call.messages() * call.message_bytes,
+          layout.groups[static_cast<int>(Call::kKind)].region_bytes);
+  if (Call::kRouted) is("the experts of a rank", shape.local_experts, sizes.local_experts);
+  return check.error();
+}
+
+// ---- Dispatches ---------------------------------------------------------------------------------
+
+struct RoutedWindowCall : WindowedCall<WindowDispatchStep, CallKind::kDispatch> {
+  static constexpr bool kFormatted = true;
+  static constexpr bool kRouted = true;
+  static constexpr auto kSentRows = std::tuple(
+      Arg<Token>("tokens", {n, H}, &Step::tokens), Arg<I32>("topk_ids", {n, K}, &Step::ids),
+      Arg<F32>("router_weights", {n, K}, &Step::weights),
+      Arg<F32>("input_scale", {1}, &Step::input_scale), kAfter);
+  static constexpr auto kTableRows = std::tuple(Ret<I32>("slot_of", {n, K}, &Step::slot_of),
+                                                Ret<I32>("num_invalid", {1}, &Step::num_invalid));
+
+  void Size(Checker&) { message_bytes = DispatchMessageOf(*this).bytes; }
+};
+
+struct WindowDispatchCall : RoutedWindowCall {
+  static constexpr const char* kTarget = "ep_dispatch";
+  static constexpr auto kOperands = kSentRows;
+  static constexpr auto kResults = std::tuple_cat(ArrivalRows::kRows, kTableRows);
+  static constexpr auto kAttributes =
+      std::tuple(kKey, kSite, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
+};
+
+struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKind::kDispatch> {
+  static constexpr bool kFormatted = true;
+  static constexpr const char* kTarget = "ep_dispatch_cached";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Token>("tokens", {n, H}, &Step::tokens),
+      Arg<F32>("weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
+      Arg<I32>("slot_of", {n, K}, &Step::slot_of), Arg<I32>("row_of", {R, n, K}, &Step::row_of),
+      Arg<I32>("row_slot", {N}, &Step::row_slot), kAfter);
+  static constexpr auto kResults =
+      std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
+                 Ret<F32>("row_weights", {N}, &Step::row_weights).When(kWithWeights),
+                 Ret<I32>("done", {1}, &Step::done));
+  static constexpr auto kAttributes = std::tuple(kKey, kSite, kFormat);
+
+  void Size(Checker&) { message_bytes = CachedMessageOf(*this).bytes; }
+};
+
+// ---- Combines -----------------------------------------------------------------------------------
+
+// With `by_entry` slots are those of tokens of one row each.
+struct SummingWindowCall : WindowedCall<WindowCombineStep, CallKind::kCombine> {
+  static constexpr auto kDone = Ret<I32>("done", {1}, &Step::done);
+
+  void Size(Checker& check) {
+    CheckCombineOptions(check, *this);
+    message_bytes = CombineMessageOf(step).bytes;
+  }
+};
+
+struct WindowCombineCall : SummingWindowCall {
+  static constexpr const char* kTarget = "ep_combine";
+  static constexpr auto kOperands = std::tuple_cat(
+      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
+                 Arg<I32>("row_of", {R, n, K}, &Step::row_of).If(kByEntry, {R, n * K, 1}),
+                 Arg<I32>("slot_counts", {R}, &Step::slot_counts)),
+      SumRows<Step>::kRows, std::tuple(kAfter));
+  static constexpr auto kResults = std::tuple(
+      Ret<Token>("output", {n, H}, &Step::output),
+      Ret<F32>("weight_grads", {n, K}, &Step::output_weight_grads).When(kWithWeightGrads, 1),
+      kDone);
+  static constexpr auto kAttributes =
+      std::tuple(kKey, kSite, kWeighted, kWithWeightGrads, kWithResidual, kByEntry,
+                 kWithEntryWeights, kWithShared, kCombineDtype);
+};
+
+// ---- Halves -------------------------------------------------------------------------------------
+
+struct DispatchSendCall : RoutedWindowCall, Half {
+  static constexpr const char* kTarget = "ep_dispatch_send";
+  static constexpr auto kOperands = kSentRows;
+  static constexpr auto kResults = std::tuple_cat(std::tuple(kPendingResult), kTableRows);
+  static constexpr auto kAttributes = std::tuple(kKey, kSite, kRanks, kLocalExperts, kFormat);
+};
+
+struct DispatchReceiveCall : RoutedWindowCall, Half {
+  static constexpr const char* kTarget = "ep_dispatch_place";
+  static constexpr auto kOperands =
+      std::tuple(kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(kPlain), kAfter);
+  static constexpr auto kResults = ArrivalRows::kRows;
+  static constexpr auto kAttributes =
+      std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
+};
+
+struct CombineSendCall : SummingWindowCall, Half {
+  static constexpr const char* kTarget = "ep_combine_send";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<I32>("row_of", {R, n, K}, &Step::row_of),
+                 Arg<I32>("slot_counts", {R}, &Step::slot_counts), kAfter);
+  static constexpr auto kResults = std::tuple(kPendingResult, kDone);
+  static constexpr auto kAttributes = std::tuple(kKey, kSite, kWeighted, kByEntry, kCombineDtype);
+
+  void Size(Checker& check) {
+    check.Require(!by_entry || shape.top_k == 1,
+                  "rows that travel one by one must be of tokens with one");
+    SummingWindowCall::Size(check);
+  }
+};
+
+struct CombineReceiveCall : SummingWindowCall, Half {
+  static constexpr const char* kTarget = "ep_combine_place";
+  static constexpr auto kOperands =
+      std::tuple_cat(std::tuple(kPendingOperand), SumRows<Step>::kRows, std::tuple(kAfter));
+  static constexpr auto kResults = std::tuple(Ret<Token>("output", {n, H}, &Step::output), kDone);
+  static constexpr auto kAttributes = std::tuple(kKey, kRanks, kWithResidual, kByEntry,
+                                                 kWithEntryWeights, kWithShared, kCombineDtype);
+};
+
+// First halves where XLA runs its collectives, beside other work. They are not to be captured: XLA
+// makes one chain of what is in a CUDA graph (docs/overlap.md). And their results are packed: XLA
+// would take an element of several for work of that stream, and have all that follows wait for it.
+struct DispatchSendAsideCall : DispatchSendCall {
+  static constexpr const char* kTarget = "ep_dispatch_send_aside";
+  static constexpr bool kPacked = true;
+};
+struct CombineSendAsideCall : CombineSendCall {
+  static constexpr const char* kTarget = "ep_combine_send_aside";
+  static constexpr bool kPacked = true;
+};
+
+}  // namespace jax_ep::ffi_layer
