@@ -130,6 +130,17 @@ _RESULTS: dict[str, Any] = {
 }
 
 
+# The classes of the results, by name: `Dispatch` is what "ep_dispatch" returns.
+globals().update({result.__name__: result for result in _RESULTS.values()})
+
+
+def pick(kind: Any, results: Any, **others: Any) -> Any:
+    """Makes a `kind` of the results of that name and of `others`."""
+    return kind(
+        *(others[f] if f in others else getattr(results, f) for f in kind._fields)
+    )
+
+
 def struct(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result that varies over the mesh axes that `like` varies over."""
     kind = jax.typeof(like)
@@ -236,6 +247,7 @@ class _Call:
         self.format = _FORMATS[self.values.get("format", "bf16")]
         self.flags = self._flags()
         self.dims = self._dims(dims)
+        self.placeholders: dict[tuple[Any, Any], jax.Array] = {}
 
     def _require(self, holds: bool, what: str, found: Any) -> None:
         # Of callers in this package: users' arguments have been checked.
@@ -310,7 +322,10 @@ class _Call:
         array = self.operands.get(row.name)
         if array is not None and (row.given is None or self.flags[row.given]):
             return array
-        return zeros(self.like, self._sizes(row), self._dtype(row))
+        kind = self._sizes(row), jnp.dtype(self._dtype(row))
+        if kind not in self.placeholders:
+            self.placeholders[kind] = zeros(self.like, *kind)
+        return self.placeholders[kind]
 
     def result(self, row: Row) -> Any:
         """The type of a result."""

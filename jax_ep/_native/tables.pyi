@@ -1,11 +1,12 @@
 # Written by .ci/table_stubs.py.
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, overload
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, overload
 
 import jax
 
 Size = tuple[tuple[str, ...], int]
+T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -40,6 +41,7 @@ class Table:
 TABLES: dict[str, Table]
 
 def type_name(target: str) -> str: ...
+def pick(kind: type[T], results: Any, **others: Any) -> T: ...
 def struct(like: Any, shape: tuple[int, ...], dtype: Any) -> Any: ...
 def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array: ...
 

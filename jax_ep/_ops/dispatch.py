@@ -17,6 +17,7 @@ from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
+from jax_ep._native.tables import zeros
 from jax_ep._ops import options
 from jax_ep._ops import pending as pendings
 from jax_ep._ops.cached import return_rows
@@ -25,7 +26,6 @@ from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import named_dispatch
 from jax_ep._transport import split_transport_of, transport_of
 from jax_ep._transport.base import Arrived, DispatchInputs, Token
-from jax_ep._transport.results import zeros
 
 
 def dispatch(
@@ -298,27 +298,29 @@ def _dispatched(
     ep: EPHandle, tokens: jax.Array, input_scale: jax.Array, arrived: Arrived
 ) -> Dispatched:
     """Makes the result; `tokens` only gives shape, dtype and mesh axes of the port."""
-    received, slot_of, num_invalid = options.placed(ep, arrived)
+    arrived = options.placed(ep, arrived)
     name = ep.config.dispatch_format
-    quantized = formats.is_quantized(name)
-    tiled = ep.config.scale_layout != "rows"
     port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
     return Dispatched(
-        tokens=received.tokens,
-        scales=received.scales if quantized else None,
-        row_offsets=received.row_offsets,
-        group_sizes=received.group_sizes,
-        expert_counts=received.expert_counts,
-        expert_ids=received.expert_ids,
-        src_info=received.src_info,
-        router_weights=received.router_weights,
-        num_dropped=received.num_dropped,
-        num_invalid=num_invalid,
+        tokens=arrived.tokens,
+        scales=arrived.scales,
+        row_offsets=arrived.row_offsets,
+        group_sizes=arrived.group_sizes,
+        expert_counts=arrived.expert_counts,
+        expert_ids=arrived.expert_ids,
+        src_info=arrived.src_info,
+        router_weights=arrived.router_weights,
+        num_dropped=arrived.num_dropped,
+        num_invalid=arrived.num_invalid,
         route=Route(
-            slot_of, received.row_of, received.row_slot, received.slot_counts, ep.key
+            arrived.slot_of,
+            arrived.row_of,
+            arrived.row_slot,
+            arrived.slot_counts,
+            ep.key,
         ),
-        grad_port=port if quantized else None,
-        scales_offsets=received.scales_offsets if tiled else None,
+        grad_port=port if formats.is_quantized(name) else None,
+        scales_offsets=arrived.scales_offsets,
         input_scale=input_scale if formats.takes_input_scale(name) else None,
         format=name,
         rows_dtype=ep.config.dtype,

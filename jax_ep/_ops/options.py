@@ -64,24 +64,21 @@ def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
     config, top_k = ep.config, ep.config.top_k
     if not (config.skip_a2a or config.fused_shared_expert):
         return arrived
-    received, slot_of = arrived.received, arrived.slot_of
-    source, token, k = jnp.split(received.src_info, 3, axis=1)
+    source, token, k = jnp.split(arrived.src_info, 3, axis=1)
     if config.skip_a2a:
         rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
         source = jnp.where(source >= 0, rank, source)
     if config.fused_shared_expert:
         shared = k == top_k
         k = jnp.where(shared, -1, k)
-        received = received._replace(
-            expert_ids=received.expert_ids - 1,
+        arrived = arrived._replace(
+            expert_ids=arrived.expert_ids - 1,
             # A route holds only routed entries; `shared_part` tells the rest.
-            row_of=received.row_of[..., :top_k],
-            row_slot=jnp.where(shared[:, 0], -1, received.row_slot),
+            row_of=arrived.row_of[..., :top_k],
+            row_slot=jnp.where(shared[:, 0], -1, arrived.row_slot),
+            slot_of=arrived.slot_of[:, :top_k],
         )
-        slot_of = slot_of[:, :top_k]
-    src_info = jnp.concatenate([source, token, k], axis=1)
-    received = received._replace(src_info=src_info)
-    return arrived._replace(received=received, slot_of=slot_of)
+    return arrived._replace(src_info=jnp.concatenate([source, token, k], axis=1))
 
 
 def summed(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
+from jax_ep._native import tables
 from jax_ep._peers.fabric import Obstacle
 from jax_ep._peers.rendezvous import Rendezvous
 
@@ -41,39 +42,9 @@ class DispatchInputs(NamedTuple):
     input_scale: jax.Array
 
 
-class Received(NamedTuple):
-    """Results of a dispatch at the expert rank, in the order of the handlers' results.
-
-    The fields are those of `Dispatched` and `Route` with the same names.
-    """
-
-    tokens: Any
-    scales: Any
-    row_offsets: Any
-    group_sizes: Any
-    expert_counts: Any
-    expert_ids: Any
-    scales_offsets: Any
-    src_info: Any
-    router_weights: Any
-    num_dropped: Any
-    row_of: Any
-    row_slot: Any
-    slot_counts: Any
-
-
-class Arrived(NamedTuple):
-    """Results of a dispatch, at the expert rank and at the source rank.
-
-    Attributes:
-        received: results at the expert rank.
-        slot_of: int32 `[n, K]`, as in `Route`.
-        num_invalid: int32 `[1]`, as in `Dispatched`.
-    """
-
-    received: Received
-    slot_of: jax.Array
-    num_invalid: jax.Array
+# What a dispatch returns: at the expert rank, with `slot_of` and `num_invalid` at the
+# source rank. The fields are those of `Dispatched` and `Route` with the same names.
+Arrived = tables.Dispatch
 
 
 class CombineInputs(NamedTuple):
@@ -244,6 +215,11 @@ class Transport(abc.ABC):
         after: Token,
     ) -> tuple[jax.Array, Token]:
         """Runs the second half of `combine`; `like` has the dtype and columns of y."""
+
+
+def dimensions(ep: EPHandle) -> dict[str, int]:
+    """Returns the dimensions of results, as the native tables name them."""
+    return {"N": ep.recv_capacity, "G": ep.groups, "R": ep.route_ranks}
 
 
 _registry: dict[str, Transport] = {}

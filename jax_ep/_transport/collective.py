@@ -9,7 +9,6 @@ native handlers.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax_ep import formats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
-from jax_ep._native import ffi
+from jax_ep._native import ffi, tables
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
 from jax_ep._peers.rendezvous import Rendezvous
@@ -27,14 +26,13 @@ from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
     DispatchInputs,
-    Received,
     SumInputs,
     Token,
     Transport,
     Wire,
+    dimensions,
     register,
 )
-from jax_ep._transport.results import received, struct, zeros
 
 _WORD_BYTES = 4  # regions are exchanged as uint32
 
@@ -97,37 +95,35 @@ class Collective(Transport):
         self, ep: EPHandle, inputs: DispatchInputs, in_halves: bool
     ) -> Sent:
         """Runs `dispatch_send` up to its exchange; the first result is to be sent."""
-        config, ranks = ep.config, ep.route_ranks
-        tokens = inputs.tokens
+        config = ep.config
         n, top_k = inputs.topk_ids.shape
         region_bytes = ffi.native.dispatch_region_bytes(
             config.dispatch_format,
-            tokens.shape[1],
+            inputs.tokens.shape[1],
             config.element_bytes,
             n,
             top_k,
             ep.groups,
         )
-
-        def int32(*shape: int) -> Any:
-            return struct(tokens, shape, jnp.int32)
-
-        send, slot_of, _, num_invalid = ffi.call(
+        packed = tables.call(
             "ep_pack",
-            (
-                struct(tokens, (ranks, region_bytes // _WORD_BYTES), jnp.uint32),
-                int32(n, top_k),
-                int32(n, top_k),
-                int32(1),
-            ),
-            *inputs,
-            key=ep.key,
-            site=site(),
-            in_halves=in_halves,
-            num_experts=ranks * ep.groups,
-            format=config.dispatch_format,
+            inputs.tokens,
+            _with_regions(ep, region_bytes),
+            {
+                "tokens": inputs.tokens,
+                "topk_ids": inputs.topk_ids,
+                "router_weights": inputs.router_weights,
+                "input_scale": inputs.input_scale,
+            },
+            {
+                "key": ep.key,
+                "site": site(),
+                "in_halves": in_halves,
+                "num_experts": ep.route_ranks * ep.groups,
+                "format": config.dispatch_format,
+            },
         )
-        return send, slot_of, num_invalid
+        return packed.send, packed.slot_of, packed.num_invalid
 
     def dispatch_receive(
         self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
@@ -135,28 +131,20 @@ class Collective(Transport):
         """Unpacks."""
         config = ep.config
         recv, slot_of, num_invalid = sent
-        types = received(ep, like)
-        *arrived, _, slot_of, num_invalid = ffi.call(
+        unpacked = tables.call(
             "ep_unpack",
-            (
-                *types,
-                struct(like, (ep.route_ranks, ep.groups), jnp.int32),
-                struct(like, slot_of.shape, jnp.int32),
-                struct(like, num_invalid.shape, jnp.int32),
-            ),
-            recv,
-            slot_of,
-            num_invalid,
-            # Passed through in place, so that the handler can clear them, too, if the
-            # tags differ.
-            input_output_aliases={1: len(types) + 1, 2: len(types) + 2},
-            key=ep.key,
-            expert_alignment=config.expert_alignment,
-            zero_tail=config.zero_tail,
-            format=config.dispatch_format,
-            scale_layout=config.scale_layout,
+            like,
+            dimensions(ep),
+            {"recv": recv, "slot_of": slot_of, "num_invalid": num_invalid},
+            {
+                "key": ep.key,
+                "expert_alignment": config.expert_alignment,
+                "zero_tail": config.zero_tail,
+                "format": config.dispatch_format,
+                "scale_layout": config.scale_layout,
+            },
         )
-        return Arrived(Received(*arrived), slot_of, num_invalid), after
+        return tables.pick(Arrived, unpacked), after
 
     def dispatch_cached(
         self,
@@ -169,40 +157,29 @@ class Collective(Transport):
         """Packs, exchanges, unpacks."""
         wire = ep.config.grad_wire_format
         n, hidden = tokens.shape
-        rows, top_k = ep.recv_capacity, route.slot_of.shape[1]
-        num_weights = 0 if weights is None else top_k
-        if weights is None:
-            weights = zeros(tokens, (n, 0), jnp.float32)
+        num_weights = 0 if weights is None else route.slot_of.shape[1]
         region_bytes = ffi.native.cached_region_bytes(
             wire, hidden, ep.config.element_bytes, n, num_weights
         )
-        (send,) = ffi.call(
+        send = tables.call(
             "ep_pack_cached",
-            (
-                struct(
-                    tokens, (ep.route_ranks, region_bytes // _WORD_BYTES), jnp.uint32
-                ),
-            ),
             tokens,
-            weights,
-            route.slot_of,
-            key=ep.key,
-            site=site(),
-            format=wire,
-        )
-        out, row_weights = ffi.call(
+            _with_regions(ep, region_bytes),
+            {"tokens": tokens, "weights": weights, "slot_of": route.slot_of},
+            {"key": ep.key, "site": site(), "format": wire},
+        ).send
+        unpacked = tables.call(
             "ep_unpack_cached",
-            (
-                struct(tokens, (rows, hidden), tokens.dtype),
-                struct(tokens, (rows if num_weights else 0,), jnp.float32),
-            ),
-            self.exchange(ep, send),
-            route.row_of,
-            route.row_slot,
-            key=ep.key,
-            format=wire,
+            tokens,
+            {},
+            {
+                "recv": self.exchange(ep, send),
+                "row_of": route.row_of,
+                "row_slot": route.row_slot,
+            },
+            {"key": ep.key, "format": wire, "with_weights": weights is not None},
         )
-        return (out, row_weights if num_weights else None), after
+        return (unpacked.rows, unpacked.row_weights), after
 
     def combine(
         self,
@@ -215,11 +192,9 @@ class Collective(Transport):
         """Packs, exchanges, unpacks."""
         send = self.combine_pack(ep, rows, wire, in_halves=False)
         recv = self.exchange(ep, send)
-        weighted = rows.weight_grads is not None
-        return (
-            self._combine_unpack(ep, recv, sums, rows.expert_out, wire, weighted),
-            after,
-        )
+        with_grads = rows.weight_grads is not None
+        unpacked = _combine_unpack(ep, recv, sums, rows.expert_out, wire, with_grads)
+        return unpacked, after
 
     def combine_send(
         self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
@@ -234,7 +209,6 @@ class Collective(Transport):
         """Runs `combine_send` up to its exchange; the result is to be sent."""
         expert_out = rows.expert_out
         n, top_k = rows.row_of.shape[1:]
-        none = zeros(expert_out, (0,), jnp.float32)
         quantized = wire.format in formats.names()
         region_bytes = ffi.native.combine_region_bytes(
             wire.format if quantized else "bf16",
@@ -243,28 +217,24 @@ class Collective(Transport):
             n,
             0 if rows.weight_grads is None else top_k,
         )
-        (send,) = ffi.call(
+        return tables.call(
             "ep_combine_pack",
-            (
-                struct(
-                    expert_out,
-                    (ep.route_ranks, region_bytes // _WORD_BYTES),
-                    jnp.uint32,
-                ),
-            ),
             expert_out,
-            none if rows.row_weights is None else rows.row_weights,
-            none if rows.weight_grads is None else rows.weight_grads,
-            rows.row_of,
-            rows.slot_counts,
-            key=ep.key,
-            site=site(),
-            in_halves=in_halves,
-            weighted=rows.row_weights is not None,
-            with_weight_grads=rows.weight_grads is not None,
-            combine_dtype=wire.format,
-        )
-        return send
+            _with_regions(ep, region_bytes),
+            {
+                "expert_out": expert_out,
+                "router_weights": rows.row_weights,
+                "weight_grads": rows.weight_grads,
+                "row_of": rows.row_of,
+                "slot_counts": rows.slot_counts,
+            },
+            {
+                "key": ep.key,
+                "site": site(),
+                "in_halves": in_halves,
+                "combine_dtype": wire.format,
+            },
+        ).send
 
     def combine_receive(
         self,
@@ -276,43 +246,38 @@ class Collective(Transport):
         after: Token,
     ) -> tuple[jax.Array, Token]:
         """Unpacks."""
-        return self._combine_unpack(ep, sent, sums, like, wire, False)[0], after
+        return _combine_unpack(ep, sent, sums, like, wire, False)[0], after
 
-    def _combine_unpack(
-        self,
-        ep: EPHandle,
-        recv: jax.Array,
-        sums: SumInputs,
-        like: jax.Array,
-        wire: Wire,
-        with_weight_grads: bool,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        hidden = like.shape[1]
-        n, top_k = sums.slot_of.shape
-        num_weights = top_k if with_weight_grads else 0
-        no_rows = zeros(like, (0, hidden), like.dtype)
-        shared = sums.shared_rows is not None
-        out, grads = ffi.call(
-            "ep_combine_unpack",
-            (
-                struct(like, (n, hidden), like.dtype),
-                struct(like, (n, num_weights), jnp.float32),
-            ),
-            recv,
-            sums.slot_of,
-            no_rows if sums.residual is None else sums.residual,
-            zeros(like, (0, top_k), jnp.float32)
-            if sums.entry_weights is None
-            else sums.entry_weights,
-            no_rows if sums.shared_rows is None else sums.shared_rows,
-            zeros(like, (0,), jnp.int32)
-            if sums.shared_part is None
-            else sums.shared_part,
-            key=ep.key,
-            with_residual=sums.residual is not None,
-            by_entry=wire.by_entry,
-            with_entry_weights=sums.entry_weights is not None,
-            with_shared=shared,
-            combine_dtype=wire.format,
-        )
-        return out, grads if num_weights else None
+
+def _with_regions(ep: EPHandle, region_bytes: int) -> dict[str, int]:
+    return dimensions(ep) | {"W": region_bytes // _WORD_BYTES}
+
+
+def _combine_unpack(
+    ep: EPHandle,
+    recv: jax.Array,
+    sums: SumInputs,
+    like: jax.Array,
+    wire: Wire,
+    with_weight_grads: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    unpacked = tables.call(
+        "ep_combine_unpack",
+        like,
+        {},
+        {
+            "recv": recv,
+            "slot_of": sums.slot_of,
+            "residual": sums.residual,
+            "entry_weights": sums.entry_weights,
+            "shared_rows": sums.shared_rows,
+            "shared_part": sums.shared_part,
+        },
+        {
+            "key": ep.key,
+            "by_entry": wire.by_entry,
+            "with_weight_grads": with_weight_grads,
+            "combine_dtype": wire.format,
+        },
+    )
+    return unpacked.output, unpacked.weight_grads

@@ -6,14 +6,9 @@ place in the windows, which the second half takes.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,7 +16,7 @@ from jax_ep import formats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
-from jax_ep._native import ffi
+from jax_ep._native import ffi, tables
 from jax_ep._native.call_site import site
 from jax_ep._peers import windows
 from jax_ep._peers.fabric import Obstacle
@@ -30,21 +25,15 @@ from jax_ep._transport.base import (
     Arrived,
     CombineInputs,
     DispatchInputs,
-    Received,
     SumInputs,
     Token,
     Transport,
     Wire,
+    dimensions,
     register,
 )
-from jax_ep._transport.results import received, struct, zeros
 
-PENDING_INTS = 4  # size of PendingCall in xla_ffi/protocol/pending.h
 STREAM_SINCE = (0, 11, 1)  # JAX that runs custom calls on XLA's stream for collectives
-
-# A token and its codes are in shared memory while it is encoded, which limits H: with
-# 2048 experts and top-32, 238,592 elements of nvfp4 fit. Other rows move in pieces.
-_MOST_HIDDEN_QUANTIZED, _MOST_HIDDEN = 1 << 17, 1 << 22
 
 # The results of a first half, all int32. The first one begins with the pending call,
 # the last one is the token for the handle's next call. With `overlap="stream"` a single
@@ -90,66 +79,72 @@ class P2P(Transport):
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
     ) -> tuple[Arrived, Token]:
         """Routes and exchanges tokens in one call."""
-        tokens = inputs.tokens
-        *arrived, slot_of, num_invalid = ffi.call(
+        arrived = tables.call(
             "ep_dispatch",
-            (
-                *received(ep, tokens),
-                struct(tokens, inputs.topk_ids.shape, jnp.int32),
-                struct(tokens, (1,), jnp.int32),
-            ),
-            *inputs,
-            *after,
-            key=ep.key,
-            site=site(),
-            expert_alignment=ep.config.expert_alignment,
-            zero_tail=ep.config.zero_tail,
-            format=ep.config.dispatch_format,
-            scale_layout=ep.config.scale_layout,
+            inputs.tokens,
+            dimensions(ep),
+            _dispatch_operands(inputs, after),
+            {
+                "key": ep.key,
+                "site": site(),
+                "expert_alignment": ep.config.expert_alignment,
+                "zero_tail": ep.config.zero_tail,
+                "format": ep.config.dispatch_format,
+                "scale_layout": ep.config.scale_layout,
+            },
         )
-        received_ = Received(*arrived)
-        return Arrived(received_, slot_of, num_invalid), (received_.num_dropped,)
+        return arrived, (arrived.num_dropped,)
 
     def dispatch_send(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
     ) -> tuple[Sent, Token]:
         """Routes and sends."""
-        tokens = inputs.tokens
-        first = _first_half(
-            ep,
-            "ep_dispatch_send",
-            _dispatch_tables(ep, tokens),
-            *inputs,
-            *after,
-            ranks=ep.route_ranks,
-            local_experts=ep.groups,
-            format=ep.config.dispatch_format,
+        config = ep.config
+        first = tuple(
+            tables.call(
+                "ep_dispatch_send_aside" if _aside(ep) else "ep_dispatch_send",
+                inputs.tokens,
+                {},
+                _dispatch_operands(inputs, after),
+                {
+                    "key": ep.key,
+                    "site": site(),
+                    "ranks": ep.route_ranks,
+                    "local_experts": ep.groups,
+                    "format": config.dispatch_format,
+                },
+            )
         )
         # The second half copies this rank's own rows from tokens, unless encoded.
-        encoded = formats.is_quantized(ep.config.dispatch_format)
-        return (first, None if encoded else tokens), (first[-1],)
+        encoded = formats.is_quantized(config.dispatch_format)
+        return (first, None if encoded else inputs.tokens), (first[-1],)
 
     def dispatch_receive(
         self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
         """Waits for rows and places them."""
+        config = ep.config
         first, own = sent
-        _, slot_of, num_invalid = _results_of(first, _dispatch_tables(ep, like))
-        arrived = ffi.call(
-            "ep_dispatch_place",
-            received(ep, like),
-            first[0],
-            # Made here, because an empty array from another program has no buffer.
-            zeros(like, (0, like.shape[1]), like.dtype) if own is None else own,
-            *after,
-            key=ep.key,
-            expert_alignment=ep.config.expert_alignment,
-            zero_tail=ep.config.zero_tail,
-            format=ep.config.dispatch_format,
-            scale_layout=ep.config.scale_layout,
+        top_k = config.top_k + config.fused_shared_expert
+        sizes = dimensions(ep) | {"n": like.shape[0], "K": top_k}
+        _, slot_of, num_invalid = (
+            tables.unpack("ep_dispatch_send", first[0], sizes) if _aside(ep) else first
         )
-        received_ = Received(*arrived)
-        return Arrived(received_, slot_of, num_invalid), (received_.num_dropped,)
+        placed = tables.call(
+            "ep_dispatch_place",
+            like,
+            sizes,
+            {"pending": first[0], "tokens": own, "after": _one(after)},
+            {
+                "key": ep.key,
+                "expert_alignment": config.expert_alignment,
+                "zero_tail": config.zero_tail,
+                "format": config.dispatch_format,
+                "scale_layout": config.scale_layout,
+            },
+        )
+        arrived = tables.pick(Arrived, placed, slot_of=slot_of, num_invalid=num_invalid)
+        return arrived, (placed.num_dropped,)
 
     def dispatch_cached(
         self,
@@ -160,27 +155,21 @@ class P2P(Transport):
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sends by a cached route in one call."""
-        n, hidden = tokens.shape
-        rows = ep.recv_capacity
-        weighted = weights is not None
-        out, row_weights, done = ffi.call(
+        sent = tables.call(
             "ep_dispatch_cached",
-            (
-                struct(tokens, (rows, hidden), tokens.dtype),
-                struct(tokens, (rows if weighted else 0,), jnp.float32),
-                struct(tokens, (1,), jnp.int32),
-            ),
             tokens,
-            zeros(tokens, (n, 0), jnp.float32) if weights is None else weights,
-            route.slot_of,
-            route.row_of,
-            route.row_slot,
-            *after,
-            key=ep.key,
-            site=site(),
-            format=ep.config.grad_wire_format,
+            {},
+            {
+                "tokens": tokens,
+                "weights": weights,
+                "slot_of": route.slot_of,
+                "row_of": route.row_of,
+                "row_slot": route.row_slot,
+                "after": _one(after),
+            },
+            {"key": ep.key, "site": site(), "format": ep.config.grad_wire_format},
         )
-        return (out, row_weights if weighted else None), (done,)
+        return (sent.rows, sent.row_weights), (sent.done,)
 
     def combine(
         self,
@@ -191,53 +180,56 @@ class P2P(Transport):
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sums at the expert ranks, sends, and sums at the source, in one call."""
-        expert_out = rows.expert_out
-        n, top_k = sums.slot_of.shape
-        none = zeros(expert_out, (0,), jnp.float32)
-        with_grads = rows.weight_grads is not None
-        given, options = _summed(sums, expert_out)
-        out, grads, done = ffi.call(
+        alone = rows.weight_grads is None and _alone(ep, rows.row_of)
+        combined = tables.call(
             "ep_combine",
-            (
-                struct(expert_out, (n, expert_out.shape[1]), expert_out.dtype),
-                struct(expert_out, (n, top_k if with_grads else 0), jnp.float32),
-                struct(expert_out, (1,), jnp.int32),
-            ),
-            expert_out,
-            none if rows.row_weights is None else rows.row_weights,
-            none if rows.weight_grads is None else rows.weight_grads,
-            rows.row_of,
-            rows.slot_counts,
-            *given,
-            *after,
-            key=ep.key,
-            site=site(),
-            weighted=rows.row_weights is not None,
-            with_weight_grads=with_grads,
-            by_entry=wire.by_entry or (not with_grads and _alone(ep, rows.row_of)),
-            combine_dtype=wire.format,
-            **options,
+            rows.expert_out,
+            {},
+            {
+                "expert_out": rows.expert_out,
+                "router_weights": rows.row_weights,
+                "weight_grads": rows.weight_grads,
+                "row_of": rows.row_of,
+                "slot_counts": rows.slot_counts,
+                "slot_of": sums.slot_of,
+                "residual": sums.residual,
+                "entry_weights": sums.entry_weights,
+                "shared_rows": sums.shared_rows,
+                "shared_part": sums.shared_part,
+                "after": _one(after),
+            },
+            {
+                "key": ep.key,
+                "site": site(),
+                "by_entry": wire.by_entry or alone,
+                "combine_dtype": wire.format,
+            },
         )
-        return (out, grads if with_grads else None), (done,)
+        return (combined.output, combined.weight_grads), (combined.done,)
 
     def combine_send(
         self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
     ) -> tuple[First, Token]:
         """Sums and sends."""
-        expert_out = rows.expert_out
-        none = zeros(expert_out, (0,), jnp.float32)
-        first = _first_half(
-            ep,
-            "ep_combine_send",
-            (_pending_call(expert_out), struct(expert_out, (1,), jnp.int32)),
-            expert_out,
-            none if rows.row_weights is None else rows.row_weights,
-            rows.row_of,
-            rows.slot_counts,
-            *after,
-            weighted=rows.row_weights is not None,
-            by_entry=wire.by_entry or _alone(ep, rows.row_of),
-            combine_dtype=wire.format,
+        first = tuple(
+            tables.call(
+                "ep_combine_send_aside" if _aside(ep) else "ep_combine_send",
+                rows.expert_out,
+                {},
+                {
+                    "expert_out": rows.expert_out,
+                    "router_weights": rows.row_weights,
+                    "row_of": rows.row_of,
+                    "slot_counts": rows.slot_counts,
+                    "after": _one(after),
+                },
+                {
+                    "key": ep.key,
+                    "site": site(),
+                    "by_entry": wire.by_entry or _alone(ep, rows.row_of),
+                    "combine_dtype": wire.format,
+                },
+            )
         )
         return first, (first[-1],)
 
@@ -251,23 +243,27 @@ class P2P(Transport):
         after: Token,
     ) -> tuple[jax.Array, Token]:
         """Waits for the sums of the expert ranks and adds them."""
-        given, options = _summed(sums, like)
-        out, done = ffi.call(
+        placed = tables.call(
             "ep_combine_place",
-            (
-                struct(like, (sums.slot_of.shape[0], like.shape[1]), like.dtype),
-                struct(like, (1,), jnp.int32),
-            ),
-            sent[0],
-            *given,
-            *after,
-            key=ep.key,
-            ranks=ep.route_ranks,
-            by_entry=wire.by_entry or _alone(ep, sums.slot_of),
-            combine_dtype=wire.format,
-            **options,
+            like,
+            {},
+            {
+                "pending": sent[0],
+                "slot_of": sums.slot_of,
+                "residual": sums.residual,
+                "entry_weights": sums.entry_weights,
+                "shared_rows": sums.shared_rows,
+                "shared_part": sums.shared_part,
+                "after": _one(after),
+            },
+            {
+                "key": ep.key,
+                "ranks": ep.route_ranks,
+                "by_entry": wire.by_entry or _alone(ep, sums.slot_of),
+                "combine_dtype": wire.format,
+            },
         )
-        return out, (done,)
+        return placed.output, (placed.done,)
 
 
 def native_of(mesh: Mesh) -> ModuleType:
@@ -290,7 +286,8 @@ def row_obstacle(config: EPConfig) -> Obstacle | None:
     """Returns an obstacle if rows are too wide for a multiprocessor's shared memory."""
     wires = (config.dispatch_format, config.grad_format, config.combine_format)
     quantized = any(name and formats.is_quantized(name) for name in wires)
-    most = _MOST_HIDDEN_QUANTIZED if quantized else _MOST_HIDDEN
+    limits = ffi.native.MAX_ENCODED_HIDDEN, ffi.native.MAX_WINDOW_HIDDEN
+    most = limits[0] if quantized else limits[1]
     if config.skip_a2a or config.hidden_size <= most:
         return None
     wire = "quantised formats" if quantized else "these dtypes"
@@ -302,73 +299,32 @@ def _alone(ep: EPHandle, table: jax.Array) -> bool:
     return ep.config.reduce == "none" and table.shape[-1] == 1
 
 
-def _summed(
-    sums: SumInputs, like: jax.Array
-) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """Returns operands and attributes for the last sum of a combine."""
-    no_rows = zeros(like, (0, like.shape[1]), like.dtype)
-    no_weights = zeros(like, (0, sums.slot_of.shape[1]), jnp.float32)
-    no_part = zeros(like, (0,), jnp.int32)
-    operands = (
-        sums.slot_of,
-        no_rows if sums.residual is None else sums.residual,
-        no_weights if sums.entry_weights is None else sums.entry_weights,
-        no_rows if sums.shared_rows is None else sums.shared_rows,
-        no_part if sums.shared_part is None else sums.shared_part,
-    )
-    return operands, {
-        "with_residual": sums.residual is not None,
-        "with_entry_weights": sums.entry_weights is not None,
-        "with_shared": sums.shared_rows is not None,
+def _one(after: Token) -> jax.Array:
+    (token,) = after
+    return token
+
+
+def _dispatch_operands(inputs: DispatchInputs, after: Token) -> tables.DispatchOperands:
+    return {
+        "tokens": inputs.tokens,
+        "topk_ids": inputs.topk_ids,
+        "router_weights": inputs.router_weights,
+        "input_scale": inputs.input_scale,
+        "after": _one(after),
     }
 
 
-def _pending_call(like: jax.Array) -> Any:
-    """Returns the type of a pending call, the first result of a first half."""
-    return struct(like, (1, PENDING_INTS), jnp.int32)
+def _aside(ep: EPHandle) -> bool:
+    """Whether first halves run on XLA's stream for collectives.
 
-
-def _dispatch_tables(ep: EPHandle, tokens: jax.Array) -> tuple[Any, ...]:
-    """Returns the result types of a first half: pending, slot_of and num_invalid."""
-    top_k = ep.config.top_k + ep.config.fused_shared_expert
-    return (
-        _pending_call(tokens),
-        struct(tokens, (tokens.shape[0], top_k), jnp.int32),
-        struct(tokens, (1,), jnp.int32),
-    )
-
-
-def _first_half(
-    ep: EPHandle,
-    target: str,
-    results: Sequence[Any],
-    *operands: jax.Array,
-    **attributes: Any,
-) -> First:
-    """Launches the first half of a call, with `overlap="stream"` on another stream."""
-    attributes |= {"key": ep.key, "site": site()}
+    They have targets of their own, which are not captured: in a CUDA graph nothing
+    would overlap with them.
+    """
     if ep.config.overlap != "stream":
-        return tuple(ffi.call(target, results, *operands, **attributes))
+        return False
     if jax.__version_info__ < STREAM_SINCE:
         raise ValueError(
             f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
             f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
         )
-    # In a CUDA graph nothing would overlap with it, so this target is not captured.
-    target += "_aside"
-    whole = struct(operands[0], (1, _ends(results)[-1]), jnp.int32)
-    return (ffi.call_aside(target, whole, *operands, **attributes),)
-
-
-def _results_of(first: First, results: Sequence[Any]) -> list[jax.Array]:
-    """Returns the separate results of a first half."""
-    if len(first) == len(results):
-        return list(first)
-    parts = jnp.split(first[0], _ends(results)[:-1], axis=1)
-    return [
-        part.reshape(result.shape) for part, result in zip(parts, results, strict=True)
-    ]
-
-
-def _ends(results: Sequence[Any]) -> list[int]:
-    return list(itertools.accumulate(math.prod(result.shape) for result in results))
+    return True

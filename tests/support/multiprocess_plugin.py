@@ -1,7 +1,7 @@
 """A plugin of pytest that runs tests in all processes of a jax.distributed job at once.
 
 `pytest -p support.multiprocess_plugin` in each process with JAX_EP_TEST_PROCESSES;
-benchmarks/lockstep_run.py starts them. An array of several processes reads as a whole,
+tools/lockstep_run.py starts them. An array of several processes reads as a whole,
 each test begins in all processes together, and what it came to must be the same in all.
 A process leaves its findings as lines of JSON in JAX_EP_TEST_FOLDER.
 """

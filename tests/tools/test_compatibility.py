@@ -45,7 +45,7 @@ CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.sharding.get_abstract_mesh": ((), "jax_ep/_core/checks.py"),
     "jax.sharding.get_mesh": ((), "jax_ep/_setup/init.py"),
     "jax.set_mesh": (("mesh",), "jax_ep/_setup/init.py"),
-    "jax.typeof": ((), "jax_ep/_transport/results.py"),
+    "jax.typeof": ((), "jax_ep/_native/tables.py"),
     "jax.custom_batching.custom_vmap": (("fun",), "jax_ep/_ops/ordering.py"),
     "jax.lax.ragged_dot": (("lhs", "rhs", "group_sizes"), "jax_ep/experts.py"),
     "jax.checkpoint_policies.save_only_these_names": ((), "jax_ep/_ops/remat.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +11,54 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep._native import ffi
+from jax_ep._native import ffi, tables
 from jax_ep._transport import p2p
-from jax_ep._transport.results import struct
+from jax_ep._transport.base import DispatchInputs
 from support import helpers
 from support.errors import check_form, raises
 from support.gpus import needs_stream
 
-SHAPES = ((1, 4), (3, 2), (1,))
-SIZES = (4, 6, 1)
+TOKENS, TOP_K = 3, 2
+SIZES = {"n": TOKENS, "K": TOP_K}
+TOTAL = 4 + TOKENS * TOP_K + 1  # of pending, slot_of and num_invalid
+
+
+def make_ep(overlap: str) -> Any:
+    config = helpers.make_config(overlap=overlap, top_k=TOP_K)
+    return types.SimpleNamespace(
+        config=config, transport="p2p", key=7, route_ranks=2, groups=2, recv_capacity=8
+    )
+
+
+def send(ep: Any, x: jax.Array) -> tuple[jax.Array, ...]:
+    tokens = jnp.zeros((TOKENS, ep.config.hidden_size)) + x[0]
+    tokens = tokens.astype(ep.config.dtype)
+    ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
+    inputs = DispatchInputs(tokens, ids, ids.astype(jnp.float32), jnp.zeros(1))
+    after = (jnp.zeros(1, jnp.int32),)
+    (first, _), (token,) = p2p.P2P().dispatch_send(ep, inputs, after)
+    assert token is first[-1]
+    return first
 
 
 @pytest.fixture
 def program(monkeypatch):
     """A call that counts from every rank's first element on, in place of a kernel."""
 
-    def call(target, results, x, **attributes):
-        assert target == "made_up_aside"
+    def call(target, results, tokens, *operands, **attributes):
+        assert target == "ep_dispatch_send_aside"
         assert attributes["key"] == 7
         (whole,) = results
-        return [x.reshape(-1)[0] + jnp.arange(11, dtype=jnp.int32).reshape(whole.shape)]
-
-    ep = types.SimpleNamespace(
-        config=helpers.make_config(overlap="stream"), transport="p2p", key=7
-    )
+        counted = jnp.arange(TOTAL, dtype=jnp.int32).reshape(whole.shape)
+        return [tokens[0, 0].astype(jnp.int32) + counted]
 
     def body(x):
-        results = [struct(x, shape, jnp.int32) for shape in SHAPES]
-        first = p2p._first_half(ep, "made_up", results, x)
-        return tuple(p2p._results_of(first, results))
+        (whole,) = send(make_ep("stream"), x)
+        return tuple(tables.unpack("ep_dispatch_send", whole, SIZES))
 
     monkeypatch.setattr(ffi, "call", call)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
-    x = 100 * jnp.arange(2 * mesh.size, dtype=jnp.int32)
+    x = 64 * jnp.arange(mesh.size, dtype=jnp.float32)
     return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), x
 
 
@@ -50,14 +66,13 @@ def program(monkeypatch):
 @pytest.mark.parametrize("transform", [jax.jit, lambda run: run], ids=["jit", "eager"])
 def test_results_are_those_of_a_call(program, transform) -> None:
     run, x = program
-    found = transform(run)(x)
-    for rank in range(x.size // 2):
-        begin = 200 * rank
-        for result, shape, size in zip(found, SHAPES, SIZES, strict=True):
-            own = result[rank * shape[0] : (rank + 1) * shape[0]]
-            expected = np.arange(begin, begin + size).reshape(shape)
-            np.testing.assert_array_equal(own, expected)
-            begin += size
+    pending, slot_of, num_invalid = transform(run)(x)
+    for rank in range(x.size):
+        counted = 64 * rank + np.arange(TOTAL)
+        rows = slice(TOKENS * rank, TOKENS * (rank + 1))
+        np.testing.assert_array_equal(pending[rank], counted[:4])
+        np.testing.assert_array_equal(slot_of[rows].ravel(), counted[4:-1])
+        np.testing.assert_array_equal(num_invalid[rank], counted[-1])
 
 
 @needs_stream
@@ -67,22 +82,18 @@ def test_xla_is_given_one_result(program) -> None:
     text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (line for line in text.splitlines() if "call @compute_on" in line)
     assert '_xla_stream_annotation = "collective"' in line
-    assert line.rstrip().endswith("-> tensor<1x11xi32>")
+    assert line.rstrip().endswith(f"-> tensor<1x{TOTAL}xi32>")
 
 
 def test_which_calls_and_which_jax(monkeypatch) -> None:
     def first(overlap):
-        config = helpers.make_config(overlap=overlap)
-        ep = types.SimpleNamespace(config=config, transport="p2p", key=7)
-        x = jnp.zeros(1)
-        results = [struct(x, shape, jnp.int32) for shape in SHAPES[:2]]
-        return p2p._first_half(ep, "made_up", results, x)
+        return send(make_ep(overlap), jnp.zeros(1))
 
-    monkeypatch.setattr(ffi, "call", lambda *_, **__: [1, 2])
-    monkeypatch.setattr(ffi, "call_aside", lambda _, whole, *__, **___: whole.shape)
-    assert first("sm") == (1, 2)
+    monkeypatch.setattr(ffi, "call", lambda _, results, *__, **___: list(results))
+    monkeypatch.setattr(ffi, "call_aside", lambda _, whole, *__, **___: whole)
+    assert [part.shape for part in first("sm")] == [(1, 4), (TOKENS, TOP_K), (1,)]
     monkeypatch.setattr(p2p, "STREAM_SINCE", (0, 1))
-    assert first("stream") == ((1, 10),)
+    assert [part.shape for part in first("stream")] == [(1, TOTAL)]
     monkeypatch.setattr(p2p, "STREAM_SINCE", (99, 0))
     with raises() as caught:
         first("stream")
