@@ -130,7 +130,7 @@ def test_codes_are_no_rows(name: str) -> None:
     tokens = jnp.ones((n, hidden), config.dtype)
     d = jax_ep.sharded.dispatch(ep, tokens, jnp.zeros((n, config.top_k), jnp.int32))
     codes, sizes = d.tokens[: ep.recv_capacity], d.group_sizes[:local]
-    remedy = "these are the codes of a quantised dispatch: pass jax_ep.dequantize(d)"
+    remedy = "these are codes of a quantised dispatch: pass jax_ep.dequantize(d)"
     experts = jax_ep.experts
     for where, function in (
         ("auto", experts.auto),
