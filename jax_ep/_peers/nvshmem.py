@@ -66,6 +66,7 @@ class Heap:
         self.blocks: dict[int, int] = {}
         self.hosts: topology.Hosts = {}
         self.broken: str | None = None
+        self._turn = threading.Lock()
 
     def load(self) -> tuple[str | None, Obstacle | None]:
         """Loads the library; returns its version, or an obstacle."""
@@ -121,7 +122,8 @@ class Heap:
         """Returns an obstacle to shmem in any process, or None; the same in all."""
         if not rendezvous.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
-        rendezvous.begin()  # locks out other threads, which change the state read here
+        # NVSHMEM's calls wait for all processes, so these must make them in one order.
+        rendezvous.take_turn(self._turn)
         info = {
             "obstacle": self.own_obstacle(groups, rendezvous.own),
             "started": bool(self.processes),

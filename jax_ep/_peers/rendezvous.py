@@ -53,11 +53,16 @@ class _Memory:
 _memories: defaultdict[tuple[str, int], _Memory] = defaultdict(_Memory)
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """Returns the client of jax.distributed, or None if it is not initialized."""
     from jax._src import distributed  # JAX has no public API for the store
 
     return distributed.global_state.client
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Returns the processes whose devices the mesh holds, ascending."""
+    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 class StoreStalled(RuntimeError):
@@ -67,8 +72,8 @@ class StoreStalled(RuntimeError):
 class Rendezvous:
     """One exchange between the processes of a mesh, for one init; a context manager.
 
-    All processes must run their inits in the same order. A process that leaves with an
-    exception ends the rendezvous for all.
+    All processes must run the inits of a series in the same order. A process that
+    leaves with an exception ends the rendezvous for all.
 
     Attributes:
         processes: the processes of the mesh, ascending.
@@ -84,6 +89,8 @@ class Rendezvous:
         timeout_s: float,
         subject: str = "",
         store: Any = None,
+        series: str = "",
+        place: str = "",
     ) -> None:
         """Sets up the state; opens no connection and does not wait.
 
@@ -93,6 +100,11 @@ class Rendezvous:
             timeout_s: limit on each step, in seconds.
             subject: describes the init.
             store: the key-value store; None means that of jax.distributed.
+            series: name of a series of rendezvous. Those of one series follow each
+                other in the same order in all processes; series do not wait for each
+                other.
+            place: where in the series, if a process may have missed some; processes
+                meet at the same place only.
 
         Raises:
             ValueError: this process does not take part.
@@ -109,13 +121,15 @@ class Rendezvous:
         self._clients: dict[int, DescriptorClient] = {}
         self._store: Any = None
         self._locked = False
-        who = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
+        self._turns: list[threading.Lock] = []
+        who = hashlib.sha256(f"{processes}{series}".encode()).hexdigest()[:16]
         self._memory = _memories[who, own]
         self._stale: set[str] = set()  # keys of earlier rendezvous
         if self.alone:
             return
-        self._store = _store() if store is None else store
-        self._root = f"jax_ep/{who}"
+        self._store = job_store() if store is None else store
+        self._root = f"jax_ep/{who}/{place}" if place else f"jax_ep/{who}"
+        self._placed = bool(place)
         self._token, self._attempt = secrets.token_hex(8), 0
         # Prefix of this rendezvous's keys, set on arrival from the first process's
         # token.
@@ -126,11 +140,10 @@ class Rendezvous:
         self._end = 0.0  # deadline of the current wait, by time.monotonic
 
     @staticmethod
-    def of(mesh: Mesh, timeout_s: float) -> Rendezvous:
+    def of(mesh: Mesh, timeout_s: float, series: str = "") -> Rendezvous:
         """Makes a rendezvous of the processes whose devices the mesh holds."""
-        processes = sorted({device.process_index for device in mesh.devices.flat})
         own = jax.process_index(mesh.devices.flat[0].client)
-        return Rendezvous(processes, own, timeout_s)
+        return Rendezvous(processes_of(mesh), own, timeout_s, series=series)
 
     @property
     def alone(self) -> bool:
@@ -187,6 +200,24 @@ class Rendezvous:
         self._memory.attempts += 1
         self._attempt = self._memory.attempts
         self._stale, self._memory.left = self._memory.left, set()
+
+    def take_turn(self, lock: threading.Lock) -> None:
+        """Keeps rendezvous of other series out of what `lock` guards, in all processes.
+
+        The mesh's first process holds its lock until it leaves the rendezvous, so all
+        processes go on in the order in which that one took it.
+        """
+        if not self.possible:
+            return
+        self.begin()
+        if self.own == self._first:
+            if not lock.acquire(timeout=self._timeout_s):
+                raise RuntimeError(
+                    "jax_ep.init: another thread's init did not end within timeout_s = "
+                    f"{self._timeout_s:g} s; raise timeout_s"
+                )
+            self._turns.append(lock)
+        self.gather("turn", None)
 
     # ---- Arrival ----
 
@@ -271,7 +302,8 @@ class Rendezvous:
         token, attempt = told.get("token"), told.get("attempt")
         if not isinstance(token, str) or not isinstance(attempt, int):
             return False
-        news = attempt >= self._attempt and token not in self._memory.told
+        of_this = self._placed or attempt >= self._attempt
+        news = of_this and token not in self._memory.told
         if news:
             self._memory.told.add(token)
         return news
@@ -340,7 +372,8 @@ class Rendezvous:
             "they start late (docs/cluster.md)"
         )
         if not self._folder:  # there was no invitation
-            self._over = True
+            # At a place of its own the first process may still come, and be told.
+            self._over = not self._placed
             raise RuntimeError(f"jax_ep.init: {why}")
         return self._judged(self._claim({"failed": why, "process": self.own}))
 
@@ -538,6 +571,8 @@ class Rendezvous:
         with contextlib.ExitStack() as rest:
             if self._locked:
                 rest.callback(self._unlock)
+            while self._turns:
+                rest.callback(self._turns.pop().release)
             for client in self._clients.values():
                 rest.callback(client.close)
             if self._server is not None:

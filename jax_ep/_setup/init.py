@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -79,15 +81,21 @@ def init(
     rendezvous = Rendezvous.of(mesh, _time_limit(config))
     try:
         with rendezvous:
-            _check_arguments(config, transport)
-            names = group_axes(mesh, axis_name, config)
-            _check_served(config, _ranks(mesh, names))
-            run = partial(_meet, mesh, names, config, transport, rendezvous)
-            # It runs programs and waits for them, which a trace cannot do.
-            return threads.untraced(run) if _traced(mesh) else run()
+            names = checked(mesh, axis_name, config, transport)
+            # Programs run here and are waited for, which a trace cannot do.
+            run = partial(_open_handle, mesh, names, config, transport, rendezvous)
+            return threads.untraced(run) if traced(mesh) else run()
     finally:
         # Again, in case Ctrl-C interrupted the end of the with block.
         rendezvous.close()
+
+
+def checked(mesh: Mesh, axis_name: Any, config: Any, transport: Any) -> tuple[str, ...]:
+    """Returns the axes of the EP group; raises unless all arguments are valid."""
+    _check_arguments(config, transport)
+    names = group_axes(mesh, axis_name, config)
+    _check_served(config, _ranks(mesh, names))
+    return names
 
 
 def _time_limit(config: Any) -> float:
@@ -113,22 +121,65 @@ def _ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
     return int(np.prod([mesh.shape[name] for name in names]))
 
 
-def _meet(
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A native group that all processes have opened, before ep_init has run on it."""
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    config: EPConfig
+    transport: HandleTransport
+    key: int
+    buffer_bytes: int
+
+    @property
+    def native(self) -> ModuleType:
+        """The native module that holds it."""
+        return ffi.native_for(windows.platform_of(self.mesh))
+
+    def close(self) -> None:
+        """Closes it, where no handle does."""
+        self.native.close_group(self.key)
+
+
+def _open_handle(
     mesh: Mesh,
     names: tuple[str, ...],
     config: EPConfig,
     transport: Transport,
     rendezvous: Rendezvous,
 ) -> EPHandle:
-    """Agrees on the transport with the mesh's other processes, and opens the handle."""
-    rendezvous.subject = repr((_content(mesh, names, config), transport))
+    group = open_group(mesh, names, config, transport, rendezvous)
+    return handle_of(group, rendezvous.conclude)
+
+
+def open_group(
+    mesh: Mesh,
+    names: tuple[str, ...],
+    config: EPConfig,
+    transport: Transport,
+    rendezvous: Rendezvous,
+    series: str = "",
+) -> Group:
+    """Agrees on the transport with the mesh's other processes, and opens the group.
+
+    Args:
+        mesh: the mesh.
+        names: the axes of the EP group.
+        config: sizes and options.
+        transport: "auto" or a name.
+        rendezvous: one that has begun.
+        series: groups of equal content are counted, for their keys, per series.
+    """
+    rendezvous.subject = repr((_content(mesh, names, config), transport, series))
+    run = partial(_open, mesh, names, config, rendezvous, series)
     try:
         chosen = select.choose(mesh, names, transport, rendezvous, config)
         try:
-            return _open(mesh, names, config, chosen, rendezvous)
+            return run(chosen)
         except windows.NotMapped as error:
             chosen = select.instead(transport, error.obstacle, rendezvous)
-        return _open(mesh, names, config, chosen, rendezvous)
+        return run(chosen)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         # Answers of another version of jax_ep lead to these errors.
         raise rendezvous.unreadable(error) from error
@@ -205,7 +256,7 @@ def _check_served(config: EPConfig, ranks: int) -> None:
         )
     for remark in (capacity.worst_case, capacity.shortfall):
         if text := remark(config, ranks):
-            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=3)
+            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=4)
 
 
 def _automatic(mesh: Mesh) -> Mesh:
@@ -213,7 +264,7 @@ def _automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
-def _traced(mesh: Mesh) -> bool:
+def traced(mesh: Mesh) -> bool:
     """Whether this thread is inside a transformation of JAX."""
     try:
         with jax.set_mesh(_automatic(mesh)):
@@ -264,19 +315,16 @@ def _open(
     mesh: Mesh,
     names: tuple[str, ...],
     config: EPConfig,
-    transport: HandleTransport,
     rendezvous: Rendezvous,
-) -> EPHandle:
-    """Registers the group and initialises every device of the mesh."""
-    platform = windows.platform_of(mesh)
-    native = ffi.native_for(platform)
+    series: str,
+    transport: HandleTransport,
+) -> Group:
+    """Opens the native group."""
+    native = ffi.native_for(windows.platform_of(mesh))
     # Without an exchange no windows are needed.
     exchange = transports.by_name("collective" if config.skip_a2a else transport)
-    content = repr((_content(mesh, names, config), transport))
+    content = repr((_content(mesh, names, config), transport)) + series
     key = _new_key(content, rendezvous)
-    local = _local_ranks(mesh, names)
-    devices = [device for device, _ in local]
-    ranks = [rank for _, rank in local]
     try:
         buffer_bytes = exchange.open(
             native,
@@ -286,31 +334,47 @@ def _open(
             _FIRST_EPOCH,
             rendezvous,
         )
-        dev_ptrs, my_rank = _run_init(mesh, key, devices)
+    except BaseException:
+        # Also if open raised, as Ctrl-C may have come just after it opened the group.
+        native.close_group(key)
+        raise
+    return Group(mesh, names, config, transport, key, buffer_bytes)
+
+
+def handle_of(group: Group, conclude: Callable[[], None] = lambda: None) -> EPHandle:
+    """Initialises every device of a group, and calls `conclude` before the last step.
+
+    Closes the group if it fails.
+    """
+    mesh, config, native = group.mesh, group.config, group.native
+    exchange = transports.by_name("collective" if config.skip_a2a else group.transport)
+    local = _local_ranks(mesh, group.names)
+    ranks = [rank for _, rank in local]
+    try:
+        dev_ptrs, my_rank = _run_init(mesh, group.key, [device for device, _ in local])
         if my_rank.tolist() != ranks:
             raise RuntimeError(
                 "jax_ep.init: devices must have the ranks of their mesh positions, "
                 f"{ranks}, got {my_rank.tolist()}; please report this mesh"
             )
-        if platform == "cpu":
-            runtime.warn_if_short(native.pool_threads(key), len(devices))
-        rendezvous.conclude()
+        if windows.platform_of(mesh) == "cpu":
+            runtime.warn_if_short(native.pool_threads(group.key), len(ranks))
+        conclude()
         return EPHandle._opened(
             mesh=mesh,
-            axis_names=names,
+            axis_names=group.names,
             config=config,
-            transport=transport,
-            ep_size=_ranks(mesh, names),
-            buffer_bytes=buffer_bytes,
+            transport=group.transport,
+            ep_size=_ranks(mesh, group.names),
+            buffer_bytes=group.buffer_bytes,
             dev_ptrs=dev_ptrs,
             my_rank=my_rank,
-            key=key,
+            key=group.key,
             _native=native,
             _windowed=exchange.windowed,
         )
     except BaseException:
-        # Also if open raised, as Ctrl-C may have come just after it opened the group.
-        native.close_group(key)
+        group.close()
         raise
 
 

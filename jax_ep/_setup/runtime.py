@@ -57,7 +57,7 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
             "can hang; import jax_ep before the first use of JAX, or set "
             f"NPROC={4 * devices} in the environment",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         _warned = True  # skipped if a filter turned the warning into an exception
 

@@ -462,3 +462,78 @@ def test_traffic_is_linear() -> None:
     assert calls < 64 * 30, counts
     assert calls < 1.5 * 8 * counts[8][0], counts
     assert moved < 2_000_000, counts
+
+
+def test_series_do_not_wait_for_each_other() -> None:
+    """Each process is in two at once, which it has begun in an order of its own."""
+    store = fake_windows.Store()
+    both = threading.Barrier(4)
+
+    def act(meeting: Rendezvous) -> Any:
+        both.wait(10)
+        return meeting.gather("one", meeting.own)
+
+    actors = [
+        Actor(act, [0, 1], process, 20.0, subject=series, store=store, series=series)
+        for process, order in enumerate(["ab", "ba"])
+        for series in order
+    ]
+    for actor in actors:
+        actor.join(60)
+        assert actor.error is None
+        assert actor.result == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_failure_at_a_place_is_told_to_whoever_comes_later(late: int) -> None:
+    store = fake_windows.Store()
+
+    def meet(process: int, timeout_s: float, place: str) -> Actor:
+        def act(meeting: Rendezvous) -> Any:
+            return meeting.gather("one", meeting.own)
+
+        return Actor(
+            act, [0, 1], process, timeout_s, store=store, series="s", place=place
+        )
+
+    first = meet(1 - late, 0.3, "7")
+    first.join(60)
+    assert f"[{late}]" in str(first.error)
+    second = meet(late, 30.0, "7")
+    second.join(60)
+    assert f"failed on process {1 - late}" in str(second.error)
+    assert second.seconds < SOON_S
+    actors = [meet(process, 20.0, "8") for process in (0, 1)]
+    for actor in actors:
+        actor.join(60)
+        assert actor.result == {0: 0, 1: 1}
+
+
+def test_turns_are_taken_in_one_order() -> None:
+    """In the order of the first process, whichever series another one began first."""
+    store = fake_windows.Store()
+    locks = {process: threading.Lock() for process in (0, 1)}
+    inside: dict[int, list[str]] = {0: [], 1: []}
+    first_is_in = threading.Event()
+
+    def act(meeting: Rendezvous) -> None:
+        series = meeting.subject
+        if meeting.own == 0 and series == "b":
+            first_is_in.wait(10)
+        meeting.take_turn(locks[meeting.own])
+        first_is_in.set()
+        inside[meeting.own].append(series)
+        time.sleep(0.2)
+        inside[meeting.own].append(series)
+        meeting.gather("end", None)
+
+    actors = [
+        Actor(act, [0, 1], process, 20.0, subject=series, store=store, series=series)
+        for process, order in ((1, "ba"), (0, "ab"))
+        for series in order
+    ]
+    for actor in actors:
+        actor.join(60)
+        assert actor.error is None
+    assert inside == {0: list("aabb"), 1: list("aabb")}
+    assert not any(lock.locked() for lock in locks.values())

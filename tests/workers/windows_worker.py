@@ -29,6 +29,7 @@ from support.worker_process import bound_life
 DEVICES = 2
 TIMEOUT_S = 6.0
 TRUE_GATHER = Rendezvous.gather
+TRUE: list[tuple[Any, str, Any]] = []  # what `start` has put fakes in the place of
 
 
 def start(port: str, processes: int, process: int) -> fake_windows.Native:
@@ -45,9 +46,20 @@ def start(port: str, processes: int, process: int) -> fake_windows.Native:
         open_group=ffi.native.open_group,
         wait_failures=lambda key: [],
     )
-    ffi.native_for = lambda platform: native
-    windows.platform_of = lambda mesh: "gpu"
+    fakes = (
+        (ffi, "native_for", lambda _: native),
+        (windows, "platform_of", lambda _: "gpu"),
+    )
+    for place, name, fake in fakes:
+        TRUE.append((place, name, getattr(place, name)))
+        setattr(place, name, fake)
     return native
+
+
+def without_fakes() -> None:
+    """Has inits be those of this process's devices again."""
+    for place, name, true in TRUE:
+        setattr(place, name, true)
 
 
 def client() -> Any:

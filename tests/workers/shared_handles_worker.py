@@ -1,0 +1,154 @@
+"""A process of test_shared_handles.py: shared handles in orders of its own.
+
+Arguments: port of the coordinator, number of processes, this process, the transport:
+"collective", or "p2p" with fake windows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import jax_ep
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._setup import init
+from support import helpers
+from workers import windows_worker
+
+SHORT_S, LONG_S = 2.0, 60.0
+
+
+class Steps:
+    """What this process does, step by step, and the keys that it got."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.mesh = helpers.make_mesh(jax.device_count())
+        self.process, self.last = jax.process_index(), jax.process_count() - 1
+        self.found: dict[str, Any] = {}
+
+    def shared(self, tokens: int, timeout_s: float = LONG_S) -> Any:
+        config = helpers.make_config(max_tokens_per_rank=tokens, timeout_s=timeout_s)
+        return jax_ep.shared_handle(self.mesh, "ep", config, self.transport)
+
+    def barrier(self, name: str) -> None:
+        windows_worker.barrier(name)
+
+    def refusal(self, tokens: int, timeout_s: float = LONG_S) -> str:
+        try:
+            self.shared(tokens, timeout_s)
+        except RuntimeError as error:
+            return str(error)
+        return "none"
+
+    def before_all_have_come(self) -> None:
+        """The last process has asked for nothing yet: others wait, but not for ever."""
+        if self.process != self.last:
+            self.found["alone"] = self.refusal(8, SHORT_S)
+        self.barrier("alone")
+        self.found["then"] = self.shared(8, LONG_S).key
+
+    def orders(self) -> None:
+        sizes = np.roll([1, 2, 3], self.process).tolist()
+        keys = {tokens: self.shared(tokens).key for tokens in sizes}
+        self.found["orders"] = [keys[tokens] for tokens in (1, 2, 3)]
+        assert all(self.shared(tokens).key == keys[tokens] for tokens in sizes)
+
+    def one_alone(self) -> None:
+        """In a trace, while the others wait for something else."""
+        if self.process == 1:
+
+            def traced(x: Any) -> Any:
+                return x * (self.shared(4).recv_capacity > 0)
+
+            start = time.monotonic()
+            jax.eval_shape(traced, jnp.zeros(3))
+            self.found["seconds"] = time.monotonic() - start
+        self.barrier("one alone")
+        self.found["one alone"] = self.shared(4).key
+
+    def threads_at_once(self) -> None:
+        keys: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: keys.append(self.shared(5).key))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (self.found["threads"],) = set(keys)
+
+    def failure_of_one(self) -> None:
+        """Whoever asks: all are told, and the next call succeeds."""
+        true = init.open_group
+        if self.process == self.last:
+
+            def failing(*args: Any) -> Any:
+                raise OSError("no such luck")
+
+            init.open_group = failing
+        self.barrier("about to fail")
+        if self.process == 0:
+            self.found["failure"] = self.refusal(6)
+        self.barrier("failed")
+        init.open_group = true
+        self.barrier("mended")
+        self.found["after failure"] = self.shared(6).key
+
+    def closing(self) -> None:
+        """Also what only one process has used, and where some are far behind."""
+        if self.process == 0:
+            self.shared(7)
+        before = self.shared(1).key
+        found = []
+        for turn in range(3):
+            if self.process == turn % (self.last + 1):
+                time.sleep(0.3)
+            jax_ep.close_shared_handles()
+            found += [self.shared(tokens).key for tokens in (7, 1)]
+            ep = self.shared(1)
+            ep.close()
+            found.append(self.shared(1).key)
+        assert len({before, *found}) == 10
+        self.found["closing"] = found
+
+    def results(self) -> None:
+        config = helpers.make_config(timeout_s=LONG_S)
+        ep = jax_ep.shared_handle(self.mesh, "ep", config, self.transport)
+        inputs = helpers.make_inputs(np.random.default_rng(1), config, self.mesh.size)
+        helpers.assert_dispatched(
+            config, helpers.run_dispatch(ep, self.mesh, inputs), inputs
+        )
+
+
+def main() -> None:
+    port, processes, process, transport = sys.argv[1:]
+    native = windows_worker.start(port, int(processes), int(process))
+    steps = Steps(transport)
+    if transport == "collective":
+        windows_worker.without_fakes()
+    steps.before_all_have_come()
+    steps.orders()
+    steps.one_alone()
+    steps.threads_at_once()
+    steps.failure_of_one()
+    steps.closing()
+    if transport == "collective":
+        steps.results()
+    jax_ep.close_shared_handles()
+    steps.found["open"] = len(native.own) + len(native.mapped)
+    print("result: " + json.dumps(steps.found), flush=True)
+    steps.barrier("end")
+
+
+if __name__ == "__main__":
+    main()
