@@ -12,6 +12,7 @@ from jax_ep._native import ffi
 from jax_ep._ops.combine import combine, combine_async, combine_wait
 from jax_ep._ops.dequantize import dequantize
 from jax_ep._ops.dispatch import dispatch, dispatch_async, dispatch_wait
+from jax_ep._ops.expert_of_row import expert_of_row
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import save_route
 from jax_ep._setup import runtime
@@ -35,6 +36,7 @@ __all__ = [
     "dispatch",
     "dispatch_async",
     "dispatch_wait",
+    "expert_of_row",
     "experts",
     "formats",
     "init",
