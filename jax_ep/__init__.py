@@ -7,6 +7,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
 from jax_ep._experts import hopper
+from jax_ep._layers.apply import apply_experts
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._native import ffi
 from jax_ep._ops.combine import combine, combine_async, combine_wait
@@ -27,6 +28,7 @@ __all__ = [
     "MoEAux",
     "Pending",
     "Route",
+    "apply_experts",
     "close_shared_handles",
     "combine",
     "combine_async",
