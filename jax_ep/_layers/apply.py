@@ -17,7 +17,7 @@ from jax_ep._core import checks, context, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import DTYPES, Transport
-from jax_ep._core.varying import vary_alike
+from jax_ep._core.varying import vary_alike, varying
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
 from jax_ep._ops.dequantize import dequantize
@@ -196,7 +196,13 @@ def apply_experts(
         factors = weights if at_source else d.router_weights
         y = combining.combine(ep, out, d.route, factors)
     y = y.reshape(*given.leading, y.shape[1])
-    return (y, d.num_dropped) if return_dropped else y
+    if not return_dropped:
+        return y
+    dropped = d.num_dropped
+    if scatter_axis in varying(dropped):
+        # Equal along the axis, of which check_vma must be convinced.
+        dropped = jax.lax.pmax(jax.lax.stop_gradient(dropped), scatter_axis)
+    return y, dropped
 
 
 class _Flattened(NamedTuple):
