@@ -7,11 +7,13 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
 from jax_ep._experts import hopper
+from jax_ep._layers.apply import apply_experts
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._native import ffi
 from jax_ep._ops.combine import combine, combine_async, combine_wait
 from jax_ep._ops.dequantize import dequantize
 from jax_ep._ops.dispatch import dispatch, dispatch_async, dispatch_wait
+from jax_ep._ops.expert_of_row import expert_of_row
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import save_route
 from jax_ep._setup import runtime
@@ -26,6 +28,7 @@ __all__ = [
     "MoEAux",
     "Pending",
     "Route",
+    "apply_experts",
     "close_shared_handles",
     "combine",
     "combine_async",
@@ -35,6 +38,7 @@ __all__ = [
     "dispatch",
     "dispatch_async",
     "dispatch_wait",
+    "expert_of_row",
     "experts",
     "formats",
     "init",

@@ -144,18 +144,18 @@ def combine(
 
     Args:
         ep: the handle that dispatched.
-        expert_out: `[ranks * N, H]`.
+        expert_out: `[ranks * N, H']`, H' <= H, as in `jax_ep.combine`.
         route: `d.route` of `jax_ep.sharded.dispatch`, or of a `Dispatched` that left
             shard_map.
         router_weights: float32 `[ranks * N]`, usually `d.router_weights`, or
             `[ranks * n, K]` with `reduce="source"`. None means 1: without weights the
             sum is unweighted even after a weighted dispatch.
-        residual: `[ranks * n, H]` or None.
+        residual: `[ranks * n, H']` or None.
         spec: the one passed to `jax_ep.sharded.dispatch`; with another one rows would
             go to other tokens.
 
     Returns:
-        `[ranks * n, H]`; `[ranks * n, K, H]` with `reduce="none"`.
+        `[ranks * n, H']`; `[ranks * n, K, H']` with `reduce="none"`.
 
     Raises:
         ValueError, TypeError: for the reasons of `jax_ep.combine` and
@@ -178,10 +178,10 @@ def combine_async(
 
     Args:
         ep: the handle that dispatched.
-        expert_out: `[ranks * N, H]`.
+        expert_out: `[ranks * N, H']`, H' <= H, as in `jax_ep.combine`.
         route: as in `combine`.
         router_weights: as in `combine`.
-        residual: `[ranks * n, H]` or None.
+        residual: `[ranks * n, H']` or None.
         spec: the one passed to the dispatch.
 
     Returns:

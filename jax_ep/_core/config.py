@@ -342,6 +342,13 @@ class EPConfig:
         return self.combine_format or self.wire_dtype
 
     @property
+    def column_multiple(self) -> int:
+        """What the number of columns of combine's rows must be a multiple of."""
+        wires = (self.combine_format, self.grad_format)
+        blocks = [formats.block(name) for name in wires if name is not None]
+        return math.lcm(native.ROW_ALIGN_BYTES // self.element_bytes, *blocks)
+
+    @property
     def most_pending(self) -> int:
         """How many calls of one kind may be pending at once."""
         if self.pending_calls is not None:

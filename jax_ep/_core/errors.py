@@ -83,13 +83,18 @@ def require_type(
 
 @contextlib.contextmanager
 def told_of(
-    function: str, whole: Mapping[str, tuple[int, ...]] | None = None
+    function: str,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    part: bool = True,
 ) -> Iterator[None]:
-    """Raises errors of a per-rank call as errors of `function`, which made the call.
+    """Raises errors of an inner call as errors of `function`, which made the call.
 
     Args:
-        function: what the user called, with global arrays.
+        function: what the user called.
         whole: global shapes of the operands, by name.
+        part: whether `function` was called with global arrays, of which the inner call
+            gets the part of one rank.
     """
     try:
         yield
@@ -97,7 +102,8 @@ def told_of(
         parts = vars(error).get(_PARTS)
         if parts is None:
             raise
-        note = f"raised by jax_ep.{parts.function} for the part of one rank"
+        note = f"raised by jax_ep.{parts.function}"
+        note += " for the part of one rank" if part else ""
         shape = (whole or {}).get(parts.operand or "")
         if shape is not None:
             note += f"; {parts.operand} of all ranks is {shape}"

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks
+from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -57,25 +57,29 @@ def combine(
     `combine_dtype`; the source sums these in ascending order of ranks, adds the shared
     expert's row, then `residual`, and rounds once to `dtype`. With `reduce="source"`
     each row is sent in `combine_dtype`, and the source sums them in k order; with
-    "none" it returns them. Rows of padding and dropped rows are never read.
+    "none" it returns them. Rows of padding and dropped rows are never read. Rows may
+    have fewer than H columns, as those of tensor-parallel experts that scatter their
+    columns first; the result then has as many.
     Differentiable with respect to `expert_out`, `router_weights` and `residual`. Under
     `jax.vmap` the calls of the batch are made one after the other.
 
     Args:
         ep: the handle that dispatched.
-        expert_out: `[N, H]` in the config's dtype.
+        expert_out: `[N, H']` in the config's dtype, with H' <= H. A row must be a
+            multiple of 16 bytes, and of the block of `combine_format` and
+            `grad_format` if they are set.
         route: `d.route` of the dispatch.
         router_weights: float32 `[N]`, usually `d.router_weights`; narrower float types
             are widened. With `reduce="source"` `[n, K]`; with "none" it must be None.
             None means 1: the route holds no weights, so without them the sum is
             unweighted even after a weighted dispatch.
-        residual: `[n, H]` in the config's dtype, added to the sum, or None. It must be
-            None with `reduce="none"`, and with `skip_a2a`, whose partial sums would
+        residual: `[n, H']` in the config's dtype, added to the sum, or None. It must
+            be None with `reduce="none"`, and with `skip_a2a`, whose partial sums would
             each include it.
 
     Returns:
-        `[n, H]` in the config's dtype; with `skip_a2a` this rank's part of the sum, to
-        be added up by `jax.lax.psum`. With `reduce="none"` `[n, K, H]`, zero for
+        `[n, H']` in the config's dtype; with `skip_a2a` this rank's part of the sum, to
+        be added up by `jax.lax.psum`. With `reduce="none"` `[n, K, H']`, zero for
         entries without a row.
 
     Raises:
@@ -100,10 +104,10 @@ def combine_async(
 
     Args:
         ep: the handle that dispatched.
-        expert_out: `[N, H]`, as in `jax_ep.combine`.
+        expert_out: `[N, H']`, as in `jax_ep.combine`.
         route: `d.route` of the dispatch.
         router_weights: as in `jax_ep.combine`, or None.
-        residual: `[n, H]` or None, as in `jax_ep.combine`.
+        residual: `[n, H']` or None, as in `jax_ep.combine`.
 
     Returns:
         A `Pending` for `combine_wait`.
@@ -128,7 +132,7 @@ def combine_wait(pending: Pending) -> jax.Array:
         pending: result of `combine_async` on the same rank.
 
     Returns:
-        `[n, H]`, or `[n, K, H]` with `reduce="none"`, as `jax_ep.combine`.
+        `[n, H']`, or `[n, K, H']` with `reduce="none"`, as `jax_ep.combine`.
 
     Raises:
         ValueError, TypeError: while tracing, if `pending` is not the `Pending` of a
@@ -160,19 +164,11 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
         return array
 
     checks.require_combinable(function, ep, given.router_weights, given.residual)
-    hidden = config.hidden_size
     expert_out = as_array(function, "expert_out", given.expert_out)
     remedy = checks.CODES_REMEDY if checks.is_codes(expert_out.dtype) else None
     checks.require_dtype(function, "expert_out", expert_out, config.dtype, remedy)
-    expert_out = checked(
-        "expert_out",
-        expert_out,
-        config.dtype,
-        rows,
-        hidden,
-        why="[N, hidden_size]",
-        remedy="pass a row for each row of d.tokens, padding included",
-    )
+    _require_rows(function, ep, expert_out)
+    columns = expert_out.shape[1]
     weights = residual = None
     if given.router_weights is not None:
         shape: tuple[int, ...] = (rows,)
@@ -188,8 +184,8 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
             given.residual,
             config.dtype,
             n,
-            hidden,
-            why="[n, hidden_size]",
+            columns,
+            why="[n, columns of expert_out]",
             remedy="pass a row for each token that was dispatched",
         )
     alike = checks.vary_together(ep, expert_out, route, weights, residual)
@@ -197,6 +193,26 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
     if config.reduce == "none":
         args = args._replace(route=options.entry_route(args.route))
     return args
+
+
+def _require_rows(function: str, ep: EPHandle, expert_out: jax.Array) -> None:
+    """Raises ValueError unless there are N rows of a width that can be sent."""
+    config, rows = ep.config, ep.recv_capacity
+    multiple = config.column_multiple
+    shape = expert_out.shape
+    columns = shape[1] if expert_out.ndim == 2 else 0
+    fits = 0 < columns <= config.hidden_size and columns % multiple == 0
+    if fits and shape[0] == rows:
+        return
+    raise errors.invalid(
+        function,
+        f"expert_out must have shape [N, columns] with N = {rows} and at most "
+        f"hidden_size = {config.hidden_size} columns, a multiple of {multiple}",
+        shape,
+        "pass a row for each row of d.tokens, padding included"
+        + ("" if fits else ", with all its columns or a part of them"),
+        operand="expert_out",
+    )
 
 
 def _by_token(ep: EPHandle, y: jax.Array) -> jax.Array:

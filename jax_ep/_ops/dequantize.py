@@ -12,6 +12,11 @@ from jax_ep import formats
 from jax_ep._core import errors
 from jax_ep._core.literals import Dtype, Format
 from jax_ep._core.types import Dispatched
+from jax_ep._ops.expert_of_row import (
+    group_of_row,
+    require_dispatched,
+    require_one_rank,
+)
 
 
 def dequantize(d: Dispatched) -> jax.Array:
@@ -34,15 +39,7 @@ def dequantize(d: Dispatched) -> jax.Array:
         ValueError: `d` holds several ranks or lacks its scales; in the backward pass,
             if it lacks its port.
     """
-    if not isinstance(d, Dispatched):
-        raise errors.invalid(
-            "dequantize",
-            "d must be the Dispatched that jax_ep.dispatch returned",
-            type(d).__name__,
-            "pass the Dispatched, not its arrays",
-            operand="d",
-            kind=TypeError,
-        )
+    require_dispatched("dequantize", d)
     if (d.scales is not None) != formats.is_quantized(d.format):
         raise errors.invalid(
             "dequantize",
@@ -53,15 +50,7 @@ def dequantize(d: Dispatched) -> jax.Array:
         )
     if not formats.is_quantized(d.format):
         return d.tokens
-    ranks = d.row_offsets.shape[0] - d.group_sizes.shape[0]
-    if ranks != 1:
-        raise errors.invalid(
-            "dequantize",
-            "d must hold the rows of one rank",
-            f"those of {ranks} ranks",
-            "use jax_ep.sharded.dequantize on global arrays",
-            operand="d",
-        )
+    require_one_rank("dequantize", d, "use jax_ep.sharded.dequantize on global arrays")
     with jax.named_scope("jax_ep.dequantize"):
         return _dequantized(d)
 
@@ -87,7 +76,7 @@ def _untiled(
     values = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     by_row = values.transpose(0, 3, 2, 1, 4).reshape(tiles * 128, words * 4)
     index = jnp.arange(rows, dtype=jnp.int32)
-    group = jnp.searchsorted(row_offsets, index, side="right") - 1
+    group = group_of_row(row_offsets, rows)
     inside = group < scales_offsets.shape[0]
     group = jnp.minimum(group, scales_offsets.shape[0] - 1)
     start = row_offsets[group]

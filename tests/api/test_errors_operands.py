@@ -82,7 +82,8 @@ DISPATCH = {
 }  # fmt: skip
 COMBINE = {
     "N": ({"expert_out": (7, 16)}, "expert_out", "7"),
-    "H": ({"expert_out": (KEEP, 8)}, "expert_out", "8", "16"),
+    "H": ({"expert_out": (KEEP, 24)}, "expert_out", "24", "16"),
+    "rows_rank": ({"expert_out": (KEEP,)}, "expert_out", "[N, columns]"),
     "rows_dtype": ({"expert_out": "float32"}, "expert_out", "bfloat16", "float32",
                    "cast it with expert_out.astype('bfloat16')"),
     "rows_of_codes": ({"expert_out": "float8_e4m3fn"}, "expert_out", "bfloat16",
@@ -104,7 +105,7 @@ def changed(ep, changes: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         shape = old.shape if isinstance(change, str) else change
         if KEEP in shape:
             shape = tuple(
-                o if s == KEEP else s for s, o in zip(shape, old.shape, strict=True)
+                o if s == KEEP else s for s, o in zip(shape, old.shape, strict=False)
             )
         dtype = change if isinstance(change, str) else old.dtype
         arrays[name] = jax.ShapeDtypeStruct(shape, dtype)

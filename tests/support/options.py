@@ -70,10 +70,12 @@ def combine_operands(
     outputs: list[oracle.RankOutput],
     inputs: helpers.Inputs,
     fill: Callable[..., np.ndarray],
+    columns: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None, list[np.ndarray] | None]:
     """Rows, weights and residual of each rank; NaN where nothing may be read."""
     dtype = oracle.DTYPES[config.dtype]
-    rows = [fill(rng, (len(o.src_info), config.hidden_size), dtype) for o in outputs]
+    columns = columns or config.hidden_size
+    rows = [fill(rng, (len(o.src_info), columns), dtype) for o in outputs]
     weights = residual = None
     if config.reduce == "source":
         weights = [helpers.normal(rng, i.shape, np.float32) for i in inputs.ids]
@@ -81,5 +83,5 @@ def combine_operands(
         made = [helpers.normal(rng, len(r), np.float32) for r in rows]
         weights = helpers.poisoned(outputs, made)
     if takes_residual(config):
-        residual = [fill(rng, x.shape, dtype) for x in inputs.tokens]
+        residual = [fill(rng, (len(x), columns), dtype) for x in inputs.tokens]
     return helpers.poisoned(outputs, rows), weights, residual

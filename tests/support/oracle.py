@@ -180,7 +180,7 @@ def combine(
 ) -> list[np.ndarray]:
     """y of every rank, in the contract's arithmetic: float32, one rounding a step.
 
-    With reduce="none" that is [n, K, H].
+    With reduce="none" that is [n, K, H]. y has as many columns as expert_out.
 
     Args:
       config: EPConfig's fields.
@@ -193,10 +193,11 @@ def combine(
     """
     wire_dtype = DTYPES[config.combine_dtype or config.dtype]
     seen = wire or (lambda sums: sums.astype(wire_dtype).astype(np.float32))
-    zero = np.zeros(config.hidden_size, np.float32)
+    columns = expert_out[0].shape[1]
+    zero = np.zeros(columns, np.float32)
     if config.reduce != "rank":
         return _combine_rows(config, ids, expert_out, weights, residual, seen)
-    sums = [np.zeros((len(i), config.hidden_size), np.float32) for i in ids]
+    sums = [np.zeros((len(i), columns), np.float32) for i in ids]
     with np.errstate(all="ignore"):
         for rank, placement in enumerate(place(config, ids)):
             partial: dict[tuple[int, int], np.ndarray] = {}
@@ -241,7 +242,7 @@ def _combine_rows(
     seen: Callable[[np.ndarray], np.ndarray],
 ) -> list[np.ndarray]:
     """combine where rows cross one by one; what was dropped crosses as zero."""
-    hidden = config.hidden_size
+    hidden = expert_out[0].shape[1]
     with np.errstate(all="ignore"):
         crossed = [np.zeros((*np.shape(i), hidden), np.float32) for i in ids]
         there = [np.zeros(np.shape(i), bool) for i in ids]

@@ -1,0 +1,482 @@
+"""apply_experts: dispatch, a function of rows, and combine, in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from jax_ep._core import checks, context, errors
+from jax_ep._core.arrays import as_array
+from jax_ep._core.config import EPConfig
+from jax_ep._core.literals import DTYPES, Transport
+from jax_ep._core.varying import vary_alike, varying
+from jax_ep._ops import combine as combining
+from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops.dequantize import dequantize
+from jax_ep._ops.expert_of_row import expert_of_row
+from jax_ep._setup.shared import shared_handle
+
+# (rows [N, H], group_sizes [G], expert_of_row [N]) -> rows [N, H].
+RowsFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+# Fields of EPConfig that arrays or arguments determine.
+_GIVEN = {
+    "max_tokens_per_rank": "the number of tokens",
+    "top_k": "the last dimension of topk_ids",
+    "hidden_size": "the last dimension of tokens",
+    "dtype": "the dtype of tokens",
+}
+# Fields of EPConfig that apply_experts cannot honour, with the reason.
+_WITHOUT_EFFECT = "it makes whole calls, so nothing is pending"
+_REFUSED = {
+    "skip_a2a": "every rank has tokens of its own",
+    "allreduce_world_size": "it belongs to skip_a2a",
+    "overlap": _WITHOUT_EFFECT,
+    "pending_calls": _WITHOUT_EFFECT,
+    "scale_layout": "rows come dequantised",
+}
+
+
+@overload
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[False] = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array: ...
+@overload
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[True],
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Sends tokens to their experts, applies `fn` there, and sums the rows on return.
+
+    Call it inside your own `jax.shard_map` over `mesh`, on the arrays of one rank. It
+    is `dispatch`, `fn` and `combine` with a handle of `jax_ep.shared_handle` that fits
+    the arrays, so a batch of another size gets a handle of its own (and, on a GPU
+    transport, windows of its own). `jax_ep.sharded.apply_experts` does the same on
+    global arrays. Differentiable in reverse mode, and usable under the transformations
+    that `dispatch` and `combine` support.
+
+    Args:
+        fn: a function of `rows` `[N, H]` in the dtype of the tokens, grouped by local
+            expert and dequantised if the format is a quantised one; `group_sizes` int32
+            `[G]`, for `jax.lax.ragged_dot`; and `expert_of_row` int32 `[N]`, each row's
+            group, for biases. It returns `[N, H]` in the dtype of the rows. What it
+            returns for rows past the last group is ignored. It closes over this rank's
+            weights.
+        tokens: `[..., H]` in bfloat16, float16 or float32; the leading dimensions have
+            the same sizes on every rank.
+        topk_ids: int32 `[..., K]`, global expert ids, -1 for none.
+        router_weights: `[..., K]` of any float dtype; computed with in float32.
+        num_experts: E, experts of the whole group.
+        axis_name: the EP axis, or a tuple of axes whose product is the group.
+        mesh: the mesh of the enclosing `jax.shard_map`, or None if it is the one of
+            `jax.set_mesh`.
+        scatter_axis: a mesh axis outside of the group over which the experts are split
+            (tensor parallel), so that `fn` returns partial sums. They are
+            reduce-scattered over the columns in float32, rounded once to the dtype of
+            the tokens, and only a part of the columns goes back. `fn` may then also
+            return float32. Tokens, ids and weights must be equal along the axis.
+        transport: as in `jax_ep.init`.
+        return_dropped: whether to return the number of dropped rows, too.
+        input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
+        **config: further fields of `jax_ep.EPConfig`, such as `capacity_factor` and
+            `dispatch_format`. With `fused_shared_expert` group 0 is the shared expert.
+            With `reduce="source"` each row goes back by itself.
+
+    Returns:
+        `[..., H]` in the dtype of the tokens, `[..., H / size]` with `scatter_axis`.
+        With `return_dropped` also int32 `[1]`, the rows that this rank dropped because
+        N was too small.
+
+    Raises:
+        ValueError, TypeError: while tracing, if an argument does not hold what is said
+            above, `config` has a field that the arrays determine or that has no meaning
+            here (`skip_a2a`, `reduce="none"`, `overlap`, ...), the mesh is unknown, or
+            for the reasons of `jax_ep.init`.
+    """
+    function = "apply_experts"
+    errors.require_type(
+        function,
+        "fn",
+        fn,
+        Callable,
+        "a function of rows, group_sizes and expert_of_row",
+        "pass one that returns a row for each row",
+    )
+    given = _flattened(function, tokens, topk_ids, router_weights)
+    names = _axes(function, axis_name)
+    mesh = _resolved_mesh(function, mesh)
+    fields = config_of(function, given.config | {"num_experts": num_experts}, config)
+    _require_scatter(function, mesh, names, scatter_axis, fields)
+    with errors.told_of(function, part=False):
+        ep = shared_handle(mesh, names, fields, transport)
+        inputs = (given.tokens, given.topk_ids, given.router_weights)
+        if scatter_axis is not None:
+            # What differs along the axis is known to be so before the dispatch, so that
+            # gradients are summed over it for n tokens, not for N rows.
+            axes = frozenset((scatter_axis,))
+            inputs = vary_alike(mesh.axis_names, axes, *inputs)
+        tokens, topk_ids, weights = inputs
+        at_source = fields.reduce == "source"
+        d = dispatching.dispatch(
+            ep,
+            tokens,
+            topk_ids,
+            None if at_source else weights,
+            input_scale=input_scale,
+        )
+        rows = dequantize(d)
+    with jax.named_scope("jax_ep.experts"):
+        out: Any = fn(rows, d.group_sizes, expert_of_row(d))
+    _require_result(function, out, rows, scatter_axis)
+    if scatter_axis is not None:
+        out = _scatter(_Wire(scatter_axis, out.dtype.name, rows.dtype.name), out)
+    with errors.told_of(function, part=False):
+        factors = weights if at_source else d.router_weights
+        y = combining.combine(ep, out, d.route, factors)
+    y = y.reshape(*given.leading, y.shape[1])
+    if not return_dropped:
+        return y
+    dropped = d.num_dropped
+    if scatter_axis in varying(dropped):
+        # Equal along the axis, of which check_vma must be convinced.
+        dropped = jax.lax.pmax(jax.lax.stop_gradient(dropped), scatter_axis)
+    return y, dropped
+
+
+class _Flattened(NamedTuple):
+    """The operands of a call with one leading dimension.
+
+    Attributes:
+        tokens: `[n, H]`.
+        topk_ids: int32 `[n, K]`.
+        router_weights: float32 `[n, K]`.
+        leading: the leading dimensions.
+        config: fields of `EPConfig` that they determine.
+    """
+
+    tokens: jax.Array
+    topk_ids: jax.Array
+    router_weights: jax.Array
+    leading: tuple[int, ...]
+    config: dict[str, Any]
+
+
+def _flattened(
+    function: str, tokens: Any, topk_ids: Any, router_weights: Any
+) -> _Flattened:
+    tokens = as_array(function, "tokens", tokens)
+    topk_ids = as_array(function, "topk_ids", topk_ids)
+    weights = as_array(function, "router_weights", router_weights)
+    if tokens.dtype.name not in DTYPES:
+        raise errors.invalid(
+            function,
+            f"tokens must be one of {list(DTYPES)}",
+            tokens.dtype,
+            "cast them to one of these",
+            operand="tokens",
+            kind=TypeError,
+        )
+    checks.require_dtype(function, "topk_ids", topk_ids, "int32")
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise errors.invalid(
+            function,
+            "router_weights must have a floating dtype",
+            weights.dtype,
+            'cast them with router_weights.astype("float32")',
+            operand="router_weights",
+            kind=TypeError,
+        )
+    leading = tokens.shape[:-1]
+    if tokens.ndim == 0 or tokens.shape[-1] == 0:
+        raise errors.invalid(
+            function,
+            "tokens must have shape [..., hidden_size]",
+            tokens.shape,
+            "pass an array with a row for each token",
+            operand="tokens",
+        )
+    if topk_ids.ndim == 0 or topk_ids.shape[:-1] != leading or not topk_ids.shape[-1]:
+        raise errors.invalid(
+            function,
+            f"topk_ids must have shape [..., top_k] with {leading} before top_k, as "
+            "tokens have before hidden_size",
+            topk_ids.shape,
+            "give each token its top_k ids, -1 where it has fewer",
+            operand="topk_ids",
+        )
+    checks.require_shape(
+        function,
+        "router_weights",
+        weights,
+        topk_ids.shape,
+        "that of topk_ids",
+        "give each id of topk_ids its weight",
+    )
+    n, top_k = math.prod(leading), topk_ids.shape[-1]
+    return _Flattened(
+        tokens.reshape(n, tokens.shape[-1]),
+        topk_ids.reshape(n, top_k),
+        weights.reshape(n, top_k).astype(jnp.float32),
+        leading,
+        {
+            "max_tokens_per_rank": max(n, 1),
+            "top_k": top_k,
+            "hidden_size": tokens.shape[-1],
+            "dtype": tokens.dtype.name,
+        },
+    )
+
+
+def _axes(function: str, axis_name: Any) -> tuple[str, ...]:
+    """Returns the EP axes; raises unless the call is in a shard_map over them."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    known = isinstance(names, tuple | list) and all(isinstance(n, str) for n in names)
+    if not known or not names:
+        raise errors.invalid(
+            function,
+            "axis_name must be the name of a mesh axis, or a tuple of names",
+            repr(axis_name),
+            "name the axes that the experts are split over",
+        )
+    if not checks.in_scope(tuple(names)):
+        raise errors.invalid(
+            function,
+            f"mesh axes {tuple(names)} must be in scope",
+            "a call outside jax.shard_map over them",
+            "wrap the caller in jax.shard_map, or use jax_ep.sharded.apply_experts on "
+            "global arrays",
+        )
+    return tuple(names)
+
+
+def _resolved_mesh(function: str, mesh: Any) -> Mesh:
+    """Returns the mesh of the enclosing `shard_map`, with its devices."""
+    around = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        mesh = context.concrete_mesh()
+        # shard_map tells its body the axes of its mesh, but no devices.
+        if mesh is None:
+            raise errors.invalid(
+                function,
+                "mesh must be given where jax.set_mesh has set none",
+                "None",
+                "pass mesh=, the mesh of the enclosing jax.shard_map",
+            )
+    errors.require_type(
+        function,
+        "mesh",
+        mesh,
+        Mesh,
+        "a jax.sharding.Mesh",
+        "pass the mesh of the enclosing jax.shard_map",
+    )
+    if dict(mesh.shape) != dict(around.shape) or mesh.axis_names != around.axis_names:
+        raise errors.invalid(
+            function,
+            f"mesh must be that of the enclosing jax.shard_map, {dict(around.shape)}",
+            dict(mesh.shape),
+            "pass mesh=, with all of its axes in their order",
+        )
+    return mesh
+
+
+def config_of(
+    function: str, given: Mapping[str, Any], options: Mapping[str, Any]
+) -> EPConfig:
+    """Returns the config of a call of `apply_experts`.
+
+    Args:
+        function: the name for errors.
+        given: fields that the arguments determine.
+        options: the further fields that the caller asked for.
+    """
+    known = {field.name for field in dataclasses.fields(EPConfig)}
+    for name, value in options.items():
+        if name in _GIVEN:
+            raise errors.invalid(
+                function,
+                f"{name} must be left out, because {_GIVEN[name]} determines it",
+                f"{name}={value!r}",
+                "remove it from the call",
+            )
+        if name not in known:
+            raise errors.invalid(
+                function,
+                f"further arguments must be fields of EPConfig, of {sorted(known)}",
+                f"{name}={value!r}",
+                "correct the name or remove it from the call",
+                kind=TypeError,
+            )
+        if name in _REFUSED:
+            raise errors.invalid(
+                function,
+                f"{name} must be left out, because {_REFUSED[name]}",
+                f"{name}={value!r}",
+                "call dispatch and combine yourself to use it",
+            )
+    with errors.told_of(function, part=False):
+        config = EPConfig(**given, **options)
+    if config.reduce == "none":
+        raise errors.invalid(
+            function,
+            'reduce must be "rank" or "source"',
+            "'none'",
+            "call dispatch and combine yourself to get a row for each expert",
+        )
+    return config
+
+
+def _require_scatter(
+    function: str, mesh: Mesh, ep_axes: tuple[str, ...], axis: Any, config: EPConfig
+) -> None:
+    """Raises unless `axis` is None or an axis to scatter columns over."""
+    if axis is None:
+        return
+    others = [name for name in mesh.axis_names if name not in ep_axes]
+    if axis not in others or not checks.in_scope((axis,)):
+        raise errors.invalid(
+            function,
+            f"scatter_axis must be a manual mesh axis outside of {ep_axes}, of "
+            f"{others}",
+            repr(axis),
+            "leave it out if the experts are not split",
+        )
+    size, multiple = mesh.shape[axis], config.column_multiple
+    if config.hidden_size % (size * multiple):
+        raise errors.invalid(
+            function,
+            f"hidden_size must be a multiple of {size * multiple} with scatter_axis="
+            f"{axis!r}, so that each of {size} ranks returns a multiple of {multiple} "
+            "columns",
+            config.hidden_size,
+            f"sum over {axis!r} in fn, by jax.lax.psum, and leave scatter_axis out",
+        )
+
+
+def _require_result(
+    function: str, out: Any, rows: jax.Array, scatter_axis: str | None
+) -> None:
+    """Raises unless `out` are rows as `fn` must return them."""
+    shape = getattr(out, "shape", None)
+    dtype = getattr(out, "dtype", None)
+    dtypes = [rows.dtype.name]
+    if scatter_axis is not None and "float32" not in dtypes:
+        dtypes.append("float32")
+    if shape is None or dtype is None or shape != rows.shape:
+        raise errors.invalid(
+            function,
+            f"fn must return an array of the shape of rows, {rows.shape}",
+            f"a {type(out).__name__}" if shape is None else shape,
+            "return a row for each row, in the same order",
+            kind=TypeError if shape is None else ValueError,
+        )
+    if dtype.name not in dtypes:
+        raise errors.invalid(
+            function,
+            f"fn must return {' or '.join(dtypes)}",
+            dtype,
+            "cast the weights to rows.dtype, or the result with .astype(rows.dtype)",
+            kind=TypeError,
+        )
+
+
+class _Wire(NamedTuple):
+    """What a reduce-scatter of columns moves: over an axis, from a dtype to another."""
+
+    axis: str
+    given: str
+    made: str
+
+    @property
+    def back(self) -> _Wire:
+        """The same for cotangents."""
+        return _Wire(self.axis, self.made, self.given)
+
+
+# Each is the other's transpose. The cotangent of the cast to float32 would have XLA
+# gather float32 columns; gathered in their own dtype they are as exact.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter(wire: _Wire, rows: jax.Array) -> jax.Array:
+    """Sums rows `[N, H]` over an axis in float32; returns `[N, H / size]` of it."""
+    columns = jax.lax.psum_scatter(
+        rows.astype(jnp.float32), wire.axis, scatter_dimension=1, tiled=True
+    )
+    return columns.astype(wire.made)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(wire: _Wire, columns: jax.Array) -> jax.Array:
+    """Gathers columns `[N, H / size]` to `[N, H]`."""
+    return jax.lax.all_gather(columns, wire.axis, axis=1, tiled=True).astype(wire.made)
+
+
+_scatter.defvjp(
+    lambda wire, rows: (_scatter(wire, rows), None),
+    lambda wire, _, cotangent: (_gather(wire.back, cotangent),),
+)
+_gather.defvjp(
+    lambda wire, columns: (_gather(wire, columns), None),
+    lambda wire, _, cotangent: (_scatter(wire.back, cotangent),),
+)
