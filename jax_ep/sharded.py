@@ -29,20 +29,23 @@ from jax_ep._ops.pending import Pending
 def dispatch(
     ep: EPHandle,
     tokens: ArrayLike,
-    topk_ids: ArrayLike,
+    topk_ids: ArrayLike | None = None,
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    route: Route | None = None,
     spec: PartitionSpec | None = None,
 ) -> Dispatched:
     """Runs `jax_ep.dispatch` on global arrays.
 
     Args:
         ep: handle of `jax_ep.init`.
-        tokens: `[ranks * n, H]` over all ranks of the mesh.
-        topk_ids: int32 `[ranks * n, K]`.
+        tokens: `[ranks * n, H]` over all ranks of the mesh; with `route` also fewer
+            columns.
+        topk_ids: int32 `[ranks * n, K]`; None with `route`.
         router_weights: float32 `[ranks * n, K]` or None.
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
+        route: `d.route` of an earlier dispatch, as in `jax_ep.dispatch`, or None.
         spec: sharding of dimension 0; None shards it over all axes of the mesh.
 
     Returns:
@@ -53,7 +56,7 @@ def dispatch(
         ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if `spec` does
             not shard only dimension 0, over axes that include those of `ep`.
     """
-    given = (tokens, topk_ids, router_weights, input_scale)
+    given = (tokens, topk_ids, router_weights, input_scale, route)
     return _dispatch(dispatching.dispatch, "sharded.dispatch", ep, spec, *given)
 
 
@@ -110,9 +113,10 @@ def _dispatch(
     ep: EPHandle,
     spec: PartitionSpec | None,
     tokens: ArrayLike,
-    topk_ids: ArrayLike,
+    topk_ids: ArrayLike | None,
     router_weights: ArrayLike | None,
     input_scale: ArrayLike | None,
+    route: Route | None = None,
 ) -> Any:
     axes = mapped.axes_of(function, ep, spec)
     operands: dict[str, Any] = {
@@ -122,8 +126,10 @@ def _dispatch(
             ("topk_ids", topk_ids),
             ("router_weights", router_weights),
         )
-        if value is not None or name != "router_weights"
+        if value is not None or (name != "router_weights" and route is None)
     }
+    if route is not None:
+        operands["route"] = checks.require_route(function, ep, route)
     sharded_over = dict.fromkeys(operands, axes)
     if input_scale is not None:
         operands["input_scale"] = as_array(function, "input_scale", input_scale)

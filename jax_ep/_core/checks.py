@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -130,9 +131,11 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
             "pass the ep that dispatched",
             operand="route",
         )
-    for name in ("slot_of", "row_of", "row_slot", "slot_counts"):
-        table = as_array(function, f"route.{name}", getattr(route, name))
-        require_dtype(function, f"route.{name}", table, "int32")
+    for field in dataclasses.fields(route):
+        if field.name != "key":
+            name = f"route.{field.name}"
+            table = as_array(function, name, getattr(route, field.name))
+            require_dtype(function, name, table, "int32")
     return route
 
 
@@ -145,8 +148,42 @@ def require_route_shapes(function: str, ep: EPHandle, route: Route) -> None:
         ("row_of", route.row_of, (ranks, n, top_k)),
         ("row_slot", route.row_slot, (ep.recv_capacity,)),
         ("slot_counts", route.slot_counts, (ranks,)),
+        ("row_offsets", route.row_offsets, (ep.groups + 1,)),
+        ("expert_counts", route.expert_counts, (ep.groups,)),
+        ("src_info", route.src_info, (ep.recv_capacity, 3)),
+        ("num_dropped", route.num_dropped, (1,)),
+        ("num_invalid", route.num_invalid, (1,)),
     ):
         require_shape(function, f"route.{name}", array, shape, "as dispatch made it")
+
+
+def require_columns(
+    function: str,
+    ep: EPHandle,
+    name: str,
+    value: jax.Array,
+    rows: tuple[str, int],
+    remedy: str,
+) -> None:
+    """Raises ValueError unless `value` has these rows, of a width that can be sent.
+
+    `rows` is their letter in docstrings and their number.
+    """
+    config, shape = ep.config, value.shape
+    multiple = config.column_multiple
+    columns = shape[1] if value.ndim == 2 else 0
+    fits = 0 < columns <= config.hidden_size and columns % multiple == 0
+    letter, number = rows
+    if fits and shape[0] == number:
+        return
+    raise errors.invalid(
+        function,
+        f"{name} must have shape [{letter}, columns] with {letter} = {number} and at "
+        f"most hidden_size = {config.hidden_size} columns, a multiple of {multiple}",
+        shape,
+        remedy + ("" if fits else ", with all its columns or a part of them"),
+        operand=name,
+    )
 
 
 def require_combinable(

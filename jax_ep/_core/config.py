@@ -343,7 +343,7 @@ class EPConfig:
 
     @property
     def column_multiple(self) -> int:
-        """What the number of columns of combine's rows must be a multiple of."""
+        """Number that divides the columns of rows that combine or a route may take."""
         wires = (self.combine_format, self.grad_format)
         blocks = [formats.block(name) for name in wires if name is not None]
         return math.lcm(native.ROW_ALIGN_BYTES // self.element_bytes, *blocks)

@@ -20,12 +20,25 @@ STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
 
 @partial(
     _pytree,
-    data_fields=("slot_of", "row_of", "row_slot", "slot_counts"),
+    data_fields=(
+        "slot_of",
+        "row_of",
+        "row_slot",
+        "slot_counts",
+        "row_offsets",
+        "expert_counts",
+        "src_info",
+        "num_dropped",
+        "num_invalid",
+    ),
     meta_fields=("key",),
 )
 @dataclasses.dataclass(frozen=True)
 class Route:
     """Records where every token went; combine and gradients need it. Opaque to users.
+
+    The fields from `row_offsets` to `num_invalid` are those of `Dispatched`, for
+    further dispatches along the route.
 
     Attributes:
         slot_of: int32 `[n, K]`, at the source rank: rank * n + slot of each (token, k),
@@ -35,6 +48,11 @@ class Route:
         row_slot: int32 `[N]`, at the expert rank: source rank * n + slot of each row,
             -1 in padding and tail.
         slot_counts: int32 `[R]`, slots received from each source rank.
+        row_offsets: int32 `[G + 1]`.
+        expert_counts: int32 `[G]`.
+        src_info: int32 `[N, 3]`.
+        num_dropped: int32 `[1]`.
+        num_invalid: int32 `[1]`.
         key: key of the handle that made it (static).
     """
 
@@ -42,6 +60,11 @@ class Route:
     row_of: jax.Array
     row_slot: jax.Array
     slot_counts: jax.Array
+    row_offsets: jax.Array
+    expert_counts: jax.Array
+    src_info: jax.Array
+    num_dropped: jax.Array
+    num_invalid: jax.Array
     key: int
 
 

@@ -135,9 +135,11 @@ globals().update({result.__name__: result for result in _RESULTS.values()})
 
 
 def pick(kind: Any, results: Any, **others: Any) -> Any:
-    """Makes a `kind` of the results of that name and of `others`."""
+    """Makes a NamedTuple or a dataclass of results by name, and of `others`."""
+    named = dataclasses.is_dataclass(kind)
+    fields = [f.name for f in dataclasses.fields(kind)] if named else kind._fields
     return kind(
-        *(others[f] if f in others else getattr(results, f) for f in kind._fields)
+        **{f: others[f] if f in others else getattr(results, f) for f in fields}
     )
 
 

@@ -1,4 +1,4 @@
-"""Exchanges that reuse a route: the building blocks of reverse rules.
+"""Exchanges that reuse a route: the building blocks of reverse rules, and of `route=`.
 
 `send_cached` and `return_rows` are each other's transposes, so derivatives of any order
 work, and only the first exchange routes. The transpose of a dispatch is `return_rows`;
@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._ops import options
 from jax_ep._ops.ordering import OrderedCall
+from jax_ep._ops.remat import ROWS_NAME
 from jax_ep._transport import transport_of
 from jax_ep._transport.base import Token, Wire
 
@@ -25,8 +27,18 @@ Weighted = tuple[jax.Array, jax.Array | None]
 def send_cached(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> Weighted:
-    """Sends tokens `[n, H]` and weights `[n, K]` by `route`: rows `[N, H]`, `[N]`."""
-    return _SEND(ep, (route, tokens, weights))
+    """Sends tokens `[n, H]` and weights `[n, K]` by `route`: rows `[N, H]`, `[N]`.
+
+    As a reverse rule does, in `grad_format`.
+    """
+    return _SEND(ep, (route, tokens, weights), ep.config.grad_wire_format)
+
+
+def send_unchanged(
+    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
+) -> Weighted:
+    """Sends as `send_cached`, but the tokens' own bits."""
+    return _DISPATCH(ep, (route, tokens, weights), "bf16")
 
 
 def return_rows(
@@ -40,24 +52,32 @@ def _values(args: Any) -> jax.Array:
     return args[1]
 
 
-def _route(ep: EPHandle, static: None, args: Any, results: Any) -> Route:
+def _route(ep: EPHandle, static: Any, args: Any, results: Any) -> Route:
     return args[0]
 
 
 def _run_send(
-    ep: EPHandle, static: None, args: Any, after: Token
+    ep: EPHandle, wire: str, args: Any, after: Token
 ) -> tuple[Weighted, Token]:
     route, tokens, weights = args
-    sent, done = transport_of(ep).dispatch_cached(ep, route, tokens, weights, after)
-    rows, row_weights = sent
+    (rows, row_weights), done = transport_of(ep).dispatch_cached(
+        ep, route, tokens, weights, wire, after
+    )
     return (options.with_shared(ep, rows, tokens), row_weights), done
 
 
-def _transpose_send(ep: EPHandle, static: None, route: Route, cotangents: Any) -> Any:
+def _transpose_send(ep: EPHandle, wire: str, route: Route, cotangents: Any) -> Any:
     return None, *return_rows(ep, route, *cotangents)
 
 
+def _named(results: Weighted) -> Weighted:
+    return jax.tree.map(lambda array: checkpoint_name(array, ROWS_NAME), results)
+
+
 _SEND = OrderedCall("combine", _run_send, _route, _transpose_send, like=_values)
+_DISPATCH = OrderedCall(
+    "dispatch", _run_send, _route, _transpose_send, like=_values, named=_named
+)
 
 
 def _run_return(

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks, errors
+from jax_ep._core import checks
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -167,7 +167,14 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
     expert_out = as_array(function, "expert_out", given.expert_out)
     remedy = checks.CODES_REMEDY if checks.is_codes(expert_out.dtype) else None
     checks.require_dtype(function, "expert_out", expert_out, config.dtype, remedy)
-    _require_rows(function, ep, expert_out)
+    checks.require_columns(
+        function,
+        ep,
+        "expert_out",
+        expert_out,
+        ("N", rows),
+        "pass a row for each row of d.tokens, padding included",
+    )
     columns = expert_out.shape[1]
     weights = residual = None
     if given.router_weights is not None:
@@ -193,26 +200,6 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
     if config.reduce == "none":
         args = args._replace(route=options.entry_route(args.route))
     return args
-
-
-def _require_rows(function: str, ep: EPHandle, expert_out: jax.Array) -> None:
-    """Raises ValueError unless there are N rows of a width that can be sent."""
-    config, rows = ep.config, ep.recv_capacity
-    multiple = config.column_multiple
-    shape = expert_out.shape
-    columns = shape[1] if expert_out.ndim == 2 else 0
-    fits = 0 < columns <= config.hidden_size and columns % multiple == 0
-    if fits and shape[0] == rows:
-        return
-    raise errors.invalid(
-        function,
-        f"expert_out must have shape [N, columns] with N = {rows} and at most "
-        f"hidden_size = {config.hidden_size} columns, a multiple of {multiple}",
-        shape,
-        "pass a row for each row of d.tokens, padding included"
-        + ("" if fits else ", with all its columns or a part of them"),
-        operand="expert_out",
-    )
 
 
 def _by_token(ep: EPHandle, y: jax.Array) -> jax.Array:

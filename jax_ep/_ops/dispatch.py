@@ -6,6 +6,7 @@ quantised dispatch drow is the cotangent of grad_port.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,10 +18,10 @@ from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
-from jax_ep._native.tables import zeros
+from jax_ep._native import tables
 from jax_ep._ops import options
 from jax_ep._ops import pending as pendings
-from jax_ep._ops.cached import return_rows
+from jax_ep._ops.cached import return_rows, send_unchanged
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import named_dispatch
@@ -31,10 +32,11 @@ from jax_ep._transport.base import Arrived, DispatchInputs, Token
 def dispatch(
     ep: EPHandle,
     tokens: ArrayLike,
-    topk_ids: ArrayLike,
+    topk_ids: ArrayLike | None = None,
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    route: Route | None = None,
 ) -> Dispatched:
     """Sends each token to the ranks of its experts, and groups rows there by expert.
 
@@ -44,24 +46,37 @@ def dispatch(
     Differentiable with respect to `tokens` and `router_weights`. Under `jax.vmap` the
     calls of the batch are made one after the other.
 
+    With `route`, other tokens follow those of an earlier dispatch: each row of the
+    result comes from the same token as the row of that dispatch. Nothing is routed, and
+    the tokens are sent as they are, whatever the config's `dispatch_format`. They may
+    have fewer columns, for example to send a second tensor of another width.
+
     Args:
         ep: handle of `jax_ep.init`.
-        tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank.
+        tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank. With `route`
+            `[n, H']` with H' <= H: a row must be a multiple of 16 bytes, and of the
+            block of `combine_format` and `grad_format` if they are set.
         topk_ids: int32 `[n, K]`, global expert ids. -1 means no expert; a repeated id
             makes two rows. Ids outside [-1, E) are treated as -1, counted in
-            `num_invalid` and reported by `ep.check()`.
+            `num_invalid` and reported by `ep.check()`. None with `route`.
         router_weights: float32 `[n, K]`, sent with the tokens; None means 1. Narrower
             float types are widened, and gradients returned in them.
         input_scale: global scale of "nvfp4", float32 `[]` or `[1]`, the same on every
-            rank; None means 1. It must be None for other formats.
+            rank; None means 1. It must be None for other formats, and with `route`.
+        route: `d.route` of an earlier dispatch of `ep` with as many tokens, or None.
 
     Returns:
-        A `Dispatched` with N = `ep.recv_capacity` rows.
+        A `Dispatched` with N = `ep.recv_capacity` rows. With `route` its format is
+        "bf16", and its other fields are those of the earlier dispatch.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument does not hold what is said
             above, the call is outside shard_map, or `ep` is closed.
     """
+    if route is not None:
+        excluded = {"topk_ids": topk_ids, "input_scale": input_scale}
+        with checks.calling("dispatch"):
+            return _along(ep, tokens, router_weights, route, excluded)
     weighted = router_weights is not None
     given = (tokens, topk_ids, router_weights, input_scale)
     inputs = _checked("dispatch", ep, *given)
@@ -188,6 +203,69 @@ def _checked(
     return DispatchInputs(*checks.vary_together(ep, tokens, topk_ids, weights, scale))
 
 
+def _along(
+    ep: EPHandle,
+    tokens: Any,
+    router_weights: Any,
+    route: Any,
+    excluded: Mapping[str, Any],
+) -> Dispatched:
+    """Dispatches along a route."""
+    function = "dispatch"
+    checks.require_open(function, ep)
+    checks.require_scope(function, ep)
+    for name, value in excluded.items():
+        if value is not None:
+            raise errors.invalid(
+                function,
+                f"{name} must be None with route",
+                "an array",
+                "leave it out, or leave route out to route anew",
+                operand=name,
+            )
+    checks.require_route(function, ep, route)
+    checks.require_route_shapes(function, ep, route)
+    config, n = ep.config, route.slot_of.shape[0]
+    tokens = as_array(function, "tokens", tokens)
+    checks.require_dtype(function, "tokens", tokens, config.dtype)
+    remedy = "pass a row for each token of the route"
+    checks.require_columns(function, ep, "tokens", tokens, ("n", n), remedy)
+    weights = None
+    if router_weights is not None:
+        weights = checks.widened_weights(function, router_weights)
+        shape = (n, config.top_k)
+        remedy = "give each entry of the route its weight"
+        checks.require_shape(
+            function, "router_weights", weights, shape, "[n, top_k]", remedy
+        )
+    route, tokens, weights = checks.vary_together(ep, route, tokens, weights)
+    rows, row_weights = send_unchanged(ep, route, tokens, weights)
+    # Rows of the shared expert have the weight 1, too, whatever their tokens' weights.
+    source, _, k = jnp.split(route.src_info, 3, axis=1)
+    ones = jnp.where(source[:, 0] >= 0, jnp.float32(1), jnp.float32(0))
+    if row_weights is None:
+        row_weights = ones
+    elif config.fused_shared_expert:
+        row_weights = jnp.where(k[:, 0] < 0, ones, row_weights)
+    groups = jnp.arange(ep.groups, dtype=jnp.int32) - config.fused_shared_expert
+    _, groups = checks.vary_together(ep, rows, groups)
+    return Dispatched(
+        tokens=rows,
+        scales=None,
+        row_offsets=route.row_offsets,
+        group_sizes=jnp.diff(route.row_offsets),
+        expert_counts=route.expert_counts,
+        expert_ids=groups,
+        src_info=route.src_info,
+        router_weights=row_weights,
+        num_dropped=route.num_dropped,
+        num_invalid=route.num_invalid,
+        route=route,
+        grad_port=None,
+        rows_dtype=config.dtype,
+    )
+
+
 def _tokens(inputs: DispatchInputs) -> jax.Array:
     return inputs.tokens
 
@@ -300,7 +378,7 @@ def _dispatched(
     """Makes the result; `tokens` only gives shape, dtype and mesh axes of the port."""
     arrived = options.placed(ep, arrived)
     name = ep.config.dispatch_format
-    port = zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
+    port = tables.zeros(tokens, (ep.recv_capacity, tokens.shape[1]), tokens.dtype)
     return Dispatched(
         tokens=arrived.tokens,
         scales=arrived.scales,
@@ -312,13 +390,7 @@ def _dispatched(
         router_weights=arrived.router_weights,
         num_dropped=arrived.num_dropped,
         num_invalid=arrived.num_invalid,
-        route=Route(
-            arrived.slot_of,
-            arrived.row_of,
-            arrived.row_slot,
-            arrived.slot_counts,
-            ep.key,
-        ),
+        route=tables.pick(Route, arrived, key=ep.key),
         grad_port=port if formats.is_quantized(name) else None,
         scales_offsets=arrived.scales_offsets,
         input_scale=input_scale if formats.takes_input_scale(name) else None,

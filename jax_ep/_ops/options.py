@@ -8,6 +8,8 @@ one become tokens with a single row.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -166,10 +168,10 @@ def entry_route(route: Route) -> Route:
     slots = jnp.arange(row_of.size, dtype=jnp.int32)
     row_slot = jnp.full_like(route.row_slot, -1)
     row_slot = row_slot.at[jnp.where(row_of < 0, rows, row_of)].set(slots, mode="drop")
-    return Route(
-        entry_slots(route.slot_of).reshape(n * top_k, 1),
-        row_of.reshape(ranks, n * top_k, 1),
-        row_slot,
-        route.slot_counts * top_k,
-        route.key,
+    return dataclasses.replace(
+        route,
+        slot_of=entry_slots(route.slot_of).reshape(n * top_k, 1),
+        row_of=row_of.reshape(ranks, n * top_k, 1),
+        row_slot=row_slot,
+        slot_counts=route.slot_counts * top_k,
     )

@@ -177,11 +177,12 @@ class Transport(abc.ABC):
         route: Route,
         tokens: jax.Array,
         weights: jax.Array | None,
+        wire: str,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sends tokens `[n, H]` and weights `[n, K]` by a cached route.
 
-        Tokens are sent in the config's `grad_format`.
+        `wire` is the format in which tokens are sent; "bf16" sends them unchanged.
 
         Returns:
             Rows `[N, H]` and their weights `[N]`, zero for rows without a token.

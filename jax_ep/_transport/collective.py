@@ -152,10 +152,10 @@ class Collective(Transport):
         route: Route,
         tokens: jax.Array,
         weights: jax.Array | None,
+        wire: str,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Packs, exchanges, unpacks."""
-        wire = ep.config.grad_wire_format
         n, hidden = tokens.shape
         num_weights = 0 if weights is None else route.slot_of.shape[1]
         region_bytes = ffi.native.cached_region_bytes(

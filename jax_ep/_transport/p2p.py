@@ -152,6 +152,7 @@ class P2P(Transport):
         route: Route,
         tokens: jax.Array,
         weights: jax.Array | None,
+        wire: str,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sends by a cached route in one call."""
@@ -167,7 +168,7 @@ class P2P(Transport):
                 "row_slot": route.row_slot,
                 "after": _one(after),
             },
-            {"key": ep.key, "site": site(), "format": ep.config.grad_wire_format},
+            {"key": ep.key, "site": site(), "format": wire},
         )
         return (sent.rows, sent.row_weights), (sent.done,)
 

@@ -93,7 +93,7 @@ def test_route_of_other_things(mesh, ep, change, error, words):
         ({"ids": None}, r"topk_ids must be an array, got None of .*; convert it"),
         ({"ids": np.zeros((8, 1), np.int32)}, r"\[n, top_k\].*; .*-1 where it has"),
         ({"weights": np.ones(8, np.float32)}, r"router_weights .*\(8,\); give each id"),
-        ({"rows": np.ones((8, 16), jnp.bfloat16)}, r"\[N, hidden_size\].*d.tokens"),
+        ({"rows": np.ones((8, 16), jnp.bfloat16)}, r"\[N, columns\].*d.tokens"),
         ({"rank_weights": np.ones((8, 3), "f")}, r"\[N\].*pass d.router_weights"),
         ({"residual": np.ones((7, 16), jnp.bfloat16)}, r"residual .*; pass a row for"),
     ],

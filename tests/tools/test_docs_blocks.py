@@ -32,7 +32,7 @@ RUN = {
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 6,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 7,  # test_docs_layers.py
-    ("docs/options.md", "python"): 1,
+    ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,
     ("docs/reliability.md", "python"): 1,
     ("docs/sharp_bits.md", "python"): 4,  # here, test_export.py, test_remat.py
@@ -69,7 +69,8 @@ def test_every_block_is_run():
 
 def run_block(name, transport, extra):
     """The names that a page's block leaves, run inside shard_map; N rows each."""
-    code = python_blocks(name)[0]
+    halves = "dispatch_async" if name.endswith("options.md") else ""
+    code = python_blocks(name, halves)[0]
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     experts = 4 * mesh.size
     config = jax_ep.EPConfig(
@@ -192,6 +193,22 @@ def test_pages_of_halves(page):
     )
     assert int(group_sizes.sum()) == len(tokens) * TOP_K
     np.testing.assert_array_equal(np.asarray(shared), 2 * tokens)
+
+
+def test_options_page_along_a_route():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    config = helpers.make_config(hidden_size=HIDDEN, dtype="float32")
+    rng = np.random.default_rng(3)
+    made = helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
+    x, ids, w = (helpers.put(mesh, p) for p in (made.tokens, made.ids, made.weights))
+    names = {"jax": jax, "jnp": jnp, "P": P, "jax_ep": jax_ep, "mesh": mesh}
+    names["ep"] = helpers.make_ep(mesh, config)
+    (code,) = python_blocks("docs/options.md", "route=d.route")
+    exec(code, names)
+    y = names["two_tensors"](x, x[:, :8], ids, w)
+    kept = np.where(np.asarray(ids) >= 0, np.asarray(w), 0).sum(1, keepdims=True)
+    want = kept * np.asarray(x) * np.asarray(x)[:, :8].mean(1, keepdims=True)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
 
 
 def test_start_page(quick_compiles, capsys):
