@@ -26,7 +26,7 @@ from jax_ep._ops import mapped
 from jax_ep._ops import pending as pendings
 from jax_ep._ops.pending import Pending
 
-Params = TypeVar("Params")
+_Params = TypeVar("_Params")
 
 
 def dispatch(
@@ -286,8 +286,8 @@ def _wait(
 
 @overload
 def apply_experts(
-    fn: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array],
-    params: Params,
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
     tokens: ArrayLike,
     topk_ids: ArrayLike,
     router_weights: ArrayLike,
@@ -306,8 +306,8 @@ def apply_experts(
 ) -> jax.Array: ...
 @overload
 def apply_experts(
-    fn: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array],
-    params: Params,
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
     tokens: ArrayLike,
     topk_ids: ArrayLike,
     router_weights: ArrayLike,
@@ -326,8 +326,8 @@ def apply_experts(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def apply_experts(
-    fn: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array],
-    params: Params,
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
     tokens: ArrayLike,
     topk_ids: ArrayLike,
     router_weights: ArrayLike,
@@ -345,8 +345,8 @@ def apply_experts(
     **config: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def apply_experts(
-    fn: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array],
-    params: Params,
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
     tokens: ArrayLike,
     topk_ids: ArrayLike,
     router_weights: ArrayLike,
