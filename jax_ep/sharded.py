@@ -368,7 +368,7 @@ def apply_experts(
     `fn` is called inside a `jax.shard_map` over the whole mesh, on the arrays of one
     rank: `fn(params, rows, group_sizes, expert_of_row)`. A leaf `[E, ...]` of `params`
     arrives there as this rank's `[L, ...]`. So a trainer writes the grouped matmuls of
-    one rank, and no `shard_map`:
+    one rank, and no `shard_map`::
 
         def swiglu(params, rows, group_sizes, expert_of_row):
             gate = jax.lax.ragged_dot(rows, params["wi_0"], group_sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep._core import context, errors
+from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array
 from jax_ep._core.varying import varying
 from jax_ep._layers import apply
@@ -73,8 +73,8 @@ def run(
         return y, dropped
 
     columns = [None] * (len(given.leading) - len(spec))
-    key = (
-        "apply_experts",
+    key: Any = (
+        FUNCTION,
         fn,
         jax.tree.structure(params),
         tuple(jax.tree.leaves(specs)),
@@ -84,6 +84,9 @@ def run(
         scatter_axis,
         input_scale is None,
     )
+    if traces.is_tracing() and getattr(fn, "__closure__", ()) is not None:
+        # It may hold tracers, which must not outlive their trace.
+        key = None
     return mapped.run_specs(
         body,
         ep,

@@ -117,7 +117,8 @@ def run_specs(
     Args:
         body: a function of the operands of one rank.
         ep: the handle.
-        key: identifies `body` and the specs among the handle's programs.
+        key: identifies `body` and the specs among the handle's programs; None if the
+            program is for this call only.
         axes: mesh axes of the token that orders calls; the body varies over no others.
         operands: a pytree of global arrays.
         in_specs: their specs, a prefix of that pytree.
@@ -139,7 +140,7 @@ def run_specs(
         )
         return jax.jit(context.under(ep.mesh, mapped))
 
-    program = _program(ep, (key, bool(after)), make)
+    program = make() if key is None else _program(ep, (key, bool(after)), make)
     result, last = program(placed, _place(ep, rows, after))
     ordering.passed_mapped(ep, last)
     return result

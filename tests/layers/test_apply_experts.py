@@ -314,6 +314,54 @@ def test_exported(mesh: Any) -> None:
     assert_close(grad(loaded.call), grad(run))
 
 
+def test_serialised_executable(mesh: Any) -> None:
+    from jax.experimental import serialize_executable
+
+    given = operands(mesh)
+    compiled = jax.jit(layer(mesh)).lower(*given).compile()
+    loaded = serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(compiled)
+    )
+    helpers.assert_bits(loaded(*given), compiled(*given))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
+    """1 + 2^-8 and 2^-8, each of which bfloat16 cannot add to 1."""
+    mesh = helpers.make_mesh({"tp": 2, "ep": 2})
+    changes = {"scatter_axis": "tp", "return_dropped": True}
+
+    def body(x: Any, ids: Any, w: Any) -> Any:
+        def fn(rows: Any, group_sizes: Any, expert_of_row: Any) -> Any:
+            first = jax.lax.axis_index("tp") == 0
+            part = jnp.where(first, 1 + 2.0**-8, 2.0**-8)
+            return rows.astype(jnp.float32) * part
+
+        return jax_ep.apply_experts(fn, x, ids, w, mesh=mesh, **HERE, **changes)
+
+    run = on_ranks(
+        mesh,
+        body,
+        out_specs=(P("ep", "tp"), P("ep")),
+        check_vma=check_vma,
+    )
+    x = jnp.ones((2 * N, HIDDEN), jnp.bfloat16)
+    ids = jnp.zeros((2 * N, 1), jnp.int32)
+    w = jnp.ones((2 * N, 1))
+    y, dropped = jax.jit(run)(x, ids, w)
+    helpers.assert_bits(y, np.full(x.shape, 1 + 2.0**-7, jnp.bfloat16))
+    assert dropped.shape == (2,)
+    back = jax.jit(jax.grad(lambda x: jnp.sum(run(x, ids, w)[0], dtype="f4")))
+    # Columns of cotangents are gathered as they are, not widened.
+    text = back.lower(x).as_text()
+    gathers = [line for line in text.splitlines() if "all_gather" in line]
+    assert len(gathers) == 1
+    assert "xf32>" not in gathers[0]
+    grad = back(x)
+    assert grad.dtype == x.dtype
+    np.testing.assert_allclose(grad.astype("f4"), 1 + 2.0**-7, rtol=2.0**-7)
+
+
 @dataclasses.dataclass
 class Wrong:
     """A call with one thing wrong, and the words that its error has."""

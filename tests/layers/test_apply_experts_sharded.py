@@ -147,6 +147,31 @@ def test_eager_calls_compile_once() -> None:
     assert not traced
 
 
+def test_closures_over_tracers_are_not_kept() -> None:
+    """Neither are the programs of functions that are made for each call."""
+    mesh = make_mesh("data")
+    inputs, params = host()
+    ids, weights = maxtext.route(inputs, params["gate"])
+
+    @jax.jit
+    def scaled(factor: Any, inputs: Any) -> Any:
+        return jax_ep.sharded.apply_experts(
+            lambda own, rows, *_: rows * factor,
+            {},
+            inputs,
+            ids,
+            weights,
+            num_experts=8,
+            axis_name="expert",
+            mesh=mesh,
+            transport=helpers.TRANSPORT,
+        )
+
+    with jax.checking_leaks():
+        y = scaled(np.float32(3), inputs)
+    close(y, 3 * inputs, atol=1e-5)
+
+
 def test_shared_expert_has_a_spec_of_its_own() -> None:
     """Parameters that are not per expert, and a prefix of specs."""
     mesh = make_mesh("data")
