@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -314,15 +320,53 @@ def test_exported(mesh: Any) -> None:
     assert_close(grad(loaded.call), grad(run))
 
 
-def test_serialised_executable(mesh: Any) -> None:
-    from jax.experimental import serialize_executable
+# Loads a compiled program, after the handle that it was compiled with.
+LOADER = """
+import pathlib, pickle, sys
+import jax_ep, jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+jax.config.update("jax_num_cpu_devices", 8)
+folder = pathlib.Path(sys.argv[1])
+config, program = pickle.loads((folder / "program").read_bytes())
+devices = jax.devices()[:4]
+mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+jax_ep.shared_handle(mesh, "ep", config, "collective")
+step = serialize_executable.deserialize_and_load(*program, execution_devices=devices)
+arguments = np.load(folder / "arguments.npz").values()
+placed = [jax.device_put(a, NamedSharding(mesh, P("ep"))) for a in arguments]
+np.save(folder / "result.npy", step(*placed))
+"""
+
+
+def test_an_executable_runs_in_another_process(mesh: Any, tmp_path: Any) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("the other process would need the GPUs of this one")
     given = operands(mesh)
     compiled = jax.jit(layer(mesh)).lower(*given).compile()
-    loaded = serialize_executable.deserialize_and_load(
-        *serialize_executable.serialize(compiled)
+    config = helpers.make_config(
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=N,
+        dtype="float32",
     )
-    helpers.assert_bits(loaded(*given), compiled(*given))
+    program = serialize_executable.serialize(compiled)
+    (tmp_path / "program").write_bytes(pickle.dumps((config, program)))
+    np.savez(tmp_path / "arguments.npz", *map(np.asarray, given))
+    package = pathlib.Path(jax_ep.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    helpers.assert_bits(np.load(tmp_path / "result.npy"), compiled(*given))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
