@@ -1,4 +1,4 @@
-"""dispatch and combine on global arrays, for pjit-style code.
+"""dispatch, combine and apply_experts on global arrays, for pjit-style code.
 
 Each function wraps the one of the same name in `jax.shard_map`; the results of all
 ranks are stacked on dimension 0.
@@ -6,24 +6,27 @@ ranks are stacked on dimension 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_ep._core import checks
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import CallKind
+from jax_ep._core.literals import CallKind, Transport
 from jax_ep._core.types import Dispatched, Route
+from jax_ep._layers import apply_sharded
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dequantize as dequantizing
 from jax_ep._ops import dispatch as dispatching
 from jax_ep._ops import mapped
 from jax_ep._ops import pending as pendings
 from jax_ep._ops.pending import Pending
+
+_Params = TypeVar("_Params")
 
 
 def dispatch(
@@ -285,3 +288,154 @@ def _wait(
     ep = pendings.handle_of(function, kind, pending)
     axes = mapped.axes_of(function, ep, spec)
     return mapped.run(called, ep, axes, {"pending": axes}, {"pending": pending})
+
+
+@overload
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[False] = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array: ...
+@overload
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[True],
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Runs `jax_ep.apply_experts` on global arrays, with the experts' parameters.
+
+    `fn` is called inside a `jax.shard_map` over the whole mesh, on the arrays of one
+    rank: `fn(params, rows, group_sizes, expert_of_row)`. A leaf `[E, ...]` of `params`
+    arrives there as this rank's `[L, ...]`. So a trainer writes the grouped matmuls of
+    one rank, and no `shard_map`::
+
+        def swiglu(params, rows, group_sizes, expert_of_row):
+            gate = jax.lax.ragged_dot(rows, params["wi_0"], group_sizes)
+            up = jax.lax.ragged_dot(rows, params["wi_1"], group_sizes)
+            return jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["wo"], group_sizes)
+
+    Args:
+        fn: a function of this rank's part of `params`, and of `rows` `[N, H]`,
+            `group_sizes` `[G]` and `expert_of_row` `[N]` as `jax_ep.apply_experts`
+            passes them. It returns `[N, H]`. Without `jax.jit` around the call it
+            compiles once per function object, so do not pass a new lambda each time.
+        params: a pytree of the experts' parameters, by default each `[E, ...]`.
+        tokens: `[..., H]`, with at least one leading dimension.
+        topk_ids: int32 `[..., K]`.
+        router_weights: `[..., K]` of any float dtype.
+        num_experts: E.
+        axis_name: the EP axis, or a tuple of axes whose product is the group.
+        mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
+        spec: sharding of the leading dimensions of tokens, ids and weights, over axes
+            that include those of the group. None splits dimension 0 over all axes but
+            `scatter_axis` and those that only `param_specs` name.
+        param_specs: a `PartitionSpec` for each leaf of `params`, or for the upper part
+            of the pytree. `fn` sees the parts that it makes, except for `fsdp_axis`.
+            None means `P(axis_name)`, and with `fsdp_axis` `P(axis_name, fsdp_axis)`
+            for leaves of 3 dimensions or more. Parameters that are not per expert need
+            a spec: `P()` for a shared expert's.
+        fsdp_axis: a mesh axis, or several, over which parameters are stored in parts.
+            Before `fn` each leaf is gathered along the dimension that its spec shards
+            over them; gradients are reduce-scattered. Both are in the leaf's dtype.
+            With `jax.checkpoint` and `jax_ep.save_route` around the call, the backward
+            pass gathers again and keeps no gathered parameters.
+        scatter_axis: as in `jax_ep.apply_experts`: `fn` returns partial sums over this
+            axis, over which `param_specs` split the experts' matrices.
+        transport: as in `jax_ep.init`.
+        return_dropped: whether to return the numbers of dropped rows, too.
+        input_scale: global scale of dispatch_format "nvfp4".
+        **config: further fields of `jax_ep.EPConfig`, as in `jax_ep.apply_experts`.
+
+    Returns:
+        `[..., H]` in the dtype of the tokens, sharded as they are, and with
+        `scatter_axis` also over it on the last dimension. With `return_dropped` also
+        int32 `[ranks]`, the rows that each rank that tokens are split over dropped.
+
+    Raises:
+        ValueError, TypeError: for the reasons of `jax_ep.apply_experts`; if a leaf or
+            the tokens do not divide over their specs; if the call is inside shard_map;
+            or if rows differ along an axis over which nothing is split or scattered.
+    """
+    y, dropped = apply_sharded.run(
+        fn,
+        params,
+        {"tokens": tokens, "topk_ids": topk_ids, "router_weights": router_weights},
+        num_experts=num_experts,
+        axis_name=axis_name,
+        mesh=mesh,
+        spec=spec,
+        param_specs=param_specs,
+        fsdp_axis=fsdp_axis,
+        scatter_axis=scatter_axis,
+        transport=transport,
+        input_scale=input_scale,
+        config=config,
+    )
+    return (y, dropped) if return_dropped else y

@@ -51,6 +51,11 @@ def untraced_trace() -> Any:
     return threads.untraced(current_trace)
 
 
+def is_tracing() -> bool:
+    """Whether this thread is tracing anything; False if JAX does not tell."""
+    return current_trace() not in (None, untraced_trace())
+
+
 def surrounding(trace: Any) -> list[Any]:
     """Returns all traces around `trace`, innermost first."""
     found = []

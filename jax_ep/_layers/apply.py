@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_ep._core import checks, context, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
+from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import DTYPES, Transport
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._ops import combine as combining
@@ -164,28 +165,44 @@ def apply_experts(
         "a function of rows, group_sizes and expert_of_row",
         "pass one that returns a row for each row",
     )
-    given = _flattened(function, tokens, topk_ids, router_weights)
+    given = flattened(function, tokens, topk_ids, router_weights)
     names = _axes(function, axis_name)
     mesh = _resolved_mesh(function, mesh)
     fields = config_of(function, given.config | {"num_experts": num_experts}, config)
-    _require_scatter(function, mesh, names, scatter_axis, fields)
+    require_scatter(function, mesh, names, scatter_axis, fields)
+    if scatter_axis is not None and not checks.in_scope((scatter_axis,)):
+        raise errors.invalid(
+            function,
+            f"scatter_axis {scatter_axis!r} must be in scope",
+            "a jax.shard_map over other axes",
+            "leave axis_names out of jax.shard_map",
+        )
     with errors.told_of(function, part=False):
         ep = shared_handle(mesh, names, fields, transport)
-        inputs = (given.tokens, given.topk_ids, given.router_weights)
-        if scatter_axis is not None:
-            # What differs along the axis is known to be so before the dispatch, so that
-            # gradients are summed over it for n tokens, not for N rows.
-            axes = frozenset((scatter_axis,))
-            inputs = vary_alike(mesh.axis_names, axes, *inputs)
-        tokens, topk_ids, weights = inputs
-        at_source = fields.reduce == "source"
-        d = dispatching.dispatch(
-            ep,
-            tokens,
-            topk_ids,
-            None if at_source else weights,
-            input_scale=input_scale,
-        )
+    y, dropped = applied(function, ep, fn, given, scatter_axis, input_scale)
+    return (y, dropped) if return_dropped else y
+
+
+def applied(
+    function: str,
+    ep: EPHandle,
+    fn: RowsFunction,
+    given: Flattened,
+    scatter_axis: str | None,
+    input_scale: ArrayLike | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a call of `apply_experts` on one rank; returns y and num_dropped."""
+    inputs = (given.tokens, given.topk_ids, given.router_weights)
+    if scatter_axis is not None:
+        # What differs along the axis is known to be so before the dispatch, so that
+        # gradients are summed over it for n tokens, not for N rows.
+        axes = frozenset((scatter_axis,))
+        inputs = vary_alike(ep.mesh.axis_names, axes, *inputs)
+    tokens, topk_ids, weights = inputs
+    at_source = ep.config.reduce == "source"
+    sent = None if at_source else weights
+    with errors.told_of(function, part=False):
+        d = dispatching.dispatch(ep, tokens, topk_ids, sent, input_scale=input_scale)
         rows = dequantize(d)
     with jax.named_scope("jax_ep.experts"):
         out: Any = fn(rows, d.group_sizes, expert_of_row(d))
@@ -195,17 +212,14 @@ def apply_experts(
     with errors.told_of(function, part=False):
         factors = weights if at_source else d.router_weights
         y = combining.combine(ep, out, d.route, factors)
-    y = y.reshape(*given.leading, y.shape[1])
-    if not return_dropped:
-        return y
     dropped = d.num_dropped
     if scatter_axis in varying(dropped):
         # Equal along the axis, of which check_vma must be convinced.
         dropped = jax.lax.pmax(jax.lax.stop_gradient(dropped), scatter_axis)
-    return y, dropped
+    return y.reshape(*given.leading, y.shape[1]), dropped
 
 
-class _Flattened(NamedTuple):
+class Flattened(NamedTuple):
     """The operands of a call with one leading dimension.
 
     Attributes:
@@ -223,9 +237,10 @@ class _Flattened(NamedTuple):
     config: dict[str, Any]
 
 
-def _flattened(
+def flattened(
     function: str, tokens: Any, topk_ids: Any, router_weights: Any
-) -> _Flattened:
+) -> Flattened:
+    """Returns the checked operands of a call, flattened."""
     tokens = as_array(function, "tokens", tokens)
     topk_ids = as_array(function, "topk_ids", topk_ids)
     weights = as_array(function, "router_weights", router_weights)
@@ -275,7 +290,7 @@ def _flattened(
         "give each id of topk_ids its weight",
     )
     n, top_k = math.prod(leading), topk_ids.shape[-1]
-    return _Flattened(
+    return Flattened(
         tokens.reshape(n, tokens.shape[-1]),
         topk_ids.reshape(n, top_k),
         weights.reshape(n, top_k).astype(jnp.float32),
@@ -388,18 +403,17 @@ def config_of(
     return config
 
 
-def _require_scatter(
+def require_scatter(
     function: str, mesh: Mesh, ep_axes: tuple[str, ...], axis: Any, config: EPConfig
 ) -> None:
     """Raises unless `axis` is None or an axis to scatter columns over."""
     if axis is None:
         return
     others = [name for name in mesh.axis_names if name not in ep_axes]
-    if axis not in others or not checks.in_scope((axis,)):
+    if axis not in others:
         raise errors.invalid(
             function,
-            f"scatter_axis must be a manual mesh axis outside of {ep_axes}, of "
-            f"{others}",
+            f"scatter_axis must be a mesh axis outside of {ep_axes}, of {others}",
             repr(axis),
             "leave it out if the experts are not split",
         )

@@ -15,6 +15,10 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
 from jax_ep._transport.base import Token
 
+# Programs that a handle keeps. A function made anew for each call has a program of its
+# own each time, which must not accumulate.
+_MOST_PROGRAMS = 256
+
 
 def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[str, ...]:
     """Returns the mesh axes that `spec` shards dimension 0 over.
@@ -85,29 +89,77 @@ def run(
         sharded_over: the same for dimension 0 of each operand, by name.
         operands: global arrays, by name.
     """
-    placed = {name: _place(ep, sharded_over[name], operands[name]) for name in operands}
+    public = f"sharded.{function.__name__.lstrip('_')}"
+    specs = {
+        name: PartitionSpec(*([over] if over else []))
+        for name, over in sharded_over.items()
+    }
+
+    def body(operands: dict[str, Any]) -> Any:
+        with errors.told_of(public, _whole(ep, sharded_over, operands)):
+            return function(ep, **operands)
+
+    key = (function, axes, *operands)
+    return run_specs(body, ep, key, axes, operands, specs, PartitionSpec(axes))
+
+
+def run_specs(
+    body: Callable[[Any], Any],
+    ep: EPHandle,
+    key: Any,
+    axes: tuple[str, ...],
+    operands: Any,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """Runs `body(operands)` on every rank, after the handle's earlier calls.
+
+    Args:
+        body: a function of the operands of one rank.
+        ep: the handle.
+        key: identifies `body` and the specs among the handle's programs; None if the
+            program is for this call only.
+        axes: mesh axes of the token that orders calls; the body varies over no others.
+        operands: a pytree of global arrays.
+        in_specs: their specs, a prefix of that pytree.
+        out_specs: the specs of the results.
+    """
+    placed = _place(ep, in_specs, operands)
     after = ordering.before_mapped(ep, _parts(ep, axes))
-    key = (function, axes, bool(after), *operands)
-    program = ep._programs.get(key)
-    if program is None:
-        specs = {
-            name: PartitionSpec(*([over] if over else []))
-            for name, over in sharded_over.items()
-        }
+    rows = PartitionSpec(axes)
 
-        def body(operands: dict[str, Any], after: Token) -> Any:
-            name = f"sharded.{function.__name__.lstrip('_')}"
-            with errors.told_of(name, _whole(ep, sharded_over, operands)):
-                return ordering.mapped(ep, after, lambda: function(ep, **operands))
+    def per_rank(operands: Any, after: Token) -> Any:
+        return ordering.mapped(ep, after, lambda: body(operands))
 
-        rows = PartitionSpec(axes)
+    def make() -> Callable[..., Any]:
         mapped = jax.shard_map(
-            body, mesh=ep.mesh, in_specs=(specs, rows), out_specs=rows
+            per_rank,
+            mesh=ep.mesh,
+            in_specs=(in_specs, rows),
+            out_specs=(out_specs, rows),
         )
-        program = ep._programs[key] = jax.jit(context.under(ep.mesh, mapped))
-    result, last = program(placed, _place(ep, axes, after))
+        return jax.jit(context.under(ep.mesh, mapped))
+
+    program = make() if key is None else _program(ep, (key, bool(after)), make)
+    result, last = program(placed, _place(ep, rows, after))
     ordering.passed_mapped(ep, last)
     return result
+
+
+def _program(
+    ep: EPHandle, key: Any, make: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Returns the handle's program of that key, so that eager calls compile once."""
+    programs = ep._programs
+    try:
+        found = programs.get(key)
+    except TypeError:  # the key holds a function that cannot be hashed
+        return make()
+    if found is None:
+        if len(programs) >= _MOST_PROGRAMS:
+            programs.pop(next(iter(programs)), None)
+        found = programs[key] = make()
+    return found
 
 
 def _whole(
@@ -127,11 +179,21 @@ def _parts(ep: EPHandle, axes: tuple[str, ...]) -> int:
     return int(np.prod([ep.mesh.shape[axis] for axis in axes]))
 
 
-def _place(ep: EPHandle, axes: tuple[str, ...], tree: Any) -> Any:
+def _place(ep: EPHandle, specs: Any, tree: Any) -> Any:
     """Reshards arrays over explicit mesh axes, as shard_map requires for those."""
     kinds = dict(zip(ep.mesh.axis_names, ep.mesh.axis_types, strict=True))
-    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)
+    explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+
+    def entry_of(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(axis for axis in axes if axis in explicit) or None
+
+    def place(spec: PartitionSpec, tree: Any) -> Any:
+        sharding = NamedSharding(ep.mesh, PartitionSpec(*map(entry_of, spec)))
+        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
     if not explicit:
         return tree
-    sharding = NamedSharding(ep.mesh, PartitionSpec(explicit))
-    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+    return jax.tree.map(
+        place, specs, tree, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )

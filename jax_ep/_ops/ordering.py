@@ -242,8 +242,7 @@ def before_mapped(ep: EPHandle, parts: int) -> Token:
         int32 `[parts]`; () if calls need no order, or if nothing is traced, because
         programs run one after the other anyway.
     """
-    outside = (None, traces.untraced_trace())
-    if not in_order(ep) or traces.current_trace() in outside:
+    if not in_order(ep) or not traces.is_tracing():
         return ()
     last = _last(ep, ())
     fits = last and last[0].shape == (parts,)

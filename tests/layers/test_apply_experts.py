@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -312,6 +318,92 @@ def test_exported(mesh: Any) -> None:
         return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x, *given[1:])))))(given[0])
 
     assert_close(grad(loaded.call), grad(run))
+
+
+# Loads a compiled program, after the handle that it was compiled with.
+LOADER = """
+import pathlib, pickle, sys
+import jax_ep, jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_num_cpu_devices", 8)
+folder = pathlib.Path(sys.argv[1])
+config, program = pickle.loads((folder / "program").read_bytes())
+devices = jax.devices()[:4]
+mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
+jax_ep.shared_handle(mesh, "ep", config, "collective")
+step = serialize_executable.deserialize_and_load(*program, execution_devices=devices)
+arguments = np.load(folder / "arguments.npz").values()
+placed = [jax.device_put(a, NamedSharding(mesh, P("ep"))) for a in arguments]
+np.save(folder / "result.npy", step(*placed))
+"""
+
+
+def test_an_executable_runs_in_another_process(mesh: Any, tmp_path: Any) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("the other process would need the GPUs of this one")
+    given = operands(mesh)
+    compiled = jax.jit(layer(mesh)).lower(*given).compile()
+    config = helpers.make_config(
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=N,
+        dtype="float32",
+    )
+    program = serialize_executable.serialize(compiled)
+    (tmp_path / "program").write_bytes(pickle.dumps((config, program)))
+    np.savez(tmp_path / "arguments.npz", *map(np.asarray, given))
+    package = pathlib.Path(jax_ep.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    helpers.assert_bits(np.load(tmp_path / "result.npy"), compiled(*given))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
+    """1 + 2^-8 and 2^-8, each of which bfloat16 cannot add to 1."""
+    mesh = helpers.make_mesh({"tp": 2, "ep": 2})
+    changes = {"scatter_axis": "tp", "return_dropped": True}
+
+    def body(x: Any, ids: Any, w: Any) -> Any:
+        def fn(rows: Any, group_sizes: Any, expert_of_row: Any) -> Any:
+            first = jax.lax.axis_index("tp") == 0
+            part = jnp.where(first, 1 + 2.0**-8, 2.0**-8)
+            return rows.astype(jnp.float32) * part
+
+        return jax_ep.apply_experts(fn, x, ids, w, mesh=mesh, **HERE, **changes)
+
+    run = on_ranks(
+        mesh,
+        body,
+        out_specs=(P("ep", "tp"), P("ep")),
+        check_vma=check_vma,
+    )
+    x = jnp.ones((2 * N, HIDDEN), jnp.bfloat16)
+    ids = jnp.zeros((2 * N, 1), jnp.int32)
+    w = jnp.ones((2 * N, 1))
+    y, dropped = jax.jit(run)(x, ids, w)
+    helpers.assert_bits(y, np.full(x.shape, 1 + 2.0**-7, jnp.bfloat16))
+    assert dropped.shape == (2,)
+    back = jax.jit(jax.grad(lambda x: jnp.sum(run(x, ids, w)[0], dtype="f4")))
+    # Columns of cotangents are gathered as they are, not widened.
+    text = back.lower(x).as_text()
+    gathers = [line for line in text.splitlines() if "all_gather" in line]
+    assert len(gathers) == 1
+    assert "xf32>" not in gathers[0]
+    grad = back(x)
+    assert grad.dtype == x.dtype
+    np.testing.assert_allclose(grad.astype("f4"), 1 + 2.0**-7, rtol=2.0**-7)
 
 
 @dataclasses.dataclass

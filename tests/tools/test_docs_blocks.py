@@ -30,8 +30,8 @@ RUN = {
     ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
-    ("docs/layers.md", "python"): 6,  # test_docs_layers.py
-    ("docs/migrate.md", "python"): 7,  # test_docs_layers.py
+    ("docs/layers.md", "python"): 7,  # test_docs_layers.py
+    ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
     ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,
     ("docs/reliability.md", "python"): 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._cli.bench import ragged
 from jax_ep.router import Router
-from support import ROOT, helpers, moe_dense
+from support import ROOT, helpers, maxtext, moe_dense
 from support.pages import python_blocks
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -32,6 +33,8 @@ def test_layers_page_runs(tmp_path):
     assert np.abs(grads).max() > 0
     assert float(names["balance_loss"]) > 0.5
     names["ep"].close()
+    assert names["result"].shape == names["x"].shape
+    assert not np.any(names["dropped"])
     moe, optimizer = (names[name] for name in ("moe", "optimizer"))
     before = np.asarray(moe.down[...])
     names["save"](tmp_path / "state", moe, optimizer)
@@ -56,6 +59,7 @@ def test_both_sides_of_the_migration_agree(monkeypatch):
         functools.partial(names["moe_before"], top_k=TOP_K),
         functools.partial(names["moe_after"], ep),
         functools.partial(names["moe_in_one"], ep),
+        functools.partial(names["moe_applied"], top_k=TOP_K, mesh=mesh),
     )
     specs = (P("ep"), P(), P("ep"), P("ep"), P("ep"))
     before, *others = (
@@ -70,6 +74,49 @@ def test_both_sides_of_the_migration_agree(monkeypatch):
     for y in others:
         np.testing.assert_allclose(y, before, rtol=1e-4, atol=1e-4)
     ep.close()
+
+
+def test_lines_that_the_migration_counts():
+    page = " ".join((ROOT / "docs" / "migrate.md").read_text().split())
+    counts = {}
+    for block in python_blocks("docs/migrate.md"):
+        for node in ast.parse(block).body:
+            code = block.splitlines()[node.lineno - 1 : node.end_lineno]
+            code = [line for line in code if line.split("#")[0].strip()]
+            target = getattr(node, "targets", [None])[0]
+            name = getattr(node, "name", getattr(target, "id", ""))
+            counts[name] = len(code)
+    before, applied = counts["moe_before"], counts["moe_applied"]
+    said = f"`moe_before` has {before} lines of code, `moe_applied` {applied}"
+    assert said in page, said
+    parts = ("SPLIT", "maxtext_experts", "maxtext_layer")
+    said = f"has {sum(counts[part] for part in parts)} lines of code:"
+    assert said in page, said
+
+
+def test_layer_of_maxtext_axes():
+    """Outputs and gradients of the page's layer are those of the dense formula."""
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/migrate.md")), names)
+    mesh = maxtext.make_mesh(fsdp=2, tensor=2, expert=2)
+    inputs, params = maxtext.make_inputs(), maxtext.make_params(biases=True)
+    params = {name: params[name] for name in ("gate", *names["SPLIT"])}
+
+    def applied(params):
+        ids, weights = maxtext.route(inputs, params["gate"])
+        experts = {name: params[name] for name in names["SPLIT"]}
+        y = names["maxtext_layer"](mesh, inputs, ids, weights, experts)
+        return jnp.mean(jnp.sin(y)), y
+
+    def dense(params):
+        y = maxtext.dense(inputs, params)
+        return jnp.mean(jnp.sin(y)), y
+
+    found, wanted = (
+        jax.jit(jax.grad(layer, has_aux=True))(params) for layer in (applied, dense)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, wanted)
 
 
 def test_migrated_layers_cast_float32_experts():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -9,6 +11,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -61,6 +64,38 @@ def test_training_follows_the_dense_model(tmp_path):
     assert done.stdout.count("the same curve") == 2
     assert all(0 < off < 1e-5 for off in record["norms"].values())
     assert "--plot" not in words or "<svg" in drawn.read_text()
+
+
+@pytest.mark.parametrize("name", ["mixtral_block", "deepseek_block"])
+def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
+    """Small ones have the dense formula's gradients; those of the models trace."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = importlib.import_module(name)
+    found = module.main(["--sequence", "4"])
+    off = found[0] if name == "deepseek_block" else found
+    assert max(off.values()) < 1e-5, off
+    assert "loss" in capsys.readouterr().out
+    if name == "deepseek_block":
+        loads = found[1]
+        assert loads[-1] < loads[0]
+    for size in set(module.SIZES) - {"small"}:
+        config = module.SIZES[size]
+        mesh = module.make_mesh(config)
+        params = jax.eval_shape(
+            lambda key, config=config: module.init(config, key), jax.random.key(0)
+        )
+        x = jax.ShapeDtypeStruct((mesh.size, 4, config.hidden_size), config.dtype)
+        operands = [params, x]
+        if name == "deepseek_block":
+            experts = config.n_routed_experts
+            operands.insert(1, jax.ShapeDtypeStruct((experts,), "float32"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the worst case's size
+            made = jax.eval_shape(
+                functools.partial(module.block, config, mesh), *operands
+            )
+        y = made[0] if name == "deepseek_block" else made
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
 
 
 @pytest.mark.slow

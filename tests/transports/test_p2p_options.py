@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -79,6 +80,50 @@ def test_same_as_collective(mode: str, shape: str, few: int) -> None:
                     )
                     if wanted["near"] is not None:
                         compare_transports.assert_near(actual["near"], wanted["near"])
+
+
+def narrow(columns: int, calls: Any, ep: Any, o: Any) -> dict[str, Any]:
+    """A combine of the first columns of rows, and its backward pass."""
+    dispatch, combine = calls
+    d = dispatch(ep, o.dy, o.ids, o.weights)
+    weights = {"rank": o.row_weights, "source": o.weights, "none": None}
+
+    def back(rows: Any, weights: Any) -> Any:
+        return combine(ep, rows, d.route, weights)
+
+    y, pull = jax.vjp(back, o.rows[:, :columns], weights[ep.config.reduce])
+    d_rows, d_weights = pull(y)
+    return {"exact": (y, d_rows), "near": d_weights}
+
+
+@pytest.mark.parametrize("columns", [8, 1032])
+@pytest.mark.parametrize("mode", ["rank", "source", "none", "shared"])
+def test_fewer_columns(mode: str, columns: int) -> None:
+    """In windows that were made for wider rows."""
+    changes = {"max_tokens_per_rank": 600, "hidden_size": 2048}
+    changes |= helpers.HALVES | options.MODES.get(mode, {})
+    config = helpers.make_config(**changes)
+    with compare_transports.Pair(compare_transports.p2p_mesh(), config) as pair:
+        plain, whole, split = (
+            compare_transports.mapped(
+                pair.mesh, functools.partial(narrow, columns, calls, ep)
+            )
+            for ep, calls in (
+                (pair.collective, options.WHOLE),
+                (pair.p2p, options.WHOLE),
+                (pair.p2p, options.SPLIT),
+            )
+        )
+        for n in (7, 600):
+            o = pair.operands(n, n)
+            wanted = plain(o)
+            for run, what in ((whole, "whole"), (split, "split")):
+                actual = run(o)
+                compare_transports.assert_same(
+                    actual["exact"], wanted["exact"], f"{what} {n}"
+                )
+                if wanted["near"] is not None:
+                    compare_transports.assert_near(actual["near"], wanted["near"])
 
 
 @pytest.mark.parametrize("mode", ["source", "none", "shared_source"])

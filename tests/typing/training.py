@@ -57,6 +57,7 @@ def halves(
     beside = jax.nn.silu(x)
     d = jax_ep.dispatch_wait(pending)
     rows = assert_type(jax_ep.dequantize(d), jax.Array)
+    assert_type(jax_ep.expert_of_row(d), jax.Array)
     back = jax_ep.combine_async(ep, 2 * rows, d.route, d.router_weights)
     y = assert_type(jax_ep.combine_wait(back), jax.Array)
     return y + beside
@@ -70,6 +71,52 @@ def fused(
     rows = 2 * jax_ep.dequantize(d)
     y = jax_ep.combine(ep, rows, d.route, d.router_weights, residual=jax.nn.silu(x))
     return assert_type(y, jax.Array)
+
+
+def doubled(
+    rows: jax.Array, group_sizes: jax.Array, expert_of_row: jax.Array
+) -> jax.Array:
+    """Of one rank, for `apply_experts`."""
+    return 2 * rows
+
+
+def scaled(
+    params: Params,
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    expert_of_row: jax.Array,
+) -> jax.Array:
+    """The same with parameters, for `sharded.apply_experts`."""
+    return params["scale"][expert_of_row] * rows
+
+
+def applied(
+    mesh: Mesh, params: Params, x: jax.Array, ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The whole exchange in one call, on the arrays of a rank and on global ones."""
+
+    def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        y, dropped = jax_ep.apply_experts(
+            doubled,
+            x,
+            ids,
+            weights,
+            num_experts=EXPERTS,
+            axis_name="ep",
+            mesh=mesh,
+            return_dropped=True,
+            capacity_factor=8.0,
+        )
+        assert_type(dropped, jax.Array)
+        return y
+
+    y = jax_ep.sharded.apply_experts(
+        scaled, params, x, ids, weights, num_experts=EXPERTS, axis_name="ep", mesh=mesh
+    )
+    assert_type(y, jax.Array)
+    spec = P("ep")
+    twice = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    return y + twice(x, ids, weights)
 
 
 def routed(logits: jax.Array) -> jax_ep.router.Routing:
@@ -159,6 +206,9 @@ def main() -> None:
     load = jax_ep.router.losses(routing).load
     bias = jax_ep.router.update_bias(np.zeros(EXPERTS, np.float32), load)
     jax_ep.router.route(np.ones((4, EXPERTS), np.float32), 2, bias=bias)
+    x = jnp.ones((4, HIDDEN), jnp.bfloat16)
+    params: Params = {"scale": jnp.ones((EXPERTS, 1), jnp.bfloat16)}
+    assert applied(mesh, params, x, routing.ids, routing.weights).shape == x.shape
     assert all(y.shape == (2, 128) for y in round_trips(jnp.ones((2, 128))))
 
 

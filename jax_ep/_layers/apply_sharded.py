@@ -1,0 +1,284 @@
+"""apply_experts on global arrays: which part of each array a rank gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep._core import context, errors, traces
+from jax_ep._core.arrays import as_array
+from jax_ep._core.varying import varying
+from jax_ep._layers import apply
+from jax_ep._layers.params import entry_axes, spec_axes
+from jax_ep._ops import mapped
+from jax_ep._setup.shared import shared_handle
+
+FUNCTION = "sharded.apply_experts"
+
+
+def run(
+    fn: Callable[..., jax.Array],
+    params: Any,
+    arrays: Mapping[str, Any],
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None,
+    spec: PartitionSpec | None,
+    param_specs: Any,
+    fsdp_axis: str | Sequence[str] | None,
+    scatter_axis: str | None,
+    transport: Any,
+    input_scale: Any,
+    config: Mapping[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a call of `jax_ep.sharded.apply_experts`; returns y and num_dropped.
+
+    `arrays` are tokens, topk_ids and router_weights by name.
+    """
+    mesh = _mesh(mesh)
+    context.require_usable(FUNCTION, mesh)
+    ep_axes = _names("axis_name", axis_name, mesh)
+    fsdp = () if fsdp_axis is None else _names("fsdp_axis", fsdp_axis, mesh, ep_axes)
+    params = jax.tree.map(lambda leaf: as_array(FUNCTION, "params", leaf), params)
+    specs = _param_specs(params, param_specs, mesh, ep_axes, fsdp, num_experts)
+    given = apply.flattened(FUNCTION, *arrays.values())
+    model = {axis for each in jax.tree.leaves(specs) for axis in spec_axes(each)}
+    model -= {*ep_axes, *fsdp}
+    model |= set() if scatter_axis is None else {scatter_axis}
+    spec = _leading_spec(spec, given.leading, mesh, ep_axes, scatter_axis, model)
+    split = spec_axes(spec)
+    n = math.prod(given.leading) // _size(mesh, split)
+    sizes = given.config | {"max_tokens_per_rank": n, "num_experts": num_experts}
+    fields = apply.config_of(FUNCTION, sizes, config)
+    apply.require_scatter(FUNCTION, mesh, ep_axes, scatter_axis, fields)
+    with errors.told_of(FUNCTION, part=False):
+        ep = shared_handle(mesh, ep_axes, fields, transport)
+    shapes = {name: jax.numpy.shape(value) for name, value in arrays.items()}
+
+    def body(operands: Any) -> tuple[jax.Array, jax.Array]:
+        own, tokens, topk_ids, router_weights, input_scale = operands
+        own = jax.tree.map(partial(_gathered, fsdp), own, specs)
+        with errors.told_of(FUNCTION, shapes):
+            here = apply.flattened("apply_experts", tokens, topk_ids, router_weights)
+            y, dropped = apply.applied(
+                "apply_experts", ep, partial(fn, own), here, scatter_axis, input_scale
+            )
+        _require_equal(y, mesh, split, scatter_axis)
+        return y, dropped
+
+    columns = [None] * (len(given.leading) - len(spec))
+    key: Any = (
+        FUNCTION,
+        fn,
+        jax.tree.structure(params),
+        tuple(jax.tree.leaves(specs)),
+        spec,
+        len(given.leading),
+        fsdp,
+        scatter_axis,
+        input_scale is None,
+    )
+    if traces.is_tracing() and getattr(fn, "__closure__", ()) is not None:
+        # It may hold tracers, which must not outlive their trace.
+        key = None
+    return mapped.run_specs(
+        body,
+        ep,
+        key,
+        mesh.axis_names,
+        (params, *arrays.values(), input_scale),
+        (specs, spec, spec, spec, PartitionSpec()),
+        (PartitionSpec(*spec, *columns, scatter_axis), PartitionSpec(split)),
+    )
+
+
+def _mesh(mesh: Any) -> Mesh:
+    if mesh is None:
+        mesh = context.concrete_mesh()
+    errors.require_type(
+        FUNCTION,
+        "mesh",
+        mesh,
+        Mesh,
+        "a jax.sharding.Mesh, or None under jax.set_mesh",
+        "pass mesh= or set one",
+    )
+    return mesh
+
+
+def _names(
+    argument: str, given: Any, mesh: Mesh, others: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Returns mesh axes as a tuple; raises if one is unknown or in `others`."""
+    names = (given,) if isinstance(given, str) else given
+    known = [name for name in mesh.axis_names if name not in others]
+    if (
+        not isinstance(names, tuple | list)
+        or not names
+        or any(name not in known for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise errors.invalid(
+            FUNCTION,
+            f"{argument} must be a mesh axis of {known}, or a tuple of distinct ones",
+            repr(given),
+            "name the axes as the mesh does",
+        )
+    return tuple(names)
+
+
+def _size(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _is_spec(value: Any) -> bool:
+    # Other entries do not determine the layout.
+    free = PartitionSpec.UNCONSTRAINED
+    return isinstance(value, PartitionSpec) and free not in tuple(value)
+
+
+def _param_specs(
+    params: Any,
+    given: Any,
+    mesh: Mesh,
+    ep_axes: tuple[str, ...],
+    fsdp: tuple[str, ...],
+    num_experts: int,
+) -> Any:
+    """Returns the spec of each leaf of `params`, checked."""
+    if given is None:
+        wide = PartitionSpec(ep_axes, fsdp) if fsdp else PartitionSpec(ep_axes)
+        specs = jax.tree.map(
+            lambda leaf: wide if leaf.ndim > 2 else PartitionSpec(ep_axes), params
+        )
+    else:
+        try:
+            specs = jax.tree.map(
+                lambda spec, part: jax.tree.map(lambda _: spec, part),
+                given,
+                params,
+                is_leaf=_is_spec,
+            )
+        except (ValueError, TypeError) as error:
+            raise errors.invalid(
+                FUNCTION,
+                "param_specs must have the structure of params, or of its upper part",
+                jax.tree.structure(given, is_leaf=_is_spec),
+                f"give each of {jax.tree.structure(params)} a PartitionSpec",
+            ) from error
+
+    def check(path: Any, leaf: jax.Array, spec: Any) -> None:
+        name = "params" + jax.tree_util.keystr(path)
+        axes = spec_axes(spec) if _is_spec(spec) else ()
+        fits = _is_spec(spec) and len(spec) <= leaf.ndim
+        if not fits or len(set(axes)) < len(axes) or set(axes) - set(mesh.axis_names):
+            raise errors.invalid(
+                FUNCTION,
+                f"the spec of {name} {leaf.shape} must be a PartitionSpec of at most "
+                f"{leaf.ndim} entries over axes of {mesh.axis_names}, each once",
+                spec,
+                "correct it in param_specs",
+            )
+        if given is None and leaf.shape[:1] != (num_experts,):
+            raise errors.invalid(
+                FUNCTION,
+                f"{name} must have num_experts = {num_experts} on dimension 0",
+                leaf.shape,
+                "say with param_specs how leaves of other shapes are sharded",
+            )
+        for dim, entry in enumerate(spec):
+            parts = _size(mesh, entry_axes(entry))
+            if leaf.shape[dim] % parts:
+                raise errors.invalid(
+                    FUNCTION,
+                    f"dimension {dim} of {name} must be a multiple of {parts}, the "
+                    f"size of {entry_axes(entry)}",
+                    leaf.shape,
+                    "pad it, or shard another dimension with param_specs",
+                )
+            inner = entry_axes(entry)
+            whole = [axis for axis in inner if axis not in fsdp]
+            if tuple(inner[: len(whole)]) != tuple(whole):
+                raise errors.invalid(
+                    FUNCTION,
+                    f"axes of fsdp_axis must come last in an entry of the spec of "
+                    f"{name}",
+                    spec,
+                    "put them after the other axes, so that they can be gathered",
+                )
+
+    jax.tree_util.tree_map_with_path(check, params, specs)
+    return specs
+
+
+def _gathered(fsdp: tuple[str, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns a leaf without its split over the fsdp axes."""
+    for dim, entry in enumerate(spec):
+        axes = tuple(axis for axis in entry_axes(entry) if axis in fsdp)
+        if axes:
+            leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return leaf
+
+
+def _leading_spec(
+    spec: Any,
+    leading: tuple[int, ...],
+    mesh: Mesh,
+    ep_axes: tuple[str, ...],
+    scatter_axis: str | None,
+    model: set[str],
+) -> PartitionSpec:
+    """Returns the spec of the leading dimensions of tokens, checked."""
+    if spec is None:
+        names = tuple(name for name in mesh.axis_names if name not in model)
+        spec = PartitionSpec(names)
+    axes = spec_axes(spec) if _is_spec(spec) else ()
+    entries = list(spec) if _is_spec(spec) else []
+    while entries and not entry_axes(entries[-1]):
+        entries.pop()
+    if (
+        not _is_spec(spec)
+        or len(entries) > len(leading)
+        or not set(ep_axes) <= set(axes) <= set(mesh.axis_names)
+        or len(set(axes)) < len(axes)
+        or scatter_axis in axes
+    ):
+        raise errors.invalid(
+            FUNCTION,
+            f"spec must shard the {len(leading)} leading dimensions of tokens over "
+            f"mesh axes that include {ep_axes} and not scatter_axis, each once",
+            repr(spec),
+            "leave it out to shard dimension 0",
+        )
+    for size, entry in zip(leading, entries, strict=False):
+        parts = _size(mesh, entry_axes(entry))
+        if size == 0 or size % parts:
+            raise errors.invalid(
+                FUNCTION,
+                f"leading dimensions of tokens must divide over {spec}",
+                f"{size} for {parts} ranks in {leading}",
+                "pad the tokens and give the padding ids of -1",
+            )
+    return PartitionSpec(*entries)
+
+
+def _require_equal(
+    y: jax.Array, mesh: Mesh, split: Sequence[str], scatter_axis: str | None
+) -> None:
+    """Raises if `y` differs along axes that nothing of it is split over."""
+    extra = varying(y) - {*split, scatter_axis}
+    extra = [name for name in mesh.axis_names if name in extra]
+    if extra:
+        raise errors.invalid(
+            FUNCTION,
+            f"fn must return rows that are equal along {extra}, which tokens are not "
+            "split over",
+            "rows that differ",
+            f"sum them there with jax.lax.psum, or pass scatter_axis={extra[0]!r}",
+        )
