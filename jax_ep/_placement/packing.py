@@ -17,7 +17,7 @@ import numpy as np
 _GOOD = 1.01
 # Most numbers of extra copies of hot experts that are tried for one layer.
 _TRIES = 8
-# Further tries for one layer, times the square of its places: many where places are few.
+# Further tries for a layer, times the square of its places: many where places are few.
 _STEPS = 2**16
 # The largest load in units: 2**11 experts of it, the most there are, do not overflow.
 _UNITS = 2**40
