@@ -63,6 +63,32 @@ def test_training_follows_the_dense_model(tmp_path):
     assert "--plot" not in words or "<svg" in drawn.read_text()
 
 
+@pytest.mark.multiprocess
+def test_rebalancing(tmp_path):
+    """Ranks get even each time, while the losses stay those without copies."""
+    words = ["--steps", "3"]
+    if importlib.util.find_spec("matplotlib"):
+        words += ["--plot", str(tmp_path / "maps")]
+    done = run("rebalance.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(
+        r"steps to (\d+): loss (.*), without copies (.*); busiest rank (.*) x the "
+        r"mean, without copies (.*) x",
+        done.stdout,
+    )
+    assert [int(line[0]) for line in lines] == [3, 6, 9, 12]
+    found = np.array(lines, float)
+    np.testing.assert_allclose(found[:, 1], found[:, 2], rtol=1e-5)
+    before, after = found[::2, 3:], found[1::2, 3:]
+    if jax.device_count() > 2:
+        assert before.min() > 1.5
+    assert after[:, 0].max() < 1.25
+    assert done.stdout.count(" places of ") == 4
+    if "--plot" in words:
+        maps = sorted(path.name for path in (tmp_path / "maps").iterdir())
+        assert maps == ["after1.png", "after2.png", "before1.png", "before2.png"]
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block128"])
