@@ -91,6 +91,25 @@ def test_rebalancing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_fewer_ranks():
+    """The curve goes on where it was, with the experts on two ranks of three."""
+    words = ["--processes", "3", "--steps", "6", "--kill-at", "3"]
+    done = run("fewer_ranks.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process 2 of 3 was killed in step 3" in done.stdout
+    line = r"step +(\d+) on (\d) ranks: loss (.*), (.*)"
+    found = np.array(re.findall(line, done.stdout), float)
+    steps, ranks, losses, want = found.T
+    # What followed the last checkpoint is done again.
+    again = np.argmax(ranks == 2)
+    assert steps[again:].tolist() == [2, 3, 4, 5]
+    assert steps[:again].tolist() in ([0, 1], [0, 1, 2])
+    assert (ranks[:again] == 3).all()
+    np.testing.assert_allclose(losses, want, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block128"])
 def test_decoding(name):
     done = run("decode.py", "--format", name, "--steps", "4", "--tokens", "2")
