@@ -52,30 +52,35 @@ def pack(load: np.ndarray, shape: Shape) -> np.ndarray:
     units = np.ones(len(load), np.int64)
     if load.any():
         units = np.rint(load / load.max() * _UNITS).astype(np.int64)
-    enough = _GOOD * _lower_bound(units, shape)
-    best, counts, least = np.zeros(0, np.int64), units, np.iinfo(np.int64).max
-    for copies in _counts(units, shape):
-        found, fullest = _packed(units, copies, shape)
+    found, fullest = _best(units, shape)
+    plain = _in_order(len(units), shape)
+    if plain is not None and _fullest(units, plain, shape) < fullest:
+        return plain
+    return found
+
+
+def _best(load: np.ndarray, shape: Shape) -> tuple[np.ndarray, int]:
+    """Returns the best packing that was found, and the load of its fullest rank."""
+    enough = _GOOD * _lower_bound(load, shape)
+    best, counts, least = load, load, np.iinfo(np.int64).max
+    for copies in _counts(load, shape):
+        found, fullest = _packed(load, copies, shape)
         if fullest < least:
             best, counts, least = found, copies, fullest
         if least <= enough:
-            return best
-    plain = _in_order(len(units), shape)
-    if plain is not None and _fullest(units, plain, shape) < least:
-        best, least = plain, _fullest(units, plain, shape)
+            return best, least
     left = _STEPS // shape.slots**2
     while left > 0:
+        before = least
         for copies in itertools.islice(_neighbours(counts, shape), left):
             left -= 1
-            found, fullest = _packed(units, copies, shape)
+            found, fullest = _packed(load, copies, shape)
             if fullest < least:
                 best, counts, least = found, copies, fullest
                 break
-        else:
+        if least == before or least <= enough:
             break
-        if least <= enough:
-            break
-    return best
+    return best, least
 
 
 def _fullest(load: np.ndarray, expert_of: np.ndarray, shape: Shape) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import placement as placements
-from jax_ep._placement import moving
+from jax_ep._placement import moving, packing
 from support import helpers, moe_dense
 from support.moe_ffn import N, config, param_specs
 
@@ -108,7 +108,24 @@ def test_never_fuller_than_in_order(per_node):
         placed = placements.balance(load, slots, ep_size=ranks, ranks_per_node=per_node)
         check_shape(placed, experts, slots)
         plain = rank_loads(load, placements.identity(experts), ranks).max()
-        assert rank_loads(load, placed, ranks).max() <= plain * (1 + 1e-9)
+        fullest = rank_loads(load, placed, ranks).max()
+        assert fullest <= plain * (1 + 1e-9)
+        if fullest < plain * (1 - 1e-9):
+            # No rank has two copies of an expert that could be elsewhere.
+            copies = np.diff(placed.offsets)
+            for own in placed.expert_of.reshape(ranks, -1):
+                held = np.bincount(own, minlength=experts)
+                assert (held <= -(-copies // ranks)).all()
+
+
+@pytest.mark.parametrize(
+    "load", [[13, 15, 21, 7], [28, 16, 11, 33], [12, 10, 26, 8, 7, 21, 19, 9]]
+)
+def test_copies_that_would_make_it_worse(load):
+    """Even as they are, but not with any two experts on both ranks."""
+    experts = len(load)
+    placed = placements.balance(load, experts + 2, ep_size=2)
+    assert rank_loads(load, placed, 2).tolist() == [sum(load) / 2] * 2
 
 
 def test_spare_places_go_to_hot_experts_on_other_ranks():
@@ -122,6 +139,21 @@ def test_spare_places_go_to_hot_experts_on_other_ranks():
         assert len(set(own)) == 5
     assert rank_loads(load, placed, 8).max() < 1.1 * load.sum() / 8
     assert rank_loads(load, placements.identity(32), 8).max() > 3.5 * load.sum() / 8
+
+
+def test_any_copies_fit():
+    """At most one per rank, also where the last ones find no room at first."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ranks, own = int(rng.integers(2, 6)), int(rng.integers(2, 5))
+        copies = np.ones(int(rng.integers(own, own * ranks + 1)), int)
+        while copies.sum() < own * ranks:
+            copies[rng.choice(np.flatnonzero(copies < ranks))] += 1
+        load = rng.integers(0, 9, len(copies))
+        shape = packing.Shape(own * ranks, ranks, ranks)
+        expert_of, _ = packing._packed(load, copies, shape)
+        np.testing.assert_array_equal(np.bincount(expert_of), copies)
+        assert all(len(set(rank)) == own for rank in expert_of.reshape(ranks, own))
 
 
 @pytest.mark.parametrize(("experts", "slots", "ranks"), [(1, 8, 4), (3, 24, 4)])
@@ -466,14 +498,20 @@ def test_a_layer_with_copies_is_the_layer_without(sizes):
 
         def body(params, x):
             rest = {"routing": routing, "placement": placed}
-            return jax_ep.moe_ffn(own, x, params, **rest)[1].num_invalid
+            aux = jax_ep.moe_ffn(own, x, params, **rest)[1]
+            return aux.num_invalid, aux.expert_counts
 
         bare = placed.gather({name: params[name] for name in ("gate_up", "down")})
         specs = (param_specs(bare, None), P(mesh.axis_names))
         run = jax.shard_map(
             body, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names)
         )
-        assert np.asarray(jax.jit(run)(bare, x)).tolist() == [1] * mesh.size
+        invalid, counts = map(np.asarray, jax.jit(run)(bare, x))
+        assert invalid.tolist() == [1] * mesh.size
+        # Each rank begins at another copy.
+        at = np.concatenate([placed.assign(ids, rank).ravel() for rank in range(ranks)])
+        want = np.bincount(at[at < slots], minlength=slots)
+        np.testing.assert_array_equal(counts.reshape(groups, slots), [want] * groups)
         with pytest.raises(jax_ep.InvalidIdError, match="token 1"):
             own.check()
 
