@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from jax_ep import experts, formats, router, sharded, stats
+from jax_ep import experts, formats, placement, router, sharded, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
@@ -43,6 +43,7 @@ __all__ = [
     "formats",
     "init",
     "moe_ffn",
+    "placement",
     "router",
     "save_route",
     "sharded",

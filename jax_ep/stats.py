@@ -17,6 +17,10 @@ would count once for each of its ranks.
 
 All functions except `init` also take a stack of layers: arrays with a leading dimension
 of layers, as a scan over layers returns them.
+
+A layer with a `jax_ep.placement` counts the rows of each place. Pass its placement to
+`summary` or `heat_map`, which then know the experts. Start a new load with each
+placement.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from jax_ep._stats import layout as layouts
 from jax_ep._stats import picture
 from jax_ep._stats import view as _load_view
 from jax_ep._stats.layout import Layout
+from jax_ep.placement import Placement
 
 
 @partial(
@@ -290,14 +295,17 @@ class Summary:
 
     Attributes:
         steps: int, steps counted.
-        rows: int64 `[ranks, L]`, rows sent to each expert of each rank.
+        rows: int64 `[ranks, L]`, rows sent to each expert of each rank, or to each of
+            its places.
         expert_ids: int64 `[ranks, L]`, global ids of those experts. Ranks of different
-            EP groups hold the same ones.
+            EP groups hold the same ones. With the placements of a stack of layers
+            `[layers, ranks, L]`.
         expert_rows: int64 `[E]`, rows sent to each expert by its global id, summed over
-            the EP groups.
+            the EP groups and the expert's copies.
         dropped: int64 `[ranks]`, dropped rows.
         imbalance: float, the busiest expert's rows over the mean, from `expert_rows`; 0
             without rows.
+        rank_imbalance: float, the busiest rank's rows over the mean; 0 without rows.
         mean_imbalance: float, the same ratio within a step, averaged over steps; NaN
             if a step was passed as a `Dispatched`.
         worst_imbalance: float, the largest ratio in a step; NaN in the same case.
@@ -312,13 +320,14 @@ class Summary:
     expert_rows: np.ndarray
     dropped: np.ndarray
     imbalance: Any
+    rank_imbalance: Any
     mean_imbalance: Any
     worst_imbalance: Any
     fullest: Any
     invalid: np.ndarray
 
 
-def summary(load: Load) -> Summary:
+def summary(load: Load, *, placement: Placement | None = None) -> Summary:
     """Waits for `load` and returns its numbers; cannot be called inside jit.
 
     In a job of several processes each must call it, because it gathers data from
@@ -326,17 +335,22 @@ def summary(load: Load) -> Summary:
 
     Args:
         load: load of one layer, or of a stack of layers.
+        placement: the placement of all these steps; one for all layers, or a stack of
+            one for each. None means that places are experts.
 
     Raises:
-        TypeError: `load` is not a `Load`.
+        TypeError: `load` is not a `Load`, or `placement` not a `Placement`.
         ValueError: it is called inside a traced function; the ranks were stacked
-            differently in different steps, or some counted more than once; or `load`
-            does not have all ranks.
+            differently in different steps, or some counted more than once; `load` does
+            not have all ranks; or `placement` is of other places or layers.
     """
-    return _summary("summary", load)
+    return _summary("summary", load, placement)[0]
 
 
-def _summary(function: str, load: Load) -> Summary:
+def _summary(
+    function: str, load: Load, placement: Placement | None
+) -> tuple[Summary, np.ndarray]:
+    """Returns the summary, and rows by place, `[..., P]`, summed over EP groups."""
     what = "the Load that jax_ep.stats.update returned"
     layouts.require(function, "load", load, Load, what)
     if isinstance(load.steps, Tracer):
@@ -366,20 +380,31 @@ def _summary(function: str, load: Load) -> Summary:
 
     owners = np.arange(ranks) if load.layout is None else load.layout.owners()
     rows = ordered(host.rows)
-    expert_rows = np.zeros((*layers, owners.max() + 1, local), np.int64)
+    place_rows = np.zeros((*layers, owners.max() + 1, local), np.int64)
     for rank, owner in enumerate(owners):
-        expert_rows[..., owner, :] += rows[..., rank, :]
-    expert_rows = expert_rows.reshape(*layers, -1)
-    mean = np.maximum(expert_rows.mean(axis=-1), np.finfo(np.float64).tiny)
+        place_rows[..., owner, :] += rows[..., rank, :]
+    place_rows = place_rows.reshape(*layers, -1)
+    expert_ids = owners[:, None] * local + np.arange(local)
+    expert_rows = place_rows
+    if placement is not None:
+        placement = layouts.checked_placement(function, placement, place_rows.shape)
+        expert_ids = np.asarray(placement.expert_of)[..., expert_ids].astype(np.int64)
+        expert_rows = placement.to_logical(place_rows)
+
+    def busiest(counts: np.ndarray) -> Any:
+        mean = np.maximum(counts.mean(axis=-1), np.finfo(np.float64).tiny)
+        return plain(counts.max(axis=-1) / mean)
+
     steps, worst = host.steps[..., 0], host.worst[..., 0].astype(np.float64)
     known = worst >= 0
-    return Summary(
+    found = Summary(
         steps=plain(steps),
         rows=rows,
-        expert_ids=owners[:, None] * local + np.arange(local),
+        expert_ids=expert_ids,
         expert_rows=expert_rows,
         dropped=ordered(host.dropped),
-        imbalance=plain(expert_rows.max(axis=-1) / mean),
+        imbalance=busiest(expert_rows),
+        rank_imbalance=busiest(rows.sum(axis=-1)),
         mean_imbalance=plain(
             np.where(known, host.imbalance[..., 0] / np.maximum(steps, 1), np.nan)
         ),
@@ -387,9 +412,15 @@ def _summary(function: str, load: Load) -> Summary:
         fullest=plain(host.fullest.max(axis=-1).astype(np.int64)),
         invalid=ordered(host.invalid),
     )
+    return found, place_rows
 
 
-def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
+def heat_map(
+    load: Load,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    placement: Placement | None = None,
+) -> str:
     """Draws the load of the experts as text, and as a picture if `path` is given.
 
     Experts are named by their global ids, and their rows are summed over EP groups. As
@@ -399,6 +430,8 @@ def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
         load: load of one layer, or of a stack of layers.
         path: a .png, .svg or .pdf file to write; needs matplotlib. Experts are red if
             busier than the mean and blue if less busy, on a scale from 1/4 to 4 times.
+        placement: as in `summary`. The map then shows places, in the order of their
+            ranks, and the numbers also name the busiest rank.
 
     Returns:
         Text of at most 80 columns: a map, followed by the numbers. The map has one line
@@ -410,7 +443,7 @@ def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
         TypeError, ValueError: for the reasons of `summary`.
         ImportError: `path` is given and matplotlib is not installed.
     """
-    view = _view(load)
+    view = _view(load, placement)
     if path is not None:
         try:
             import matplotlib  # noqa: F401
@@ -423,25 +456,28 @@ def heat_map(load: Load, path: str | os.PathLike[str] | None = None) -> str:
     return _load_view.text(view)
 
 
-def _view(load: Load) -> _load_view.View:
+def _view(load: Load, placement: Placement | None = None) -> _load_view.View:
     """Sums the load over EP groups, with one leading dimension of layers."""
-    found = _summary("heat_map", load)
-    experts, local = found.expert_rows.shape[-1], found.rows.shape[-1]
-    owners = found.expert_ids[:, 0] // local
+    found, rows = _summary("heat_map", load, placement)
+    places, local = rows.shape[-1], found.rows.shape[-1]
+    ranks = places // local
+    owners = np.arange(ranks) if load.layout is None else load.layout.owners()
 
     def of_owners(counts: np.ndarray) -> np.ndarray:
         flat = counts.reshape(-1, len(owners))
-        each = [flat[:, owners == rank].sum(axis=1) for rank in range(experts // local)]
+        each = [flat[:, owners == rank].sum(axis=1) for rank in range(ranks)]
         return np.stack(each, axis=1)
 
+    experts = found.expert_rows.shape[-1]
     return _load_view.View(
-        rows=found.expert_rows.reshape(-1, experts),
+        rows=rows.reshape(-1, places),
         dropped=of_owners(found.dropped),
         invalid=of_owners(found.invalid),
         stacked=found.rows.ndim > 2,
-        replicas=found.rows.shape[-2] * local // experts,
+        replicas=found.rows.shape[-2] // ranks,
         steps=np.ravel(found.steps),
         mean_imbalance=np.ravel(found.mean_imbalance),
         worst_imbalance=np.ravel(found.worst_imbalance),
         fullest=int(np.max(found.fullest)),
+        expert_rows=found.expert_rows.reshape(-1, experts) if placement else None,
     )

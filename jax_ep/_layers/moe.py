@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import experts as _experts
+from jax_ep import placement as placements
 from jax_ep import router as routers
 from jax_ep._core import checks, traces
 from jax_ep._core.arrays import as_array
@@ -47,7 +48,8 @@ class MoEAux:
         balance_loss: float32 `[]`, over the whole batch; see `jax_ep.router.Losses`.
         z_loss: float32 `[]`, over the whole batch.
         load: float32 `[E]`, each expert's share of the routed rows of the whole batch.
-        expert_counts: int32 `[L]`, rows sent to each of this rank's experts.
+        expert_counts: int32 `[L]`, rows sent to each of this rank's experts, or of its
+            places if the layer has a placement.
         num_dropped: int32 `[1]`, rows that this rank dropped because N was too small.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
         place: int32 `[1]`, this rank's position in the mesh, by which `jax_ep.stats`
@@ -86,6 +88,7 @@ def moe_ffn(
     tp_axis: str | None = None,
     experts: ExpertsFunction | None = None,
     activation: _experts.Activation | None = None,
+    placement: placements.Placement | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Applies router, dispatch, SwiGLU experts, combine and an optional shared expert.
 
@@ -134,6 +137,11 @@ def moe_ffn(
             your own works, too.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
             `silu(gate) * up`.
+        placement: which experts the places hold, if the config's `num_experts` counts
+            places, some of them for copies (`jax_ep.placement`). The router, "router"
+            and "router_bias", `routing`, losses and `MoEAux.load` are of the
+            placement's E experts; the weights of routed experts and
+            `MoEAux.expert_counts` are of this rank's places.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -146,7 +154,8 @@ def moe_ffn(
     checks.require_scope("moe_ffn", ep)
     tokens = as_array("moe_ffn", "tokens", tokens)
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts)
-    params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis)
+    count = moe_checks.checked_placement(ep, placement)
+    params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
@@ -176,7 +185,10 @@ def moe_ffn(
     losses = _losses(ep, routing, axes)
     beside = None if tp_axis else residual
     fused = config.fused_shared_expert
-    sent = (ep, tokens, routing.ids, routing.weights)
+    ids = routing.ids
+    if placement is not None:
+        ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
+    sent = (ep, tokens, ids, routing.weights)
     if "shared_down" in params and not fused:
         d, shared = _dispatch_beside(*sent, input_scale, params, activation)
         beside = shared if beside is None else shared + beside

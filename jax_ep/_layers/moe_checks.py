@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import placement as placements
 from jax_ep import router as routers
 from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
@@ -169,14 +170,38 @@ def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
         )
 
 
+def checked_placement(ep: EPHandle, placement: Any) -> int:
+    """Returns the number of experts that the router knows."""
+    count = ep.config.num_experts
+    if placement is None:
+        return count
+    what = "a jax_ep.placement.Placement"
+    remedy = "jax_ep.placement.balance makes one"
+    require_type("moe_ffn", "placement", placement, placements.Placement, what, remedy)
+    found = jnp.shape(placement.expert_of)
+    _require(
+        found == (count,),
+        rule=f"placement must have the {count} places that num_experts of the config "
+        "counts, and be of one layer",
+        value=f"places of shape {found}",
+        remedy="init ep with num_experts=placement.num_slots, and scan over a stack of "
+        "layers",
+    )
+    return placement.num_experts
+
+
 def checked_params(
     ep: EPHandle,
     tokens: jax.Array,
     params: Mapping[str, Any],
     routing: routers.Routing | None,
     tp_axis: str | None,
+    experts: int,
 ) -> Mapping[str, Any]:
-    """Returns `params` with checked shapes, and "gate" and "up" joined to "gate_up"."""
+    """Returns `params` with checked shapes, and "gate" and "up" joined to "gate_up".
+
+    The router knows `experts` experts, which are fewer than places if some have copies.
+    """
     if not isinstance(params, Mapping):
         raise errors.invalid(
             "moe_ffn",
@@ -261,7 +286,7 @@ def checked_params(
             remedy="replicate both over the EP axes, and split only S over tp_axis",
         )
     if routing is None and "router_bias" in names:
-        wanted = (ep.config.num_experts,)
+        wanted = (experts,)
         _require(
             jnp.shape(params["router_bias"]) == wanted,
             rule=f"router_bias must be [E] = {wanted}",
@@ -270,8 +295,8 @@ def checked_params(
         )
     if routing is None:
         _require(
-            jnp.shape(params["router"]) == (hidden, ep.config.num_experts),
-            rule=f"router must be [H, E] = {(hidden, ep.config.num_experts)}",
+            jnp.shape(params["router"]) == (hidden, experts),
+            rule=f"router must be [H, E] = {(hidden, experts)}",
             value=jnp.shape(params["router"]),
             remedy="replicate it over all axes",
         )

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ep._core.varying import varying
 from jax_ep._layers.params import spec_axes
+from jax_ep.placement import Placement
 
 Tree = TypeVar("Tree")
 
@@ -97,6 +98,24 @@ def gathered(load: Tree) -> Tree:
 
 def _itself(load: Tree) -> Tree:
     return load
+
+
+def checked_placement(
+    function: str, placement: Any, places: tuple[int, ...]
+) -> Placement:
+    """Returns `placement` on the host; raises unless it is of these `[..., P]`."""
+    require(function, "placement", placement, Placement, "a jax_ep.placement.Placement")
+    found: Any = jax.device_get(placement)
+    shape = np.shape(found.expert_of)
+    if shape not in (places, places[-1:]):
+        raise ValueError(
+            f"jax_ep.stats.{function}: placement must be of the {places[-1]} places of "
+            f"load, for one layer or for each of the layers {places[:-1]}, got places "
+            f"of shape {shape}; pass the placement that the steps had"
+        )
+    return jax.tree.map(
+        lambda leaf: np.broadcast_to(leaf, (*places[:-1], leaf.shape[-1])), found
+    )
 
 
 def order(function: str, place: np.ndarray, layout: Layout | None) -> np.ndarray:

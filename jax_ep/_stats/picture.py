@@ -39,7 +39,7 @@ def save(view: _load_view.View, path: str | os.PathLike[str]) -> None:
 
 
 def figure(view: _load_view.View) -> Any:
-    """Draws one layer as a grid of its experts, or a stack with a row per layer."""
+    """Draws one layer as a grid of its places, or a stack with a row per layer."""
     # Not pyplot, which changes global state and looks for a display.
     from matplotlib.figure import Figure
 
@@ -52,8 +52,8 @@ def figure(view: _load_view.View) -> Any:
 
 
 def grid_width(view: _load_view.View) -> int:
-    """Returns the experts per line: whole ranks, or an equal part of one rank."""
-    wanted = max(8, 2 ** math.ceil(math.log2(2 * view.experts) / 2))
+    """Returns the places per line: whole ranks, or an equal part of one rank."""
+    wanted = max(8, 2 ** math.ceil(math.log2(2 * view.places) / 2))
     if view.local >= wanted:
         return math.ceil(view.local / math.ceil(view.local / wanted))
     most = min(wanted // view.local, view.ranks)
@@ -91,11 +91,11 @@ def _draw_experts(result: Any, view: _load_view.View) -> None:
 
 
 def _cells(view: _load_view.View, width: int, of_rank: int) -> np.ndarray:
-    """Returns the index of each expert's cell, counted along the lines."""
-    expert = np.arange(view.experts)
+    """Returns the index of each place's cell, counted along the lines."""
+    place = np.arange(view.places)
     if of_rank == 1:
-        return expert
-    rank, own = np.divmod(expert, view.local)
+        return place
+    rank, own = np.divmod(place, view.local)
     return rank * of_rank * width + own
 
 
@@ -137,15 +137,16 @@ def _label_lines(
     """Labels each cell of a single line, or else the first cell of each line."""
     own = np.arange(0, width, _step(width))
     if lines == 1:
-        axes.set(xlabel="expert", yticks=[])
+        axes.set(xlabel=view.cell, yticks=[])
         axes.set_xticks(own)
         return
-    axes.set(xlabel="expert, from the first of its line", ylabel="line's first expert")
+    first = f"{view.cell}, from the first of its line"
+    axes.set(xlabel=first, ylabel=f"line's first {view.cell}")
     axes.set_xticks(own, labels=[f"+{n}" for n in own])
     shown = np.arange(0, lines, _step(lines))
     rank, part = np.divmod(shown, of_rank)
-    experts = rank * (width if of_rank == 1 else view.local) + part * width
-    axes.set_yticks(shown, labels=[str(n) for n in experts])
+    firsts = rank * (width if of_rank == 1 else view.local) + part * width
+    axes.set_yticks(shown, labels=[str(n) for n in firsts])
 
 
 def _part_ranks(
@@ -217,14 +218,14 @@ def _draw_layers(result: Any, view: _load_view.View) -> None:
         top.set_xticks(centres, labels=[f"rank {ranks[0]}", *map(str, ranks[1:])])
         top.tick_params(length=0, labelsize=8)
     each = f" (the busiest of each {size})" if size > 1 else ""
-    maps.set(xlabel="expert" + each, ylabel="layer")
-    maps.set_xticks(range(0, view.experts, _step(view.experts)))
+    maps.set(xlabel=view.cell + each, ylabel="layer")
+    maps.set_xticks(range(0, view.places, _step(view.places)))
     maps.set_yticks(range(0, view.layers, _step(view.layers)))
     _title(maps, view)
 
     layers = np.arange(view.layers)
     marks: dict[str, Any] = {"marker": "o", "ms": 3.5, "lw": 0.8}
-    side.plot(multiples.max(axis=1), layers, color=ORANGE, label="expert", **marks)
+    side.plot(multiples.max(axis=1), layers, color=ORANGE, label=view.cell, **marks)
     if view.ranks > 1 and view.local > 1:
         by_rank = _load_view.multiples(view.rank_rows)
         side.plot(by_rank.max(axis=1), layers, color=BLUE, label="rank", **marks)

@@ -18,10 +18,12 @@ _OWN, _SHARED, _LAYER = 32, 40, 48
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A load by global expert id and by rank of the EP group, summed over EP groups.
+    """A load by place and by rank of the EP group, summed over EP groups.
+
+    Places are experts by their global ids, unless some experts have copies.
 
     Attributes:
-        rows: int64 `[layers, E]`, rows sent to each expert.
+        rows: int64 `[layers, P]`, rows sent to each place.
         dropped: int64 `[layers, R]`, rows that each rank of the EP group dropped.
         invalid: int64 `[layers, R]`, invalid ids among each rank's tokens.
         stacked: whether the load is one of a stack of layers.
@@ -31,6 +33,8 @@ class View:
             the mean; NaN if unknown.
         worst_imbalance: `[layers]`, the largest of these ratios; NaN if unknown.
         fullest: most rows that were sent to a rank in one step.
+        expert_rows: int64 `[layers, E]`, rows sent to each expert, if places are not
+            experts, else None.
     """
 
     rows: np.ndarray
@@ -42,6 +46,7 @@ class View:
     mean_imbalance: np.ndarray
     worst_imbalance: np.ndarray
     fullest: int
+    expert_rows: np.ndarray | None = None
 
     @property
     def layers(self) -> int:
@@ -49,9 +54,14 @@ class View:
         return self.rows.shape[0]
 
     @property
-    def experts(self) -> int:
-        """E, number of experts."""
+    def places(self) -> int:
+        """P, number of places; E if they are experts."""
         return self.rows.shape[1]
+
+    @property
+    def cell(self) -> str:
+        """The word for what a place is."""
+        return "expert" if self.expert_rows is None else "place"
 
     @property
     def ranks(self) -> int:
@@ -60,8 +70,8 @@ class View:
 
     @property
     def local(self) -> int:
-        """L, experts per rank."""
-        return self.experts // self.ranks
+        """L, places per rank."""
+        return self.places // self.ranks
 
     @property
     def rank_rows(self) -> np.ndarray:
@@ -76,8 +86,8 @@ def multiples(rows: np.ndarray) -> np.ndarray:
 
 
 def bin_size(view: View, most: int) -> int:
-    """Returns experts per bin for at most `most` bins, aligned to ranks if possible."""
-    least = math.ceil(view.experts / most)
+    """Returns places per bin for at most `most` bins, aligned to ranks if possible."""
+    least = math.ceil(view.places / most)
     for size in range(least, 2 * least + 1):
         if size % view.local == 0 or view.local % size == 0:
             return size
@@ -85,14 +95,17 @@ def bin_size(view: View, most: int) -> int:
 
 
 def binned(values: np.ndarray, size: int) -> np.ndarray:
-    """Returns the maximum of each `size` experts of `[layers, E]`."""
+    """Returns the maximum of each `size` places of `[layers, P]`."""
     return np.maximum.reduceat(values, range(0, values.shape[1], size), axis=1)
 
 
 def headline(view: View) -> str:
     """Returns a line with the numbers of layers, experts, ranks and steps."""
     parts = [f"{_count(view.layers, 'layer')} of " if view.stacked else ""]
-    parts.append(f"{_count(view.experts, 'expert')} on {_count(view.ranks, 'rank')}")
+    parts.append(f"{_count(view.places, view.cell)}")
+    if view.expert_rows is not None:
+        parts.append(f" of {_count(view.expert_rows.shape[1], 'expert')}")
+    parts.append(f" on {_count(view.ranks, 'rank')}")
     if view.replicas > 1:
         parts.append(f", sum of {view.replicas} EP groups")
     least, most = int(view.steps.min()), int(view.steps.max())
@@ -104,7 +117,13 @@ def headline(view: View) -> str:
 
 def facts(view: View) -> list[str]:
     """Returns phrases about imbalance, drops, the fullest rank and idle experts."""
-    found = [_busiest(view)]
+    if not view.rows.any():
+        found = ["no rows"]
+    elif view.expert_rows is None:
+        found = [_busiest(view, "expert", view.rows)]
+    else:
+        found = [_busiest(view, "rank", view.rank_rows)]
+        found.append(_busiest(view, "expert", view.expert_rows))
     worst = view.worst_imbalance
     if not np.isnan(worst).any():
         mean = view.mean_imbalance.mean()
@@ -120,17 +139,16 @@ def facts(view: View) -> list[str]:
     idle = int((view.rows == 0).sum())
     if idle and rows:
         each = " of all layers" if view.stacked else ""
-        found.append(f"{_count(idle, 'expert')}{each} without rows")
+        found.append(f"{_count(idle, view.cell)}{each} without rows")
     return found
 
 
-def _busiest(view: View) -> str:
-    layer, expert = np.unravel_index(multiples(view.rows).argmax(), view.rows.shape)
-    if not view.rows.any():
-        return "no rows"
+def _busiest(view: View, what: str, rows: np.ndarray) -> str:
+    """Returns which of `rows`, `[layers, n]`, is busiest."""
+    factors = multiples(rows)
+    layer, at = np.unravel_index(factors.argmax(), rows.shape)
     where = f" in layer {layer}" if view.stacked else ""
-    factor = multiples(view.rows)[layer, expert]
-    return f"busiest expert {expert}{where}, {factor:.2f} x the mean"
+    return f"busiest {what} {at}{where}, {factors[layer, at]:.2f} x the mean"
 
 
 def text(view: View) -> str:
@@ -152,9 +170,9 @@ def _rank_lines(view: View) -> Iterator[str]:
         step = math.ceil(local / math.ceil(local / _OWN))
     top = int(rows.max())
     yield from wrapped(
-        [f"a character for each expert; blank no rows, @ {_count(top, 'row')}"]
+        [f"a character for each {view.cell}; blank no rows, @ {_count(top, 'row')}"]
     )
-    cells = [["rank", "experts", "", "rows", "dropped"]]
+    cells = [["rank", f"{view.cell}s", "", "rows", "dropped"]]
     for first in range(0, ranks, side_by_side):
         last = min(first + side_by_side, ranks)
         for start in range(first * local, last * local, step):
@@ -180,11 +198,12 @@ def _layer_lines(view: View) -> Iterator[str]:
     size = bin_size(view, _LAYER)
     values = multiples(view.rows)
     top = float(values.max())
-    each = f"the busiest of {size} experts" if size > 1 else "each expert"
+    each = f"the busiest of {size} {view.cell}s" if size > 1 else f"each {view.cell}"
     yield from wrapped(
         [f"a character for {each}", f"blank no rows, @ {top:.2f} x the layer's mean"]
     )
-    cells = [["layer", f" experts 0-{view.experts - 1}", "busiest expert", "dropped"]]
+    over = f" {view.cell}s 0-{view.places - 1}"
+    cells = [["layer", over, f"busiest {view.cell}", "dropped"]]
     for layer, row in enumerate(binned(values, size)):
         busiest = int(values[layer].argmax())
         dropped = int(view.dropped[layer].sum())

@@ -485,3 +485,49 @@ def test_what_are_no_axes_of_a_load(axes, kind):
     must = f"jax_ep.stats.init: axis_names must be distinct axes .*got {axes!r}; leave"
     with pytest.raises(kind, match="^" + re.escape(must).replace(r"\.\*", ".*")):
         stats.init(ep, axes)
+
+
+@pytest.mark.parametrize("layers", [(), (3,)])
+def test_places_of_a_placement(layers, tmp_path):
+    """Sums over copies and EP groups, ids of experts, and ranks that are even."""
+    pytest.importorskip("matplotlib")
+    hot, ranks, places = 5, 4, 16
+    loads = np.ones((*layers, 12))
+    loads[..., hot] = 12
+    placed = jax_ep.placement.balance(loads, places, ep_size=ranks)
+    load = a_load(places, ranks, groups=2, layers=layers, hot=3)
+    plain = stats.summary(load)
+    found = stats.summary(load, placement=placed)
+    np.testing.assert_array_equal(found.rows, plain.rows)
+    owner = np.tile(np.arange(ranks), 2)
+    ids = placed.expert_of.reshape(*layers, ranks, -1)[..., owner, :]
+    np.testing.assert_array_equal(found.expert_ids, ids)
+    want = np.zeros((*layers, 12), np.int64)
+    for at in np.ndindex(ids.shape):
+        want[(*at[:-2], ids[at])] += found.rows[at]
+    np.testing.assert_array_equal(found.expert_rows, want)
+    np.testing.assert_allclose(found.imbalance, want.max(-1) / want.mean(-1))
+    rows = found.rows.sum(-1)
+    np.testing.assert_allclose(found.rank_imbalance, rows.max(-1) / rows.mean(-1))
+    text = stats.heat_map(load, tmp_path / "load.svg", placement=placed)
+    assert "places of 12 experts on 4 ranks, sum of 2 EP" in text
+    busiest = rf"(?s)busiest rank \d.*busiest expert {want.argmax() % 12}\D"
+    assert re.search(busiest, text)
+    assert "each place;" in text
+    view = stats._view(load, placed)
+    figure = _load_picture.figure(view)
+    figure.draw_without_rendering()
+    assert "place" in figure.axes[0].get_xlabel()
+    if layers:
+        same = jax.tree.map(lambda leaf: leaf[0], placed)
+        one = stats.summary(load, placement=same)
+        np.testing.assert_array_equal(one.expert_rows, want)
+
+
+def test_another_placement_is_refused():
+    load = a_load(16, 4)
+    words = r"^jax_ep\.stats\.{}: placement must be .*"
+    with pytest.raises(ValueError, match=words.format("heat_map") + r"\(15,\)"):
+        stats.heat_map(load, placement=jax_ep.placement.identity(15))
+    with pytest.raises(TypeError, match=words.format("summary") + "got int"):
+        stats.summary(load, placement=3)

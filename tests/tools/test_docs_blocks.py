@@ -34,6 +34,8 @@ RUN = {
     ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
     ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,
+    ("docs/placement.md", "python"): 3,
+    ("docs/recipes.md", "python"): 8,
     ("docs/reliability.md", "python"): 1,
     ("docs/sharp_bits.md", "python"): 4,  # here, test_export.py, test_remat.py
     ("docs/start.md", "bash"): 1,  # test_doctor.py
@@ -226,6 +228,31 @@ def test_start_page(quick_compiles, capsys):
     assert config.capacity(8) == 262144
     config = jax_ep.EPConfig(**vars(config) | {"capacity_factor": 1.25})
     assert config.capacity(8) == 40960
+
+
+def test_placement_page(quick_compiles, capsys):
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/placement.md")), names)
+    before, after = (np.asarray(names[name], np.float32) for name in ("y", "y_after"))
+    np.testing.assert_allclose(before, after, atol=0.02 * np.abs(before).max())
+    if jax.device_count() > 2:
+        rows = np.asarray(names["aux"].expert_counts).reshape(names["ranks"], -1).sum(1)
+        assert rows.max() / rows.mean() < names["seen"].rank_imbalance
+    for name, weights in names["saved"].items():
+        np.testing.assert_array_equal(weights, names["by_expert"][name])
+        assert np.abs(np.asarray(names["grads"][name])).max() > 0
+    assert "places of" in capsys.readouterr().out
+    names["ep"].close()
+
+
+def test_recipes_page(quick_compiles):
+    """Each block asserts what it shows."""
+    names: dict = {}
+    for code in python_blocks("docs/recipes.md"):
+        assert "assert" in code or code.startswith("import")
+        exec(code, names)
+    for name in ("ep", "whole", "compact"):
+        names[name].close()
 
 
 def test_reliability_page():

@@ -98,6 +98,51 @@ def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
 
 
+@pytest.mark.multiprocess
+def test_rebalancing(tmp_path):
+    """Ranks get even each time, while the losses stay those without copies."""
+    words = ["--steps", "3"]
+    if importlib.util.find_spec("matplotlib"):
+        words += ["--plot", str(tmp_path / "maps")]
+    done = run("rebalance.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(
+        r"steps to (\d+): loss (.*), without copies (.*); busiest rank (.*) x the "
+        r"mean, without copies (.*) x",
+        done.stdout,
+    )
+    assert [int(line[0]) for line in lines] == [3, 6, 9, 12]
+    found = np.array(lines, float)
+    np.testing.assert_allclose(found[:, 1], found[:, 2], rtol=1e-5)
+    before, after = found[::2, 3:], found[1::2, 3:]
+    if jax.device_count() > 2:
+        assert before.min() > 1.5
+    assert after[:, 0].max() < 1.25
+    assert done.stdout.count(" places of ") == 4
+    if "--plot" in words:
+        maps = sorted(path.name for path in (tmp_path / "maps").iterdir())
+        assert maps == ["after1.png", "after2.png", "before1.png", "before2.png"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_fewer_ranks():
+    """The curve goes on where it was, with the experts on two ranks of three."""
+    words = ["--processes", "3", "--steps", "6", "--kill-at", "3"]
+    done = run("fewer_ranks.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process 2 of 3 was killed in step 3" in done.stdout
+    line = r"step +(\d+) on (\d) ranks: loss (.*), (.*)"
+    found = np.array(re.findall(line, done.stdout), float)
+    steps, ranks, losses, want = found.T
+    # What followed the last checkpoint is done again.
+    again = np.argmax(ranks == 2)
+    assert steps[again:].tolist() == [2, 3, 4, 5]
+    assert steps[:again].tolist() in ([0, 1], [0, 1, 2])
+    assert (ranks[:again] == 3).all()
+    np.testing.assert_allclose(losses, want, rtol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block128"])

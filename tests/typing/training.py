@@ -135,6 +135,17 @@ def round_trips(x: jax.Array) -> list[jax.Array]:
     return found
 
 
+def moved(params: Params, load: jax_ep.stats.Load, places: int, ranks: int) -> Params:
+    """Weights by place, of a placement for this load."""
+    first = jax_ep.placement.identity(EXPERTS)
+    rows = jax_ep.stats.summary(load, placement=first).expert_rows
+    after = jax_ep.placement.balance(rows, places, ep_size=ranks)
+    assert_type(after, jax_ep.placement.Placement)
+    assert_type(after.assign(jnp.zeros((2, 2), jnp.int32), 1), jax.Array)
+    gathered = assert_type(after.gather(params), Params)
+    return assert_type(first.reshard(gathered, after), Params)
+
+
 def train(mesh: Mesh, config: jax_ep.EPConfig, steps: int) -> list[float]:
     """Losses of a few steps."""
     key = jax.random.key(0)
@@ -191,6 +202,9 @@ def train(mesh: Mesh, config: jax_ep.EPConfig, steps: int) -> list[float]:
         text: str = jax_ep.stats.heat_map(load)
         assert fullest > 0
         assert text
+        experts = {name: params[name] for name in ("gate_up", "down")}
+        back = moved(experts, load, EXPERTS + mesh.size, mesh.size)
+        assert all((back[name] == experts[name]).all() for name in experts)
     assert ep.closed
     return values
 

@@ -1,0 +1,1 @@
+"""How `jax_ep.placement` chooses places, and moves weights to them."""

@@ -1,0 +1,142 @@
+"""Takes experts' weights from their places to others, on one device or many."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_ep._core import errors
+
+# What a device gathers at a time of weights that are split over devices.
+_CHUNK_BYTES = 256 * 2**20
+
+
+def taken(function: str, source: Any, params: Any, experts: int, sharding: Any) -> Any:
+    """Returns `params` with entry `source[i]` of the expert dimension at i.
+
+    Args:
+        function: the name for errors.
+        source: int32 `[..., P]`, the same leading dimensions as `params`.
+        params: pytree of arrays `[..., experts, ...]`.
+        experts: size of the dimension to take from.
+        sharding: None, a NamedSharding, or a pytree of them like `params`.
+    """
+    layers = source.shape[:-1]
+
+    def of_leaf(path: Any, leaf: Any, sharding: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        shape = jnp.shape(leaf)
+        errors.require(
+            shape[: len(layers) + 1] == (*layers, experts),
+            function,
+            f"each array must begin with the dimensions {(*layers, experts)}",
+            f"params{name} of shape {shape}",
+            "call it on global arrays, outside shard_map, with one entry per expert",
+        )
+        found = sharding if sharding is not None else _sharding(leaf)
+        errors.require(
+            found is None or isinstance(found, NamedSharding),
+            function,
+            "sharding must be None, a NamedSharding or a pytree of them",
+            repr(found),
+            "leave it out to keep that of params",
+        )
+        return _moved(jnp.asarray(leaf), source, found)
+
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    if sharding is None or isinstance(sharding, NamedSharding):
+        shardings = [sharding] * len(leaves)
+    else:
+        shardings = tree.flatten_up_to(sharding)
+    pairs = zip(leaves, shardings, strict=True)
+    return tree.unflatten([of_leaf(*leaf, sharding) for leaf, sharding in pairs])
+
+
+def _sharding(leaf: Any) -> NamedSharding | None:
+    """Returns how `leaf` lies on a mesh; None if it does not, or JAX does not tell."""
+    if isinstance(leaf, Tracer):
+        found = jax.typeof(leaf).sharding
+        return found if AxisType.Explicit in found.mesh.axis_types else None
+    found = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return found if isinstance(found, NamedSharding) else None
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _moved(
+    array: jax.Array, source: jax.Array, sharding: NamedSharding | None
+) -> jax.Array:
+    """Takes entries of dimension `source.ndim - 1`."""
+    if sharding is None:
+        return _taken(array, source)
+    at = source.ndim - 1
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    axes = spec[at]
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
+    whole = PartitionSpec(*spec[:at], None, *spec[at + 1 :])
+    split = PartitionSpec(*spec)
+    # A dimension that does not divide is not split.
+    before = whole if array.shape[at] % parts else split
+    after = whole if source.shape[at] % parts else split
+    if after == whole:
+        before, names = whole, ()
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, before))
+    take = partial(_taken, axes=names, split=before == split)
+    return jax.shard_map(
+        take,
+        mesh=sharding.mesh,
+        in_specs=(before, PartitionSpec(*spec[:at], None)),
+        out_specs=after,
+    )(array, source)
+
+
+def _taken(
+    array: jax.Array,
+    source: jax.Array,
+    axes: tuple[str, ...] = (),
+    split: bool = False,
+) -> jax.Array:
+    """Takes entries of dimension `source.ndim - 1`, inside shard_map if there are axes.
+
+    Args:
+        array: one rank's part if `split`, else all entries.
+        source: where all ranks' entries come from.
+        axes: mesh axes that the result is split over.
+        split: whether the array is, too.
+    """
+    if source.ndim > 1:
+        one = partial(_taken, axes=axes, split=split)
+        return jax.lax.map(lambda both: one(*both), (array, source))
+    if axes:
+        own = source.shape[0] // jax.lax.axis_size(axes)
+        first = jax.lax.axis_index(axes) * own
+        source = jax.lax.dynamic_slice_in_dim(source, first, own)
+    if not split:
+        return jnp.take(array, source, axis=0)
+
+    def gathered(columns: jax.Array) -> jax.Array:
+        whole = jax.lax.all_gather(columns, axes, tiled=True)
+        return jnp.take(whole, source, axis=0)
+
+    # Of all experts, few columns at a time: whole matrices may not fit a device.
+    local, width = array.shape[0], math.prod(array.shape[1:])
+    experts = local * jax.lax.axis_size(axes)
+    chunks = _chunks(width, experts * array.dtype.itemsize)
+    if chunks == 1:
+        return gathered(array)
+    columns = jnp.moveaxis(array.reshape(local, chunks, -1), 1, 0)
+    found = jnp.moveaxis(jax.lax.map(gathered, columns), 0, 1)
+    return found.reshape(-1, *array.shape[1:])
+
+
+def _chunks(width: int, column_bytes: int) -> int:
+    """Returns the fewest equal parts of `width` columns that are small enough."""
+    wanted = min(width, max(1, math.ceil(width * column_bytes / _CHUNK_BYTES)))
+    return next(n for n in range(wanted, width + 1) if width % n == 0)
