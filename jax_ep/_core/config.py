@@ -123,8 +123,9 @@ class EPConfig:
         zero_tail: whether rows past the last group are set to zero.
         fused_shared_expert: whether group 0 holds the rows of a shared expert.
         skip_a2a: whether every rank holds the same tokens, so nothing is exchanged.
-        allreduce_world_size: number of ranks that split the shared expert with
-            `skip_a2a`. It must be R; None means R.
+        allreduce_world_size: W, number of ranks that split the shared expert with
+            `skip_a2a`: those with equal `rank // W`, which hold the same tokens. It
+            must divide R (without `skip_a2a` be R); None means R.
         pending_calls: how many dispatches, and how many combines, may be pending at
             once: 0, 1 or 2. None means 0, or 1 if `overlap` is "copy" or "stream".
             `dispatch_async` and `combine_async` need at least 1. Each takes room in

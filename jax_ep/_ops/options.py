@@ -109,12 +109,17 @@ def summed(
     )
 
 
+def _world(ep: EPHandle) -> int:
+    """Returns how many ranks, one after the other, split a shared expert's tokens."""
+    return ep.config.allreduce_world_size or ep.ep_size
+
+
 def _part(ep: EPHandle, n: int) -> tuple[jax.Array | int, jax.Array | int]:
     """Returns first and number of the tokens that this rank's shared expert gets."""
     if not ep.config.skip_a2a:
         return 0, n
-    size = ep.config.allreduce_world_size or ep.ep_size
-    rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32)
+    size = _world(ep)
+    rank = jax.lax.axis_index(ep.axis_names).astype(jnp.int32) % size
     first = rank * (n // size) + jnp.minimum(rank, n % size)
     return first, (n + size - rank - 1) // size
 
@@ -134,7 +139,7 @@ def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
     first, count = _part(ep, n)
     if not ep.config.skip_a2a:
         return jax.lax.dynamic_update_slice_in_dim(rows, tokens[: len(rows)], 0, 0)
-    size = ep.config.allreduce_world_size or ep.ep_size
+    size = _world(ep)
     most = min(-(-n // size), len(rows))
     # One more row, as the slice of a rank with one token less ends past the tokens.
     tokens = jnp.concatenate(

@@ -232,10 +232,12 @@ def axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_served(config: EPConfig, ranks: int) -> None:
-    if config.allreduce_world_size not in (None, ranks):
+    world = config.allreduce_world_size or ranks
+    if ranks % world if config.skip_a2a else world != ranks:
+        must = "divide" if config.skip_a2a else "without skip_a2a equal"
         raise ValueError(
-            "jax_ep.init: allreduce_world_size must equal the group's ranks, "
-            f"{ranks}, got {config.allreduce_world_size}; leave it out"
+            f"jax_ep.init: allreduce_world_size must {must} the group's ranks, "
+            f"{ranks}, got {world}; leave it out"
         )
     experts = config.num_experts + ranks
     if config.fused_shared_expert and experts > ffi.native.MAX_EXPERTS:

@@ -65,6 +65,15 @@ def test_ranks_and_tokens(mode: str, ranks: int, n: int) -> None:
     check(config, ranks, np.random.default_rng(ranks * 8 + n), n=n)
 
 
+@pytest.mark.parametrize(("world", "n"), [(1, 5), (2, 7), (2, 8), (4, 6)])
+@pytest.mark.parametrize("mode", ["local", "local_shared", "local_shared_source"])
+def test_smaller_allreduce_worlds(mode: str, world: int, n: int) -> None:
+    """Each of the worlds has tokens of its own, and its ranks split them."""
+    changes = options.MODES[mode] | {"allreduce_world_size": world}
+    config = helpers.make_config(**changes, expert_alignment=4)
+    check(config, 4, np.random.default_rng(world * 8 + n), n=n)
+
+
 @pytest.mark.parametrize("mode", options.MODES)
 def test_masked_tokens(mode: str) -> None:
     """All ids -1 on some ranks, or on all."""

@@ -51,9 +51,12 @@ def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
 def make_inputs(
     rng: np.random.Generator, config: Any, ranks: int, **options: Any
 ) -> helpers.Inputs:
-    """As helpers.make_inputs; with skip_a2a all ranks hold the same."""
+    """As helpers.make_inputs; with skip_a2a ranks of a world hold the same."""
     inputs = helpers.make_inputs(rng, config, ranks, **options)
-    return inputs.pick([0] * ranks) if config.skip_a2a else inputs
+    if not config.skip_a2a:
+        return inputs
+    world = config.allreduce_world_size or ranks
+    return inputs.pick([rank // world * world for rank in range(ranks)])
 
 
 def takes_weights(config: Any) -> bool:

@@ -87,8 +87,10 @@ def shared_tokens(config: Any, rank: int, num_ranks: int, n: int) -> range:
         return range(0)
     if not config.skip_a2a:
         return range(n)
-    first = rank * (n // num_ranks) + min(rank, n % num_ranks)
-    return range(first, first + (n + num_ranks - rank - 1) // num_ranks)
+    world = config.allreduce_world_size or num_ranks
+    rank %= world
+    first = rank * (n // world) + min(rank, n % world)
+    return range(first, first + (n + world - rank - 1) // world)
 
 
 def place(config: Any, ids: Sequence[np.ndarray]) -> list[Placement]:
