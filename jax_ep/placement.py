@@ -137,8 +137,7 @@ class Placement:
             ValueError: an array has other leading dimensions, or `sharding` is not what
                 is said above.
         """
-        source = jnp.asarray(self.expert_of)
-        experts = self.num_experts
+        source, experts = self.expert_of, self.num_experts
         return moving.taken("placement.gather", source, params, experts, sharding)
 
     def reshard(
@@ -173,13 +172,11 @@ class Placement:
             "pass the placement that these weights were gathered for",
         )
 
-        def sources(new: Placement, old: Placement) -> jax.Array:
-            first = jnp.asarray(old.offsets)[jnp.asarray(new.expert_of)]
-            return jnp.asarray(old.places)[first]
-
-        for _ in mine[1:]:
-            sources = jax.vmap(sources)
-        source, places = sources(self, before), before.num_slots
+        take: Any = np.take_along_axis
+        if not all(isinstance(e, np.ndarray) for e in jax.tree.leaves((self, before))):
+            take = jnp.take_along_axis
+        source = take(before.places, take(before.offsets, self.expert_of, -1), -1)
+        places = before.num_slots
         return moving.taken("placement.reshard", source, physical, places, sharding)
 
     def to_logical(self, counts: Any) -> Any:

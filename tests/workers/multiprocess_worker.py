@@ -125,6 +125,25 @@ def loads(size: int) -> None:
     helpers.make_ep.cache_clear()
 
 
+def moves(size: int) -> None:
+    """Weights that move outside of jit, between devices of all processes."""
+    load = np.arange(1, 2 * size + 1)
+    first, after = (
+        jax_ep.placement.balance(each, 3 * size, ep_size=size)
+        for each in (load, load**2)
+    )
+    weights = np.random.default_rng(0).standard_normal((2 * size, 3))
+    weights = weights.astype(np.float32)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = helpers.make_mesh(size, kind=kind)
+        found = first.gather(helpers.put(mesh, [weights]))
+        moved = after.reshard(found, first)
+        for placed, array in ((first, found), (after, moved)):
+            want = weights[placed.expert_of].reshape(size, 3, 3)
+            for position, own in helpers.unstack(array, size).items():
+                np.testing.assert_array_equal(own, want[position])
+
+
 def part() -> None:
     """A mesh of the last devices, in whose processes alone there are calls."""
     devices = jax.devices()[:0:-1]
@@ -167,6 +186,7 @@ def main(port: str, processes: str, process: str, devices: str, *few: str) -> No
     gradients(mesh, functools.partial(jax.checkpoint, policy=jax_ep.save_route))
     invalid_ids(mesh)
     loads(size)
+    moves(size)
     print("right", flush=True)
 
 
