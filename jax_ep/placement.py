@@ -163,15 +163,19 @@ class Placement:
         errors.require_type(
             "placement.reshard", "before", before, Placement, what, "pass it"
         )
-        mine, theirs = (np.shape(each.offsets) for each in (self, before))
+        mine, theirs = (
+            (*np.shape(each.offsets)[:-1], each.num_experts) for each in (self, before)
+        )
         errors.require(
             mine == theirs,
             "placement.reshard",
-            f"before must be of the same experts and layers, offsets {mine}",
+            f"before must have the layers and experts of this placement, {mine}",
             theirs,
             "pass the placement that these weights were gathered for",
         )
 
+        # Of NumPy where it can be: an array of this process alone may not go into a
+        # program of several.
         take: Any = np.take_along_axis
         if not all(isinstance(e, np.ndarray) for e in jax.tree.leaves((self, before))):
             take = jnp.take_along_axis

@@ -88,7 +88,7 @@ def _moved(
         before, names = whole, ()
     if AxisType.Explicit in sharding.mesh.axis_types:
         array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, before))
-    take = partial(_taken, axes=names, split=before == split)
+    take = partial(_taken, axes=names, split=bool(names) and before == split)
     return jax.shard_map(
         take,
         mesh=sharding.mesh,

@@ -416,7 +416,7 @@ def test_weights_that_do_not_fit():
         (lambda: placed.gather(np.ones(8), sharding=P("ep")), "gather: sharding must"),
         (
             lambda: placed.reshard(np.ones(12), some(12, 6)),
-            r"reshard: before must be of the same experts .* \(9,\), got \(7,\)",
+            r"reshard: before must have the layers .* \(8,\), got \(6,\)",
         ),
     ):
         with pytest.raises(ValueError, match=f"^jax_ep.placement.{words}"):
