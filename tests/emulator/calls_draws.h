@@ -42,13 +42,15 @@ struct Draws {
   std::string window_format;
   int64_t window_element_bytes = 0;
   int64_t window_tokens = 0;
+  int64_t window_widths = 1;  // widths of the calls' rows that fit one of the windows'
 };
 
 inline std::string Text(const Draws& draws) {
   return Text(draws.options) + " halves " + std::to_string(draws.halves) + " drops " +
          std::to_string(draws.drops) + " one_region " + std::to_string(draws.one_region) +
          " node " + std::to_string(draws.node) + " bundles " + std::to_string(draws.bundles) +
-         " times " + std::to_string(draws.times) + " windows " + draws.window_format +
+         " times " + std::to_string(draws.times) + " windows " + draws.window_format + " x " +
+         std::to_string(draws.window_widths) +
          " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
 
@@ -61,6 +63,7 @@ inline Draws Draw(Random& random) {
   draws.drops = draws.halves && random.OneIn(2);
   draws.one_region = random.OneIn(2);
   draws.times = random.OneIn(2) ? 1 : random.In(2, 4);
+  if (random.OneIn(3)) draws.window_widths = random.In(2, 5);
   return draws;
 }
 

@@ -91,7 +91,7 @@ class Windows {
     WindowSizes sizes{};
     CHECK(ffi_layer::SizesOf(
         {.format = draws.window_format.empty() ? world.options.format : draws.window_format,
-         .hidden = shape.hidden,
+         .hidden = shape.hidden * draws.window_widths,
          .element_bytes = or_else(bytes, shape.element_bytes),
          .wire_element_bytes = or_else(bytes, ElementBytes(world.options.wire)),
          .tokens = draws.one_region ? ffi_layer::kMaxTokensOfTwoRegions + 1 : tokens,

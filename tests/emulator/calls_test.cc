@@ -57,6 +57,7 @@ void RunInOtherWindows(Random& random) {
   shape.recv_rows = random.In(1, shape.slots());
   draws.window_format = encodes ? Bf16Format::kName : MxFp4Format::kName;
   draws.window_element_bytes = 2, draws.window_tokens = 3 * shape.tokens;
+  draws.window_widths = 1;
   RunWholeLayer(draws, random);
 }
 
