@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -90,7 +90,7 @@ class Router:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("ids", "weights", "logits", "probabilities"),
+    data_fields=("ids", "weights", "logits", "probabilities", "loss"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,24 @@ class Routing:
         logits: float32 `[n, E]`, as passed to `route`.
         probabilities: float32 `[n, E]`, scores that sum to 1 for each token; all equal
             if masked.
+        loss: float32 `[]`, a balance loss of your own for these tokens, or None for
+            that of `Losses`.
     """
 
     ids: jax.Array
     weights: jax.Array
     logits: jax.Array
     probabilities: jax.Array
+    loss: jax.Array | None = None
+
+
+# The type of `router=` of moe_ffn and the layers: a `Router`, or a function of logits
+# `[n, E]` (and of keywords that it names) that returns ids and weights `[n, K]`, these
+# and a loss, or a `Routing`.
+RouterFunction = Callable[
+    ...,
+    Routing | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array],
+]
 
 
 def route(
@@ -253,7 +265,8 @@ class Losses:
 
     Attributes:
         balance_loss: float32 `[]`, `E * sum_e load[e] * mean probability[e]`; 1 if all
-            experts get the same.
+            experts get the same. If the `Routing` has a `loss`, this is the mean of
+            that over the ranks, each weighted by how many tokens it has.
         z_loss: float32 `[]`, mean over tokens of `logsumexp(logits) ** 2`.
         load: float32 `[E]`, share of the (token, k) that each expert was chosen for.
     """
@@ -288,13 +301,20 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     mass = real @ routing.probabilities
     logits = jnp.where(real[:, None] > 0, routing.logits, 0.0)  # padding may be NaN
     z = real @ jnp.square(jax.nn.logsumexp(logits, axis=-1))
-    sums = (chosen, mass, z, jnp.sum(real))
+    tokens = jnp.sum(real)
+    sums = [chosen, mass, z, tokens]
+    if routing.loss is not None:
+        # where, because a mean over no tokens may be NaN.
+        sums.append(jnp.where(tokens > 0, tokens * routing.loss, 0.0))
     if axis_names:
         sums = jax.lax.psum(sums, axis_names)
-    chosen, mass, z, tokens = sums
+    chosen, mass, z, tokens, *own = sums
     tokens = jnp.maximum(tokens, 1.0)
     load = chosen / jnp.maximum(jnp.sum(chosen), 1.0)
-    return Losses(experts * jnp.sum(load * (mass / tokens)), z / tokens, load)
+    balance = experts * jnp.sum(load * (mass / tokens))
+    if own:
+        balance = own[0] / tokens
+    return Losses(balance, z / tokens, load)
 
 
 def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Array:

@@ -37,7 +37,8 @@ from jax_ep._layers.params import (
 )
 from jax_ep._setup import init
 from jax_ep._setup.shared import shared_handle
-from jax_ep.router import Router, check_choice
+from jax_ep.experts import Activation
+from jax_ep.router import Router, RouterFunction, check_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,15 @@ class Arguments:
     capacity_factor: float | None
     dispatch_format: Format
     config_options: Mapping[str, Any] | None
-    router: Router | None
+    router: Router | RouterFunction | None
     router_bias: bool
     shared_intermediate_size: int | None
     tp_axis_name: str | None
     spec: PartitionSpec | None
     transport: Transport
     experts: ExpertsFunction | None
+    activation: Activation | None
+    expert_bias: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,22 +102,18 @@ class Layer(Arguments):
 
     def __post_init__(self) -> None:
         """Checks everything that does not need arrays."""
-        moe_checks.require_choices(self.function, self.router, self.experts)
-        what, remedy = "a bool", "pass True and the layer makes a bias of zeros"
-        moe_checks.require_type(
-            self.function, "router_bias", self.router_bias, bool, what, remedy
+        moe_checks.require_choices(
+            self.function, self.router, self.experts, self.activation
         )
-        try:
-            hash(self.experts)
-        except TypeError as error:
-            raise TypeError(
-                f"jax_ep.{self.function}: experts must be hashable, because compiled "
-                f"programs are cached by it, got a {type(self.experts).__name__}; pass "
-                "a function or a frozen dataclass"
-            ) from error
+        for name in ("router_bias", "expert_bias"):
+            what, remedy = "a bool", "pass True and the layer makes biases of zeros"
+            flag = getattr(self, name)
+            moe_checks.require_type(self.function, name, flag, bool, what, remedy)
+        for name in ("router", "experts", "activation"):
+            moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
-        router = self.router or Router()
-        check_choice(self.function, router, config.num_experts, config.top_k)
+        if isinstance(self.router, Router):
+            check_choice(self.function, self.router, config.num_experts, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -167,6 +166,7 @@ class Layer(Arguments):
             self.config,
             self.intermediate_size,
             self.shared_intermediate_size,
+            self.expert_bias,
             self.ep_axes,
             self.tp_axis_name,
         )
@@ -260,6 +260,7 @@ class Layer(Arguments):
                 input_scale=input_scale,
                 tp_axis=self.tp_axis_name,
                 experts=self.experts,
+                activation=self.activation,
             )
         return y.reshape(x.shape), aux
 

@@ -20,6 +20,7 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import moe_checks
+from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
 from jax_ep._ops.dequantize import dequantize
@@ -79,7 +80,7 @@ def moe_ffn(
     tokens: ArrayLike,
     params: Mapping[str, Any],
     *,
-    router: routers.Router | None = None,
+    router: routers.Router | routers.RouterFunction | None = None,
     routing: routers.Routing | None = None,
     mask: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -113,7 +114,14 @@ def moe_ffn(
             if the config's `overlap` is "copy" or "stream" they run between
             `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
             config they become group 0 of the grouped matmuls, and S must be F.
-        router: the kind of router; None means `jax_ep.router.Router()`.
+        router: the kind of router, or a function of your own; None means
+            `jax_ep.router.Router()`. A function is called with the logits, float32
+            `[n, E]`, and with those of these keywords that it has: `tokens` `[n, H]`;
+            `top_k`; `mask` bool `[n]`, or None; `bias`, "router_bias" or None. It
+            returns (ids int32 `[n, K]`, weights `[n, K]`), or (ids, weights, loss) with
+            a float32 `[]` in place of the balance loss (its mean over the ranks, each
+            weighted by its tokens), or a `jax_ep.router.Routing`. An id of -1 means no
+            expert. Masked tokens go to no expert whatever it returns for them.
         routing: the decision of a router of your own, in place of "router".
         mask: bool `[n]`, False for padding, which goes to no expert (except the shared
             one) and counts in no loss. Without a shared expert padding may be NaN.
@@ -153,7 +161,7 @@ def moe_ffn(
     checks.require_open("moe_ffn", ep)
     checks.require_scope("moe_ffn", ep)
     tokens = as_array("moe_ffn", "tokens", tokens)
-    moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts)
+    moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
     if mask is not None:
@@ -163,23 +171,7 @@ def moe_ffn(
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):
-            kernel = params["router"].astype(jnp.float32)
-            real = tokens.astype(jnp.float32)
-            if mask is not None:
-                # NaN in padding times a zero cotangent is NaN in the kernel's gradient.
-                real = jnp.where(mask[:, None], real, 0.0)
-            logits = jnp.dot(
-                real,
-                kernel,
-                precision=jax.lax.Precision.HIGHEST,
-            )
-            routing = routers.route(
-                logits,
-                config.top_k,
-                router,
-                bias=params.get("router_bias"),
-                mask=mask,
-            )
+            routing = choosing.routed(tokens, params, router, mask, config.top_k)
     params = _spread(ep, params, tokens, routing)
     axes = _batch_axes(ep, batch_axes)
     losses = _losses(ep, routing, axes)

@@ -28,14 +28,30 @@ def require_type(
         errors.require_type(function, name, value, kinds, what, remedy)
 
 
-def require_choices(function: str, router: Any, experts: Any) -> None:
-    """Raises TypeError unless router and experts have usable types."""
+def require_hashable(function: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `value`, a function that a layer keeps, is hashable."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise errors.invalid(
+            function,
+            f"{name} must be hashable, because compiled programs are cached by it",
+            f"a {type(value).__name__}",
+            "pass a function or a frozen dataclass",
+            kind=TypeError,
+        ) from error
+
+
+def require_choices(
+    function: str, router: Any, experts: Any, activation: Any = None
+) -> None:
+    """Raises TypeError unless router, experts and activation have usable types."""
     require_type(
         function,
         "router",
         router,
-        routers.Router,
-        "a jax_ep.router.Router",
+        routers.Router | Callable,
+        "a jax_ep.router.Router or a function of logits",
         "leave it out for softmax top-k",
     )
     require_type(
@@ -46,15 +62,27 @@ def require_choices(function: str, router: Any, experts: Any) -> None:
         "a function of rows, gate_up, down and group_sizes",
         "jax_ep.experts has some to choose from",
     )
-    if isinstance(experts, type):
-        raise errors.invalid(
-            function,
-            "experts must be a function",
-            f"the class {experts.__name__}",
-            "pass an instance, for example jax_ep.experts.Padded(largest)",
-            operand="experts",
-            kind=TypeError,
-        )
+    require_type(
+        function,
+        "activation",
+        activation,
+        Callable,
+        "a function of gate and up",
+        "leave it out for silu(gate) * up",
+    )
+    for name, value, instance in (
+        ("router", router, "jax_ep.router.Router()"),
+        ("experts", experts, "jax_ep.experts.Padded(largest)"),
+    ):
+        if isinstance(value, type):
+            raise errors.invalid(
+                function,
+                f"{name} must be a function",
+                f"the class {value.__name__}",
+                f"pass an instance, for example {instance}",
+                operand=name,
+                kind=TypeError,
+            )
 
 
 def require_mode(function: str, config: EPConfig) -> None:
@@ -88,9 +116,10 @@ def check_choices(
     mask: Any,
     batch_axes: Any,
     experts: Any,
+    activation: Any,
 ) -> None:
     """Raises unless the options have the documented types and fit together."""
-    require_choices("moe_ffn", router, experts)
+    require_choices("moe_ffn", router, experts, activation)
     require_type(
         "moe_ffn",
         "routing",
@@ -151,19 +180,13 @@ _BIASES = ("gate_bias", "up_bias", "down_bias")
 
 def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
     """Raises TypeError unless `experts` takes these keywords."""
-    try:
-        taken = inspect.signature(experts).parameters
-    except (TypeError, ValueError):  # not a Python function, so unknown
-        return
-    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        return
+    taken = keywords(experts, list(options))
     lacking = [name for name in options if name not in taken]
     if lacking:
-        name = getattr(experts, "__name__", type(experts).__name__)
         raise errors.invalid(
             "moe_ffn",
             f"experts must take the keywords {list(options)}",
-            f"{name} without {lacking}",
+            f"{name_of(experts)} without {lacking}",
             "add them to the function, or leave them out of the call",
             operand="experts",
             kind=TypeError,
@@ -188,6 +211,26 @@ def checked_placement(ep: EPHandle, placement: Any) -> int:
         "layers",
     )
     return placement.num_experts
+
+
+def keywords(function: Any, names: Sequence[str]) -> list[str]:
+    """Returns those of `names` that `function` takes as keywords.
+
+    All of them if that cannot be known. Its first parameter does not count, because it
+    is passed by position.
+    """
+    try:
+        taken = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not a Python function
+        return [*names]
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return [*names]
+    return [name for name in names if name in [*taken][1:]]
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function or of its class."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def checked_params(

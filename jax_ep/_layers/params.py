@@ -25,6 +25,7 @@ class Param:
         fan_out: dimensions that count as fan-out for the initial values.
         fan_in: dimension that counts as fan-in.
         batch: dimensions over which parameters are independent.
+        zeros: whether the initial values are zeros, as those of biases are.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +33,7 @@ class Param:
     fan_out: tuple[int, ...]
     fan_in: int
     batch: tuple[int, ...] = ()
+    zeros: bool = False
 
     def initializer(self, mesh: Mesh) -> Any:
         """Returns a `(key, dtype) -> array` that makes the global array, sharded.
@@ -46,6 +48,8 @@ class Param:
             out_axis=self.fan_out,
             batch_axis=self.batch,
         )
+        if self.zeros:
+            draw = jax.nn.initializers.zeros
         sharding = NamedSharding(mesh, PartitionSpec(*self.spec))
 
         explicit = AxisType.Explicit in mesh.axis_types
@@ -65,6 +69,7 @@ def params(
     config: EPConfig,
     inner: int,
     shared: int | None,
+    biases: bool,
     ep_axes: tuple[str, ...],
     tp: str | None,
 ) -> dict[str, Param]:
@@ -83,6 +88,13 @@ def params(
             (hidden, 2, shared), (None, None, tp), (1, 2), 0
         )
         found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
+    if biases:
+        for name, size, axis in (
+            ("gate_bias", inner, tp),
+            ("up_bias", inner, tp),
+            ("down_bias", hidden, None),
+        ):
+            found[name] = Param((experts, size), (ep, axis), (1,), 0, zeros=True)
     return found
 
 

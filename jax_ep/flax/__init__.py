@@ -23,7 +23,8 @@ from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import params as _layer_params
 from jax_ep._layers.layer import Layer
 from jax_ep._layers.moe import MoEAux
-from jax_ep.router import Router
+from jax_ep.experts import Activation
+from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE", "RouterBias"]
 
@@ -43,6 +44,8 @@ class MoE(nnx.Module):
     Attributes:
         router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`.
         shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
+        gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
+            None.
         router_bias: `RouterBias` float32 `[E]`, or None.
         ep: the `jax_ep.EPHandle`.
     """
@@ -63,13 +66,15 @@ class MoE(nnx.Module):
         capacity_factor: float | None = None,
         dispatch_format: Format = "bf16",
         config_options: Mapping[str, Any] | None = None,
-        router: Router | None = None,
+        router: Router | RouterFunction | None = None,
         router_bias: bool = False,
         shared_intermediate_size: int | None = None,
         tp_axis_name: str | None = None,
         spec: PartitionSpec | None = None,
         transport: Transport = "auto",
         experts: ExpertsFunction | None = None,
+        activation: Activation | None = None,
+        expert_bias: bool = False,
         ep: EPHandle | None = None,
     ) -> None:
         """Makes the parameters, and the handle unless one is given.
@@ -88,7 +93,8 @@ class MoE(nnx.Module):
             capacity_factor: as in `jax_ep.EPConfig`.
             dispatch_format: as in `jax_ep.EPConfig`.
             config_options: other fields of `jax_ep.EPConfig`, by name.
-            router: the kind of router; None means softmax top-k.
+            router: the kind of router, or a hashable function of your own as in
+                `jax_ep.moe_ffn`; None means softmax top-k.
             router_bias: whether to keep a bias for the choice of experts.
             shared_intermediate_size: S, inner size of the shared expert; None means no
                 shared expert.
@@ -97,6 +103,10 @@ class MoE(nnx.Module):
                 shards dimension 0 over all axes except tp_axis_name.
             transport: as in `jax_ep.init`.
             experts: one of `jax_ep.experts`, or a function as in `jax_ep.moe_ffn`.
+            activation: a hashable function of (gate, up) for all experts, the shared
+                one included; None means `silu(gate) * up`.
+            expert_bias: whether the routed experts have the biases "gate_bias",
+                "up_bias" and "down_bias", which start at zero.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -116,14 +126,17 @@ class MoE(nnx.Module):
             value = self._layer.initializer(name)(rngs.params(), made)
             return nnx.Param(value, out_sharding=params[name].spec, mesh=mesh)
 
-        def shared(name: str) -> nnx.Param[jax.Array] | None:
+        def optional(name: str) -> nnx.Param[jax.Array] | None:
             return param(name) if name in params else None
 
         self.router: nnx.Param[jax.Array] = param("router")
         self.gate_up: nnx.Param[jax.Array] = param("gate_up")
         self.down: nnx.Param[jax.Array] = param("down")
-        self.shared_gate_up: nnx.Param[jax.Array] | None = shared("shared_gate_up")
-        self.shared_down: nnx.Param[jax.Array] | None = shared("shared_down")
+        self.shared_gate_up: nnx.Param[jax.Array] | None = optional("shared_gate_up")
+        self.shared_down: nnx.Param[jax.Array] | None = optional("shared_down")
+        self.gate_bias: nnx.Param[jax.Array] | None = optional("gate_bias")
+        self.up_bias: nnx.Param[jax.Array] | None = optional("up_bias")
+        self.down_bias: nnx.Param[jax.Array] | None = optional("down_bias")
         self.router_bias: RouterBias | None = (
             RouterBias(
                 jnp.zeros(num_experts, jnp.float32), out_sharding=(None,), mesh=mesh

@@ -17,7 +17,8 @@ from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import layer as _layer
 from jax_ep._layers import params as _layer_params
 from jax_ep._layers.moe import MoEAux
-from jax_ep.router import Router
+from jax_ep.experts import Activation
+from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE"]
 
@@ -44,13 +45,15 @@ class MoE(nn.Module):
     capacity_factor: float | None = None
     dispatch_format: Format = "bf16"
     config_options: Mapping[str, Any] | None = None
-    router: Router | None = None
+    router: Router | RouterFunction | None = None
     router_bias: bool = False
     shared_intermediate_size: int | None = None
     tp_axis_name: str | None = None
     spec: PartitionSpec | None = None
     transport: Transport = "auto"
     experts: ExpertsFunction | None = None
+    activation: Activation | None = None
+    expert_bias: bool = False
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:

@@ -58,6 +58,11 @@ ARGUMENTS = {
     ),
     "experts": ({"experts": thrice}, {"experts": thrice}, {}),
     "router": ({"router": Router(normalize=False, scale=2.0)}, {}, {}),
+    "activation": (
+        {"activation": moe_dense.clipped},
+        {"activation": moe_dense.clipped},
+        {},
+    ),
 }
 
 

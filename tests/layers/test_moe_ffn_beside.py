@@ -40,7 +40,7 @@ def layer(mesh, ep, params, **options):
 
 def shared_rows(params, x):
     gate, up = params["shared_gate_up"][:, 0], params["shared_gate_up"][:, 1]
-    return moe_dense.swiglu(x, gate, up, params["shared_down"])
+    return moe_dense.swiglu(x @ gate, x @ up) @ params["shared_down"]
 
 
 def test_a_residual_beside_a_shared_expert():

@@ -14,6 +14,7 @@ import jax_ep
 from jax_ep.router import Router
 from support import helpers, moe_dense
 from support.errors import check_form, raises
+from support.moe_dense import clipped, swiglu
 from support.moe_ffn import N, config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -30,12 +31,6 @@ SPECS = {
     "shared_gate_up": (None, None, "tp"),
     "shared_down": ("tp",),
 }
-
-
-def clipped(gate: Any, up: Any) -> Any:
-    """As of gpt-oss: a gate that is clipped, and up with one more."""
-    gate = jnp.minimum(gate, 1.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 def with_biases(shared: int | None = None) -> dict[str, Any]:
@@ -66,10 +61,6 @@ def dense(params: Any, x: Any, activation: Any) -> jax.Array:
         both = jnp.einsum("nh,hcs->ncs", x, params["shared_gate_up"])
         y = y + activation(both[:, 0], both[:, 1]) @ params["shared_down"]
     return y
-
-
-def swiglu(gate: Any, up: Any) -> Any:
-    return jax.nn.silu(gate) * up
 
 
 def over(mesh: Any, ep: Any, params: Any, **options: Any) -> Any:

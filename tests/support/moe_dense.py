@@ -11,7 +11,13 @@ import numpy as np
 EXPERTS, TOP_K, HIDDEN, INNER, SHARED = 16, 3, 16, 8, 12
 
 
-def params(seed: int = 0, *, shared: bool = True, bias: bool = False) -> dict[str, Any]:
+def params(
+    seed: int = 0,
+    *,
+    shared: bool = True,
+    bias: bool = False,
+    expert_bias: bool = False,
+) -> dict[str, Any]:
     """Whole float32 arrays as `jax_ep.moe_ffn` names them."""
     rng = np.random.default_rng(seed)
 
@@ -28,11 +34,20 @@ def params(seed: int = 0, *, shared: bool = True, bias: bool = False) -> dict[st
     if shared:
         found["shared_gate_up"] = normal(HIDDEN, 2, SHARED, fan_in=HIDDEN)
         found["shared_down"] = normal(SHARED, HIDDEN, fan_in=SHARED)
+    if expert_bias:
+        for name, size in (("gate", INNER), ("up", INNER), ("down", HIDDEN)):
+            found[f"{name}_bias"] = normal(EXPERTS, size, fan_in=4)
     return found
 
 
-def swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+def swiglu(gate: Any, up: Any) -> Any:
+    return jax.nn.silu(gate) * up
+
+
+def clipped(gate: Any, up: Any) -> Any:
+    """As of gpt-oss: a gate that is clipped, and up with one more."""
+    gate = jnp.minimum(gate, 1.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 def chosen_experts(scores: np.ndarray, router: Any, bias: Any, top_k: int):
@@ -53,7 +68,12 @@ def chosen_experts(scores: np.ndarray, router: Any, bias: Any, top_k: int):
 
 
 def layer(
-    params: Any, x: Any, chosen: Any, router: Any, kept: Any = True
+    params: Any,
+    x: Any,
+    chosen: Any,
+    router: Any,
+    kept: Any = True,
+    activation: Any = swiglu,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(y, balance loss, z loss) of all tokens; `chosen` bool [n, E] is a constant.
 
@@ -71,11 +91,15 @@ def layer(
         weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
     weights = jnp.where(kept, weights * router.scale, 0)
     both = jnp.einsum("nh,ehcf->necf", x, params["gate_up"])
-    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
-    y = jnp.einsum("ne,nef,efh->nh", weights, inner, params["down"])
+    gate, up = both[:, :, 0], both[:, :, 1]
+    if "gate_bias" in params:
+        gate, up = gate + params["gate_bias"], up + params["up_bias"]
+    y = jnp.einsum("ne,nef,efh->nh", weights, activation(gate, up), params["down"])
+    if "down_bias" in params:
+        y = y + weights @ params["down_bias"]
     if "shared_down" in params:
-        both = params["shared_gate_up"]
-        y = y + swiglu(x, both[:, 0], both[:, 1], params["shared_down"])
+        both = jnp.einsum("nh,hcs->ncs", x, params["shared_gate_up"])
+        y = y + activation(both[:, 0], both[:, 1]) @ params["shared_down"]
     load = chosen.sum(0) / chosen.sum()
     real = chosen.any(1)
     mean = jnp.sum(jnp.where(real[:, None], shares, 0), 0) / real.sum()

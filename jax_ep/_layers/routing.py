@@ -1,0 +1,121 @@
+"""The router of `moe_ffn`: logits, a `Router` or a function of the user's, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import router as routers
+from jax_ep._core import errors
+from jax_ep._core.arrays import as_array
+from jax_ep._layers import moe_checks
+
+
+def routed(
+    tokens: jax.Array,
+    params: Mapping[str, Any],
+    router: routers.Router | routers.RouterFunction | None,
+    mask: jax.Array | None,
+    top_k: int,
+) -> routers.Routing:
+    """Returns the decision of `router` for the tokens of one rank."""
+    kernel = params["router"].astype(jnp.float32)
+    if mask is not None:
+        # NaN in padding times a zero cotangent is NaN in the kernel's gradient.
+        tokens = jnp.where(mask[:, None], tokens, 0)
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.dot(tokens.astype(jnp.float32), kernel, precision=highest)
+    bias = params.get("router_bias")
+    if router is None or isinstance(router, routers.Router):
+        return routers.route(logits, top_k, router, bias=bias, mask=mask)
+    given = {"tokens": tokens, "top_k": top_k, "mask": mask, "bias": bias}
+    taken = moe_checks.keywords(router, [*given])
+    if bias is not None and "bias" not in taken:
+        raise errors.invalid(
+            "moe_ffn",
+            "router must take the keyword bias where there is a router_bias",
+            f"{moe_checks.name_of(router)} without it",
+            "add it to the function, or leave router_bias out",
+            operand="router",
+            kind=TypeError,
+        )
+    found = router(logits, **{name: given[name] for name in taken})
+    return _masked(_checked(router, found, logits, top_k), mask)
+
+
+def _checked(
+    router: routers.RouterFunction, found: Any, logits: jax.Array, top_k: int
+) -> routers.Routing:
+    """Returns what a function of the user's returned as a `Routing`."""
+    if isinstance(found, tuple) and len(found) in (2, 3):
+        ids, weights, *loss = found
+        soft = jax.nn.softmax(logits)
+        found = routers.Routing(ids, weights, logits, soft, loss[0] if loss else None)
+    if not isinstance(found, routers.Routing):
+        raise _wrong(
+            "router must return (ids, weights), (ids, weights, loss) or a "
+            "jax_ep.router.Routing",
+            f"{_described(found)} from {moe_checks.name_of(router)}",
+            "return one of these",
+            TypeError,
+        )
+    n, experts = logits.shape
+    arrays = {}
+    for name, shape, letters, kinds in (
+        ("ids", (n, top_k), "[n, K]", jnp.int32),
+        ("weights", (n, top_k), "[n, K]", jnp.floating),
+        ("logits", (n, experts), "[n, E]", jnp.floating),
+        ("probabilities", (n, experts), "[n, E]", jnp.floating),
+        ("loss", (), "[]", jnp.floating),
+    ):
+        value = getattr(found, name)
+        if name == "loss" and value is None:
+            continue
+        value = as_array("moe_ffn", f"{name} of router", value)
+        if not jnp.issubdtype(value.dtype, kinds):
+            dtype = "int32" if name == "ids" else "float32"
+            raise _wrong(
+                f"router must return {name} of dtype {dtype}",
+                value.dtype,
+                f"cast them with {name}.astype({dtype!r})",
+                TypeError,
+            )
+        if value.shape != shape:
+            raise _wrong(
+                f"router must return {name} {letters} of shape {shape}",
+                value.shape,
+                "return one row per token and top_k experts in each"
+                if letters == "[n, K]"
+                else f"reduce or reshape {name} to this shape",
+            )
+        arrays[name] = value if name == "ids" else value.astype(jnp.float32)
+    return routers.Routing(**arrays)
+
+
+def _described(found: Any) -> str:
+    kind = type(found).__name__
+    return f"a {kind} of {len(found)}" if isinstance(found, tuple) else f"a {kind}"
+
+
+def _wrong(
+    rule: str, value: Any, remedy: str, kind: type[Exception] = ValueError
+) -> Exception:
+    return errors.invalid("moe_ffn", rule, value, remedy, operand="router", kind=kind)
+
+
+def _masked(routing: routers.Routing, mask: jax.Array | None) -> routers.Routing:
+    """Sends masked tokens to no expert, whatever the router returned for them."""
+    if mask is None:
+        return routing
+    real = mask[:, None]
+    even = 1 / routing.probabilities.shape[-1]
+    return routers.Routing(
+        jnp.where(real, routing.ids, -1),
+        jnp.where(real, routing.weights, 0.0),
+        jnp.where(real, routing.logits, 0.0),
+        jnp.where(real, routing.probabilities, even),
+        routing.loss,
+    )
