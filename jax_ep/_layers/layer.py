@@ -28,6 +28,7 @@ from jax_ep._layers.params import (
     CONFIG_FIELDS,
     Param,
     config_fields,
+    divides,
     leading_spec,
     params,
     require_floating,
@@ -211,6 +212,9 @@ class Layer(Arguments):
     ) -> tuple[jax.Array, MoEAux]:
         """Applies the layer to a global `x`, cast to the config's dtype.
 
+        If the ranks do not divide the tokens, it pads them with tokens that go to no
+        expert, and cuts these off the result.
+
         Args:
             ep: what `handle` returned.
             values: global arrays by name: those of `params()`, and "router_bias".
@@ -225,6 +229,7 @@ class Layer(Arguments):
         x = as_array(self.function, "x", x)
         require_floating(self.function, x)
         spec = self._leading_spec(x)
+        padded = not divides(self.mesh, spec, x.shape)
         if mask is not None:
             mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
         for name, value in values.items():
@@ -233,19 +238,50 @@ class Layer(Arguments):
         layout = {name: param.spec for name, param in self.params().items()}
         specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
         operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
-        in_specs = (specs, spec, spec, PartitionSpec())
+        given = PartitionSpec() if padded else spec
         # Cached in the handle, so that eager calls compile once.
-        key = (self, names, spec)
+        key = (self, names, spec, padded)
         program = ep._programs.get(key)
         if program is None:
-            mapped = jax.shard_map(
-                partial(self._body, ep),
-                mesh=self.mesh,
-                in_specs=in_specs,
-                out_specs=(spec, MoEAux.specs(spec_axes(spec))),
-            )
-            program = ep._programs[key] = jax.jit(context.under(self.mesh, mapped))
-        return program(*self._placed(operands, in_specs))
+            make = self._padded if padded else self._mapped
+            run = make(ep, specs, spec)
+            program = ep._programs[key] = jax.jit(context.under(self.mesh, run))
+        placed = (specs, given, given, PartitionSpec())
+        return program(*self._placed(operands, placed))
+
+    def _mapped(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
+        """Returns the shard_map of `_body`."""
+        return jax.shard_map(
+            partial(self._body, ep),
+            mesh=self.mesh,
+            in_specs=(specs, spec, spec, PartitionSpec()),
+            out_specs=(spec, MoEAux.specs(spec_axes(spec))),
+        )
+
+    def _padded(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
+        """Returns `_mapped` for any number of tokens: it adds masked ones.
+
+        All leading dimensions are flattened first, so that no rank has more than one
+        token more than another needs, however few sequences there are.
+        """
+        axes = spec_axes(spec)
+        flat, whole = PartitionSpec(axes), PartitionSpec()
+        mapped = self._mapped(ep, specs, flat)
+        parts = math.prod(self.mesh.shape[axis] for axis in axes)
+
+        def run(values: Any, x: Any, mask: Any, input_scale: Any) -> Any:
+            count = math.prod(x.shape[:-1])
+            rows = jnp.reshape(x, (count, x.shape[-1]))
+            real = jnp.ones(count, bool) if mask is None else jnp.reshape(mask, count)
+            missing = -count % parts
+            rows = jnp.pad(rows, ((0, missing), (0, 0)))
+            real = jnp.pad(real, (0, missing))
+            rows, real = self._placed((rows, real), (flat, flat))
+            y, aux = mapped(values, rows, real, input_scale)
+            y = self._placed(y, whole)
+            return y[:count].reshape(x.shape), aux
+
+        return run
 
     def _body(
         self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
@@ -277,7 +313,8 @@ class Layer(Arguments):
             self.function, self.mesh, self.tp_axis_name, self.spec, x.shape
         )
         parts = math.prod(self.mesh.shape[axis] for axis in spec_axes(spec))
-        n, most = math.prod(x.shape[:-1]) // parts, self.config.max_tokens_per_rank
+        n = -(-math.prod(x.shape[:-1]) // parts)
+        most = self.config.max_tokens_per_rank
         if n > most:
             raise ValueError(
                 f"jax_ep.{self.function}: x must have at most max_tokens_per_rank = "

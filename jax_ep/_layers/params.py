@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -212,6 +213,11 @@ def leading_spec(
 
     Trailing Nones are dropped, so P("ep", None) for [n, hidden] becomes P("ep").
     """
+    if 0 in shape:
+        raise ValueError(
+            f"jax_ep.{function}: x must have tokens, got {shape}; leave the call out "
+            "where there are none"
+        )
     if spec is None:
         spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
     entries = list(spec)
@@ -223,14 +229,12 @@ def leading_spec(
             f"jax_ep.{function}: spec must shard dimensions of x before the last, got "
             f"{spec} for {shape}; leave it out to shard dimension 0 over all axes"
         )
-    for size, entry in zip(shape, entries, strict=False):
-        parts = 1
-        for axis in entry_axes(entry):
-            parts *= mesh.shape[axis]
-        if size == 0 or size % parts:
-            raise ValueError(
-                f"jax_ep.{function}: dimensions of x must divide over {spec}, got "
-                f"{shape} for {parts} parts; pad x and mask the padding, or reshape x "
-                "to [tokens, hidden_size]"
-            )
     return PartitionSpec(*entries)
+
+
+def divides(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
+    """Whether `spec` cuts arrays of `shape` into equal parts."""
+    return all(
+        size % math.prod(mesh.shape[axis] for axis in entry_axes(entry)) == 0
+        for size, entry in zip(shape, spec, strict=False)
+    )

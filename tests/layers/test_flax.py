@@ -24,7 +24,7 @@ from flax import nnx
 
 import jax_ep.flax
 import jax_ep.flax.linen
-from support.flax_layers import fields, inputs, nnx_layer
+from support.flax_layers import dense_grads, fields, inputs, nnx_layer, wave
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -34,26 +34,6 @@ MESHES = {
     "dp x ep x tp": {"dp": 2, "ep": 2, "tp": 2},
 }
 DEEPSEEK = Router(score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
-
-
-def wave(y):
-    return jnp.sum(jnp.sin(y) * (1 + jnp.arange(y.shape[-1])))
-
-
-def dense_grads(params, x, router):
-    """(y, loss), (gradients of params, of x) of the dense formula."""
-    flat = x.reshape(-1, moe_dense.HIDDEN)
-    scores = moe_dense.scores(params, flat, router)
-    bias = params.get("router_bias")
-    chosen = moe_dense.chosen_experts(scores, router, bias, moe_dense.TOP_K)
-
-    def loss(params, flat):
-        y, balance, z = moe_dense.layer(params, flat, chosen, router)
-        return wave(y) + 3 * balance + z, y
-
-    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (total, y), grads = jax.jit(grad)(params, flat)
-    return (y.reshape(x.shape), total), (grads[0], grads[1].reshape(x.shape))
 
 
 def close(actual, expected, name="", atol=1e-3):
@@ -202,9 +182,9 @@ def test_bf16_and_remat():
     ("changes", "shape", "message"),
     [
         ({}, (8, 4, 8), r"x must be \[..., hidden_size\]"),
-        ({}, (6, 4, 16), "must divide over"),
-        ({}, (0, 4, 16), "must divide over"),
-        ({"spec": P("dp", "ep")}, (4, 0, 16), "must divide over"),
+        ({}, (0, 4, 16), "x must have tokens"),
+        ({"spec": P("dp", "ep")}, (4, 0, 16), "x must have tokens"),
+        ({"max_tokens_per_rank": 1}, (5, 1, 16), "max_tokens_per_rank = 1 tokens"),
         ({"spec": P("dp")}, (8, 4, 16), "spec must shard"),
         ({"spec": P(None, None, "ep")}, (8, 4, 16), "spec must shard"),
         ({"spec": P("dp", "ep", None, None)}, (8, 4, 16), "spec must shard"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,6 +41,31 @@ def inputs(seed=0):
     rng = np.random.default_rng(seed)
     shape = (BATCH, LENGTH, moe_dense.HIDDEN)
     return rng.standard_normal(shape).astype(np.float32)
+
+
+def wave(y):
+    return jnp.sum(jnp.sin(y) * (1 + jnp.arange(y.shape[-1])))
+
+
+def dense_grads(params, x, router, mask=None):
+    """(y, loss), (gradients of params, of x) of the dense formula.
+
+    The loss is the `wave` of y, 3 times the balance loss and the z loss.
+    """
+    flat = x.reshape(-1, moe_dense.HIDDEN)
+    scores = moe_dense.scores(params, flat, router)
+    bias = params.get("router_bias")
+    chosen = moe_dense.chosen_experts(scores, router, bias, moe_dense.TOP_K)
+    if mask is not None:
+        chosen &= mask.reshape(-1, 1)
+
+    def loss(params, flat):
+        y, balance, z = moe_dense.layer(params, flat, chosen, router)
+        return wave(y) + 3 * balance + z, y
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (total, y), grads = jax.jit(grad)(params, flat)
+    return (y.reshape(x.shape), total), (grads[0], grads[1].reshape(x.shape))
 
 
 def parts(array):
