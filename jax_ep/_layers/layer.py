@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep._core import context, errors
+from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport
 from jax_ep._core.types import ExpertsFunction
-from jax_ep._layers import moe_checks
+from jax_ep._layers import fsdp, moe_checks
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._layers.params import (
     CONFIG_FIELDS,
@@ -61,6 +61,7 @@ class Arguments:
     router_bias: bool
     shared_intermediate_size: int | None
     tp_axis_name: str | None
+    fsdp_axis_name: str | None
     spec: PartitionSpec | None
     transport: Transport
     experts: ExpertsFunction | None
@@ -131,6 +132,14 @@ class Layer(Arguments):
                 f"{self.mesh.axis_names}"
             )
         require_spec(self.function, self.spec, self.mesh, self.ep_axes, tp)
+        axes = [name for name in self.mesh.axis_names if name != tp]
+        fsdp.require_axis(
+            self.function,
+            self.mesh,
+            self.fsdp_axis_name,
+            (*self.ep_axes, tp) if tp else self.ep_axes,
+            tuple(axes) if self.spec is None else spec_axes(self.spec),
+        )
         for name in ("intermediate_size", "shared_intermediate_size"):
             value = getattr(self, name)
             if value is None and name.startswith("shared"):
@@ -142,6 +151,7 @@ class Layer(Arguments):
                     f"multiple of {parts}, the size of tp_axis_name, got {value!r}; "
                     "change it, or convert it with int()"
                 )
+        self.params()  # raises where a weight does not divide
 
     def __reduce__(self) -> NoReturn:
         """Raises, because the mesh of a layer belongs to one process."""
@@ -163,13 +173,18 @@ class Layer(Arguments):
 
     def params(self) -> dict[str, Param]:
         """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
-        return params(
+        found = params(
             self.config,
             self.intermediate_size,
             self.shared_intermediate_size,
             self.expert_bias,
             self.ep_axes,
             self.tp_axis_name,
+        )
+        if self.fsdp_axis_name is None:
+            return found
+        return fsdp.sharded(
+            self.function, self.mesh, self.fsdp_axis_name, self.ep_axes, found
         )
 
     def initializer(self, name: str) -> Any:
@@ -240,7 +255,7 @@ class Layer(Arguments):
         operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
         given = PartitionSpec() if padded else spec
         # Cached in the handle, so that eager calls compile once.
-        key = (self, names, spec, padded)
+        key = (self, names, spec, padded, traces.spmd_axis_names())
         program = ep._programs.get(key)
         if program is None:
             make = self._padded if padded else self._mapped
@@ -252,10 +267,12 @@ class Layer(Arguments):
     def _mapped(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
         """Returns the shard_map of `_body`."""
         return jax.shard_map(
-            partial(self._body, ep),
+            partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
             in_specs=(specs, spec, spec, PartitionSpec()),
             out_specs=(spec, MoEAux.specs(spec_axes(spec))),
+            # JAX batches a shard_map over a mesh axis without this check only.
+            check_vma=not traces.spmd_axis_names(),
         )
 
     def _padded(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
@@ -284,9 +301,18 @@ class Layer(Arguments):
         return run
 
     def _body(
-        self, ep: EPHandle, values: Any, x: jax.Array, mask: Any, input_scale: Any
+        self,
+        ep: EPHandle,
+        split: tuple[str, ...],
+        values: Any,
+        x: jax.Array,
+        mask: Any,
+        input_scale: Any,
     ) -> tuple[jax.Array, MoEAux]:
         with errors.told_of(self.function):
+            if self.fsdp_axis_name is not None:
+                order, dtype = self.mesh.axis_names, self.config.dtype
+                values = fsdp.gather(self.params(), values, dtype, order, split)
             y, aux = moe_ffn(
                 ep,
                 x.reshape(-1, self.config.hidden_size),

@@ -27,6 +27,8 @@ class Param:
         fan_in: dimension that counts as fan-in.
         batch: dimensions over which parameters are independent.
         zeros: whether the initial values are zeros, as those of biases are.
+        gathered: a dimension and further axes that shard it, over which it is gathered
+            where the parameter is used; or None.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +37,7 @@ class Param:
     fan_in: int
     batch: tuple[int, ...] = ()
     zeros: bool = False
+    gathered: tuple[int, tuple[str, ...]] | None = None
 
     def initializer(self, mesh: Mesh) -> Any:
         """Returns a `(key, dtype) -> array` that makes the global array, sharded.

@@ -70,6 +70,7 @@ class MoE(nnx.Module):
         router_bias: bool = False,
         shared_intermediate_size: int | None = None,
         tp_axis_name: str | None = None,
+        fsdp_axis_name: str | None = None,
         spec: PartitionSpec | None = None,
         transport: Transport = "auto",
         experts: ExpertsFunction | None = None,
@@ -99,6 +100,10 @@ class MoE(nnx.Module):
             shared_intermediate_size: S, inner size of the shared expert; None means no
                 shared expert.
             tp_axis_name: a mesh axis to split F and S over (tensor parallel).
+            fsdp_axis_name: a mesh axis that splits tokens, to split weights over, too
+                (those of router and shared expert over this and the EP axes). They are
+                gathered where they are used, and gradients are reduce-scattered. A
+                weight is split in its first dimension that can be; biases are not.
             spec: sharding of `[..., hidden]`, for example `P("dp", "ep", None)`; None
                 shards dimension 0 over all axes except tp_axis_name.
             transport: as in `jax_ep.init`.

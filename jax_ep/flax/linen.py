@@ -49,6 +49,7 @@ class MoE(nn.Module):
     router_bias: bool = False
     shared_intermediate_size: int | None = None
     tp_axis_name: str | None = None
+    fsdp_axis_name: str | None = None
     spec: PartitionSpec | None = None
     transport: Transport = "auto"
     experts: ExpertsFunction | None = None

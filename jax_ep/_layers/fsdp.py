@@ -1,0 +1,182 @@
+"""Weights that are sharded over a data axis, too, and gathered where they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from jax_ep._core import errors
+from jax_ep._core.varying import vary_alike
+from jax_ep._layers.params import Param, entry_axes
+
+# The name of gathered weights for remat policies. One that does not save it gathers
+# them again in the backward pass.
+WEIGHTS_NAME = "jax_ep_weights"
+
+# Dimensions to shard: the first ones first, because a gather of the first dimension
+# moves no bytes within a rank. Biases are small and stay whole.
+_ROUTED = {"gate_up": (0, 1, 3), "down": (0, 1, 2)}
+# These are the same for all ranks of an EP group, so they are sharded over it, too.
+_SHARED = {"router": (0, 1), "shared_gate_up": (0, 2), "shared_down": (0, 1)}
+
+
+def require_axis(
+    function: str, mesh: Mesh, axis: Any, used: tuple[str, ...], split: tuple[str, ...]
+) -> None:
+    """Raises unless `axis` is None or an axis to shard weights over.
+
+    Args:
+        function: the layer's name in error messages.
+        mesh: the layer's mesh.
+        axis: the argument `fsdp_axis_name`.
+        used: axes that weights are sharded over already.
+        split: axes that tokens are split over.
+    """
+    if axis is None:
+        return
+    if not isinstance(axis, str) or axis not in mesh.axis_names or axis in used:
+        raise errors.invalid(
+            function,
+            f"fsdp_axis_name must be an axis of the mesh outside of {used}",
+            f"{axis!r} for axes {mesh.axis_names}",
+            "pass the name of the data axis",
+        )
+    if axis not in split:
+        # Ranks with equal tokens would have equal gradients, and sum them.
+        raise errors.invalid(
+            function,
+            "fsdp_axis_name must be an axis that spec splits tokens over, one of "
+            f"{split}",
+            repr(axis),
+            "add it to spec, or leave spec out",
+        )
+
+
+def sharded(
+    function: str,
+    mesh: Mesh,
+    axis: str,
+    ep_axes: tuple[str, ...],
+    params: Mapping[str, Param],
+) -> dict[str, Param]:
+    """Shards weights over `axis`, each in the first dimension that it divides."""
+    found = dict(params)
+    for name, param in params.items():
+        dims = (_ROUTED | _SHARED).get(name)
+        if dims is None:
+            continue
+        choices = [((axis, *ep_axes), dims)] if name in _SHARED else []
+        for axes, dim in (
+            (axes, dim) for axes, dims in (*choices, ((axis,), dims)) for dim in dims
+        ):
+            if _part(mesh, param, dim) % math.prod(mesh.shape[n] for n in axes) == 0:
+                found[name] = _over(param, dim, axes)
+                break
+        else:
+            sizes = " or ".join(str(_part(mesh, param, dim)) for dim in dims)
+            raise errors.invalid(
+                function,
+                f"fsdp_axis_name must be an axis whose size divides {sizes}, dimensions"
+                f" of a rank's part of {name}",
+                f"{axis!r} of size {mesh.shape[axis]}",
+                "choose another axis, or leave fsdp_axis_name out",
+            )
+    return found
+
+
+def _part(mesh: Mesh, param: Param, dim: int) -> int:
+    """Returns the size of a dimension on one rank."""
+    return param.shape[dim] // math.prod(
+        mesh.shape[name] for name in entry_axes(param.spec[dim])
+    )
+
+
+def _over(param: Param, dim: int, axes: tuple[str, ...]) -> Param:
+    """Returns `param` with dimension `dim` sharded over `axes`, too."""
+    every = (*entry_axes(param.spec[dim]), *axes)
+    entry = every[0] if len(every) == 1 else every
+    spec = (*param.spec[:dim], entry, *param.spec[dim + 1 :])
+    return dataclasses.replace(param, spec=spec, gathered=(dim, axes))
+
+
+def gather(
+    params: Mapping[str, Param],
+    values: Mapping[str, Any],
+    dtype: str,
+    order: tuple[str, ...],
+    split: tuple[str, ...],
+) -> dict[str, Any]:
+    """Returns `values`, of one rank, with whole weights in the dtype of their use.
+
+    Weights travel in the narrower dtype, theirs or that of their use, and gradients in
+    the wider.
+
+    Args:
+        params: what the values are, by name.
+        values: arrays of one rank.
+        dtype: dtype of the computation.
+        order: all axes of the mesh.
+        split: axes that tokens are split over.
+    """
+    found = dict(values)
+    for name, param in params.items():
+        if param.gathered is None or name not in values:
+            continue
+        value = values[name]
+        # moe_ffn casts the router's weights to float32.
+        used = "float32" if name == "router" else dtype
+        narrower = value.dtype.itemsize < jnp.dtype(used).itemsize
+        sent = value.dtype.name if narrower else used
+        value = value.astype(jnp.promote_types(value.dtype, used))
+        # The sum over other data axes belongs to this cast. Here it comes after the
+        # reduce-scatter; after the gather it would be one of whole weights.
+        (value,) = vary_alike(order, frozenset(split), value)
+        how = _How(*param.gathered, sent, used)
+        found[name] = checkpoint_name(_whole(value, how), WEIGHTS_NAME)
+    return found
+
+
+class _How(NamedTuple):
+    """How shards are gathered: in dtype `sent`, to an array of `dtype`."""
+
+    dim: int
+    axes: tuple[str, ...]
+    sent: str
+    dtype: str
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _whole(shard: jax.Array, how: _How) -> jax.Array:
+    """Gathers a weight; its gradient is reduce-scattered in the dtype of `shard`."""
+    sent = shard.astype(how.sent)
+    whole = jax.lax.all_gather(sent, how.axes, axis=how.dim, tiled=True)
+    return whole.astype(how.dtype)
+
+
+def _whole_forward(shard: jax.Array, how: _How) -> tuple[jax.Array, jax.Array]:
+    # An empty array with the dtype of the shard.
+    return _whole(shard, how), shard[:0]
+
+
+def _whole_backward(
+    how: _How, like: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    return (
+        jax.lax.psum_scatter(
+            cotangent.astype(like.dtype),
+            how.axes,
+            scatter_dimension=how.dim,
+            tiled=True,
+        ),
+    )
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
