@@ -6,11 +6,17 @@ Compared with the dense formula in float64.
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,8 +27,8 @@ pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
 from flax import nnx
 
+import jax_ep
 import jax_ep.flax
-import jax_ep.flax.linen
 from support.flax_layers import fields
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -118,9 +124,9 @@ def layer_of(mesh, **changes):
     return run, specs
 
 
-def placed(mesh, specs, params, lead=None):
+def placed(mesh, specs, params, *lead):
     return {
-        name: jax.device_put(value, NamedSharding(mesh, P(lead, *specs[name])))
+        name: jax.device_put(value, NamedSharding(mesh, P(*lead, *specs[name])))
         for name, value in params.items()
     }
 
@@ -151,7 +157,6 @@ def compare(found, wanted):
     for name, (got, want) in pairs.items():
         limit = np.abs(want).max()
         assert limit > 1e-4, name
-        print(name, np.abs(got - want).max() / limit)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * limit, err_msg=name)
 
 
@@ -161,7 +166,7 @@ def test_a_scanned_stack_against_the_dense_formula(sizes):
     biased = "tensor" in sizes or "context" in sizes
     run, specs = layer_of(mesh, **(BIASED if biased else {}))
     params, x = values(biased=biased)
-    params = placed(mesh, specs, params)
+    params = placed(mesh, specs, params, None)
     found = jax.jit(stack(run))(params, x)
     compare(found, dense(biased=biased))
     for name, value in params.items():
@@ -183,3 +188,99 @@ def test_stages_against_the_dense_formula():
 
     found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     compare(found, dense(biased=True, stages=True))
+
+
+def test_micro_batches_accumulate():
+    """Gradients of a scan over micro-batches are those of the mean of their losses."""
+    mesh = make_mesh({"fsdp": 2, "expert": 4})
+    run, specs = layer_of(mesh)
+    params, x = values(biased=False)
+    params = placed(mesh, specs, jax.tree.map(lambda a: a[0], params))
+    parts = np.stack([x, x[::-1], x + 1])
+
+    def loss(params, x):
+        return total(*run(params, x))
+
+    def accumulated(params, parts):
+        def body(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, x)), None
+
+        sums = jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(body, sums, parts)[0]
+
+    found = jax.jit(accumulated)(params, parts)
+    grad = jax.jit(jax.grad(loss))
+    each = [grad(params, part) for part in parts]
+    for name, got in found.items():
+        want = sum(np.asarray(grads[name]) for grads in each)
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+LOADER = """
+import pathlib, pickle, sys
+import jax
+import jax_ep
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType
+
+folder = pathlib.Path(sys.argv[1])
+sizes, config = pickle.loads((folder / "handle").read_bytes())
+devices = np.array(jax.devices()).reshape(tuple(sizes.values()))
+automatic = (AxisType.Auto,) * len(sizes)
+mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=automatic)
+jax_ep.shared_handle(mesh, "expert", config, "collective")
+step = serialize_executable.deserialize_and_load(
+    *pickle.loads((folder / "program").read_bytes())
+)
+params = dict(np.load(folder / "params.npz"))
+placed = {
+    name: jax.device_put(value, step.input_shardings[0][0][name])
+    for name, value in params.items()
+}
+np.savez(folder / "results.npz", **step(placed))
+"""
+
+
+def test_a_compiled_step_runs_in_another_process(tmp_path):
+    """Serialised by `lower().compile()`; the process first makes the shared handle."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the other process would need the GPUs of this one")
+    mesh = make_mesh({"fsdp": 2, "tensor": 2, "expert": 2})
+    layer = jax_ep.flax.MoE(
+        **told(mesh, transport="collective", **BIASED), rngs=nnx.Rngs(0)
+    )
+    run, specs = layer_of(mesh, transport="collective", **BIASED)
+    params, x = values(biased=True)
+    params = jax.tree.map(lambda a: a[0], params)
+    arrays = placed(mesh, specs, params)
+
+    def step(params):
+        grads = jax.grad(lambda params: total(*run(params, x)))(params)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, params, grads)
+
+    compiled = jax.jit(step).lower(arrays).compile()
+    wanted = compiled(arrays)
+    program = pickle.dumps(serialize_executable.serialize(compiled))
+    (tmp_path / "program").write_bytes(program)
+    handle = pickle.dumps((dict(mesh.shape), layer.ep.config))
+    (tmp_path / "handle").write_bytes(handle)
+    np.savez(tmp_path / "params.npz", **params)
+    paths = [str(pathlib.Path(jax_ep.__file__).parent.parent)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(mesh.size)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path)],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    got = dict(np.load(tmp_path / "results.npz"))
+    assert set(got) == set(params)
+    for name, array in got.items():
+        np.testing.assert_array_equal(array, wanted[name])
+        assert (array != params[name]).any()
