@@ -81,6 +81,8 @@ def sharded(
                 found[name] = _over(param, dim, axes)
                 break
         else:
+            if name == "router":  # small enough to stay whole
+                continue
             sizes = " or ".join(str(_part(mesh, param, dim)) for dim in dims)
             raise errors.invalid(
                 function,
