@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_ep import experts as _experts
@@ -19,7 +20,7 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._layers import moe_checks
+from jax_ep._layers import columns, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
@@ -134,7 +135,9 @@ def moe_ffn(
             some of them; an axis that is the `spmd_axis_name` of a `jax.vmap` is left
             out, so that each entry of the batch has its own losses.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
-            (tensor parallel); tokens must be equal along it.
+            (tensor parallel); tokens must be equal along it. If the config has room for
+            at most twice the rows that arrive, and H divides, the experts' partial sums
+            are scattered by columns before they go back.
         experts: a function of (rows `[N, H]`, "gate_up", "down", group_sizes) that
             returns `[N, H]` in the dtype of the rows; rows past the last group are
             ignored. A function marked by `jax_ep.experts.takes_dispatched` is called
@@ -180,7 +183,14 @@ def moe_ffn(
     ids = routing.ids
     if placement is not None:
         ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
-    sent = (ep, tokens, ids, routing.weights)
+    operands: Any = (tokens, ids, routing.weights)
+    if tp_axis:
+        # Their gradients differ along the axis. Cast here, they are summed for n
+        # tokens; cast where they meet the experts' weights, for N rows.
+        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
+        operands = vary_alike(order, least, *operands)
+    x, ids, weights = operands
+    sent = (ep, x, ids, weights)
     if "shared_down" in params and not fused:
         d, shared = _dispatch_beside(*sent, input_scale, params, activation)
         beside = shared if beside is None else shared + beside
@@ -188,21 +198,38 @@ def moe_ffn(
         d = dispatching.dispatch(*sent, input_scale=input_scale)
     with jax.named_scope("jax_ep.experts"):
         rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
+    scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
+    if tp_axis and scattered:
+        rows = columns.scatter(rows, tp_axis)
+        if beside is not None:
+            beside = columns.scatter(jnp.asarray(beside), tp_axis)
     y = combining.combine(ep, rows, d.route, d.router_weights, residual=beside)
+    stats = (d.expert_counts, d.num_dropped, d.num_invalid)
     if tp_axis:
-        # Summed after combine: that moves n rows, not the N rows of the experts.
-        y = jax.lax.psum(y, tp_axis)
+        # Else summed after combine: that moves n rows, not the N rows of the experts.
+        y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
         y = y if residual is None else y + residual
+        stats = _equal_along(tp_axis, stats)
+    counts, dropped, invalid = stats
     aux = MoEAux(
         losses.balance_loss,
         losses.z_loss,
         losses.load,
-        d.expert_counts[1:] if fused else d.expert_counts,
-        d.num_dropped,
-        d.num_invalid,
-        _place(ep, d.num_dropped, [name for name in axes if name != tp_axis]),
+        counts[1:] if fused else counts,
+        dropped,
+        invalid,
+        _place(ep, dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+def _equal_along(axis: str, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Tells JAX that arrays of ints are equal along `axis`, as they are."""
+    if axis not in varying(counts[0]):
+        return counts
+    sizes = [count.shape[0] for count in counts]
+    largest = jax.lax.pmax(jnp.concatenate(counts), axis)
+    return tuple(jnp.split(largest, np.cumsum(sizes)[:-1]))
 
 
 def _expert_rows(

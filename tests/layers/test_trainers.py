@@ -57,7 +57,7 @@ def told(mesh, **changes):
         "tp_axis_name": "tensor",
         "fsdp_axis_name": "fsdp",
         "spec": SPEC,
-        "capacity_factor": 3.0,
+        "capacity_factor": 1.25,
     }
     return fields(mesh, **found | changes)
 
