@@ -30,7 +30,7 @@ RUN = {
     ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
-    ("docs/layers.md", "python"): 7,  # test_docs_layers.py
+    ("docs/layers.md", "python"): 10,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
     ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,

@@ -32,6 +32,12 @@ def test_layers_page_runs(tmp_path):
     grads = np.asarray(names["grads"].down[...], np.float32)
     assert np.abs(grads).max() > 0
     assert float(names["balance_loss"]) > 0.5
+    kept = names["sharded"].gate_up[...]
+    assert kept.sharding.shard_shape(kept.shape)[0] == 2  # of 2 experts per device
+    assert float(names["hash_aux"].z_loss) > 0
+    assert np.isfinite(np.asarray(names["hash_y"], np.float32)).all()
+    assert names["one_token"].shape == (1, 1, 64)
+    assert names["biased"].down_bias[...].shape == (2 * names["devices"], 64)
     names["ep"].close()
     assert names["result"].shape == names["x"].shape
     assert not np.any(names["dropped"])
