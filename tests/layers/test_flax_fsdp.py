@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -114,10 +115,14 @@ def test_the_first_dimension_that_the_axis_divides(kind, changes, gate_up, down)
     assert np.prod(parts(found["shared_down"])) * mesh.size == found["shared_down"].size
 
 
-@pytest.mark.parametrize("sizes", [{"num_experts": 2}, {"hidden_size": 24}], ids=str)
-def test_gradients_of_other_dimensions(sizes):
-    """And those of a batch that is replicated over a third axis: its sum comes last."""
-    mesh = helpers.make_mesh({"dp": 2, "fsdp": 2, "ep": 2})
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [({"num_experts": 2}, AxisType.Auto), ({"hidden_size": 24}, AxisType.Explicit)],
+    ids=str,
+)
+def test_gradients_of_other_dimensions(sizes, axes):
+    """The sum over a third axis is one of shards."""
+    mesh = helpers.make_mesh({"dp": 2, "fsdp": 2, "ep": 2}, kind=axes)
     told = fields(mesh, top_k=2, shared_intermediate_size=6, **sizes)
     x = jnp.tile(inputs(), (1, 1, 2))[..., : told["hidden_size"]]
     plain = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0))
@@ -136,6 +141,8 @@ def test_gradients_of_other_dimensions(sizes):
         local, shard = (parts(each) for each in (getattr(plain, name)[...], value))
         assert local != shard
         assert f"[{','.join(map(str, local))}]" not in reduced, name
+    if axes == AxisType.Explicit:
+        return
     with jax.set_mesh(helpers.make_mesh({"a": 8})):
         again = nnx.jit(nnx.grad(loss))(layer, x)
     jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, (again, found)))

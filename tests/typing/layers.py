@@ -20,6 +20,17 @@ import jax_ep.flax.linen
 HIDDEN = 128
 
 
+def route(logits: jax.Array, *, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """A routing function."""
+    weights, ids = jax.lax.top_k(jax.nn.softmax(logits), top_k)
+    return ids, weights
+
+
+def gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """An activation."""
+    return jax.nn.gelu(gate) * up
+
+
 class Block(nnx.Module):
     """A residual layer."""
 
@@ -81,6 +92,9 @@ class LinenBlock(nn.Module):
             max_tokens_per_rank=16,
             dtype=jnp.bfloat16,
             transport="collective",
+            router=route,
+            activation=gelu,
+            expert_bias=True,
         )
         y, aux = moe(x, return_aux=True)
         assert_type(y, jax.Array)
