@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -19,6 +18,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import DTYPES, Transport
 from jax_ep._core.varying import vary_alike, varying
+from jax_ep._layers import columns
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
 from jax_ep._ops.dequantize import dequantize
@@ -208,7 +208,7 @@ def applied(
         out: Any = fn(rows, d.group_sizes, expert_of_row(d))
     _require_result(function, out, rows, scatter_axis)
     if scatter_axis is not None:
-        out = _scatter(_Wire(scatter_axis, out.dtype.name, rows.dtype.name), out)
+        out = columns.scatter(out, scatter_axis, rows.dtype.name)
     with errors.told_of(function, part=False):
         factors = weights if at_source else d.router_weights
         y = combining.combine(ep, out, d.route, factors)
@@ -454,43 +454,3 @@ def _require_result(
             "cast the weights to rows.dtype, or the result with .astype(rows.dtype)",
             kind=TypeError,
         )
-
-
-class _Wire(NamedTuple):
-    """What a reduce-scatter of columns moves: over an axis, from a dtype to another."""
-
-    axis: str
-    given: str
-    made: str
-
-    @property
-    def back(self) -> _Wire:
-        """The same for cotangents."""
-        return _Wire(self.axis, self.made, self.given)
-
-
-# Each is the other's transpose. The cotangent of the cast to float32 would have XLA
-# gather float32 columns; gathered in their own dtype they are as exact.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(wire: _Wire, rows: jax.Array) -> jax.Array:
-    """Sums rows `[N, H]` over an axis in float32; returns `[N, H / size]` of it."""
-    columns = jax.lax.psum_scatter(
-        rows.astype(jnp.float32), wire.axis, scatter_dimension=1, tiled=True
-    )
-    return columns.astype(wire.made)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(wire: _Wire, columns: jax.Array) -> jax.Array:
-    """Gathers columns `[N, H / size]` to `[N, H]`."""
-    return jax.lax.all_gather(columns, wire.axis, axis=1, tiled=True).astype(wire.made)
-
-
-_scatter.defvjp(
-    lambda wire, rows: (_scatter(wire, rows), None),
-    lambda wire, _, cotangent: (_gather(wire.back, cotangent),),
-)
-_gather.defvjp(
-    lambda wire, columns: (_gather(wire, columns), None),
-    lambda wire, _, cotangent: (_scatter(wire.back, cotangent),),
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,29 +29,53 @@ def are_scattered(ep: EPHandle, axis: str) -> bool:
     return fits and ep.recv_capacity <= _ROOM * arriving
 
 
-def scatter(rows: jax.Array, axis: str) -> jax.Array:
-    """Sums `[N, H]` over `axis` in float32, and returns `[N, H / size]` of the sum."""
-    part: Any = _scatter(rows, axis)
-    return part
+def scatter(rows: jax.Array, axis: str, dtype: str | None = None) -> jax.Array:
+    """Sums `[N, H]` over `axis` in float32, rounds once, returns `[N, H / size]` of it.
+
+    `dtype` is that of the result, by default that of the rows.
+    """
+    given = rows.dtype.name
+    return _scattered(_Wire(axis, given, dtype or given), rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scatter(rows: jax.Array, axis: str) -> jax.Array:
-    wide = rows.astype(jnp.float32)
-    part = jax.lax.psum_scatter(wide, axis, scatter_dimension=1, tiled=True)
-    return part.astype(rows.dtype)
+class _Wire(NamedTuple):
+    """What a reduce-scatter of columns moves: over an axis, from a dtype to another."""
+
+    axis: str
+    given: str
+    made: str
+
+    @property
+    def back(self) -> _Wire:
+        """The same for cotangents."""
+        return _Wire(self.axis, self.made, self.given)
 
 
-def _scatter_forward(rows: jax.Array, axis: str) -> tuple[jax.Array, None]:
-    return scatter(rows, axis), None
+# Each is the other's transpose. The cotangent of the cast to float32 would have XLA
+# gather float32 columns; gathered in their own dtype they are as exact.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattered(wire: _Wire, rows: jax.Array) -> jax.Array:
+    """Sums rows `[N, H]` over an axis in float32; returns `[N, H / size]` of it."""
+    columns = jax.lax.psum_scatter(
+        rows.astype(jnp.float32), wire.axis, scatter_dimension=1, tiled=True
+    )
+    return columns.astype(wire.made)
 
 
-def _scatter_backward(axis: str, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    # JAX's own derivative would cast to float32 before the gather, not after it.
-    return (jax.lax.all_gather(cotangent, axis, axis=1, tiled=True),)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(wire: _Wire, columns: jax.Array) -> jax.Array:
+    """Gathers columns `[N, H / size]` to `[N, H]`."""
+    return jax.lax.all_gather(columns, wire.axis, axis=1, tiled=True).astype(wire.made)
 
 
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+_scattered.defvjp(
+    lambda wire, rows: (_scattered(wire, rows), None),
+    lambda wire, _, cotangent: (_gathered(wire.back, cotangent),),
+)
+_gathered.defvjp(
+    lambda wire, columns: (_gathered(wire, columns), None),
+    lambda wire, _, cotangent: (_scattered(wire.back, cotangent),),
+)
 
 
 def gather(part: jax.Array, axis: str) -> jax.Array:
