@@ -199,7 +199,26 @@ def resolved_mesh(mesh: Any) -> Mesh:
             "jax_ep.init: mesh must be a jax.sharding.Mesh, got "
             f"{type(mesh).__name__}; make one with jax.make_mesh"
         )
+    _require_attached(mesh)
     return mesh
+
+
+def _require_attached(mesh: Mesh) -> None:
+    """Raises ValueError for the devices of a topology description, which are not there.
+
+    A handle opens memory and runs a program on its devices.
+    """
+    device = mesh.devices.flat[0]
+    try:
+        attached = jax.devices(device.platform)
+    except RuntimeError:  # no such platform in this process
+        attached = []
+    if device not in attached:
+        raise ValueError(
+            "jax_ep.init: mesh must hold devices that this job has, got "
+            f"{device!r}, as of a topology description; compile where the devices are, "
+            "or export the program (docs/sharp_bits.md#exported-programs)"
+        )
 
 
 def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:

@@ -112,3 +112,27 @@ def test_targets_are_those_of_the_native_modules():
     assert list(found) == sorted(set(found))
     assert {"ep_init", "ep_pack", "ep_combine_unpack"} <= set(found)
     assert set(jax_ep._native.ffi.native.targets()) <= set(found)
+
+
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+def test_export_for_gpus_that_are_not_here(platforms):
+    """The programs of `collective` name no devices."""
+    mesh = helpers.make_mesh(helpers.some_ranks(RANKS))
+    config = helpers.make_config(dtype="float32", pending_calls=1)
+    rng = np.random.default_rng(1)
+    made = helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
+    operands = [helpers.put(mesh, p) for p in (made.tokens, made.ids, made.weights)]
+    allowed = [
+        export.DisabledSafetyCheck.custom_call(name)
+        for name in jax_ep.custom_call_targets
+    ]
+    with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
+        step = jax.jit(mapped(ep, mesh))
+        make = export.export(step, platforms=platforms, disabled_checks=allowed)
+        program = make(*operands)
+    assert program.platforms == tuple(platforms)
+    assert program.nr_devices == mesh.size
+    text = program.mlir_module()
+    assert all(
+        name in text for name in ("@ep_pack", "all_to_all", "@ep_combine_unpack")
+    )

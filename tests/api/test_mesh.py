@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from support import helpers, moe, oracle
+from support.errors import check_form, raises
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
@@ -217,3 +218,16 @@ def test_axes_that_are_not_manual_are_named(kind: AxisType) -> None:
         words = r"manual or automatic, got explicit axes \['dp'\]"
         with pytest.raises(ValueError, match=words):
             there_and_back(mesh, ep)
+
+
+def test_devices_that_are_not_there(monkeypatch) -> None:
+    """Those of a topology description: no handle can be opened on them."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    others = jax.devices()[mesh.size :]
+    for found in (lambda _: others, lambda _: (_ for _ in ()).throw(RuntimeError())):
+        monkeypatch.setattr(jax, "devices", found)
+        for make in (jax_ep.init, jax_ep.shared_handle):
+            with raises() as caught:
+                make(mesh, "ep", helpers.make_config())
+            check_form(caught, "init", "devices that this job has", "topology")
+        monkeypatch.undo()
