@@ -64,12 +64,13 @@ def save(path, state):
     os.replace(path.with_suffix(".new"), path)
 
 
-def train(folder, steps, kill_at=None):
-    """Trains from the checkpoint in `folder` on all devices of all processes."""
+def train(folder, steps, kill_at=None, devices=None):
+    """Trains from the checkpoint in `folder` on these devices, by default on all."""
     path = folder / "checkpoint.npz"
     state = dict(np.load(path)) if path.exists() else first_state()
-    ranks = jax.device_count()
-    mesh = jax.make_mesh((ranks,), ("ep",), (AxisType.Auto,))
+    devices = devices or jax.devices()
+    ranks = len(devices)
+    mesh = jax.make_mesh((ranks,), ("ep",), (AxisType.Auto,), devices=devices)
     slots = (EXPERTS // ranks + 1) * ranks
     placement = jax_ep.placement.balance(state["load"], slots, ep_size=ranks)
     sizes = {"top_k": TOP_K, "hidden_size": HIDDEN, "dtype": "float32"}
@@ -202,7 +203,7 @@ def main(arguments=None):
         curve = read_curve(folder)
         alone = folder / "alone"
         alone.mkdir()
-        train(alone, args.steps)
+        train(alone, args.steps, devices=jax.devices()[:1])
         want = [value for _, _, value in read_curve(alone)]
     for step, ranks, value in curve:
         print(f"step {step:>3} on {ranks} ranks: loss {value:.6f}, {want[step]:.6f}")

@@ -53,7 +53,9 @@ class Chained(Collective):
             return call(ep, *given, token)
         (after,) = token
         self.came_after.append(f"{after.dtype}{list(after.shape)}")
-        given = jax.tree.map(lambda x: tied(x, after), given)
+        given = jax.tree.map(
+            lambda x: tied(x, after) if isinstance(x, jax.Array) else x, given
+        )
         out, _ = call(ep, *given, ())
         like = jax.tree.leaves(out)[0]
         return out, (tied(jax.lax.full_like(like, 0, jnp.int32, (1,)), like),)
