@@ -10,6 +10,9 @@ their results are unspecified. Optional keywords are `gate_bias` and `up_bias` `
 `down_bias` `[L, H]`, and `activation`, a function of (gate, up) `[N, F]` that replaces
 `silu(gate) * up`. `auto` is the default. Which one is fastest depends on sizes, GPU and
 versions; `benchmarks/layers/layer.py` times them.
+
+`fp8` is another kind: it takes the whole `Dispatched`, and multiplies codes of rows
+with codes of weights, which `quantize_weights` makes (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -23,9 +26,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, threads
+from jax_ep import formats
+from jax_ep._core import batching, checks, errors, threads
+from jax_ep._core.arrays import as_array
+from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
+from jax_ep._core.types import Dispatched
+from jax_ep._experts import fp8 as _fp8
 from jax_ep._experts import grouped
+from jax_ep._experts import operations as _operations
+from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.grouped import grouped_matmul
+from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
+from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
 
 # A function of gate and up, `[N, F]` each.
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -126,7 +138,7 @@ def auto(
         TypeError: while tracing, if the rows do not have a floating dtype of 16 bits or
             more, as the codes of a quantised dispatch do not.
     """
-    _require_values("auto", rows)
+    _require_values("auto", rows, gate_up)
     given = (rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
     if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
@@ -175,7 +187,7 @@ def ragged_dot(
     Raises:
         TypeError: as in `auto`.
     """
-    _require_values("ragged_dot", rows)
+    _require_values("ragged_dot", rows, gate_up)
     options = _Options(gate_bias, up_bias, down_bias, activation)
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped.ragged_dot(rows, gate_up, group_sizes)
@@ -249,7 +261,7 @@ def mosaic(
             `mosaic_obstacle` returns an obstacle.
         TypeError: as in `auto`.
     """
-    _require_values("mosaic", rows, "bfloat16 or float16")
+    _require_values("mosaic", rows, gate_up, "bfloat16 or float16")
     if rows.dtype.itemsize != _MOSAIC_ITEMSIZE:
         raise ValueError(
             "jax_ep.experts.mosaic: rows must be bfloat16 or float16, got "
@@ -366,7 +378,7 @@ class Padded:
         Raises:
             TypeError: as in `auto`.
         """
-        _require_values("Padded", rows)
+        _require_values("Padded", rows, gate_up)
         groups, hidden = gate_up.shape[:2]
         gate_up, down = _wide(rows, gate_up, down)
         row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
@@ -383,9 +395,293 @@ class Padded:
         return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
 
 
+_FP8_FORMATS = ("bf16", "fp8_block128", "fp8_block128_e8m0")
+
+
+@takes_dispatched
+def fp8(
+    d: Dispatched,
+    gate_up: jax.Array | QuantizedWeights,
+    down: jax.Array | None,
+    *,
+    quantized: QuantizedWeights | None = None,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Applies experts to rows and weights in 8 bits, with gradients for training.
+
+    docs/fp8.md says what is rounded where. In short: rows are e4m3 codes with a scale
+    per 128 elements, those of a quantised dispatch as they came; weights are codes with
+    a scale per 128 x 128; products are summed in float32; the activation's float32
+    result is quantised per 128 of F; the rows of down are rounded once. Cotangents are
+    quantised likewise, and weights get their gradients in full, as if they had not been
+    quantised. Only first derivatives are defined.
+
+    Args:
+        d: the `Dispatched` of one rank, of format "fp8_block128", "fp8_block128_e8m0"
+            or "bf16"; rows of the last are quantised here.
+        gate_up: `[L, H, 2, F]`, gate first; or a `QuantizedWeights` in place of both
+            matrices, which then get no gradients.
+        down: `[L, F, H]`; None if `gate_up` is a `QuantizedWeights`.
+        quantized: the codes of these gate_up and down, made before, so that they are
+            not quantised in this call. The codes multiply, and gate_up and down get
+            the gradients.
+        gate_bias: `[L, F]`, or None.
+        up_bias: `[L, F]`, or None.
+        down_bias: `[L, H]`, or None.
+        activation: a function of (gate, up) `[N, F]` in float32; None means
+            `silu(gate) * up`.
+
+    Returns:
+        `[N, H]` in the dtype of the dispatched tokens; rows past the last group are
+        unspecified.
+
+    Raises:
+        TypeError, ValueError: while tracing, if an argument does not hold what is said
+            above, or H or F is not a multiple of 128 (32 for weights in "mxfp4", with
+            rows of "bf16"); in the backward pass, if `d` lacks its `grad_port` or the
+            weights are in "mxfp4".
+    """
+    require_dispatched("experts.fp8", d)
+    require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
+    if d.format not in _FP8_FORMATS:
+        raise errors.invalid(
+            "experts.fp8",
+            f"d must have one of the formats {list(_FP8_FORMATS)}",
+            repr(d.format),
+            "set dispatch_format of the config to one of them, or leave experts out",
+            operand="d",
+        )
+    if isinstance(gate_up, QuantizedWeights):
+        if quantized is not None or down is not None:
+            raise errors.invalid(
+                "experts.fp8",
+                "down and quantized must be None if gate_up is a QuantizedWeights",
+                "others",
+                "leave them out, or pass the masters as gate_up and down",
+                operand="gate_up",
+            )
+        weights, masters = gate_up, None
+    else:
+        given = _checked_matrices("experts.fp8", gate_up, down)
+        masters = given
+        weights = quantized
+        if weights is None:
+            weights = quantize_weights(*given, backward=True)
+    shapes = _checked_codes("experts.fp8", weights)
+    hidden, inner = shapes[0][1], shapes[0][3]
+    if masters is not None and shapes != tuple(each.shape for each in masters):
+        raise errors.invalid(
+            "experts.fp8",
+            "quantized must hold the codes of gate_up and down",
+            f"codes of {shapes} for {[each.shape for each in masters]}",
+            "quantise these matrices with jax_ep.experts.quantize_weights",
+            operand="quantized",
+        )
+    groups = d.group_sizes.shape[0]
+    columns = formats.columns(d.format, hidden)
+    if shapes[0][0] != groups or d.tokens.shape[1] != columns:
+        raise errors.invalid(
+            "experts.fp8",
+            f"gate_up must have the {groups} groups of d and the width of its rows, "
+            f"{d.tokens.shape[1]}",
+            shapes[0],
+            "pass the weights of this rank's experts",
+            operand="gate_up",
+        )
+    plain = weights.format == "mxfp4" and d.format == "bf16"
+    multiple = _quantized.multiple_of("mxfp4" if plain else "fp8_block128")
+    _require_multiple("experts.fp8", hidden, inner, multiple)
+    with jax.named_scope("jax_ep.fp8"):
+        if d.format != "bf16":
+            if d.scales is None:
+                raise errors.invalid(
+                    "experts.fp8",
+                    f"d must have the scales of its format {d.format!r}",
+                    "none",
+                    "keep `scales` and `format` as the dispatch returned them",
+                    operand="d",
+                )
+            rows, port = _operations.Rows(d.tokens, d.scales), d.grad_port
+        else:
+            port = d.tokens
+            values = jax.lax.stop_gradient(port)
+            rows = _operations.Rows(values, None)
+            if not plain:
+                rows = _operations.quantized_rows(values)
+        consts: tuple[jax.Array, ...] = ()
+        if activation is not None:
+            like = jax.ShapeDtypeStruct((d.tokens.shape[0], inner), jnp.float32)
+            activation, found = jax.closure_convert(activation, like, like)
+            consts = tuple(found)
+        static = _fp8.Static(
+            d.rows_dtype,
+            activation,
+            port is not None,
+            None if masters is None else (masters[0].dtype, masters[1].dtype),
+            _operations.operations(),
+        )
+        biases = _fp8.Biases(gate_bias, up_bias, down_bias)
+        return _fp8.apply(
+            static, port, masters, biases, consts, rows, weights, d.group_sizes
+        )
+
+
+def quantize_weights(
+    gate_up: jax.Array,
+    down: jax.Array,
+    format: WeightFormat = "fp8_block128",
+    backward: bool = False,
+) -> QuantizedWeights:
+    """Returns weights of experts as codes and scales, for `fp8` and `moe_ffn`.
+
+    Quantise once per step and use the codes in every microbatch and every
+    rematerialised layer, or once and for all for inference. It runs inside
+    `jax.shard_map` and outside, on sharded arrays and under `jit`, and has no
+    derivative: pass the masters beside the codes to train them. With weights that are
+    sharded over a data axis (FSDP), quantise the shards, then gather the codes: a
+    shard must be a multiple of 128 rows (of 32 for "mxfp4").
+
+    Args:
+        gate_up: `[L, H, 2, F]`, gate first, of a floating dtype of 16 bits or more.
+        down: `[L, F, H]`.
+        format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 of each matrix;
+            or "mxfp4", e2m1 with a power of two per 32 along the contracted dimension,
+            for inference only. The rules are those of docs/formats.md.
+        backward: whether gradients will be taken with these codes. It adds what
+            kernels need for that, if they need more than the codes themselves.
+
+    Returns:
+        The codes and scales.
+
+    Raises:
+        TypeError, ValueError: an argument does not hold what is said above, or H or F
+            is not a multiple of 128 (of 32 for "mxfp4").
+    """
+    function = "experts.quantize_weights"
+    if format not in WEIGHT_FORMATS:
+        raise errors.invalid(
+            function,
+            f"format must be one of {list(WEIGHT_FORMATS)}",
+            repr(format),
+            "docs/fp8.md describes them",
+            operand="format",
+        )
+    if format == "mxfp4" and backward:
+        raise errors.invalid(
+            function,
+            'backward must be False for "mxfp4", which is for inference only',
+            "True",
+            'train with format="fp8_block128"',
+            operand="backward",
+        )
+    given = _checked_matrices(function, gate_up, down)
+    _, hidden, _, inner = given[0].shape
+    _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
+
+    def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
+        compute = _operations.operations()
+        return compute.quantize_weights(gate_up, down, format, backward)
+
+    with jax.named_scope("jax_ep.quantize_weights"):
+        return batching.in_turn(run)(*map(jax.lax.stop_gradient, given))
+
+
+def _checked_matrices(
+    function: str, gate_up: Any, down: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays; raises unless they are [L, H, 2, F] and [L, F, H]."""
+    first = as_array(function, "gate_up", gate_up)
+    second = as_array(function, "down", down)
+    for name, matrix in (("gate_up", first), ("down", second)):
+        dtype = matrix.dtype
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+            raise errors.invalid(
+                function,
+                f"{name} must have a floating dtype of 16 bits or more",
+                dtype,
+                "pass the masters, or all codes as one QuantizedWeights",
+                operand=name,
+                kind=TypeError,
+            )
+    shape = first.shape
+    if (
+        len(shape) != 4
+        or shape[2] != 2
+        or second.shape != (shape[0], shape[3], shape[1])
+    ):
+        raise errors.invalid(
+            function,
+            "gate_up and down must be [L, H, 2, F] and [L, F, H]",
+            f"{shape} and {second.shape}",
+            "stack gate and up along a dimension of their own, gate first",
+            operand="gate_up",
+        )
+    return first, second
+
+
+def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of gate_up and down; raises unless the codes make up both."""
+    errors.require_type(
+        function,
+        "quantized",
+        weights,
+        QuantizedWeights,
+        "a QuantizedWeights",
+        "make it with jax_ep.experts.quantize_weights",
+    )
+    shapes = weights.shapes
+    if [len(shape) for shape in shapes] != [4, 3] or shapes[0][2] != 2:
+        raise errors.invalid(
+            function,
+            "a QuantizedWeights must hold codes of [L, H, 2, F] and [L, F, H]",
+            f"those of {shapes[0]} and {shapes[1]}",
+            "pass one layer of a stack, as a scan over it does",
+            operand="quantized",
+        )
+    wanted = _quantized.layout(weights.format, *shapes)
+    for name, (dtype, shape) in wanted.items():
+        array = as_array(function, name, getattr(weights, name))
+        if array.dtype != dtype or array.shape != shape:
+            raise errors.invalid(
+                function,
+                f"{name} of a QuantizedWeights in {weights.format!r} must be "
+                f"{jnp.dtype(dtype)} {shape}",
+                f"{array.dtype} {array.shape}",
+                "pass arrays of one jax_ep.experts.quantize_weights, all sharded alike",
+                operand=name,
+            )
+    return shapes
+
+
+def _require_multiple(function: str, hidden: int, inner: int, multiple: int) -> None:
+    if hidden % multiple or inner % multiple or not hidden or not inner:
+        raise errors.invalid(
+            function,
+            f"H and F (per shard) must be positive multiples of {multiple}",
+            f"H = {hidden} and F = {inner}",
+            "pad the weights with zeros, split them over fewer ranks, or use "
+            "jax_ep.experts.auto",
+        )
+
+
 def _require_values(
-    function: str, rows: jax.Array, kinds: str = "bfloat16, float16 or float32"
+    function: str,
+    rows: jax.Array,
+    gate_up: jax.Array,
+    kinds: str = "bfloat16, float16 or float32",
 ) -> None:
+    if isinstance(gate_up, QuantizedWeights):
+        raise errors.invalid(
+            f"experts.{function}",
+            "gate_up must be an array",
+            "a QuantizedWeights",
+            "pass experts=jax_ep.experts.fp8, which multiplies codes",
+            operand="gate_up",
+            kind=TypeError,
+        )
     dtype = rows.dtype
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
         return

@@ -17,6 +17,10 @@ Format = Literal["bf16", "fp8_block128", "mxfp8", "mxfp4", "fp8_block128_e8m0", 
 # Formats that combine and the backward pass can quantise their rows to.
 WireFormat = Literal["fp8_block128"]
 
+# Formats of experts' weights, of `jax_ep.experts.quantize_weights`.
+WeightFormat = Literal["fp8_block128", "mxfp4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+
 Reduce = Literal["rank", "source", "none"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 

@@ -45,7 +45,7 @@ def ragged_dot(
 ) -> jax.Array:
     """As `jax.lax.ragged_dot`, but vmap also works if all entries share the weights."""
     # getattr, because type checkers do not know the fields of JAX's config.
-    how = _Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
+    how = Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
     return _differentiable(how, rows, weights, group_sizes)
 
 
@@ -78,7 +78,7 @@ class _Mosaic(NamedTuple):
         return kernels()["weights"](left, right, group_sizes=sizes)
 
 
-class _Ragged(NamedTuple):
+class Ragged(NamedTuple):
     """XLA's ragged_dot, at the matmul precision that was set at the call."""
 
     precision: Any

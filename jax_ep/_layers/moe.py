@@ -108,6 +108,9 @@ def moe_ffn(
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or instead
             "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
+            "experts": a `jax_ep.experts.QuantizedWeights` of this rank's experts, for
+            `experts=jax_ep.experts.fp8`: beside "gate_up" and "down", which then get
+            the gradients, or in their place;
             "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional biases
             of the routed experts;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
@@ -142,7 +145,9 @@ def moe_ffn(
             returns `[N, H]` in the dtype of the rows; rows past the last group are
             ignored. A function marked by `jax_ep.experts.takes_dispatched` is called
             with (d, "gate_up", "down"). Biases and `activation`, if any, are passed as
-            keywords of these names. None means `jax_ep.experts.auto`: SwiGLU by
+            keywords of these names. With "experts" in `params` alone, it comes in place
+            of "gate_up", and None of "down"; beside them it is passed as the keyword
+            `quantized`. None means `jax_ep.experts.auto`: SwiGLU by
             `jax.lax.ragged_dot`, or by Pallas kernels on Hopper GPUs if XLA's
             ragged_dot is dense there. `jax_ep.experts` has more; a grouped matmul of
             your own works, too.
@@ -167,6 +172,7 @@ def moe_ffn(
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
+    moe_checks.require_taken_codes(experts, params)
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
@@ -251,12 +257,23 @@ def _expert_rows(
         # On one rank only, because the results are summed over tp_axis.
         first = jax.lax.axis_index(tp_axis) == 0
         options["down_bias"] = jnp.where(first, options["down_bias"], 0)
-    gate_up, down = params["gate_up"], params["down"]
+    gate_up, down = params.get("gate_up"), params.get("down")
+    codes = params.get("experts")
     if ep.config.fused_shared_expert:
-        gate_up = _in_front(params["shared_gate_up"], gate_up, dtype)
-        down = _in_front(params["shared_down"], down, dtype)
+        first = params["shared_gate_up"], params["shared_down"]
+        if gate_up is not None and down is not None:
+            gate_up = _in_front(first[0], gate_up, dtype)
+            down = _in_front(first[1], down, dtype)
+        if codes is not None:
+            shared = (each[None] for each in first)
+            shared = _experts.quantize_weights(*shared, format=codes.format)
+            codes = jax.tree.map(lambda *parts: jnp.concatenate(parts), shared, codes)
         for name, bias in options.items():
             options[name] = _in_front(jnp.zeros_like(bias[0]), bias, dtype)
+    if codes is not None and gate_up is not None:
+        options["quantized"] = codes
+    elif codes is not None:
+        gate_up = codes
     if activation is not None:
         options["activation"] = activation
     moe_checks.require_keywords(run, options)
@@ -302,7 +319,11 @@ def _spread(
             return value
         return vary_alike(ep.mesh.axis_names, axes, value)[0]
 
-    return {name: spread(value) for name, value in params.items()}
+    # Codes have no gradients.
+    return {
+        name: value if name == "experts" else spread(value)
+        for name, value in params.items()
+    }
 
 
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:

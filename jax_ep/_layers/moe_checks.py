@@ -16,6 +16,7 @@ from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
+from jax_ep._experts.quantized import QuantizedWeights
 
 _require = partial(errors.require, function="moe_ffn")
 
@@ -193,6 +194,19 @@ def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
         )
 
 
+def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
+    """Raises TypeError if codes are given to the default, which multiplies values."""
+    if "experts" in params and experts is None:
+        raise errors.invalid(
+            "moe_ffn",
+            "experts must be a function of codes with params['experts']",
+            "None",
+            "pass experts=jax_ep.experts.fp8",
+            operand="experts",
+            kind=TypeError,
+        )
+
+
 def checked_placement(ep: EPHandle, placement: Any) -> int:
     """Returns the number of experts that the router knows."""
     count = ep.config.num_experts
@@ -255,10 +269,13 @@ def checked_params(
             kind=TypeError,
         )
     params = _joined(params)
-    needed = {"gate_up", "down"} | ({"router"} if routing is None else set())
-    shared = {"shared_gate_up", "shared_down"}
-    known = needed | shared | {"router", "router_bias", *_BIASES}
     names = set(params)
+    matrices = {"gate_up", "down"}
+    # Codes may take their place.
+    needed = set() if "experts" in names and not matrices & names else matrices
+    needed |= {"router"} if routing is None else set()
+    shared = {"shared_gate_up", "shared_down"}
+    known = needed | matrices | shared | {"router", "router_bias", "experts", *_BIASES}
     _require(
         needed <= names <= known,
         rule=f"params must have {sorted(needed)} and nothing besides {sorted(known)}",
@@ -266,7 +283,13 @@ def checked_params(
         remedy="add, rename or remove entries",
     )
     for name, value in params.items():
-        as_array("moe_ffn", f"params[{name!r}]", value)
+        if name != "experts":
+            as_array("moe_ffn", f"params[{name!r}]", value)
+            continue
+        what = "the QuantizedWeights of jax_ep.experts.quantize_weights"
+        remedy = "pass it whole, not its arrays"
+        kinds = QuantizedWeights
+        require_type("moe_ffn", "params['experts']", value, kinds, what, remedy)
     _require(
         ("shared_gate_up" in names) == ("shared_down" in names),
         rule="shared_gate_up and shared_down must come together",
@@ -290,15 +313,22 @@ def checked_params(
     )
     checks.require_dtype("moe_ffn", "tokens", tokens, ep.config.dtype)
     hidden, local = ep.config.hidden_size, ep.local_experts
-    inner = jnp.shape(params["down"])[1:2]
-    _require(
-        jnp.shape(params["gate_up"]) == (local, hidden, 2, *inner)
-        and jnp.shape(params["down"]) == (local, *inner, hidden),
-        rule="gate_up and down must be [L, H, 2, F] and [L, F, H] with this rank's L = "
-        f"{local} experts and H = {hidden}",
-        value=f"{jnp.shape(params['gate_up'])} and {jnp.shape(params['down'])}",
-        remedy=_remedy_of_weights(jnp.shape(params["gate_up"]), local, tp_axis),
-    )
+    given = {}
+    if "down" in names:
+        given["gate_up and down"] = tuple(
+            jnp.shape(params[name]) for name in ("gate_up", "down")
+        )
+    if "experts" in names:
+        given["the matrices of params['experts']"] = params["experts"].shapes
+    inner = next(iter(given.values()))[1][1:2]
+    for what, found in given.items():
+        _require(
+            found == ((local, hidden, 2, *inner), (local, *inner, hidden)),
+            rule=f"{what} must be [L, H, 2, F] and [L, F, H] with this rank's L = "
+            f"{local} experts and H = {hidden}",
+            value=f"{found[0]} and {found[1]}",
+            remedy=_remedy_of_weights(found[0], local, tp_axis),
+        )
     for name in _BIASES:
         wanted = (local, hidden) if name == "down_bias" else (local, *inner)
         found = jnp.shape(params[name]) if name in names else wanted

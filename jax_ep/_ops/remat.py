@@ -15,6 +15,8 @@ from jax_ep._core.types import STATIC_FIELDS, Dispatched
 ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
 OUT_NAME = "jax_ep_out"
+# Of `jax_ep.experts.fp8`, which `save_route` does not save.
+GATE_UP_NAME = "jax_ep_gate_up"
 
 # Policy for jax.checkpoint: a rematerialised layer saves the results of exchanges
 # (routes, received rows, combined tokens), so that it exchanges nothing twice.
@@ -30,13 +32,13 @@ def named_dispatch(d: Dispatched) -> Dispatched:
         if field == "grad_port":  # zeros, which are not worth saving
             return d.grad_port
         is_row = field in ("tokens", "scales", "router_weights")
-        return _named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
+        return named_bits(getattr(d, field), ROWS_NAME if is_row else ROUTE_NAME)
 
     fields = (f.name for f in dataclasses.fields(d) if f.name not in STATIC_FIELDS)
     return dataclasses.replace(d, **{field: name(field) for field in fields})
 
 
-def _named_bits(value: Any, name: str) -> Any:
+def named_bits(value: Any, name: str) -> Any:
     """Returns `value` with a name; one-byte floats are named as integers.
 
     JAX rounds saved values to the precision of their dtype as if each dtype had

@@ -1,0 +1,237 @@
+"""Experts on codes, with their derivative: what `jax_ep.experts.fp8` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._core import batching, errors
+from jax_ep._core.literals import Dtype
+from jax_ep._core.varying import vary_alike, varying
+from jax_ep._experts.operations import (
+    Inner,
+    Operations,
+    Rows,
+    bias_grad,
+    with_bias,
+)
+from jax_ep._experts.quantized import QuantizedWeights, Which
+from jax_ep._ops.remat import GATE_UP_NAME, named_bits
+
+
+class Biases(NamedTuple):
+    """`[L, F]`, `[L, F]` and `[L, H]`; each may be None."""
+
+    gate: jax.Array | None
+    up: jax.Array | None
+    down: jax.Array | None
+
+
+class Static(NamedTuple):
+    """What a program is made for.
+
+    Attributes:
+        dtype: of the result, and of the cotangents of rows.
+        activation: as in `Inner`.
+        has_port: whether the cotangents of rows have somewhere to go.
+        masters: dtypes of the gradients of gate_up and down; None if there are none.
+        operations: what computes.
+    """
+
+    dtype: Dtype
+    activation: Callable[..., jax.Array] | None
+    has_port: bool
+    masters: tuple[Any, Any] | None
+    operations: Operations
+
+
+def apply(
+    static: Static,
+    port: jax.Array | None,
+    masters: tuple[jax.Array, jax.Array] | None,
+    biases: Biases,
+    consts: tuple[jax.Array, ...],
+    rows: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+) -> jax.Array:
+    """Applies experts to rows; the derivative is straight-through.
+
+    Args:
+        static: see there.
+        port: `[N, H]`, whose cotangent is that of the rows; its values are not read.
+        masters: gate_up and down, whose cotangents are those of the weights; their
+            values are not read either, so XLA leaves out what made them.
+        biases: see there.
+        consts: as in `Inner`.
+        rows: `[N, H]`.
+        weights: those of L experts.
+        sizes: int32 `[L]`.
+
+    Returns:
+        `[N, H]` of `static.dtype`.
+    """
+    given = (port, masters, biases, consts, rows, weights, sizes)
+    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves(given))))
+    return _apply(static, *vary_alike(axes, frozenset(), *given))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(
+    static: Static,
+    port: Any,
+    masters: Any,
+    biases: Biases,
+    consts: Any,
+    rows: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+) -> jax.Array:
+    del port, masters
+    h, _ = _gate_up(static, False, biases, consts, rows, weights, sizes)
+    return _down(static, biases, h, weights, sizes)
+
+
+def _forward(
+    static: Static,
+    port: Any,
+    masters: Any,
+    biases: Biases,
+    consts: Any,
+    rows: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+) -> Any:
+    del port, masters
+    if weights.format == "mxfp4":
+        raise errors.invalid(
+            "experts.fp8",
+            'weights of format "mxfp4" must not be differentiated',
+            "a call inside jax.grad or jax.vjp",
+            'train with format="fp8_block128", or stop the gradient at the result '
+            "with jax.lax.stop_gradient",
+        )
+    h, both = _gate_up(static, True, biases, consts, rows, weights, sizes)
+    # What the backward pass needs of this product has one name, so that a policy that
+    # saves it repeats no product.
+    both = checkpoint_name(both, GATE_UP_NAME)
+    h = jax.tree.map(lambda part: named_bits(part, GATE_UP_NAME), h)
+    out = _down(static, biases, h, weights, sizes)
+    return out, (biases, consts, rows, h, both, weights, sizes)
+
+
+def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
+    biases, consts, rows, h, both, weights, sizes = kept
+    # Silently missing gradients would be wrong.
+    if not static.has_port:
+        raise errors.invalid(
+            "experts.fp8",
+            "d must have the grad_port of its dispatch when it is differentiated",
+            "None",
+            "keep it, or stop the gradient at the result with jax.lax.stop_gradient",
+            operand="d",
+        )
+    compute = static.operations
+
+    def down_dgrad(
+        cotangent: Any, weights: Any, sizes: Any, biases: Any, consts: Any, both: Any
+    ) -> Any:
+        inner = Inner(biases.gate, biases.up, consts, static.activation)
+        codes = compute.quantize_cotangents(cotangent)
+        return compute.down_dgrad(codes, weights, sizes, inner, both)
+
+    codes, to_both, to_consts = batching.in_turn(down_dgrad)(
+        cotangent, weights, sizes, biases, consts, both
+    )
+    to_rows = _product(static, "gate_up", True, codes, weights, sizes, static.dtype)
+    to_biases = Biases(
+        _bias_grad(biases.gate, to_both[:, 0], sizes),
+        _bias_grad(biases.up, to_both[:, 1], sizes),
+        _bias_grad(biases.down, cotangent, sizes),
+    )
+    to_masters = None
+    if static.masters is not None:
+        to_gate_up = _wgrad(
+            static,
+            rows,
+            to_both.reshape(to_both.shape[0], -1),
+            sizes,
+            static.masters[0],
+        )
+        to_masters = (
+            to_gate_up.reshape(weights.shapes[0]),
+            _wgrad(static, h, cotangent, sizes, static.masters[1]),
+        )
+    return to_rows, to_masters, to_biases, to_consts, None, None, None
+
+
+_apply.defvjp(_forward, _backward)
+
+
+def _gate_up(
+    static: Static,
+    keep: bool,
+    biases: Biases,
+    consts: Any,
+    rows: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+) -> Any:
+    def run(biases: Any, consts: Any, rows: Any, weights: Any, sizes: Any) -> Any:
+        inner = Inner(biases.gate, biases.up, consts, static.activation)
+        return static.operations.gate_up(
+            rows, weights, sizes, inner, keep, static.dtype
+        )
+
+    return batching.in_turn(run)(biases, consts, rows, weights, sizes)
+
+
+def _down(
+    static: Static,
+    biases: Biases,
+    h: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+) -> jax.Array:
+    if biases.down is None:
+        return _product(static, "down", False, h, weights, sizes, static.dtype)
+    # Rounded once, after the bias.
+    sums = _product(static, "down", False, h, weights, sizes, jnp.float32)
+    return with_bias(sums, biases.down, sizes).astype(static.dtype)
+
+
+def _product(
+    static: Static,
+    which: Which,
+    transposed: bool,
+    rows: Rows,
+    weights: QuantizedWeights,
+    sizes: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    def run(rows: Any, weights: Any, sizes: Any) -> Any:
+        return static.operations.product(rows, weights, which, sizes, dtype, transposed)
+
+    return batching.in_turn(run)(rows, weights, sizes)
+
+
+def _wgrad(
+    static: Static, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+) -> jax.Array:
+    def run(rows: Any, cotangent: Any, sizes: Any) -> Any:
+        return static.operations.wgrad(rows, cotangent, sizes, dtype)
+
+    return batching.in_turn(run)(rows, cotangent, sizes)
+
+
+def _bias_grad(
+    bias: jax.Array | None, cotangent: jax.Array, sizes: jax.Array
+) -> jax.Array | None:
+    if bias is None:
+        return None
+    return batching.in_turn(bias_grad)(cotangent, bias, sizes)

@@ -1,0 +1,268 @@
+"""What fp8 experts are made of: the operations that kernels of a device replace.
+
+`Operations` is plain JAX that runs everywhere: operands are dequantised to float32 and
+multiplied there. Kernels are a subclass of it that overrides methods. None of them has
+a derivative or a batching rule; `fp8` gives them both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import formats
+from jax_ep._core.literals import Dtype, Format, WeightFormat
+from jax_ep._experts import quantized
+from jax_ep._experts.grouped import Ragged
+from jax_ep._experts.quantized import QuantizedWeights, Which
+
+_ROW_FORMAT: Format = "fp8_block128"
+
+
+class Rows(NamedTuple):
+    """Rows as codes, or as they are.
+
+    Attributes:
+        values: `[N, A]`, float8_e4m3fn, or without scales any float dtype.
+        scales: `[N, A / 128]`, float32 or float8_e8m0fnu, or None.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+
+    def to(self, dtype: Dtype) -> jax.Array:
+        """Returns what the rows stand for, rounded once to `dtype`."""
+        if self.scales is None:
+            return self.values.astype(dtype)
+        e8m0 = self.scales.dtype == quantized.E8M0
+        name: Format = "fp8_block128_e8m0" if e8m0 else _ROW_FORMAT
+        return formats.dequantize(self.values, self.scales, name, dtype=dtype)
+
+
+def quantized_rows(values: jax.Array) -> Rows:
+    """Returns rows as `jax_ep.formats.quantize` does, in "fp8_block128"."""
+    return Rows(*formats.quantize(values, _ROW_FORMAT))
+
+
+class Inner(NamedTuple):
+    """What lies between gate/up and down: biases and the activation.
+
+    Attributes:
+        gate_bias: `[L, F]`, or None.
+        up_bias: `[L, F]`, or None.
+        consts: arrays that `activation` takes besides gate and up.
+        activation: a function of (gate, up, *consts), static; None means
+            `silu(gate) * up`. A fused kernel that knows only this one leaves others,
+            and biases, to `Operations`.
+    """
+
+    gate_bias: jax.Array | None
+    up_bias: jax.Array | None
+    consts: tuple[jax.Array, ...]
+    activation: Callable[..., jax.Array] | None
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the activation of gate and up, whose biases are in already."""
+        if self.activation is None:
+            return jax.nn.silu(gate) * up
+        return self.activation(gate, up, *self.consts).astype(gate.dtype)
+
+
+class Operations:
+    """The reference; hashable, and equal to another one of the same class.
+
+    N rows lie in L groups of `sizes`; rows past the groups may hold anything, even NaN,
+    and so may their results, but they change no others. Products are summed in float32.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        """Whether programs traced with either are the same."""
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        """Hashes the class."""
+        return hash(type(self))
+
+    def quantize_weights(
+        self,
+        gate_up: jax.Array,
+        down: jax.Array,
+        name: WeightFormat,
+        backward: bool,
+    ) -> QuantizedWeights:
+        """Quantises `[L, H, 2, F]` and `[L, F, H]` to format `name`.
+
+        `backward` says whether `product` will be called with `transposed`. Blocks of
+        128 x 128 have the same codes either way, so the reference needs no others.
+        """
+        del backward
+        return quantized.quantize(gate_up, down, name)
+
+    def product(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        which: Which,
+        sizes: jax.Array,
+        dtype: Any,
+        transposed: bool = False,
+    ) -> jax.Array:
+        """Multiplies each row by the matrix of its group, and rounds once to `dtype`.
+
+        gate_up is a matrix `[H, 2 * F]` per group, gate first, and down `[F, H]`.
+
+        Args:
+            rows: `[N, A]`.
+            weights: what `quantize_weights` made, or codes from a checkpoint.
+            which: the matrix.
+            sizes: int32 `[L]`.
+            dtype: of the result.
+            transposed: multiplies by the transposed matrix.
+        """
+        matrix = quantized.dequantize(weights, which)
+        matrix = matrix.reshape(*matrix.shape[:2], -1)
+        sums = _exact().rows(rows.to("float32"), matrix, sizes, transposed)
+        return sums.astype(dtype)
+
+    def gate_up(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        keep: bool,
+        dtype: Any,
+    ) -> tuple[Rows, jax.Array | None]:
+        """Applies gate, up and the activation.
+
+        The float32 result of the activation is quantised as
+        `jax_ep.formats.quantize` does, bit for bit, or, if the rows have no scales,
+        rounded to `dtype`.
+
+        Args:
+            rows: `[N, H]`.
+            weights: those of the product.
+            sizes: int32 `[L]`.
+            inner: biases and activation.
+            keep: whether the backward pass needs gate and up.
+            dtype: that of the tokens.
+
+        Returns:
+            The rows of down `[N, F]`; gate and up with their biases in bfloat16,
+            `[N, 2, F]`, or None.
+        """
+        both = self.product(rows, weights, "gate_up", sizes, jnp.float32)
+        both = both.reshape(both.shape[0], 2, -1)
+        gate = with_bias(both[:, 0], inner.gate_bias, sizes)
+        up = with_bias(both[:, 1], inner.up_bias, sizes)
+        h = inner(gate, up)
+        kept = jnp.stack([gate, up], 1).astype(jnp.bfloat16) if keep else None
+        if rows.scales is None:
+            return Rows(h.astype(dtype), None), kept
+        return quantized_rows(h), kept
+
+    def down_dgrad(
+        self,
+        cotangent: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        both: jax.Array,
+    ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
+        """Goes back through down and the activation.
+
+        Args:
+            cotangent: `[N, H]`, of down's rows, from `quantize_cotangents`.
+            weights: those of down.
+            sizes: int32 `[L]`.
+            inner: biases and activation; biases are in `both` already.
+            both: gate and up, as `gate_up` kept them.
+
+        Returns:
+            The cotangents of gate and up side by side, `[N, 2 * F]`, quantised from
+            float32; the same in bfloat16, not quantised, `[N, 2, F]`; those of
+            `inner.consts`.
+        """
+        to_h = self.product(
+            cotangent, weights, "down", sizes, jnp.float32, transposed=True
+        )
+        real = real_rows(sizes, to_h.shape[0])
+        # Sums over rows, as in the cotangents of consts, must not meet rows past the
+        # groups.
+        both = jnp.where(real[:, None], both.astype(jnp.float32), 0)
+
+        def activate(gate: Any, up: Any, consts: Any) -> Any:
+            return inner._replace(consts=consts)(gate, up)
+
+        _, back = jax.vjp(activate, both[:, 0], both[:, 1], inner.consts)
+        to_gate, to_up, to_consts = back(jnp.where(real, to_h, 0))
+        to_both = jnp.concatenate([to_gate, to_up], 1)
+        plain = to_both.astype(jnp.bfloat16).reshape(both.shape)
+        return self.quantize_cotangents(to_both), plain, to_consts
+
+    def wgrad(
+        self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """Sums outer products over each group, rounded once to `dtype`.
+
+        Args:
+            rows: `[N, A]`, which are dequantised to bfloat16.
+            cotangent: `[N, B]`, rounded to bfloat16.
+            sizes: int32 `[L]`.
+            dtype: of the result.
+
+        Returns:
+            `[L, A, B]`.
+        """
+        real = real_rows(sizes, cotangent.shape[0])
+        left = jnp.where(real, rows.to("bfloat16").astype(jnp.float32), 0)
+        right = cotangent.astype(jnp.bfloat16).astype(jnp.float32)
+        right = jnp.where(real, right, 0)
+        return _exact().outer(left, right, sizes).astype(dtype)
+
+    def quantize_cotangents(self, values: jax.Array) -> Rows:
+        """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
+        return Rows(*quantized.quantize_cotangents(values))
+
+
+def operations() -> Operations:
+    """Returns the operations of this process's devices."""
+    return Operations()
+
+
+def real_rows(sizes: jax.Array, count: int) -> jax.Array:
+    """Returns bool `[count, 1]`: whether each row belongs to a group."""
+    return (jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
+
+
+def group_of_rows(sizes: jax.Array, count: int) -> jax.Array:
+    """Returns int32 `[count]`, the group of each row; L for rows past the last one."""
+    index = jnp.arange(count, dtype=jnp.int32)
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    return group.astype(jnp.int32)
+
+
+def with_bias(rows: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    """Adds each group's bias to its rows, in float32."""
+    if bias is None:
+        return rows
+    group = group_of_rows(sizes, rows.shape[0])
+    own = bias.astype(jnp.float32)[jnp.minimum(group, bias.shape[0] - 1)]
+    return rows.astype(jnp.float32) + own
+
+
+def bias_grad(cotangent: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Sums the cotangents `[N, F]` of each group's rows in float32, to `[L, F]`."""
+    group = group_of_rows(sizes, cotangent.shape[0])
+    zeros = jnp.zeros(bias.shape, jnp.float32)
+    # Rows past the groups are in group L, which mode="drop" leaves out.
+    summed = zeros.at[group].add(cotangent.astype(jnp.float32), mode="drop")
+    return summed.astype(bias.dtype)
+
+
+def _exact() -> Ragged:
+    return Ragged(jax.lax.Precision.HIGHEST)

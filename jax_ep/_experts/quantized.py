@@ -1,0 +1,228 @@
+"""Experts' weights as codes and scales, and the rules that make them.
+
+The rules are plain JAX, so XLA partitions them over sharded arrays, and `shard_map`,
+`vmap` and a scan take them as they are. Amax is found by the bits of the floats: their
+order is that of the floats, with infinities and NaN above all others, and a maximum of
+integers flushes no denormals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core.literals import WeightFormat
+
+Which = Literal["gate_up", "down"]
+
+BLOCK = 128  # rows and columns of a matrix that share a scale of "fp8_block128"
+PER_SCALE = 32  # elements of a column that share a scale of "mxfp4"
+E4M3 = jnp.float8_e4m3fn
+E8M0 = jnp.float8_e8m0fnu
+E4M3_LARGEST = 448.0
+WEIGHTS_FLOOR = 1e-4  # the least amax of "fp8_block128"
+# The least amax of cotangents: those of a mean loss are often far below 1e-4.
+COTANGENTS_FLOOR = 2.0**-80
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+_NAN_CODE = 0x7F
+# Magnitudes of e2m1 codes 0 to 7, and where code i + 1 begins; True: at the bound, as
+# ties go to the even code.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BOUNDS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("gate_up", "gate_up_scales", "down", "down_scales"),
+    meta_fields=("format",),
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """The weights of L experts as codes and scales, a pytree of four arrays.
+
+    `jax_ep.experts.quantize_weights` makes one. The arrays are in the order of the
+    weights themselves, on every device: dimension 0 is the expert, dimension 1 the
+    contracted one. A checkpoint can hold them, and `jax.tree.map` shards or gathers
+    them along dimension 0 or 1.
+
+    Attributes:
+        gate_up: "fp8_block128": float8_e4m3fn `[L, H, 2, F]`. "mxfp4": uint8
+            `[L, H / 2, 2, F]`, two e2m1 codes per byte, that of the even row of the
+            matrix in the low nibble.
+        gate_up_scales: "fp8_block128": float32 `[L, H / 128, 2, F / 128]`, of a block
+            of 128 x 128. "mxfp4": float8_e8m0fnu `[L, H / 32, 2, F]`.
+        down: float8_e4m3fn `[L, F, H]` or uint8 `[L, F / 2, H]`.
+        down_scales: float32 `[L, F / 128, H / 128]` or float8_e8m0fnu
+            `[L, F / 32, H]`.
+        format: "fp8_block128" or "mxfp4" (static).
+    """
+
+    gate_up: jax.Array
+    gate_up_scales: jax.Array
+    down: jax.Array
+    down_scales: jax.Array
+    format: WeightFormat = "fp8_block128"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of gate_up and down that the codes stand for."""
+        per_code = 2 if self.format == "mxfp4" else 1
+
+        def whole(codes: jax.Array) -> tuple[int, ...]:
+            groups, contracted, *rest = codes.shape
+            return (groups, contracted * per_code, *rest)
+
+        return whole(self.gate_up), whole(self.down)
+
+
+def layout(
+    name: WeightFormat, gate_up: tuple[int, ...], down: tuple[int, ...]
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns the dtype and shape of each field for matrices of these shapes."""
+    groups, hidden, _, inner = gate_up
+    if name == "mxfp4":
+        return {
+            "gate_up": (jnp.uint8, (groups, hidden // 2, 2, inner)),
+            "gate_up_scales": (E8M0, (groups, hidden // PER_SCALE, 2, inner)),
+            "down": (jnp.uint8, (groups, inner // 2, hidden)),
+            "down_scales": (E8M0, (groups, inner // PER_SCALE, hidden)),
+        }
+    blocks = hidden // BLOCK, inner // BLOCK
+    return {
+        "gate_up": (E4M3, gate_up),
+        "gate_up_scales": (jnp.float32, (groups, blocks[0], 2, blocks[1])),
+        "down": (E4M3, (groups, inner, hidden)),
+        "down_scales": (jnp.float32, (groups, blocks[1], blocks[0])),
+    }
+
+
+def multiple_of(name: WeightFormat) -> int:
+    """Returns what H and F must be multiples of."""
+    return PER_SCALE if name == "mxfp4" else BLOCK
+
+
+def quantize(
+    gate_up: jax.Array, down: jax.Array, name: WeightFormat
+) -> QuantizedWeights:
+    """Returns the weights in format `name`; H and F suit `multiple_of`."""
+    to_codes = _to_e2m1 if name == "mxfp4" else _to_blocks
+    return QuantizedWeights(*to_codes(gate_up), *to_codes(down), format=name)
+
+
+def dequantize(weights: QuantizedWeights, which: Which) -> jax.Array:
+    """Returns gate_up `[L, H, 2, F]` or down `[L, F, H]` in float32."""
+    values = _of_e2m1 if weights.format == "mxfp4" else _of_blocks
+    return values(getattr(weights, which), getattr(weights, f"{which}_scales"))
+
+
+def quantize_cotangents(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns e4m3 codes and float32 scales per 128 elements of the last dimension."""
+    blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    codes, scales = _to_e4m3(blocks, (-1,), COTANGENTS_FLOOR)
+    return codes.reshape(values.shape), scales
+
+
+def _to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantises `[L, A, ..., B]` per 128 x 128 of A and B."""
+    groups, contracted, *between, columns = matrices.shape
+    shape = (groups, contracted // BLOCK, BLOCK, *between, columns // BLOCK, BLOCK)
+    codes, scales = _to_e4m3(
+        matrices.astype(jnp.float32).reshape(shape), (2, -1), WEIGHTS_FLOOR
+    )
+    return codes.reshape(matrices.shape), scales
+
+
+def _of_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    groups, contracted, *between, columns = codes.shape
+    shape = (groups, contracted // BLOCK, BLOCK, *between, columns // BLOCK, BLOCK)
+    values = codes.astype(jnp.float32).reshape(shape)
+    return (values * jnp.expand_dims(scales, (2, -1))).reshape(codes.shape)
+
+
+def _to_e4m3(
+    values: jax.Array, block: tuple[int, ...], floor: float
+) -> tuple[jax.Array, jax.Array]:
+    """Quantises float32 with one scale for all elements along the axes `block`."""
+    largest = jnp.max(_bits(values) & _MAGNITUDE, axis=block, keepdims=True)
+    bad = largest >= _INFINITY
+    amax = jnp.maximum(_floats(largest), floor)
+    scales = jnp.where(bad, jnp.nan, amax / E4M3_LARGEST).astype(jnp.float32)
+    ratio = jnp.clip(values / scales, -E4M3_LARGEST, E4M3_LARGEST)
+    codes = jnp.where(bad, 0.0, ratio).astype(E4M3)
+    byte = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    byte = jnp.where(bad, jnp.uint8(_NAN_CODE), byte)
+    codes = jax.lax.bitcast_convert_type(byte, E4M3)
+    return codes, jnp.squeeze(scales, block)
+
+
+def _to_e2m1(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantises `[L, A, ...]` per 32 elements of A, two codes per byte."""
+    groups, contracted, *rest = matrices.shape
+    values = matrices.astype(jnp.float32)
+    values = values.reshape(groups, contracted // PER_SCALE, PER_SCALE, *rest)
+    bits = _bits(values)
+    magnitude = bits & _MAGNITUDE
+    largest = jnp.max(magnitude, axis=2, keepdims=True)
+    bad = largest >= _INFINITY
+    byte = jnp.clip(((largest + 0x200000) >> 23) - 2, 0, 254)
+    # Denormals as integers: XLA's CPU code may flush them as floats.
+    denormal = magnitude < 0x800000
+    mantissa = magnitude.astype(jnp.float32)
+    scaled = jnp.where(
+        denormal,
+        _times_power(mantissa, 127 - 149 - byte),
+        _times_power(_floats(magnitude), 127 - byte),
+    )
+    codes = jnp.zeros_like(bits)
+    for bound, reached in _E2M1_BOUNDS:
+        codes += (scaled >= bound if reached else scaled > bound).astype(bits.dtype)
+    codes = jnp.where(bad, 0, codes | ((bits >> 31) & 1) << 3)
+    pairs = codes.reshape(groups, contracted // 2, 2, *rest)
+    packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).astype(jnp.uint8)
+    scales = jnp.where(bad, 0xFF, byte).astype(jnp.uint8)
+    return packed, jax.lax.bitcast_convert_type(jnp.squeeze(scales, 2), E8M0)
+
+
+def _of_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    groups, pairs, *rest = codes.shape
+    nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=2)
+    magnitudes = jnp.asarray(_E2M1, jnp.float32)[(nibbles & 7).astype(jnp.int32)]
+    values = jnp.where(nibbles >> 3 == 1, -magnitudes, magnitudes)
+    values = values.reshape(groups, -1, PER_SCALE, *rest)
+    byte = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)[:, :, None]
+    values = _times_power(values, byte - 127)
+    values = jnp.where(byte == 0xFF, jnp.nan, values)
+    return values.reshape(groups, pairs * 2, *rest)
+
+
+def _times_power(values: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Returns values * 2 ** exponent, for exponents of -281 to 254.
+
+    In factors, because 2 ** -127 would be a denormal and 2 ** 254 infinite.
+    """
+    for _ in range(3):
+        part = jnp.clip(exponent, -100, 127)
+        values = values * _floats((part + 127) << 23)
+        exponent = exponent - part
+    return values
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
