@@ -465,35 +465,37 @@ def fp8(
             )
         weights, masters = gate_up, None
     else:
-        given = _checked_matrices("experts.fp8", gate_up, down)
-        masters = given
+        masters = _checked_matrices("experts.fp8", gate_up, down)
         weights = quantized
-        if weights is None:
-            weights = quantize_weights(*given, backward=True)
-    shapes = _checked_codes("experts.fp8", weights)
-    hidden, inner = shapes[0][1], shapes[0][3]
-    if masters is not None and shapes != tuple(each.shape for each in masters):
+    codes = None if weights is None else _checked_codes("experts.fp8", weights)
+    shapes = None if masters is None else tuple(each.shape for each in masters)
+    if codes is not None and shapes not in (codes, None):
         raise errors.invalid(
             "experts.fp8",
             "quantized must hold the codes of gate_up and down",
-            f"codes of {shapes} for {[each.shape for each in masters]}",
+            f"codes of {codes} for {shapes}",
             "quantise these matrices with jax_ep.experts.quantize_weights",
             operand="quantized",
         )
+    _, hidden, _, inner = shape = (codes or shapes or ())[0]
     groups = d.group_sizes.shape[0]
     columns = formats.columns(d.format, hidden)
-    if shapes[0][0] != groups or d.tokens.shape[1] != columns:
+    if shape[0] != groups or d.tokens.shape[1] != columns:
         raise errors.invalid(
             "experts.fp8",
             f"gate_up must have the {groups} groups of d and the width of its rows, "
             f"{d.tokens.shape[1]}",
-            shapes[0],
+            shape,
             "pass the weights of this rank's experts",
             operand="gate_up",
         )
-    plain = weights.format == "mxfp4" and d.format == "bf16"
+    four_bits = weights is not None and weights.format == "mxfp4"
+    plain = four_bits and d.format == "bf16"
     multiple = _quantized.multiple_of("mxfp4" if plain else "fp8_block128")
     _require_multiple("experts.fp8", hidden, inner, multiple)
+    if weights is None:
+        assert masters is not None
+        weights = quantize_weights(*masters, backward=True)
     with jax.named_scope("jax_ep.fp8"):
         if d.format != "bf16":
             if d.scales is None:

@@ -1,0 +1,415 @@
+"""jax_ep.experts.fp8 on one rank's rows, against the formula in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep import experts
+from jax_ep._experts import operations
+from support import fp8_experts as formula
+from support import helpers, quantizer
+from support.errors import check_form, raises
+from support.fp8_experts import cosine, dispatched, distance
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+H, F, COUNT = 256, 128, 48
+SIZES = (10, 0, 25)
+# A code of h that lands on its neighbour, by another order of sums, is a 16th off.
+CLOSE = 3e-3
+
+
+def clipped(gate, up):
+    """As of gpt-oss."""
+    gate = jnp.minimum(gate, 1.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _clipped_slopes(gate):
+    low = np.minimum(gate, 1.0)
+    s = 1 / (1 + np.exp(-1.702 * low))
+    passed = np.where(gate == 1, 0.5, gate < 1)  # JAX splits a tie
+    return low * s, passed * (s + 1.702 * low * s * (1 - s))
+
+
+CLIPPED = formula.Activation(
+    of=lambda g, u: _clipped_slopes(g)[0] * (u + 1),
+    to_gate=lambda g, u: _clipped_slopes(g)[1] * (u + 1),
+    to_up=lambda g, u: _clipped_slopes(g)[0],
+)
+BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
+def with_port(d, port):
+    """`d`, whose rows have the gradient of `port`."""
+    field = "tokens" if d.format == "bf16" else "grad_port"
+    return dataclasses.replace(d, **{field: port})
+
+
+def port_of(d):
+    return jnp.asarray(d.tokens if d.format == "bf16" else d.grad_port)
+
+
+def both_ways(d, gate_up, down, dy, **options):
+    """y, and gradients by name, with a cotangent that is NaN past the groups."""
+    real = (np.arange(len(dy)) < d.group_sizes.sum())[:, None]
+    named = {name: options.pop(name) for name in BIASES if name in options}
+
+    def run(port, gate_up, down, named):
+        return experts.fp8(with_port(d, port), gate_up, down, **named, **options)
+
+    y, back = jax.vjp(jax.jit(run), port_of(d), gate_up, down, named)
+    cotangent = jnp.asarray(np.where(real, dy, np.nan), y.dtype)
+    to_rows, to_gate_up, to_down, to_named = jax.jit(back)(cotangent)
+    real = real[:, 0]
+    return y[real], {
+        "rows": to_rows[real],
+        "gate_up": to_gate_up,
+        "down": to_down,
+        **to_named,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "biased"),
+    [("bf16", False), ("fp8_block128", True), ("fp8_block128_e8m0", False)],
+)
+def test_equals_the_formula(name, biased):
+    """Empty groups, NaN past the groups; not what unquantised operands give."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, name)
+    rng = np.random.default_rng(1)
+    dy = rng.standard_normal((COUNT, H)).astype(np.float32)
+    biases, options = (None, None, None), {}
+    if biased:
+        biases = tuple(
+            rng.standard_normal((3, size)).astype(np.float32) for size in (F, F, H)
+        )
+        options = dict(zip(BIASES, biases, strict=True)) | {"activation": clipped}
+    y, grads = both_ways(d, gate_up, down, dy, **options)
+    want = formula.experts(
+        rows,
+        gate_up,
+        down,
+        SIZES,
+        row_format="fp8_block128" if name == "bf16" else name,
+        dy=dy[: sum(SIZES)],
+        biases=biases,
+        activation=CLIPPED if biased else formula.SWIGLU,
+    )
+    assert distance(y, want.y) < CLOSE
+    for field, got in grads.items():
+        assert got.dtype == np.float32
+        assert distance(got, getattr(want, field)) < CLOSE, field
+    assert not np.any(grads["gate_up"][1])
+    if not biased:
+        d = dispatched(rows, SIZES)
+        plain, _ = jax.vjp(
+            lambda *a: experts.ragged_dot(*a, d.group_sizes), rows, gate_up, down
+        )
+        assert 10 * CLOSE < distance(y, plain[: sum(SIZES)]) < 0.1
+
+
+def test_rows_are_rounded_once_to_their_dtype():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    exact, other = (
+        experts.fp8(dispatched(rows, SIZES, "fp8_block128", dtype), gate_up, down)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert other.dtype == jnp.bfloat16
+    real = slice(sum(SIZES))
+    helpers.assert_bits(other[real], exact[real].astype(jnp.bfloat16))
+
+
+def test_rows_of_a_plain_dispatch_become_the_same_codes():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    rows = rows.astype(jnp.bfloat16)
+    run = jax.jit(experts.fp8)
+    here, there = (
+        run(dispatched(rows, SIZES, name, "bfloat16"), gate_up, down)
+        for name in ("bf16", "fp8_block128")
+    )
+    helpers.assert_bits(here[: sum(SIZES)], there[: sum(SIZES)])
+
+
+def test_the_activation_is_quantised_unrounded():
+    """Its codes are those of its float32, not of that in the tokens' dtype."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    rows = rows[: sum(SIZES)]
+    made = operations.quantized_rows(jnp.asarray(rows, jnp.bfloat16))
+    inner = operations.Inner(None, None, (), None)
+    weights = experts.quantize_weights(gate_up, down)
+    h, both = operations.operations().gate_up(
+        made, weights, jnp.array(SIZES), inner, True, jnp.bfloat16
+    )
+    assert both.dtype == jnp.bfloat16
+    assert both.shape == (len(rows), 2, F)
+    values = rows.astype(jnp.bfloat16).astype(np.float32)
+    want = formula.experts(values, gate_up, down, SIZES).h
+    codes, scales = quantizer.quantize(want.astype(np.float32), "fp8_block128")
+    np.testing.assert_allclose(h.scales, scales, rtol=1e-5)
+    same = np.mean(np.asarray(h.values).view(np.uint8) == codes.view(np.uint8))
+    rounded, _ = quantizer.quantize(want.astype(jnp.bfloat16), "fp8_block128")
+    others = np.mean(rounded.view(np.uint8) == codes.view(np.uint8))
+    assert same > 0.999 > 0.99 > others
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-20])
+def test_small_cotangents_keep_their_direction(size):
+    """A mean loss has such; the floor of tokens, 1e-4, would make them zeros."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    _, wanted = both_ways(d, gate_up, down, dy)
+    _, found = both_ways(d, gate_up, down, np.float32(size) * dy)
+    for field, got in found.items():
+        scaled = np.asarray(got, np.float64) / size
+        assert distance(scaled, wanted[field]) < CLOSE, field
+
+
+def test_nan_stays_in_its_row():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    rows[12, 130] = np.nan
+    broken = dispatched(rows, SIZES, "fp8_block128")
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    y, grads = both_ways(d, gate_up, down, dy)
+    found, found_grads = both_ways(broken, gate_up, down, dy)
+    assert np.isnan(found[12]).all()
+    others = np.arange(sum(SIZES)) != 12
+    helpers.assert_bits(found[others], y[others])
+    helpers.assert_bits(found_grads["rows"][others], grads["rows"][others])
+    helpers.assert_bits(found_grads["down"][0], grads["down"][0])
+    assert np.isnan(found_grads["down"][2]).any()
+
+
+def test_no_rows_at_all():
+    rows, gate_up, down = formula.operands((0, 0, 0), H, F, COUNT)
+    d = dispatched(rows, (0, 0, 0), "fp8_block128")
+    y, grads = both_ways(d, gate_up, down, np.zeros_like(rows))
+    assert y.shape == (0, H)
+    for name in ("gate_up", "down"):
+        np.testing.assert_array_equal(grads[name], 0)
+
+
+def test_codes_made_before():
+    """Beside the masters, whose values nothing reads then, or in their place."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    codes = experts.quantize_weights(gate_up, down, backward=True)
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    y, grads = both_ways(d, gate_up, down, dy)
+    masters = np.full_like(gate_up, np.nan), np.full_like(down, np.nan)
+    beside, beside_grads = both_ways(d, *masters, dy, quantized=codes)
+    helpers.assert_bits(beside, y)
+    jax.tree.map(helpers.assert_bits, beside_grads, grads)
+
+    def alone(port, codes):
+        return experts.fp8(with_port(d, port), codes, None)
+
+    found, back = jax.vjp(alone, port_of(d), codes)
+    to_rows, to_codes = back(jnp.asarray(np.where(np.isnan(rows), 0, dy)))
+    real = slice(sum(SIZES))
+    np.testing.assert_allclose(found[real], y, rtol=1e-5, atol=1e-5)
+    assert distance(to_rows[real], grads["rows"]) < CLOSE
+    for each in jax.tree.leaves(to_codes):
+        assert not np.any(np.asarray(each).view(np.uint8))
+
+
+def test_codes_are_a_pytree_of_arrays():
+    """A checkpoint may hold them: flat, in NumPy, and back; a scan takes a stack."""
+    layers = 3
+    made = [formula.operands(SIZES, H, F, COUNT, seed) for seed in range(layers)]
+    rows = np.nan_to_num(made[0][0])
+    stack = [np.stack(each) for each in zip(*(m[1:] for m in made), strict=True)]
+    codes = jax.vmap(experts.quantize_weights)(*stack)
+    leaves, kind = jax.tree.flatten(codes)
+    assert len(leaves) == 4
+    codes = jax.tree.unflatten(kind, [np.asarray(leaf) for leaf in leaves])
+
+    def layer(rows, codes):
+        d = dispatched(np.zeros((COUNT, H)), SIZES)
+        return experts.fp8(dataclasses.replace(d, tokens=rows), codes, None), None
+
+    found, _ = jax.jit(lambda rows, codes: jax.lax.scan(layer, rows, codes))(
+        jnp.asarray(rows), codes
+    )
+    for _, gate_up, down in made:
+        d = dispatched(rows, SIZES)
+        rows = np.nan_to_num(jax.jit(experts.fp8)(d, gate_up, down))
+    assert distance(found[: sum(SIZES)], rows[: sum(SIZES)]) < 0.05
+
+
+def products(policy):
+    """Grouped matmuls in the program of a rematerialised layer's gradients."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    codes = experts.quantize_weights(gate_up, down)
+    d = dispatched(rows, SIZES)
+
+    def loss(port, gate_up, down):
+        y = experts.fp8(with_port(d, port), gate_up, down, quantized=codes)
+        return jnp.sum(jnp.sin(y))
+
+    run = jax.checkpoint(loss, policy=policy)
+    program = jax.make_jaxpr(jax.value_and_grad(run, (0, 1, 2)))
+    return count(program(rows, gate_up, down).jaxpr)
+
+
+def count(jaxpr):
+    """Grouped matmuls in a program and what it calls."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name.startswith("ragged_dot")
+        for each in jax.tree.leaves(equation.params):
+            inner = getattr(each, "jaxpr", each)
+            found += count(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+def test_remat_by_name_repeats_no_gate_up():
+    named = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
+    # Forward 2 and backward 4; without a policy the forward pass is done again.
+    assert products(jax.checkpoint_policies.everything_saveable) == 6
+    assert products(None) == 8
+    assert products(named) == 7
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_vmap(shared):
+    made = [formula.operands(SIZES, H, F, COUNT, seed) for seed in range(2)]
+    rows = np.nan_to_num(np.stack([m[0] for m in made]))
+    weights = [np.stack(each) for each in zip(*(m[1:] for m in made), strict=True)]
+    axis = None if shared else 0
+    if shared:
+        weights = [each[0] for each in weights]
+
+    def loss(rows, gate_up, down):
+        d = dispatched(np.zeros((COUNT, H)), SIZES)
+        y = experts.fp8(dataclasses.replace(d, tokens=rows), gate_up, down)
+        return jnp.sum(jnp.sin(y[: sum(SIZES)]))
+
+    def whole(*args):
+        return jnp.sum(jax.vmap(loss, (0, axis, axis))(*args))
+
+    def one_by_one(rows, gate_up, down):
+        pairs = [(gate_up, down)] * 2 if shared else zip(gate_up, down, strict=True)
+        return sum(loss(r, *pair) for r, pair in zip(rows, pairs, strict=True))
+
+    got, want = (
+        jax.jit(jax.grad(each, (0, 1, 2)))(rows, *weights)
+        for each in (whole, one_by_one)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128"])
+def test_mxfp4_weights(name):
+    """Rows follow the dispatch: bfloat16 or codes."""
+    hidden, inner = (96, 64) if name == "bf16" else (H, F)
+    rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
+    rows = rows.astype(jnp.bfloat16)
+    codes = experts.quantize_weights(gate_up, down, format="mxfp4")
+    y = jax.jit(experts.fp8)(dispatched(rows, SIZES, name, "bfloat16"), codes, None)
+    want = formula.experts(
+        rows,
+        gate_up,
+        down,
+        SIZES,
+        row_format=None if name == "bf16" else name,
+        weight_format="mxfp4",
+    )
+    # The result is rounded to bfloat16.
+    assert distance(y[: sum(SIZES)], want.y) < 4e-3
+    one = dispatched(rows[:1], (1, 0, 0), name, "bfloat16")
+    alone = jax.jit(experts.fp8)(one, codes, None)
+    np.testing.assert_allclose(
+        np.float32(alone[0]), np.float32(y[0]), rtol=0.02, atol=0.02
+    )
+    with raises() as caught:
+        jax.grad(lambda c: jnp.sum(experts.fp8(with_port(one, c), codes, None)))(
+            port_of(one)
+        )
+    check_form(caught, "experts.fp8", "mxfp4")
+
+
+def test_gradients_point_where_those_of_bfloat16_do():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    _, grads = both_ways(d, gate_up, down, dy)
+    real = slice(sum(SIZES))
+
+    def plain(*args):
+        return experts.ragged_dot(*args, d.group_sizes)
+
+    _, back = jax.vjp(plain, np.nan_to_num(rows), gate_up, down)
+    wanted = back(jnp.asarray(np.where(np.isnan(rows), 0, dy)))
+    assert cosine(grads["rows"], wanted[0][real]) > 0.997
+    assert cosine(grads["gate_up"], wanted[1]) > 0.997
+    assert cosine(grads["down"], wanted[2]) > 0.997
+
+
+ROWS, GATE_UP, DOWN = formula.operands((4,), H, F, 4)
+
+
+def mistake(**changes):
+    d = dispatched(ROWS, (4,), changes.pop("name", "bf16"))
+    given = {"gate_up": GATE_UP, "down": DOWN} | changes
+    return lambda: experts.fp8(d, **given)
+
+
+def coded(**changes):
+    return dataclasses.replace(experts.quantize_weights(GATE_UP, DOWN), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "mxfp8"}, ("formats", "'mxfp8'")),
+        ({"gate_up": GATE_UP[..., :96], "down": DOWN[:, :96]}, ("128", "F = 96")),
+        ({"gate_up": GATE_UP[:, :128], "down": DOWN[..., :128]}, ("256",)),
+        ({"down": None}, ("down",)),
+        ({"gate_up": GATE_UP.reshape(1, H, -1)}, ("gate_up and down",)),
+        ({"quantized": GATE_UP}, ("quantized", "QuantizedWeights")),
+        ({"gate_up": "codes"}, ("down and quantized",)),
+        ({"quantized": "half"}, ("quantized must hold",)),
+        ({"gate_up": "wrong", "down": None}, ("gate_up_scales", "float32")),
+        ({"gate_up": "flat", "down": None}, ("must hold codes",)),
+    ],
+)
+def test_mistakes(changes, words):
+    makers = {
+        "codes": coded,
+        "half": lambda: experts.quantize_weights(GATE_UP[:, :128], DOWN[..., :128]),
+        "wrong": lambda: coded(gate_up_scales=GATE_UP),
+        "flat": lambda: coded(gate_up=coded().gate_up.reshape(1, H, -1)),
+    }
+    changes = {
+        key: makers[value]() if isinstance(value, str) and value in makers else value
+        for key, value in changes.items()
+    }
+    with raises() as caught:
+        mistake(**changes)()
+    check_form(caught, "experts.fp8", *words)
+
+
+def test_a_derivative_needs_the_port():
+    d = dispatched(ROWS, (4,), "fp8_block128")
+    d = dataclasses.replace(d, grad_port=None)
+    assert experts.fp8(d, GATE_UP, DOWN).shape == ROWS.shape
+    with raises() as caught:
+        jax.grad(lambda gate_up: jnp.sum(experts.fp8(d, gate_up, DOWN)))(GATE_UP)
+    check_form(caught, "experts.fp8", "grad_port")
+
+
+@pytest.mark.parametrize("name", ["auto", "ragged_dot", "mosaic"])
+def test_others_take_no_codes(name):
+    with raises() as caught:
+        getattr(experts, name)(ROWS, coded(), None, np.array([4], np.int32))
+    check_form(caught, f"experts.{name}", "QuantizedWeights", "experts.fp8")

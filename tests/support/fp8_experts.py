@@ -1,0 +1,211 @@
+"""fp8 experts in NumPy, written from the contract's section 9; knows nothing of jax_ep.
+
+Operands are dequantised and multiplied in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import jax_ep
+from support import quantizer
+from support.quantizer import E4M3, F32, NAN_BITS
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOOR = 2.0**-80
+
+
+def block_codes(blocks: np.ndarray, axes: tuple[int, ...], floor: float):
+    """e4m3 codes of float32, and scales over `axes`, kept."""
+    bad = ~np.isfinite(blocks).all(axis=axes, keepdims=True)
+    blocks = np.where(bad, 0, blocks).astype(F32)
+    amax = np.abs(blocks).max(axis=axes, keepdims=True)
+    scales = np.maximum(amax, F32(floor)) / F32(448)
+    codes = quantizer.codes_of(blocks / scales, E4M3, 448)
+    codes[np.broadcast_to(bad, codes.shape)] = 0x7F
+    scales.view(np.uint32)[bad] = NAN_BITS
+    return codes.view(E4M3), scales
+
+
+def matrix_codes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of one matrix [A, B], and scales [A / 128, B / 128]."""
+    rows, columns = matrix.shape
+    blocks = matrix.astype(F32).reshape(rows // 128, 128, columns // 128, 128)
+    codes, scales = block_codes(blocks, (1, 3), 1e-4)
+    return codes.reshape(matrix.shape), scales[:, 0, :, 0]
+
+
+def matrix_values(matrix: np.ndarray, name: str) -> np.ndarray:
+    """What the codes of one matrix [A, B] stand for."""
+    if name == "mxfp4":  # along the contracted dimension, A
+        made = quantizer.quantize(np.ascontiguousarray(matrix.T), name)
+        return quantizer.dequantize(*made, name).T.astype(np.float64)
+    codes, scales = matrix_codes(matrix)
+    wide = scales.astype(np.float64).repeat(128, 0).repeat(128, 1)
+    return codes.astype(np.float64) * wide
+
+
+def cotangent_values(values: np.ndarray) -> np.ndarray:
+    """What cotangents become, per 128 of the last dimension."""
+    blocks = values.astype(F32).reshape(len(values), -1, 128)
+    codes, scales = block_codes(blocks, (2,), FLOOR)
+    return (codes.astype(np.float64) * scales).reshape(values.shape)
+
+
+def row_values(values: np.ndarray, name: str) -> np.ndarray:
+    """What rows become in a format, float64."""
+    made = quantizer.quantize(values.astype(F32), name)
+    return quantizer.dequantize(*made, name).astype(np.float64)
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return values.astype(BF16).astype(np.float64)
+
+
+@dataclasses.dataclass
+class Activation:
+    """A function of gate and up with its derivatives, of any arrays."""
+
+    of: Any
+    to_gate: Any
+    to_up: Any
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+SWIGLU = Activation(
+    of=lambda g, u: g * _sigmoid(g) * u,
+    to_gate=lambda g, u: u * _sigmoid(g) * (1 + g * (1 - _sigmoid(g))),
+    to_up=lambda g, u: g * _sigmoid(g),
+)
+
+
+@dataclasses.dataclass
+class Result:
+    """Of all rows in groups; gradients by the cotangent `dy`."""
+
+    y: np.ndarray
+    h: np.ndarray
+    rows: np.ndarray | None = None
+    gate_up: np.ndarray | None = None
+    down: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+
+
+def experts(
+    rows: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    sizes: Any,
+    *,
+    row_format: str | None = "fp8_block128",
+    weight_format: str = "fp8_block128",
+    dy: np.ndarray | None = None,
+    biases: Any = (None, None, None),
+    activation: Activation = SWIGLU,
+) -> Result:
+    """All steps, group by group; row_format None keeps rows, and h in bfloat16."""
+    count, (groups, hidden, _, inner) = sum(sizes), gate_up.shape
+    out = Result(np.zeros((count, hidden)), np.zeros((count, inner)))
+    if dy is not None:
+        out.rows = np.zeros((count, hidden))
+        out.gate_up = np.zeros(gate_up.shape)
+        out.down = np.zeros(down.shape)
+        out.gate_bias = np.zeros((groups, inner))
+        out.up_bias = np.zeros((groups, inner))
+        out.down_bias = np.zeros((groups, hidden))
+    x = rows[:count]
+    x = row_values(x, row_format) if row_format else x.astype(np.float64)
+    start = 0
+    for g, size in enumerate(sizes):
+        at = slice(start, start + size)
+        start += size
+        if not size:
+            continue
+        left = matrix_values(gate_up[g, :, 0], weight_format)
+        right = matrix_values(gate_up[g, :, 1], weight_format)
+        last = matrix_values(down[g], weight_format)
+        b_gate, b_up, b_down = (0 if b is None else b[g] for b in biases)
+        gate, up = x[at] @ left + b_gate, x[at] @ right + b_up
+        out.h[at] = activation.of(gate, up)
+        h = row_values(out.h[at], "fp8_block128") if row_format else bf16(out.h[at])
+        out.y[at] = h @ last + b_down
+        if dy is None:
+            continue
+        dh = cotangent_values(dy[at]) @ last.T
+        gate, up = bf16(gate), bf16(up)
+        to_gate = dh * activation.to_gate(gate, up)
+        to_up = dh * activation.to_up(gate, up)
+        out.rows[at] = (
+            cotangent_values(to_gate) @ left.T + cotangent_values(to_up) @ right.T
+        )
+        out.gate_up[g, :, 0] = bf16(x[at]).T @ bf16(to_gate)
+        out.gate_up[g, :, 1] = bf16(x[at]).T @ bf16(to_up)
+        out.down[g] = bf16(h).T @ bf16(dy[at])
+        out.gate_bias[g], out.up_bias[g] = to_gate.sum(0), to_up.sum(0)
+        out.down_bias[g] = dy[at].sum(0)
+    return out
+
+
+def distance(got: Any, want: Any) -> float:
+    """The norm of the difference over that of `want`."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.isfinite(got).all()
+    assert np.any(want)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def cosine(got: Any, want: Any) -> float:
+    got, want = (np.asarray(each, np.float64).ravel() for each in (got, want))
+    return float(got @ want / np.linalg.norm(got) / np.linalg.norm(want))
+
+
+def operands(sizes: Any, hidden: int, inner: int, count: int, seed: int = 0):
+    """Rows [count, H] whose tail is NaN, gate_up, down; float32."""
+    rng = np.random.default_rng(seed)
+    groups = len(sizes)
+    rows = rng.standard_normal((count, hidden)).astype(F32)
+    gate_up = rng.standard_normal((groups, hidden, 2, inner)) / hidden**0.5
+    down = rng.standard_normal((groups, inner, hidden)) / inner**0.5
+    rows[sum(sizes) :] = np.nan
+    return rows, gate_up.astype(F32), down.astype(F32)
+
+
+def dispatched(rows: Any, sizes: Any, name: str = "bf16", dtype: str = "float32"):
+    """A Dispatched with these rows, as if they had come so; no route.
+
+    Rows of a quantised format are encoded in NumPy.
+    """
+    sizes = np.asarray(sizes, np.int32)
+    count, groups = len(rows), len(sizes)
+    scales = port = None
+    if name != "bf16":
+        port = np.zeros(np.shape(rows), dtype)
+        rows, scales = quantizer.quantize(rows, name)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    # Any, because neither route nor weights are read by experts.
+    none: Any = None
+    return jax_ep.Dispatched(
+        tokens=rows if scales is not None else np.asarray(rows).astype(dtype),
+        scales=scales,
+        row_offsets=offsets,
+        group_sizes=sizes,
+        expert_counts=sizes,
+        expert_ids=np.arange(groups, dtype=np.int32),
+        src_info=np.zeros((count, 3), np.int32),
+        router_weights=np.ones(count, F32),
+        num_dropped=np.zeros(1, np.int32),
+        num_invalid=np.zeros(1, np.int32),
+        route=none,
+        grad_port=port,
+        format=name,
+        rows_dtype=dtype,
+    )
