@@ -129,27 +129,25 @@ def dequantize(weights: QuantizedWeights, which: Which) -> jax.Array:
 
 
 def quantize_cotangents(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns e4m3 codes and float32 scales per 128 elements of the last dimension."""
-    blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, BLOCK)
-    codes, scales = _to_e4m3(blocks, (-1,), COTANGENTS_FLOOR)
-    return codes.reshape(values.shape), scales
+    """Returns e4m3 codes and float32 scales per 128 elements of `[N, A]`."""
+    blocks = _split(values.astype(jnp.float32), 1, BLOCK)
+    codes, scales = _to_e4m3(blocks, (2,), COTANGENTS_FLOOR)
+    return _merge(codes, 1), scales
 
 
 def _to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises `[L, A, ..., B]` per 128 x 128 of A and B."""
-    groups, contracted, *between, columns = matrices.shape
-    shape = (groups, contracted // BLOCK, BLOCK, *between, columns // BLOCK, BLOCK)
-    codes, scales = _to_e4m3(
-        matrices.astype(jnp.float32).reshape(shape), (2, -1), WEIGHTS_FLOOR
-    )
-    return codes.reshape(matrices.shape), scales
+    last = matrices.ndim - 1
+    blocks = _split(_split(matrices.astype(jnp.float32), last, BLOCK), 1, BLOCK)
+    codes, scales = _to_e4m3(blocks, (2, last + 2), WEIGHTS_FLOOR)
+    return _merge(_merge(codes, 1), last), scales
 
 
 def _of_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    groups, contracted, *between, columns = codes.shape
-    shape = (groups, contracted // BLOCK, BLOCK, *between, columns // BLOCK, BLOCK)
-    values = codes.astype(jnp.float32).reshape(shape)
-    return (values * jnp.expand_dims(scales, (2, -1))).reshape(codes.shape)
+    last = codes.ndim - 1
+    blocks = _split(_split(codes.astype(jnp.float32), last, BLOCK), 1, BLOCK)
+    values = blocks * jnp.expand_dims(scales, (2, last + 2))
+    return _merge(_merge(values, 1), last)
 
 
 def _to_e4m3(
@@ -159,8 +157,12 @@ def _to_e4m3(
     largest = jnp.max(_bits(values) & _MAGNITUDE, axis=block, keepdims=True)
     bad = largest >= _INFINITY
     amax = jnp.maximum(_floats(largest), floor)
-    scales = jnp.where(bad, jnp.nan, amax / E4M3_LARGEST).astype(jnp.float32)
-    ratio = jnp.clip(values / scales, -E4M3_LARGEST, E4M3_LARGEST)
+    # XLA turns divisions by constants and by broadcast scales into products with
+    # reciprocals, which round otherwise. It does not look through a choice.
+    divisor = jnp.where(bad, 1.0, E4M3_LARGEST).astype(jnp.float32)
+    scales = jnp.where(bad, jnp.nan, amax / divisor)
+    own = jnp.where(jnp.isnan(values), 1.0, scales)
+    ratio = jnp.clip(values / own, -E4M3_LARGEST, E4M3_LARGEST)
     codes = jnp.where(bad, 0.0, ratio).astype(E4M3)
     byte = jax.lax.bitcast_convert_type(codes, jnp.uint8)
     byte = jnp.where(bad, jnp.uint8(_NAN_CODE), byte)
@@ -170,9 +172,7 @@ def _to_e4m3(
 
 def _to_e2m1(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises `[L, A, ...]` per 32 elements of A, two codes per byte."""
-    groups, contracted, *rest = matrices.shape
-    values = matrices.astype(jnp.float32)
-    values = values.reshape(groups, contracted // PER_SCALE, PER_SCALE, *rest)
+    values = _split(matrices.astype(jnp.float32), 1, PER_SCALE)
     bits = _bits(values)
     magnitude = bits & _MAGNITUDE
     largest = jnp.max(magnitude, axis=2, keepdims=True)
@@ -190,22 +190,54 @@ def _to_e2m1(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     for bound, reached in _E2M1_BOUNDS:
         codes += (scaled >= bound if reached else scaled > bound).astype(bits.dtype)
     codes = jnp.where(bad, 0, codes | ((bits >> 31) & 1) << 3)
-    pairs = codes.reshape(groups, contracted // 2, 2, *rest)
-    packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).astype(jnp.uint8)
+    pairs = _split(codes, 2, 2)
+    packed = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).astype(jnp.uint8)
     scales = jnp.where(bad, 0xFF, byte).astype(jnp.uint8)
-    return packed, jax.lax.bitcast_convert_type(jnp.squeeze(scales, 2), E8M0)
+    scales = jax.lax.bitcast_convert_type(jnp.squeeze(scales, 2), E8M0)
+    return _merge(packed, 1), scales
 
 
 def _of_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    groups, pairs, *rest = codes.shape
-    nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=2)
-    magnitudes = jnp.asarray(_E2M1, jnp.float32)[(nibbles & 7).astype(jnp.int32)]
-    values = jnp.where(nibbles >> 3 == 1, -magnitudes, magnitudes)
-    values = values.reshape(groups, -1, PER_SCALE, *rest)
+    nibbles = _merge(jnp.stack([codes & 0xF, codes >> 4], axis=2), 1)
+    low = (nibbles & 7).astype(jnp.int32)
+    values = sum(
+        jnp.where(low == code, jnp.float32(value), 0)
+        for code, value in enumerate(_E2M1)
+    )
+    values = jnp.where(nibbles >> 3 == 1, -values, values)
     byte = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)[:, :, None]
-    values = _times_power(values, byte - 127)
-    values = jnp.where(byte == 0xFF, jnp.nan, values)
-    return values.reshape(groups, pairs * 2, *rest)
+    values = _times_power(_split(values, 1, PER_SCALE), byte - 127)
+    return _merge(jnp.where(byte == 0xFF, jnp.nan, values), 1)
+
+
+def _split(values: jax.Array, axis: int, size: int) -> jax.Array:
+    """Splits a dimension into blocks of `size`, which become the dimension after it."""
+    before, after = values.shape[:axis], values.shape[axis + 1 :]
+    shape = (*before, values.shape[axis] // size, size, *after)
+    spec = _spec(values)
+    return _reshaped(values, shape, (*spec[: axis + 1], None, *spec[axis + 1 :]))
+
+
+def _merge(values: jax.Array, axis: int) -> jax.Array:
+    """Merges a dimension with the one after it, which is not sharded."""
+    before, after = values.shape[:axis], values.shape[axis + 2 :]
+    shape = (*before, values.shape[axis] * values.shape[axis + 1], *after)
+    spec = _spec(values)
+    return _reshaped(values, shape, (*spec[: axis + 1], *spec[axis + 2 :]))
+
+
+def _spec(values: jax.Array) -> tuple[Any, ...]:
+    return tuple(jax.typeof(values).sharding.spec)
+
+
+def _reshaped(
+    values: jax.Array, shape: tuple[int, ...], spec: tuple[Any, ...]
+) -> jax.Array:
+    # On a mesh with explicit axes JAX has to be told where a split dimension goes.
+    explicit = any(entry is not None for entry in spec)
+    kind = jax.typeof(values).sharding
+    where = kind.update(spec=jax.sharding.PartitionSpec(*spec)) if explicit else None
+    return jax.lax.reshape(values, shape, out_sharding=where)
 
 
 def _times_power(values: jax.Array, exponent: jax.Array) -> jax.Array:
