@@ -261,6 +261,11 @@ def _expert_rows(
     codes = params.get("experts")
     if ep.config.fused_shared_expert:
         first = params["shared_gate_up"], params["shared_down"]
+        if getattr(run, "takes_dispatched", False):
+            # As masters, which such experts get unrounded elsewhere, too.
+            dtype = jnp.result_type(
+                *first, *(m for m in (gate_up, down) if m is not None)
+            )
         if gate_up is not None and down is not None:
             gate_up = _in_front(first[0], gate_up, dtype)
             down = _in_front(first[1], down, dtype)

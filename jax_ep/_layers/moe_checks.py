@@ -201,7 +201,7 @@ def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
             "moe_ffn",
             "experts must be a function of codes with params['experts']",
             "None",
-            "pass experts=jax_ep.experts.fp8",
+            "pass experts=jax_ep.experts.fp8, which multiplies them",
             operand="experts",
             kind=TypeError,
         )

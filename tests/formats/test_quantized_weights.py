@@ -15,7 +15,6 @@ from jax_ep._experts import quantized
 from support import fp8_experts, helpers, quantizer
 from support.errors import check_form, raises
 
-
 L, H, F = 2, 256, 128
 
 

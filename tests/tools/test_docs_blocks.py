@@ -29,6 +29,7 @@ RUN = {
     ("docs/cluster.md", "python"): 2,
     ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 2,
+    ("docs/fp8.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 10,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
@@ -243,6 +244,19 @@ def test_placement_page(quick_compiles, capsys):
         np.testing.assert_array_equal(weights, names["by_expert"][name])
         assert np.abs(np.asarray(names["grads"][name])).max() > 0
     assert "places of" in capsys.readouterr().out
+    names["ep"].close()
+
+
+def test_fp8_page(quick_compiles):
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/fp8.md")), names)
+    for name, grad in names["grads"].items():
+        assert np.abs(np.asarray(grad)).max() > 0, name
+    y, four = (np.asarray(names[n], np.float32) for n in ("y", "y_four_bits"))
+    params, tokens = names["params"], names["tokens"][0]
+    y_now = np.asarray(jax.jit(names["over_ranks"])(params, tokens), np.float32)
+    np.testing.assert_allclose(y, y_now, atol=0.02 * np.abs(y).max())
+    assert 0 < np.linalg.norm(four - y) < 0.3 * np.linalg.norm(y)
     names["ep"].close()
 
 
