@@ -468,16 +468,20 @@ def fp8(
         masters = _checked_matrices("experts.fp8", gate_up, down)
         weights = quantized
     codes = None if weights is None else _checked_codes("experts.fp8", weights)
-    shapes = None if masters is None else tuple(each.shape for each in masters)
-    if codes is not None and shapes not in (codes, None):
-        raise errors.invalid(
-            "experts.fp8",
-            "quantized must hold the codes of gate_up and down",
-            f"codes of {codes} for {shapes}",
-            "quantise these matrices with jax_ep.experts.quantize_weights",
-            operand="quantized",
-        )
-    _, hidden, _, inner = shape = (codes or shapes or ())[0]
+    shapes = codes
+    if masters is not None:
+        shapes = masters[0].shape, masters[1].shape
+        if codes not in (None, shapes):
+            raise errors.invalid(
+                "experts.fp8",
+                "quantized must hold the codes of gate_up and down",
+                f"codes of {codes} for {shapes}",
+                "quantise these matrices with jax_ep.experts.quantize_weights",
+                operand="quantized",
+            )
+    assert shapes is not None
+    shape = shapes[0]
+    hidden, inner = shape[1], shape[3]
     groups = d.group_sizes.shape[0]
     columns = formats.columns(d.format, hidden)
     if shape[0] != groups or d.tokens.shape[1] != columns:

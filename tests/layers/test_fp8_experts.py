@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,29 @@ def test_equals_the_formula(name, biased):
             lambda *a: experts.ragged_dot(*a, d.group_sizes), rows, gate_up, down
         )
         assert 10 * CLOSE < distance(y, plain[: sum(SIZES)]) < 0.1
+
+
+def test_an_activation_may_have_parameters():
+    """What it closes over gets a gradient, which no row past the groups reaches."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    real = (np.arange(COUNT) < sum(SIZES))[:, None]
+
+    def loss(run, slope):
+        y = run(activation=lambda gate, up: jax.nn.silu(gate * slope) * up)
+        return jnp.sum(jnp.where(real, y, jnp.nan)[: sum(SIZES)] ** 2)
+
+    def fp8(**options):
+        return experts.fp8(d, gate_up, down, **options)
+
+    def plain(**options):
+        args = np.nan_to_num(rows), gate_up, down, d.group_sizes
+        return experts.ragged_dot(*args, **options)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, run)))(1.5) for run in (fp8, plain)
+    )
+    np.testing.assert_allclose(got, want, rtol=0.05)
 
 
 def test_rows_are_rounded_once_to_their_dtype():
