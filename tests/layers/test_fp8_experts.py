@@ -139,6 +139,53 @@ def test_an_activation_may_have_parameters():
     np.testing.assert_allclose(got, want, rtol=0.05)
 
 
+class Untidy(operations.Operations):
+    """Leaves NaN past the groups, as kernels may."""
+
+    def product(self, rows, weights, which, sizes, dtype, transposed=False):
+        found = super().product(rows, weights, which, sizes, dtype, transposed)
+        return jnp.where(operations.real_rows(sizes, len(found)), found, jnp.nan)
+
+
+def test_nothing_reads_rows_past_the_groups(monkeypatch):
+    """With the sums of the last group reaching into them, too."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    biases = {"gate_bias": np.ones((3, F)), "down_bias": np.ones((3, H))}
+    biases = {name: np.float32(value) for name, value in biases.items()}
+
+    def run(slope):
+        def activation(gate, up):
+            return jax.nn.silu(gate * slope) * up
+
+        return both_ways(d, gate_up, down, dy, activation=activation, **biases)
+
+    def slope_grad():
+        def loss(slope):
+            y = experts.fp8(
+                d, gate_up, down, activation=lambda g, u: jax.nn.silu(g * slope) * u
+            )
+            return jnp.sum(y[: sum(SIZES)] ** 2)
+
+        return jax.grad(loss)(1.5)
+
+    def reaching(self, left, right, sizes):
+        whole = sizes.at[-1].add(left.shape[0] - jnp.sum(sizes))
+        return outer(self, left, right, whole)
+
+    want, wanted = run(1.5)
+    wanted_slope = slope_grad()
+    outer = operations.Ragged.outer
+    monkeypatch.setattr(operations.Ragged, "outer", reaching)
+    monkeypatch.setattr(operations, "operations", Untidy)
+    y, grads = run(1.5)
+    helpers.assert_bits(y, want)
+    for name, got in grads.items():
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(slope_grad(), wanted_slope, rtol=1e-5)
+
+
 def test_rows_are_rounded_once_to_their_dtype():
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     exact, other = (
