@@ -129,7 +129,7 @@ def auto(
         up_bias: `[L, F]`, or None.
         down_bias: `[L, H]`, or None.
         activation: a function of (gate, up); None means `silu(gate) * up`.
-        device: one of the `jax.Device`s to run on; None means this process's first.
+        device: a `jax.Device` that it runs on; None means this process's first.
 
     Returns:
         `[N, H]` in the dtype of the rows.
@@ -300,7 +300,7 @@ def mosaic_obstacle(
     Args:
         hidden_size: H.
         intermediate_size: F per rank.
-        device: one of the `jax.Device`s to run on; None means this process's first.
+        device: a `jax.Device` that it runs on; None means this process's first.
     """
     device = device or jax.local_devices()[0]
     found = str(getattr(device, "compute_capability", ""))
