@@ -36,7 +36,7 @@ mutant(race_helpers window/team.cuh
        "work(static_cast<const TeamJob&>(*job_), reinterpret_cast<uint8_t*>(jobs_) + stage);"
        "const TeamJob job = *job_; ArriveAtBarrier(barrier_ + 1, LeaderAndHelpers());
         work(job, reinterpret_cast<uint8_t*>(jobs_) + stage); continue;"
-       window/dispatch.cu "${RACE}" "1 7")
+       window/dispatch.cu "${RACE}" "2 7")
 mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
        "if (!arrived) return;" low_latency/dispatch.cu "${RACE}" "1 7")
 
@@ -51,7 +51,7 @@ mutant(race_internode_cells protocol/internode.h
        "memory.ReleaseFence();  // Release; pairs with Acquire in ObserveFlag." ""
        shmem/internode.cu "${RACE}" "internode layers 1 4")
 mutant(race_internode_settled shmem/internode.cu "NVSHMEM_CMP_GE, 0);\n    __syncthreads();"
-       "NVSHMEM_CMP_GE, 0);" shmem/internode.cu "${RACE}" "internode layers 1 2")
+       "NVSHMEM_CMP_GE, 0);" shmem/internode.cu "${RACE}" "internode layers 2 2")
 # Sources that store again into what puts may still read: after a credit that came before its puts
 # were over, and one that was only looked at.
 mutant(race_internode_credit shmem/internode.cu "} else if (!AwaitRegion({due, region, tag})) {"
