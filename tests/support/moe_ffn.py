@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers, moe_dense
 
-N = 8  # tokens a rank
+N = 8  # tokens per rank
 
 
 def config(**changes):
