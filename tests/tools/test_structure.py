@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 import jax_ep
+from support import WORKERS
 
 PACKAGE = pathlib.Path(jax_ep.__file__).parent
 
@@ -91,3 +92,25 @@ def test_packages_import_earlier_ones_alone() -> None:
         for other in others:
             level = LEVEL[other.partition(".")[0]]
             assert level <= own, f"{name} imports {other}"
+
+
+def test_workers_import_support_before_the_programs() -> None:
+    """A process of workers/ finds benchmarks/ and tools/ only after `support`."""
+    reached = set()
+    for path in sorted(WORKERS.glob("*.py")):
+        roots = [
+            (node.lineno, name.split(".")[0])
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
+        ]
+        first = {name: line for line, name in reversed(roots)}
+        programs = {"benchmarks", "tools"} & set(first)
+        late = {name for name in programs if first.get("support", 10**6) > first[name]}
+        assert not late, f"{path.name} imports {late} before support"
+        reached |= programs
+    assert reached == {"benchmarks"}

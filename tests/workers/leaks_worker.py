@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import sys
 
+from support import gpus, helpers  # first: it makes benchmarks/ importable
+
+# isort: split
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -17,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.soak import memory as host_memory
 from jax_ep._core import handle as _handle
 from jax_ep._setup import init
-from support import gpus, helpers
 
 jax.config.update("jax_num_cpu_devices", 2)
 CYCLES = {
