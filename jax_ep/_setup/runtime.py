@@ -2,14 +2,20 @@
 
 XLA's CPU pool has max(NPROC or cores, devices) threads. Collectives block one thread
 per device, so several programs in flight on more devices than cores can take all
-threads and deadlock (docs/sharp_bits.md). XLA reads NPROC when the backend starts.
+threads and deadlock (docs/sharp_bits.md). XLA reads NPROC when the CPU backend starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
 
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
@@ -17,10 +23,20 @@ _warned = False
 _forked_from: int | None = None  # parent, if it had started JAX before the fork
 
 
-def _forced_devices() -> int:
+def _cpu_devices() -> int:
+    """Returns how many CPU devices this process will have; at least 2 in a job."""
+    if jax.distributed.is_initialized():
+        return max(2, _own_cpu_devices())
+    return _own_cpu_devices()
+
+
+def _own_cpu_devices() -> int:
+    own = getattr(jax.config, "jax_num_cpu_devices", -1)
+    if own >= 0:
+        return own
     flags = os.environ.get("XLA_FLAGS", "")
     match = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
-    return int(match.group(1)) if match else 0
+    return int(match.group(1)) if match else 1
 
 
 def _backend_started() -> bool:
@@ -32,24 +48,58 @@ def _backend_started() -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _raised_nproc() -> Iterator[None]:
+    """Raises NPROC, never lowers it, while the CPU backend starts."""
+    devices, before = _cpu_devices(), os.environ.get("NPROC")
+    if devices > 1:
+        current = before or ""
+        wanted = max(
+            # Only ASCII digits, as XLA parses it; str.isdigit accepts more.
+            int(current) if re.fullmatch("[0-9]{1,9}", current) else 0,
+            os.cpu_count() or 1,
+            MIN_THREADS,
+            THREADS_PER_DEVICE * devices,
+        )
+        os.environ["NPROC"] = str(wanted)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["NPROC"] = before
+        elif devices > 1:
+            del os.environ["NPROC"]
+
+
 def make_room() -> None:
-    """Raises NPROC if XLA's backend has not started yet; never lowers it."""
+    """Has the CPU backend start with room for its devices, if it has not started yet.
+
+    The environment is as before once it has, so that no child inherits an NPROC.
+    """
     if _backend_started():
         return
-    current = os.environ.get("NPROC", "")
-    wanted = max(
-        # Only ASCII digits, as XLA parses it; str.isdigit accepts more.
-        int(current) if re.fullmatch("[0-9]{1,9}", current) else 0,
-        os.cpu_count() or 1,
-        MIN_THREADS,
-        THREADS_PER_DEVICE * _forced_devices(),
-    )
-    os.environ["NPROC"] = str(wanted)
+    # JAX has no public hook. Without this one init warns where the pool is too small.
+    with contextlib.suppress(ImportError, AttributeError, KeyError):
+        from jax._src import xla_bridge
+
+        registration: Any = xla_bridge._backend_factories["cpu"]
+        registration.factory = _with_room(registration.factory)
+
+
+def _with_room(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def started(*args: Any, **named: Any) -> Any:
+        with _raised_nproc():
+            return make(*args, **named)
+
+    return started
 
 
 def warn_if_short(pool_threads: int, devices: int) -> None:
     """Warns, once per process, if XLA's pool is too small for the local CPU devices."""
     global _warned
+    if devices == 1 and not jax.distributed.is_initialized():
+        return  # nothing waits for other devices
     if not _warned and 0 < pool_threads < 2 * devices:
         warnings.warn(
             f"jax_ep.init: XLA's CPU pool must have at least {2 * devices} threads for "

@@ -1,4 +1,4 @@
-"""What `import jax_ep` does to a process: NPROC, its warning, the time it takes."""
+"""What `import jax_ep` does to a process: threads, environment, the time it takes."""
 
 from __future__ import annotations
 
@@ -46,19 +46,49 @@ def test_hints_of_the_public_functions_resolve() -> None:
                 assert hints.get("ep", jax_ep.EPHandle) is jax_ep.EPHandle
 
 
-def test_raises_nproc() -> None:
-    """Room for 8 devices on any machine, whichever of the two is imported first."""
-    for order in ("jax_ep, jax", "jax, jax_ep"):
-        assert int(python(f"import os, {order}; print(os.environ['NPROC'])")) >= 16
+THREADS = """
+import os, subprocess, sys
+before = dict(os.environ)
+import {order}
+assert os.environ == before
+{devices}
+jax.devices()
+child = "import os; print(os.environ.get('NPROC'))"
+told = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+assert dict(os.environ) == before
+assert told.stdout.strip() == before.get("NPROC", "None")
+from jax_ep._setup import runtime
+runtime.warn_if_short = lambda pool_threads, devices: print(pool_threads)
+mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+config = jax_ep.EPConfig(num_experts=16, top_k=1, hidden_size=8, max_tokens_per_rank=1)
+jax_ep.init(mesh, "ep", config).close()
+"""
+MANY = 'jax.config.update("jax_num_cpu_devices", 8)'
+
+
+def threads(devices: str = MANY, order: str = "jax_ep, jax", **env: str) -> int:
+    """XLA's CPU threads, once its backend has started; the environment stays."""
+    return int(python(THREADS.format(order=order, devices=devices), **env))
+
+
+@pytest.mark.parametrize("order", ["jax_ep, jax", "jax, jax_ep"])
+def test_room_for_8_devices(order: str) -> None:
+    """On any machine, whichever of the two is imported first."""
+    assert threads(order=order) >= 32
+    flags = "--xla_force_host_platform_device_count=16"
+    assert threads("", order, XLA_FLAGS=flags) >= 64
+
+
+def test_one_device_needs_no_room() -> None:
+    assert threads("") <= max(2, os.cpu_count() or 1)
 
 
 def test_keeps_a_larger_nproc() -> None:
-    program = "import os, jax_ep; print(os.environ['NPROC'])"
-    assert int(python(program, NPROC="300")) == 300
-    assert int(python(program, NPROC="3")) >= 16
+    assert threads(NPROC="200") == 200  # XLA takes up to 256
+    assert threads(NPROC="3") >= 32
     # Digits to Python, and no number.
-    assert int(python(program, NPROC="\u00b2")) >= 16
-    assert int(python(program, NPROC="1" * 5000)) >= 16
+    assert threads(NPROC="\u00b2") >= 32
+    assert threads(NPROC="1" * 5000) >= 32
 
 
 LATE = """

@@ -34,7 +34,7 @@ from jax_ep._cli.doctor import command as _cli_doctor
 from jax_ep._native import ffi
 
 QUICK = ("-m", "jax_ep._cli.main", "demo", "--quick")
-# What the demo must choose for itself; importing jax_ep has set NPROC here.
+# What the demo must choose for itself.
 OWN_CHOICE = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
 
 

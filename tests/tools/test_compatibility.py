@@ -195,6 +195,17 @@ def test_backend_can_be_asked_whether_it_started() -> None:
     assert functools.partial(found)() is True
 
 
+def test_start_of_the_cpu_backend_can_be_wrapped() -> None:
+    """A private name; without it `jax_ep.init` warns where threads are too few."""
+    from jax._src import xla_bridge
+
+    registered = getattr(xla_bridge, "_backend_factories", {}).get("cpu")
+    assert hasattr(registered, "factory"), (
+        "jax._src.xla_bridge._backend_factories is gone: jax_ep/_setup/runtime.py then "
+        "gives XLA no more threads than cores; find its successor"
+    )
+
+
 def test_batches_are_seen() -> None:
     """What jax_ep/_core/traces.py takes of a vmap, by private names."""
     found = []
