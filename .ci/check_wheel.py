@@ -1,7 +1,8 @@
-"""Compares what a wheel contains with what it may and must; `.ci/run` calls it.
+"""Compares what wheels contain with what they may and must; `.ci/run` calls it.
 
-    check_wheel.py WHEEL
+    check_wheel.py WHEEL...
 
+Of jax_ep or of a plugin.
 Without a tracked source beside it a name is refused, so that nothing gets in by lying
 in the tree when a wheel is built.
 """
@@ -16,7 +17,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Beside the package: one native module of each kind, of any interpreter.
-NATIVE = r"jax_ep/_native_(cpu|cuda|shmem)\.[\w.-]*so"
+NATIVE = r"{}/_native_(cpu|cuda|shmem)\.[\w.-]*so"
 METADATA = (
     "METADATA",
     "RECORD",
@@ -27,21 +28,25 @@ METADATA = (
 )
 
 
-def faults(names: list[str], tracked: set[str]) -> list[str]:
+def faults(names: list[str], tracked: set[str], package: str = "jax_ep") -> list[str]:
     """What is wrong with the names in a wheel, given the files of the repository."""
     found, natives, metadata = [], [], set()
-    package = {name for name in tracked if name.startswith("jax_ep/")}
+    plugin = re.fullmatch(r"jax_ep_(cuda\d+)_plugin", package)
+    folder = f"plugins/{plugin[1]}/" if plugin else ""
+    own = f"{folder}{package}/"
+    files = {name.removeprefix(folder) for name in tracked if name.startswith(own)}
     for name in names:
-        inside = re.fullmatch(r"jax_ep-[\w.]+\.dist-info/(.+)", name)
+        inside = re.fullmatch(rf"{package}-[\w.]+\.dist-info/(.+)", name)
         if inside:
             metadata.add(inside[1])
-        elif re.fullmatch(NATIVE, name):
+        elif re.fullmatch(NATIVE.format(package), name):
             natives.append(name.split(".")[0])
-        elif name not in package:
+        elif name not in files:
             found.append(f"{name}: no file of the package")
-    found += [f"{name}: missing" for name in sorted(package - set(names))]
-    if "jax_ep/_native_cpu" not in natives or len(set(natives)) != len(natives):
-        found.append(f"native modules: {natives}, not one for CPUs and one of a kind")
+    found += [f"{name}: missing" for name in sorted(files - set(names))]
+    main = f"{package}/_native_{'cuda' if plugin else 'cpu'}"
+    if main not in natives or len(set(natives)) != len(natives):
+        found.append(f"native modules: {natives}, not {main} and one of a kind")
     if metadata != set(METADATA):
         found.append(f"metadata: {sorted(metadata ^ set(METADATA))}, one more or less")
     return found
@@ -56,11 +61,14 @@ def tracked_files() -> set[str]:
 
 def main() -> int:
     """Prints what is wrong; the exit status."""
-    names = zipfile.ZipFile(sys.argv[1]).namelist()
-    found = faults(names, tracked_files())
-    for fault in found:
-        print(f"{sys.argv[1]}: {fault}")
-    return bool(found)
+    tracked, bad = tracked_files(), False
+    for wheel in map(pathlib.Path, sys.argv[1:]):
+        listed = zipfile.ZipFile(wheel).namelist()
+        names = [name for name in listed if not name.endswith("/")]
+        for fault in faults(names, tracked, wheel.name.split("-")[0]):
+            print(f"{wheel}: {fault}")
+            bad = True
+    return bad
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_ep._native.loader import cpu as native
 from jax_ep._native.loader import cuda as native_cuda
+from jax_ep._native.plugins import wanted_extra
 
 
 def _targets() -> Iterator[tuple[str, str, Any]]:
@@ -44,8 +45,8 @@ def native_for(platform: str) -> ModuleType:
     if platform in ("gpu", "cuda") and native_cuda is not None:
         return native_cuda
     remedy = (
-        "this jax_ep was built without a CUDA compiler; put nvcc on PATH or in "
-        "CUDA_HOME and reinstall it"
+        f'no CUDA module is installed; run pip install "jax_ep[{wanted_extra()}]", or '
+        "put nvcc on PATH or in CUDA_HOME and reinstall jax_ep from source"
         if platform in ("gpu", "cuda")
         else "use a mesh of CPU or NVIDIA GPU devices"
     )

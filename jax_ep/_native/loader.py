@@ -1,14 +1,19 @@
-"""The native modules: `cpu` always, `cuda` where the build had a CUDA compiler.
+"""The native modules: `cpu` always, `cuda` and `shmem()` where they are installed.
 
-And `shmem()`, loaded when asked for, where the build had NVSHMEM's headers as well.
+`cuda` and `shmem()` come from this package, if its build had a CUDA compiler (and the
+headers of NVSHMEM), else from a plugin. `plugin` is the plugin that was loaded, and
+`plugin_problem` a sentence on what is wrong with the installed ones, or None.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from jax_ep._native import plugins
 
 
 def _extend_to_installed() -> bool:
@@ -31,9 +36,9 @@ def _extend_to_installed() -> bool:
     return True
 
 
-def _load(name: str) -> ModuleType | None:
+def _load(name: str, package: str = "jax_ep") -> ModuleType | None:
     try:
-        return importlib.import_module(f"jax_ep.{name}")
+        return importlib.import_module(f"{package}.{name}")
     except ModuleNotFoundError:
         return None
 
@@ -54,9 +59,29 @@ if TYPE_CHECKING:
     from jax_ep import _native_cpu as cpu
 else:
     cpu = _load_cpu()
-cuda = _load("_native_cuda")
+
+
+def _load_cuda() -> tuple[ModuleType | None, plugins.Plugin | None, str | None]:
+    """Returns `cuda`, `plugin` and `plugin_problem`."""
+    own = _load("_native_cuda")
+    if own is not None:
+        return own, None, None
+    version = sys.modules["jax_ep"].__version__
+    plugin, problem = plugins.choose(plugins.installed(), version)
+    if plugin is None:
+        return None, None, problem
+    try:
+        module = importlib.import_module(f"{plugin.package}._native_cuda")
+        return module, plugin, problem
+    except ImportError as error:
+        return None, None, f"plugin {plugin.name} does not load: {error}"
+
+
+cuda, plugin, plugin_problem = _load_cuda()
+if plugin_problem is not None:
+    warnings.warn(f"jax_ep: {plugin_problem}", RuntimeWarning, stacklevel=2)
 
 
 def shmem() -> ModuleType | None:
-    """The module of transport shmem, or None where this build has none."""
-    return _load("_native_shmem")
+    """The module of transport shmem, or None where this installation has none."""
+    return _load("_native_shmem", plugin.package if plugin else "jax_ep")

@@ -26,7 +26,8 @@ from jax_ep._peers.windows import NotMapped, Obstacle
 T = TypeVar("T")
 
 LIBRARY = "libnvshmem_host.so.3"
-PACKAGE = "nvidia-nvshmem-cu13"
+_FOR_CUDA_12 = loader.plugin is not None and loader.plugin.extra == "cuda12"
+PACKAGE = "nvidia-nvshmem-cu12" if _FOR_CUDA_12 else "nvidia-nvshmem-cu13"
 
 
 def candidates() -> Iterator[str]:
@@ -73,9 +74,9 @@ class Heap:
         native = self._find()
         if native is None:
             return None, (
-                f"jax_ep built with NVSHMEM's headers (pip install {PACKAGE} before "
-                "pip install jax_ep, from source)",
-                "a build without them",
+                "jax_ep's plugin for CUDA, or a build from source with NVSHMEM's "
+                f"headers (pip install {PACKAGE} before it)",
+                "neither",
             )
         why = ""
         for path in candidates():

@@ -36,6 +36,7 @@ def test_advice_on_the_worst_case(monkeypatch):
         (False, False, None, ['pip install "jax[cuda13]"', "JAX_EP_CUDA=ON"]),
         (True, False, "580", ["JAX_EP_CUDA=ON"]),
         (False, True, "580", ['pip install "jax[cuda13]"']),
+        (False, True, None, ['pip install "jax[cuda13]"', "no driver answers here"]),
         (True, True, None, ["no driver answers here"]),
         (True, True, "580", ["JAX_PLATFORMS, CUDA_VISIBLE_DEVICES"]),
     ],

@@ -13,6 +13,7 @@ import tomllib
 
 import pytest
 
+from jax_ep._native import loader
 from support import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -42,15 +43,15 @@ def test_third_party_names_what_is_compiled_in() -> None:
     assert "THIRD_PARTY.md" in PROJECT["project"]["license-files"]
 
 
-@pytest.mark.parametrize("name", ["_native_cpu", "_native_cuda", "_native_shmem"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "shmem"])
 def test_native_modules_link_the_system_alone(name: str) -> None:
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf")
-    spec = importlib.util.find_spec(f"jax_ep.{name}")
-    if spec is None or spec.origin is None:
-        pytest.skip(f"this build has no {name}")
+    module = loader.shmem() if name == "shmem" else getattr(loader, name)
+    if module is None:
+        pytest.skip(f"nothing here has _native_{name}")
     text = subprocess.run(
-        ["readelf", "-d", spec.origin], capture_output=True, text=True, check=True
+        ["readelf", "-d", module.__file__], capture_output=True, text=True, check=True
     ).stdout
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", text))
     assert needed
@@ -85,6 +86,14 @@ def test_wheel_is_compared_with_the_repository() -> None:
         assert len(check.faults([*names, extra], tracked)) == 1, extra
     for index, name in enumerate(names):
         assert check.faults(names[:index] + names[index + 1 :], tracked), name
+    plugin = "jax_ep_cuda13_plugin"
+    names = [f"{plugin}/__init__.py", f"{plugin}/_native_cuda.abi3.so"]
+    names += [f"{plugin}-0.1.0.dist-info/{name}" for name in check.METADATA]
+    assert check.faults(names, tracked, plugin) == []
+    for extra in (f"{plugin}/_native_cpu.abi3.so.1", "jax_ep/__init__.py"):
+        assert len(check.faults([*names, extra], tracked, plugin)) == 1, extra
+    for index, name in enumerate(names):
+        assert check.faults(names[:index] + names[index + 1 :], tracked, plugin), name
 
 
 def test_requirements_are_few() -> None:

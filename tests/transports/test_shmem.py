@@ -69,7 +69,7 @@ def test_what_one_process_lacks_is_said_in_all() -> None:
     job.refused("pip install nvidia-nvshmem-cu13", "cannot open", "(process 1)")
     job = Job(ONE_EACH)
     job.heaps[2] = nvshmem.Heap(lambda: None)
-    job.refused("built with NVSHMEM's headers", "(process 2)")
+    job.refused("jax_ep's plugin for CUDA", "(process 2)")
     job = Job(ONE_EACH)
     job.natives[0].obstacle = ("compute capability 9.0", "8.0")
     job.refused("compute capability 9.0", "8.0 (process 0)")

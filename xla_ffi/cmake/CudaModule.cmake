@@ -54,4 +54,5 @@ nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cud
 target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
 target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
 target_link_libraries(_native_cuda PRIVATE jax_ep_cuda jax_ep_windows Threads::Threads)
-install(TARGETS _native_cuda LIBRARY DESTINATION jax_ep)
+jax_ep_link_portably(_native_cuda)
+install(TARGETS _native_cuda LIBRARY DESTINATION "${JAX_EP_DESTINATION}")

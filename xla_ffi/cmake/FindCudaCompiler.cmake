@@ -16,6 +16,9 @@ function(jax_ep_find_cuda_compiler result)
     if(CMAKE_MATCH_1 VERSION_LESS 12.5)
       message(WARNING "jax_ep: CUDA must be 12.5 or newer, got ${CMAKE_MATCH_1} at "
                       "${JAX_EP_NVCC_PROGRAM}: it is not used")
+    elseif(JAX_EP_PLUGIN AND NOT CMAKE_MATCH_1 MATCHES "^${JAX_EP_PLUGIN}\\.")
+      message(FATAL_ERROR "jax_ep: the plugin for CUDA ${JAX_EP_PLUGIN} needs its nvcc, got "
+                          "${CMAKE_MATCH_1} at ${JAX_EP_NVCC_PROGRAM}; set CUDA_HOME")
     else()
       set(${result} "${JAX_EP_NVCC_PROGRAM}" PARENT_SCOPE)
     endif()

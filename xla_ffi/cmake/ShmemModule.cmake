@@ -1,6 +1,7 @@
 # The native module jax_ep._native_shmem, where NVSHMEM's headers are: in NVSHMEM_HOME or in PyPI's
 # nvidia-nvshmem-cu13. Its host library is opened at run time; the kernels of shmem/internode.cu are
 # linked with its device library into an image that the module carries.
+option(JAX_EP_SHMEM "Fail where NVSHMEM's headers are not found" OFF)
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c
           "import sys, sysconfig; print(';'.join(p + '/nvidia/nvshmem' for p in [sysconfig.get_path('purelib'), *sys.path] if p))"
@@ -17,7 +18,8 @@ if(JAX_EP_NVSHMEM_INCLUDE)
   target_include_directories(_native_shmem SYSTEM PRIVATE "${JAX_EP_NVSHMEM_INCLUDE}")
   target_compile_options(_native_shmem PRIVATE -Wall -Wextra)
   target_link_libraries(_native_shmem PRIVATE jax_ep_cudart Threads::Threads)
-  install(TARGETS _native_shmem LIBRARY DESTINATION jax_ep)
+  jax_ep_link_portably(_native_shmem)
+  install(TARGETS _native_shmem LIBRARY DESTINATION "${JAX_EP_DESTINATION}")
   find_file(
     JAX_EP_NVSHMEM_DEVICE libnvshmem_device.a
     HINTS "${JAX_EP_NVSHMEM_INCLUDE}/../lib")
@@ -57,6 +59,9 @@ if(JAX_EP_NVSHMEM_INCLUDE)
     message(STATUS "jax_ep: no libnvshmem_device.a beside NVSHMEM's headers: transport shmem "
                    "serves ranks of one node alone")
   endif()
+elseif(JAX_EP_SHMEM)
+  message(FATAL_ERROR "jax_ep: JAX_EP_SHMEM=ON needs NVSHMEM's headers in NVSHMEM_HOME or the "
+                      "package nvidia-nvshmem-cu13, found none")
 else()
   message(STATUS "jax_ep: no headers of NVSHMEM in NVSHMEM_HOME or the package "
                  "nvidia-nvshmem-cu13: transport shmem is left out")

@@ -9,17 +9,21 @@ from jax_ep import experts as _experts
 from jax_ep import formats
 from jax_ep._cli.doctor import links
 from jax_ep._core.config import EPConfig
-from jax_ep._native import ffi
+from jax_ep._native import ffi, loader, plugins
 from jax_ep._setup import capacity
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
 _MOSAIC_SIZE = 128  # an intermediate size that mosaic supports
-# The setting makes a build without nvcc fail; otherwise it would be for CPUs only.
-_REBUILD = (
-    "pip install . -C cmake.define.JAX_EP_CUDA=ON in the repository of jax_ep (with "
-    "nvcc 12.5 or newer on PATH or in CUDA_HOME)"
-)
+
+
+def _install() -> str:
+    # The setting makes a build without nvcc fail; otherwise it would be for CPUs only.
+    return (
+        f'pip install "jax_ep[{plugins.wanted_extra()}]" (or, in the repository of '
+        "jax_ep with nvcc 12.5 or newer on PATH or in CUDA_HOME, pip install . -C "
+        "cmake.define.JAX_EP_CUDA=ON)"
+    )
 
 
 def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[str]:
@@ -27,7 +31,8 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     advice = []
     on_gpu = bool(devices) and devices[0].platform != "cpu"
     if on_gpu and ffi.native_cuda is None:
-        advice.append(f"this jax_ep was built without CUDA: run {_REBUILD}")
+        advice.append(f"this jax_ep has no CUDA module: run {_install()}")
+    advice += _on_plugins(found.get("versions", {}))
     if not on_gpu:
         only = "only CPU devices, which are fine for tests and small runs; "
         advice.append((only if devices else "") + _for_gpus(found["versions"]))
@@ -71,6 +76,24 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     return advice
 
 
+def _on_plugins(versions: dict[str, Any]) -> list[str]:
+    """Returns advice on plugins that are in nobody's way and yet not what is wanted."""
+    plugin, idle = loader.plugin, plugins.installed()
+    if ffi.native_cuda is not None and plugin is None and idle:
+        return [
+            f"this jax_ep was built with CUDA, so that plugin {idle[0].name} is not "
+            f"used: pip uninstall {idle[0].name}"
+        ]
+    has = [name for name in CUDA_PACKAGES if versions.get(name)]
+    if plugin is None or not has or f"jax-{plugin.extra}-plugin" in has:
+        return []
+    extra = has[0].split("-")[1]
+    return [
+        f"{has[0]} and {plugin.name} are for different CUDA versions: run pip "
+        f'uninstall {plugin.name}, then pip install "jax_ep[{extra}]"'
+    ]
+
+
 def _for_gpus(versions: dict[str, Any]) -> str:
     """Returns what this installation lacks for GPUs, in the order to install it."""
     lacks = []
@@ -78,11 +101,14 @@ def _for_gpus(versions: dict[str, Any]) -> str:
     if not any(map(versions.get, CUDA_PACKAGES)):
         lacks.append('pip install "jax[cuda13]"')
     if ffi.native_cuda is None:
-        lacks.append(_REBUILD)
+        lacks.append(_install())
+    elsewhere = "on a machine that has some: no driver answers here"
+    no_driver = ffi.native_cuda is not None and links.driver() is None
     if lacks:
-        return "for NVIDIA GPUs run " + ", then ".join(lacks)
-    if links.driver() is None:
-        return "for NVIDIA GPUs, run on a machine that has some: no driver answers here"
+        then = f", {elsewhere}" if no_driver else ""
+        return "for NVIDIA GPUs run " + ", then ".join(lacks) + then
+    if no_driver:
+        return f"for NVIDIA GPUs, run {elsewhere}"
     return (
         "this installation supports NVIDIA GPUs, but JAX uses none here: check "
         "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the output of nvidia-smi"

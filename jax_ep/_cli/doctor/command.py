@@ -37,8 +37,8 @@ examples:
   jax-ep doctor --ranks 32 --ranks-per-node 4  the same over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
 
-exit codes: 0 every transport that is served here passed its test, 1 one did not or JAX
-starts no backend, 2 usage, 130 interrupted
+exit codes: 0 every transport that is served here passed its test, 1 one did not, JAX
+starts no backend or a plugin of jax_ep is not the right one, 2 usage, 130 interrupted
 """
 
 

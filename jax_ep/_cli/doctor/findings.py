@@ -17,7 +17,7 @@ import jax_ep
 from jax_ep._cli.doctor import advice, links
 from jax_ep._cli.values import backend_advice, backend_problem
 from jax_ep._core.literals import TRANSPORTS, HandleTransport
-from jax_ep._native import ffi, loader
+from jax_ep._native import ffi, loader, plugins
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers import windows as _windows
 from jax_ep._peers.rendezvous import Rendezvous
@@ -59,6 +59,8 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
     tests = [entry["test"] for entry in entries.values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
     found["advice"] = advice.advice(found, devices, config)
+    if loader.plugin_problem is not None:
+        found["problems"].insert(0, loader.plugin_problem)
     if problem is not None:
         found["problems"].insert(0, problem)
         found["advice"][:0] = filter(None, [backend_advice()])
@@ -88,6 +90,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    found |= {plugin.name: plugin.version for plugin in plugins.installed()}
     found["nvidia driver"] = links.driver()
     found["built with cuda"] = links.toolkit()
     found["nccl"] = links.nccl()

@@ -1,0 +1,69 @@
+"""Plugins: packages that bring the CUDA modules, as the extra jax_ep[cuda13] installs.
+
+Each announces its package by an entry point of group "jax_ep.plugins", whose name is
+that of the extra. A plugin is loaded only by the jax_ep of its own version: the modules
+share the layout of windows and the attributes of calls.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+GROUP = "jax_ep.plugins"
+
+
+class Plugin(NamedTuple):
+    """An installed plugin.
+
+    Attributes:
+        extra: the extra of jax_ep that installs it, such as "cuda13".
+        package: its Python package.
+        name: what pip calls it.
+        version: its version.
+    """
+
+    extra: str
+    package: str
+    name: str
+    version: str
+
+
+def installed() -> list[Plugin]:
+    """Returns the installed plugins, those for newer CUDA first."""
+    found = {
+        Plugin(point.name, point.value, point.dist.name, point.dist.version)
+        for point in importlib.metadata.entry_points(group=GROUP)
+        if point.dist is not None
+    }
+    return sorted(found, reverse=True)
+
+
+def wanted_extra() -> str:
+    """Returns the extra whose plugin fits the installed JAX."""
+    found = [n for n in ("13", "12") if importlib.util.find_spec(f"jax_cuda{n}_plugin")]
+    return f"cuda{found[0]}" if found else "cuda13"
+
+
+def choose(found: Sequence[Plugin], version: str) -> tuple[Plugin | None, str | None]:
+    """Returns the plugin to load for jax_ep `version`, and what is wrong, or None."""
+    fitting = [plugin for plugin in found if plugin.version == version]
+    if not fitting:
+        if not found:
+            return None, None
+        other = found[0]
+        return None, (
+            f"plugin {other.name} must be of version {version} as jax_ep is, got "
+            f"{other.version}, so it is not loaded and GPUs are not served; run "
+            f'pip install "jax_ep[{other.extra}]=={version}"'
+        )
+    best = max(fitting, key=lambda plugin: plugin.extra == wanted_extra())
+    others = " ".join(plugin.name for plugin in found if plugin != best)
+    if not others:
+        return best, None
+    return best, (
+        f"one plugin must be installed, got {len(found)}, of which {best.name} is "
+        f"loaded; run pip uninstall {others}"
+    )

@@ -1,0 +1,178 @@
+"""Plugins with the CUDA modules: which is loaded, what is said, how they are built."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import tomllib
+import types
+
+import pytest
+
+import jax_ep
+from jax_ep._cli.doctor import advice, findings
+from jax_ep._native import ffi, loader, plugins
+from support import ROOT, helpers
+
+VERSION = jax_ep.__version__
+OTHER = "0.0.9"
+
+
+def plugin(number: int, version: str = VERSION) -> plugins.Plugin:
+    package = f"jax_ep_cuda{number}_plugin"
+    return plugins.Plugin(f"cuda{number}", package, package.replace("_", "-"), version)
+
+
+def project(folder: str) -> dict:
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen", "words"),
+    [
+        ([], None, []),
+        ([plugin(13)], 13, []),
+        ([plugin(12)], 12, []),
+        (
+            [plugin(13, OTHER)],
+            None,
+            [f"version {VERSION}", f"got {OTHER}", f'"jax_ep[cuda13]=={VERSION}"'],
+        ),
+        ([plugin(13), plugin(12)], 12, ["got 2", "uninstall jax-ep-cuda13-plugin"]),
+        ([plugin(13, OTHER), plugin(12)], 12, ["uninstall jax-ep-cuda13-plugin"]),
+        ([plugin(13), plugin(12, OTHER)], 13, ["uninstall jax-ep-cuda12-plugin"]),
+    ],
+)
+def test_choice(found, chosen, words, monkeypatch) -> None:
+    """Of this version alone, and where there are two the one for the installed JAX."""
+    monkeypatch.setattr(plugins, "wanted_extra", lambda: "cuda12")
+    best, problem = plugins.choose(found, VERSION)
+    assert best == (chosen and plugin(chosen))
+    assert bool(problem) == bool(words)
+    assert all(word in problem for word in words)
+
+
+def install(folder: pathlib.Path, one: plugins.Plugin, module: str) -> None:
+    """As pip does, with Python in place of the native module."""
+    (folder / one.package).mkdir()
+    (folder / one.package / "__init__.py").touch()
+    (folder / one.package / "_native_cuda.py").write_text(module)
+    told = folder / f"{one.package}-{one.version}.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(f"Name: {one.name}\nVersion: {one.version}\n")
+    entry = f"[{plugins.GROUP}]\n{one.extra} = {one.package}\n"
+    (told / "entry_points.txt").write_text(entry)
+
+
+LOADED = """
+import jax_ep
+from jax_ep._native import loader
+print(loader.cuda and loader.cuda.__name__, loader.shmem())
+"""
+
+
+@pytest.mark.skipif(loader.plugin is not None, reason="a plugin is installed")
+@pytest.mark.parametrize(
+    ("version", "module", "loaded", "told"),
+    [
+        (VERSION, "def targets(): return {}", True, ""),
+        (OTHER, "def targets(): return {}", False, f"got {OTHER}, so it is not loaded"),
+        (VERSION, "raise ImportError('no lib.so')", False, "does not load: no lib.so"),
+    ],
+)
+def test_import_loads_it_or_says_why_not(
+    version, module, loaded, told, tmp_path
+) -> None:
+    if loader.cuda is not None:
+        pytest.skip("this build has CUDA modules of its own, which come first")
+    install(tmp_path, plugin(13, version), module)
+    here = str(pathlib.Path(jax_ep.__file__).parent.parent)
+    program = f"import sys; sys.path += [{here!r}, {str(tmp_path)!r}]\n{LOADED}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    name = "jax_ep_cuda13_plugin._native_cuda" if loaded else "None"
+    assert done.stdout.split() == [name, "None"]
+    warned = [line for line in done.stderr.splitlines() if "RuntimeWarning" in line]
+    assert len(warned) == bool(told)
+    assert all(f"jax_ep: plugin {plugin(13).name} " in line for line in warned)
+    assert told in done.stderr
+
+
+def test_doctor_has_it_among_the_problems(monkeypatch) -> None:
+    _, problem = plugins.choose([plugin(13, OTHER)], VERSION)
+    monkeypatch.setattr(loader, "plugin_problem", problem)
+    monkeypatch.setattr(plugins, "installed", lambda: [plugin(13, OTHER)])
+    monkeypatch.setattr(findings, "self_test", lambda *args: "passed")
+    found = findings.silent_examine(helpers.make_config())
+    assert found["problems"] == [problem]
+    assert found["versions"]["jax-ep-cuda13-plugin"] == OTHER
+
+
+@pytest.mark.parametrize(
+    ("used", "idle", "jax_has", "words"),
+    [
+        (None, [plugin(13)], "jax-cuda13-plugin", "pip uninstall jax-ep-cuda13-plugin"),
+        (plugin(13), [plugin(13)], "jax-cuda13-plugin", ""),
+        (plugin(13), [plugin(13)], "jax-cuda12-plugin", '"jax_ep[cuda12]"'),
+        (plugin(13), [plugin(13)], None, ""),
+    ],
+)
+def test_doctor_on_plugins(used, idle, jax_has, words, monkeypatch) -> None:
+    monkeypatch.setattr(ffi, "native_cuda", types.SimpleNamespace())
+    monkeypatch.setattr(loader, "plugin", used)
+    monkeypatch.setattr(plugins, "installed", lambda: idle)
+    versions = dict.fromkeys(advice.CUDA_PACKAGES)
+    if jax_has:
+        versions[jax_has] = "0.10.2"
+    lines = advice._on_plugins(versions)
+    assert len(lines) == bool(words)
+    assert all(words in line for line in lines)
+
+
+def test_version_is_that_of_one_place() -> None:
+    """Of jax_ep/__init__.py: what names it elsewhere, and what reads it there."""
+    main = project(".")
+    for number in (12, 13):
+        own = project(f"plugins/cuda{number}")
+        extra = main["project"]["optional-dependencies"][f"cuda{number}"]
+        oldest = main["project"]["dependencies"][0].removeprefix("jax")
+        name = f"jax-ep-cuda{number}-plugin"
+        assert extra == [f"jax[cuda{number}]{oldest}", f"{name}=={VERSION}"]
+        assert own["project"]["name"] == name
+        assert own["project"]["dependencies"] == [f"jax_ep=={VERSION}"]
+        read = own["tool"]["scikit-build"]["metadata"]["version"]["input"]
+        assert (ROOT / "plugins" / "cuda13" / read).samefile(jax_ep.__file__)
+    assert f'version: "{VERSION}"' in (ROOT / "CITATION.cff").read_text()
+
+
+def test_plugins_differ_by_their_number() -> None:
+    """And are built as the package is, but for its README on an index."""
+    folders = [ROOT / "plugins" / name for name in ("cuda12", "cuda13")]
+    twelve, thirteen = (
+        {
+            str(path.relative_to(folder)): path.read_text()
+            for path in [*folder.iterdir(), *folder.glob("*_plugin/*.py")]
+            if path.is_file()
+        }
+        for folder in folders
+    )
+    assert len(twelve) == 5
+    for name, text in twelve.items():
+        other = name.replace("cuda12", "cuda13")
+        for word in ("cuda12", "CUDA 12", '"12"', ":: 12"):
+            text = text.replace(word, word.replace("12", "13"))
+        assert thirteen[other] == text, name
+    needed = project(".")["build-system"]["requires"]
+    readme = [name for name in needed if name.startswith("hatch-fancy-pypi-readme")]
+    own = project("plugins/cuda13")
+    assert own["build-system"]["requires"] == [n for n in needed if n not in readme]
+    settings = own["tool"]["scikit-build"]["wheel"]["py-api"]
+    assert settings == project(".")["tool"]["scikit-build"]["wheel"]["py-api"]
+    for name in ("LICENSE", "THIRD_PARTY.md"):
+        assert (ROOT / "plugins" / "cuda13" / name).resolve() == ROOT / name
