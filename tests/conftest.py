@@ -1,6 +1,6 @@
 """Set-up of the whole suite: 8 CPU devices where there is no GPU, and skips.
 
-jax_ep comes before anything starts a JAX backend, because its import raises NPROC.
+jax_ep comes before anything starts a JAX backend, which then gets enough threads.
 """
 
 from __future__ import annotations
@@ -38,6 +38,28 @@ if not helpers.IN_PROCESSES:
     jax.config.update("jax_num_cpu_devices", 8)
 # Gradients are compared with a dense formula: TF32 would hide errors behind noise.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+# Of a bare `pytest`. With paths, -m or -k it is for the caller to say.
+LESS = "not slow and not thorough"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.option.markexpr or config.option.keyword
+    if config.args_source == config.ArgsSource.TESTPATHS and not chosen:
+        config.option.markexpr = LESS
+
+
+def pytest_terminal_summary(
+    terminalreporter: Any, exitstatus: int, config: pytest.Config
+) -> None:
+    if config.option.markexpr == LESS:
+        terminalreporter.section("left out")
+        terminalreporter.line(
+            "tests marked slow or thorough, which take as long again: long runs, more "
+            "combinations of what has run, benchmarks in a tiny form\n"
+            'pytest -m "slow or thorough" runs them, pytest tests runs everything'
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

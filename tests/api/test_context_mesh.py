@@ -60,6 +60,7 @@ def test_sharded_under_another_mesh(mesh, ep, jitted):
         np.testing.assert_array_equal(np.asarray(dtokens, np.float32), 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers_under_another_mesh(mesh, kind, jitted):

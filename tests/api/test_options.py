@@ -57,6 +57,7 @@ def test_matches_oracle(mode: str, shape: str) -> None:
     check(config, helpers.some_ranks(4), rng, routing="invalid")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "n"), [(1, 2), (3, 7), (8, 1), (8, 7)])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_ranks_and_tokens(mode: str, ranks: int, n: int) -> None:
@@ -113,6 +114,7 @@ def test_no_token(mode: str) -> None:
     assert not np.any(np.asarray(total, np.float32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axes", ["ep", ("ep", "dp")])
 @pytest.mark.parametrize("mode", options.MODES)
@@ -169,6 +171,7 @@ def test_any_routing(mode: str, changes: Any, seed: int, data: st.DataObject) ->
     check(config, 4, rng, ids=[ids[0]] * 4 if config.skip_a2a else ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["rows", "tiled_128x4"])
 @pytest.mark.parametrize("mode", ["shared", "local", "local_shared"])
 @pytest.mark.parametrize("name", quantized.QUANTIZED)

@@ -62,6 +62,7 @@ def test_same_bits(mode: str, name: str) -> None:
     jax.tree.map(helpers.assert_bits, split, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weighted", [True, False])
 @MODES
 def test_same_gradients(mode: str, weighted: bool) -> None:
@@ -200,6 +201,7 @@ def test_pending_as_a_carry() -> None:
     moe.check(s, moe.loss(s.mesh, run), dense)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "kind", "jit"),
     [

@@ -188,6 +188,7 @@ def test_layer(mode: str) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", ["plain", "remat", "save_route"])
 @MODES
 def test_scan(mode: str, wrap: str) -> None:
@@ -211,6 +212,7 @@ def test_scan(mode: str, wrap: str) -> None:
     work.check(layers, dense_layers)
 
 
+@pytest.mark.thorough
 @MODES
 def test_grad_of_grad(mode: str) -> None:
     work = Work(mode)

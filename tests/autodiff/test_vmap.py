@@ -84,6 +84,7 @@ REMAT = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrapped", REMAT)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("one", [whole, halves])
@@ -164,6 +165,7 @@ def test_what_the_entries_share(mesh) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_batches_within_batches(mesh) -> None:
     ep = helpers.init(mesh, **FIELDS)
     x, ids, w = operands(ep.config, 6, mesh.size)

@@ -129,6 +129,7 @@ def plain(kind, sizes):
     return np.asarray(call(kind, *given(changes), changes)[0][0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_reach_the_function(name, kind):
@@ -186,6 +187,7 @@ def test_configs_that_no_layer_serves(changes, words):
     check_form(caught, "flax.MoE", words)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "spec", "same"),
     [

@@ -19,7 +19,7 @@ from jax_ep._cli.bench.transports import normal
 from support import helpers
 from support.layer_rows import timing
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("quick_compiles")]
 
 SIZES = {"hidden": 32, "inner": 16, "experts": 16, "top_k": 3, "tokens": 8}
 

@@ -51,7 +51,7 @@ from support import helpers
 from support.tiny import ON_CPU, RANKS, TRACE, rows_by, tiny, unmeasured, written
 from tools import fuzz, record_suite
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("quick_compiles")]
 
 ROOT = recording.ROOT
 

@@ -19,6 +19,8 @@ from jax_ep._cli.bench import routings as p2p_cases
 from jax_ep._cli.bench import transports as p2p_transports
 from support import helpers
 
+pytestmark = pytest.mark.thorough
+
 EXPERTS, TOP_K, HIDDEN = 16, 3, 16
 SPEC = {
     "hidden": HIDDEN,
