@@ -83,6 +83,7 @@ def test_masked_tokens(mode: str) -> None:
         check(config, 4, np.random.default_rng(2), routing=routing)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", options.MODES)
 def test_values(mode: str) -> None:
     """Infinities, NaNs, denormals; duplicates, also more than there are experts."""

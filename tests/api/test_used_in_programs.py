@@ -42,6 +42,7 @@ def tokens_of(mesh, seed: int = 1) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (N * mesh.size, HIDDEN))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*every mesh axis should be manual")
 def test_partly_manual_layer(mesh):
     """`axis_names={"ep"}`: losses are over the axes that the call knows."""

@@ -246,6 +246,7 @@ def ffn_params(config: Any, rng: np.random.Generator) -> dict[str, jax.Array]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     "experts", [jax_ep.experts.ragged_dot, jax_ep.experts.Padded(64)]

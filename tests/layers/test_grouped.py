@@ -165,6 +165,7 @@ def test_lower(dtype, x64, monkeypatch):
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_are_the_groups_rows(seed):
     """Each once, of its group; loads begin where they can and stay within the rows."""
