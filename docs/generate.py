@@ -4,7 +4,7 @@ The tables of the wire and of formats come from the native module, those of the 
 model from scale_model.py. The others come from the newest file of each kind in
 benchmarks/results (for test suites: of each transport and number of devices), and
 docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib; checking that
-it shows that file does not.
+it shows that file does not. diagrams.py draws the other pictures.
 """
 
 import json
@@ -18,6 +18,7 @@ from jax_ep import _native_cpu as native
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import call_tables
+import diagrams
 import layer_tables
 import performance_tables
 import reliability_table
@@ -181,6 +182,12 @@ def main():
             stale.append(path.relative_to(ROOT))
             if not check:
                 path.write_text(new)
+    for name, diagram in diagrams.DIAGRAMS.items():
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text() != diagram.svg():
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                path.write_text(diagram.svg())
     if stale and check:
         raise SystemExit(f"stale: {', '.join(map(str, stale))}; run docs/generate.py")
 

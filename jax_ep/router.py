@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
+from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
 
 # Lower bound for a sum of sigmoids that weights are divided by. It keeps the quotient
@@ -161,7 +161,7 @@ def route(
         "reshape them to one row per token",
     )
     n, experts = logits.shape
-    check_choice("router.route", router, experts, top_k)
+    _check_choice("router.route", router, experts, top_k)
     if bias is not None:
         bias, remedy = jnp.asarray(bias), "pass one number per expert"
         checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
@@ -208,40 +208,6 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
     """
     _, at = jax.lax.top_k(scores, count)
     return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)
-
-
-def check_choice(function: str, router: Router, experts: int, top_k: int) -> None:
-    """Raises unless `router` can choose `top_k` of `experts` experts."""
-    errors.require(
-        isinstance(top_k, numbers.Integral) and 1 <= top_k <= experts,
-        function,
-        f"top_k must be an int from 1 to num_experts, {experts}",
-        repr(top_k),
-        "pass a value within these bounds",
-    )
-    groups = router.num_groups
-    size = experts // groups
-    errors.require(
-        experts % groups == 0 and size * router.top_groups >= top_k,
-        function,
-        "num_groups must divide the experts and top_groups must hold top_k experts",
-        f"{experts} experts in {groups} groups, top {router.top_groups}, top_k {top_k}",
-        "change num_groups or top_groups",
-    )
-    errors.require(
-        groups == 1 or router.best_of_group <= size,
-        function,
-        f"best_of_group must be at most {size}, the experts per group",
-        router.best_of_group,
-        "pass a smaller value",
-    )
-    if top_k == 1 and router.normalize:
-        warnings.warn(
-            f"jax_ep.{function}: Router(normalize=True) makes every weight 1 if top_k "
-            "is 1, so the task does not train the router; leave normalize out",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:

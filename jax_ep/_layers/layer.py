@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, require_values
+from jax_ep._core.choice import check_choice
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport
@@ -39,7 +40,7 @@ from jax_ep._layers.params import (
 from jax_ep._setup import init
 from jax_ep._setup.shared import shared_handle
 from jax_ep.experts import Activation
-from jax_ep.router import Router, RouterFunction, check_choice
+from jax_ep.router import Router, RouterFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

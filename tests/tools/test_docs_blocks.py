@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pathlib
 import re
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import types
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._core import literals
 from support import ROOT, gpus, helpers
 from support.pages import python_blocks
 
@@ -24,7 +28,7 @@ HIDDEN, TOP_K, N = 128, 2, 8
 # Blocks by page and language, and what runs them.
 RUN = {
     ("README.md", "bash"): 2,  # .ci/run, step readme
-    ("README.md", "python"): 1,  # test_readme.py
+    ("README.md", "python"): 2,  # test_readme.py
     ("docs/cluster.md", "bash"): 1,  # here, as all below
     ("docs/cluster.md", "python"): 2,
     ("docs/extending.md", "cpp"): 2,
@@ -46,7 +50,7 @@ RUN = {
 # Fences without a language: commands for developers, a formula, an error; not run.
 PLAIN = {"CONTRIBUTING.md": 2, "docs/formats.md": 1, "docs/start.md": 1}
 # Pictures and directives: step docs of .ci/run builds them.
-DRAWN = ("mermaid", "{toctree}", "{eval-rst}")
+DRAWN = ("{toctree}", "{eval-rst}", "{include} ../README.md")
 
 
 def blocks(name, language):
@@ -59,6 +63,7 @@ def test_every_block_is_run():
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "api").glob("*.md"),
     ]
     found: dict = {}
     for page in pages:
@@ -337,10 +342,44 @@ def test_extras_that_pages_install_are_there():
     assert {each for (each,) in named} <= set(extras)
 
 
-def test_api_page_has_every_public_name():
-    text = (ROOT / "docs" / "api.md").read_text()
-    listed = set(re.findall(r"^\.\. auto\w+:: (?:jax_ep\.)?([\w.]+)$", text, re.M))
-    below = {"flax.MoE", "flax.RouterBias", "flax.linen.MoE"}
-    below |= {"experts.QuantizedWeights"}
-    assert below < listed
-    assert listed - below == set(jax_ep.__all__)
+def described(module):
+    """What a module's page in docs/api/ describes."""
+    named = getattr(module, "__all__", None)
+    if named is not None:
+        return set(named)
+    own = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+        and not isinstance(value, typing.TypeVar)
+    }
+    return own | ({"QuantizedWeights"} if module is jax_ep.experts else set())
+
+
+def test_api_pages_have_every_public_name():
+    found: dict[str, set[str]] = {}
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        text = page.read_text()
+        for table in text.split(".. currentmodule:: ")[1:]:
+            names = re.findall(r"^   ([\w.]+)$", table.partition("```")[0], re.M)
+            found.setdefault(table.split()[0], set()).update(names)
+    modules = {name for name in jax_ep.__all__ if inspect.ismodule(vars(jax_ep)[name])}
+    assert found.pop("jax_ep") == set(jax_ep.__all__) - modules
+    # Flax may not be installed.
+    assert found.pop("jax_ep.flax") == {"MoE", "RouterBias"}
+    assert found.pop("jax_ep.flax.linen") == {"MoE"}
+    assert set(found) == {f"jax_ep.{name}" for name in modules}
+    for name, names in found.items():
+        assert names == described(sys.modules[name]), name
+
+
+def test_types_page_has_every_option():
+    text = (ROOT / "docs" / "api" / "types.md").read_text()
+    shown = re.findall(r"py:type:: (\w+)\n   :canonical: Literal\[(.*)\]", text)
+    have = {
+        name: typing.get_args(value)
+        for name, value in vars(literals).items()
+        if typing.get_origin(value) is typing.Literal
+    }
+    assert {name: ast.literal_eval(f"({values},)") for name, values in shown} == have

@@ -13,7 +13,7 @@ from support.pages import python_blocks
 
 
 def test_readme_program_runs_and_differentiates():
-    (program,) = python_blocks("README.md")
+    first, program = python_blocks("README.md")
     program += (
         "\nimport numpy as np\n"
         "assert y.shape == (n, 64) and np.isfinite(np.asarray(y, np.float32)).all()\n"
@@ -21,9 +21,14 @@ def test_readme_program_runs_and_differentiates():
         "assert np.abs(np.asarray(jax.grad(loss)(gate_up), np.float32)).sum() > 0\n"
         "print('devices', ep.ep_size)\n"
     )
+    first += (
+        "\nimport numpy as np\n"
+        "assert y.shape == tokens.shape\n"
+        "assert np.isfinite(np.asarray(y, np.float32)).all()\n"
+    )
     header = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
     run = subprocess.run(
-        [sys.executable, "-c", header + program],
+        [sys.executable, "-c", header + first + program],
         capture_output=True,
         text=True,
         timeout=600,
@@ -45,7 +50,9 @@ def test_generated_parts_are_current():
 
 
 @pytest.mark.parametrize(
-    "doc", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name
+    "doc",
+    sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "api").glob("*.md")]),
+    ids=lambda p: str(p.relative_to(ROOT / "docs")),
 )
 def test_links_and_files_named_in_docs_exist(doc):
     text = doc.read_text()

@@ -28,7 +28,7 @@ namespace jax_ep::ffi_layer {
 
 // ---- Shapes -------------------------------------------------------------------------------------
 
-// The letters of docs/api.md, and: P columns of a payload, S scales of a row, W words of a region,
+// The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a region,
 // V tiles of scales and C their column words, I input scales. kOne is no dimension.
 enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, I };
 inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N",

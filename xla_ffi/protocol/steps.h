@@ -1,5 +1,5 @@
 // The operands of the steps of the collective transport, which handlers fill and both the CPU and
-// the CUDA kernels take. docs/api.md explains the letters of shapes. All pointers refer to memory
+// the CUDA kernels take. docs/api/index.md explains the letters of shapes. All pointers refer to memory
 // of the device that runs the step.
 #pragma once
 
