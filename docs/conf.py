@@ -21,6 +21,8 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"jax_ep {version}"
 exclude_patterns = ["*.py"]
 templates_path = ["_templates"]
