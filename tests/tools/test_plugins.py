@@ -146,7 +146,9 @@ def test_version_is_that_of_one_place() -> None:
         assert extra == [f"jax[cuda{number}]{oldest}", f"{name}=={VERSION}"]
         assert own["project"]["name"] == name
         assert own["project"]["dependencies"] == [f"jax_ep=={VERSION}"]
-        read = own["tool"]["scikit-build"]["metadata"]["version"]["input"]
+        (version,) = own["tool"]["dynamic-metadata"]
+        assert version["field"] == "version"
+        read = version["input"]
         source = ROOT / "plugins" / f"cuda{number}" / read
         assert source.samefile(ROOT / "jax_ep" / "__init__.py")
     assert f'version: "{VERSION}"' in (ROOT / "CITATION.cff").read_text()
