@@ -36,6 +36,7 @@ def dispatch(
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
     route: Route | None = None,
     spec: PartitionSpec | None = None,
 ) -> Dispatched:
@@ -44,10 +45,11 @@ def dispatch(
     Args:
         ep: handle of `jax_ep.init`.
         tokens: `[ranks * n, H]` over all ranks of the mesh; with `route` also fewer
-            columns.
+            columns, and with `token_scales` codes.
         topk_ids: int32 `[ranks * n, K]`; None with `route`.
         router_weights: float32 `[ranks * n, K]` or None.
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
+        token_scales: `[ranks * n, H / block]` or None, as in `jax_ep.dispatch`.
         route: `d.route` of an earlier dispatch, as in `jax_ep.dispatch`, or None.
         spec: sharding of dimension 0; None shards it over all axes of the mesh.
 
@@ -59,7 +61,7 @@ def dispatch(
         ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if `spec` does
             not shard only dimension 0, over axes that include those of `ep`.
     """
-    given = (tokens, topk_ids, router_weights, input_scale, route)
+    given = (tokens, topk_ids, router_weights, input_scale, token_scales, route)
     return _dispatch(dispatching.dispatch, "sharded.dispatch", ep, spec, *given)
 
 
@@ -70,6 +72,7 @@ def dispatch_async(
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
     spec: PartitionSpec | None = None,
 ) -> Pending:
     """Runs `jax_ep.dispatch_async` on global arrays.
@@ -80,6 +83,7 @@ def dispatch_async(
         topk_ids: int32 `[ranks * n, K]`.
         router_weights: float32 `[ranks * n, K]` or None.
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
+        token_scales: as in `dispatch`.
         spec: as in `dispatch`.
 
     Returns:
@@ -89,7 +93,7 @@ def dispatch_async(
         ValueError, TypeError: for the reasons of `dispatch`.
     """
     function = "sharded.dispatch_async"
-    given = (tokens, topk_ids, router_weights, input_scale)
+    given = (tokens, topk_ids, router_weights, input_scale, token_scales)
     return _dispatch(dispatching.dispatch_async, function, ep, spec, *given)
 
 
@@ -119,6 +123,7 @@ def _dispatch(
     topk_ids: ArrayLike | None,
     router_weights: ArrayLike | None,
     input_scale: ArrayLike | None,
+    token_scales: ArrayLike | None,
     route: Route | None = None,
 ) -> Any:
     axes = mapped.axes_of(function, ep, spec)
@@ -128,8 +133,9 @@ def _dispatch(
             ("tokens", tokens),
             ("topk_ids", topk_ids),
             ("router_weights", router_weights),
+            ("token_scales", token_scales),
         )
-        if value is not None or (name != "router_weights" and route is None)
+        if value is not None or (name in ("tokens", "topk_ids") and route is None)
     }
     if route is not None:
         operands["route"] = checks.require_route(function, ep, route)

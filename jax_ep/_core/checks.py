@@ -58,6 +58,61 @@ def is_codes(dtype: Any) -> bool:
     return any(dtype == formats.payload_dtype(name, "float32") for name in quantized)
 
 
+def require_tokens(function: str, ep: EPHandle, tokens: jax.Array) -> None:
+    """Raises unless `tokens` are `[n, hidden_size]` in the config's dtype."""
+    config = ep.config
+    coded = formats.is_quantized(config.dispatch_format) and (
+        tokens.dtype == formats.payload_dtype(config.dispatch_format, config.dtype)
+    )
+    remedy = "pass their scales as token_scales, if they are quantised already"
+    require_dtype(function, "tokens", tokens, config.dtype, remedy if coded else None)
+    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
+        raise errors.invalid(
+            function,
+            "tokens must have shape [n, hidden_size] with hidden_size "
+            f"{config.hidden_size}",
+            tokens.shape,
+            "reshape the tokens or init with their hidden_size",
+            operand="tokens",
+        )
+
+
+def require_codes(
+    function: str, ep: EPHandle, tokens: jax.Array, token_scales: Any
+) -> jax.Array:
+    """Returns `token_scales`; raises unless they and `tokens` are of one quantisation.
+
+    Raises:
+        ValueError, TypeError: the config's format has no scales, or they or the tokens
+            are not as `jax_ep.formats.quantize` makes them.
+    """
+    name, hidden = ep.config.dispatch_format, ep.config.hidden_size
+    if not formats.is_quantized(name):
+        raise errors.invalid(
+            function,
+            "token_scales must be None unless the config's dispatch_format has scales",
+            f"an array with dispatch_format {name!r}",
+            "leave it out, or init with the tokens' format",
+            operand="token_scales",
+        )
+    scales = as_array(function, "token_scales", token_scales)
+    remedy = f"pass what jax_ep.formats.quantize(tokens, {name!r}) returns"
+    n = tokens.shape[0] if tokens.ndim else 0
+    columns, blocks = formats.columns(name, hidden), hidden // formats.block(name)
+    for operand, array, dtype, width, words in (
+        ("tokens", tokens, formats.payload_dtype(name, ""), columns, "codes"),
+        ("token_scales", scales, formats.scale_dtype(name), blocks, "scales"),
+    ):
+        if array.dtype != dtype:
+            rule = f"{operand} must be {dtype}, the {words} of {name!r}"
+            raise errors.invalid(
+                function, rule, array.dtype, remedy, operand=operand, kind=TypeError
+            )
+        what = f"n {words} of hidden_size {hidden} in {name!r}, in rows"
+        require_shape(function, operand, array, (n, width), what, remedy)
+    return scales
+
+
 def require_shape(
     function: str,
     name: str,

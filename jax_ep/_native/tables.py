@@ -38,6 +38,7 @@ class Row:
         omitted: the shape where it is not.
         when: a flag with which the shape is `other`, or None.
         other: that shape.
+        other_dtype: and the dtype that goes with it.
         in_place_of: the operand whose memory a result has, or None.
     """
 
@@ -49,13 +50,21 @@ class Row:
     omitted: tuple[Size, ...]
     when: str | None
     other: tuple[Size, ...]
+    other_dtype: str
     in_place_of: str | None
 
     def shape_with(self, flags: Mapping[str, bool]) -> tuple[Size, ...]:
         """The shape under these flags."""
         if self.given is not None and not flags[self.given]:
             return self.omitted
-        return self.other if self.when is not None and flags[self.when] else self.shape
+        return self.other if self._is_other(flags) else self.shape
+
+    def dtype_with(self, flags: Mapping[str, bool]) -> str:
+        """The dtype under these flags."""
+        return self.other_dtype if self._is_other(flags) else self.dtype
+
+    def _is_other(self, flags: Mapping[str, bool]) -> bool:
+        return self.when is not None and flags[self.when]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,13 +317,14 @@ class _Call:
             )
 
     def _dtype(self, row: Row) -> Any:
-        if row.dtype == "token":
+        dtype = row.dtype_with(self.flags)
+        if dtype == "token":
             return self.like.dtype
-        if row.dtype == "payload":
+        if dtype == "payload":
             return self.format["payload_dtype"] or self.like.dtype
-        if row.dtype == "scale":
+        if dtype == "scale":
             return self.format["scale_dtype"] or jnp.uint8
-        return row.dtype
+        return dtype
 
     def _sizes(self, row: Row) -> tuple[int, ...]:
         return tuple(_size(size, self.dims) for size in row.shape_with(self.flags))

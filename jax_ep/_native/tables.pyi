@@ -56,6 +56,7 @@ class PackOperands(TypedDict):
     topk_ids: jax.Array
     router_weights: jax.Array
     input_scale: jax.Array
+    token_scales: NotRequired[jax.Array | None]
 
 class PackAttributes(TypedDict):
     key: int
@@ -177,6 +178,7 @@ class DispatchOperands(TypedDict):
     topk_ids: jax.Array
     router_weights: jax.Array
     input_scale: jax.Array
+    token_scales: NotRequired[jax.Array | None]
     after: jax.Array
 
 class DispatchAttributes(TypedDict):
@@ -239,6 +241,7 @@ class DispatchSendOperands(TypedDict):
     topk_ids: jax.Array
     router_weights: jax.Array
     input_scale: jax.Array
+    token_scales: NotRequired[jax.Array | None]
     after: jax.Array
 
 class DispatchSendAttributes(TypedDict):
@@ -319,6 +322,7 @@ class DispatchSendAsideOperands(TypedDict):
     topk_ids: jax.Array
     router_weights: jax.Array
     input_scale: jax.Array
+    token_scales: NotRequired[jax.Array | None]
     after: jax.Array
 
 class DispatchSendAsideAttributes(TypedDict):

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
+from jax_ep._native import tables
 from jax_ep._ops import options
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.remat import ROWS_NAME
@@ -46,6 +47,16 @@ def return_rows(
 ) -> Weighted:
     """Sums rows `[N, H]` back to tokens `[n, H]`; returns weights `[N]` as `[n, K]`."""
     return _RETURN(ep, (route, rows, row_weights))
+
+
+def return_weights(ep: EPHandle, route: Route, row_weights: jax.Array) -> jax.Array:
+    """Returns weights `[N]` as `[n, K]`, with rows of no more columns than must be."""
+    config = ep.config
+    shape = (ep.recv_capacity, config.column_multiple)
+    none = tables.zeros(row_weights, shape, config.dtype)
+    weights = return_rows(ep, route, none, row_weights)[1]
+    assert weights is not None
+    return weights
 
 
 def _values(args: Any) -> jax.Array:

@@ -1,13 +1,14 @@
 """dispatch: sends tokens to the ranks of their experts, in one call or in two halves.
 
 Derivatives, with i = row(t, k): dx[t] = sum_k drow[i] and dw[t, k] = dwrow[i]. For a
-quantised dispatch drow is the cotangent of grad_port.
+quantised dispatch drow is the cotangent of grad_port. Tokens that are quantised already
+have none, and drow goes nowhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jax_ep._core.types import Dispatched, Route
 from jax_ep._native import tables
 from jax_ep._ops import options
 from jax_ep._ops import pending as pendings
-from jax_ep._ops.cached import return_rows, send_unchanged
+from jax_ep._ops.cached import return_rows, return_weights, send_unchanged
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import named_dispatch
@@ -36,6 +37,7 @@ def dispatch(
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
     route: Route | None = None,
 ) -> Dispatched:
     """Sends each token to the ranks of its experts, and groups rows there by expert.
@@ -46,6 +48,11 @@ def dispatch(
     Differentiable with respect to `tokens` and `router_weights`. Under `jax.vmap` the
     calls of the batch are made one after the other.
 
+    With `token_scales` the tokens are quantised already, for example by the kernel of
+    the norm before: their codes and scales are sent as they are, and the result is that
+    of a dispatch that quantises. Gradients then reach `router_weights` only; nothing is
+    sent back for the tokens. `jax_ep.dequantize` works, but its cotangent ends here.
+
     With `route`, other tokens follow those of an earlier dispatch: each row of the
     result comes from the same token as the row of that dispatch. Nothing is routed, and
     the tokens are sent as they are, whatever the config's `dispatch_format`. They may
@@ -55,7 +62,8 @@ def dispatch(
         ep: handle of `jax_ep.init`.
         tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank. With `route`
             `[n, H']` with H' <= H: a row must be a multiple of 16 bytes, and of the
-            block of `combine_format` and `grad_format` if they are set.
+            block of `combine_format` and `grad_format` if they are set. With
+            `token_scales` the codes, `[n, H]` or of 4-bit formats `[n, H / 2]`.
         topk_ids: int32 `[n, K]`, global expert ids. -1 means no expert; a repeated id
             makes two rows. Ids outside [-1, E) are treated as -1, counted in
             `num_invalid` and reported by `ep.check()`. None with `route`.
@@ -63,6 +71,10 @@ def dispatch(
             float types are widened, and gradients returned in them.
         input_scale: global scale of "nvfp4", float32 `[]` or `[1]`, the same on every
             rank; None means 1. It must be None for other formats, and with `route`.
+        token_scales: scales of tokens that are quantised already, as
+            `jax_ep.formats.quantize` makes them in the config's `dispatch_format`:
+            `[n, H / block]`, whatever `scale_layout`. None if `tokens` are in the
+            config's dtype, and with `route`.
         route: `d.route` of an earlier dispatch of `ep` with as many tokens, or None.
 
     Returns:
@@ -74,14 +86,18 @@ def dispatch(
             above, the call is outside shard_map, or `ep` is closed.
     """
     if route is not None:
-        excluded = {"topk_ids": topk_ids, "input_scale": input_scale}
+        excluded = {
+            "topk_ids": topk_ids,
+            "input_scale": input_scale,
+            "token_scales": token_scales,
+        }
         with checks.calling("dispatch"):
             return _along(ep, tokens, router_weights, route, excluded)
-    weighted = router_weights is not None
-    given = (tokens, topk_ids, router_weights, input_scale)
-    inputs = _checked("dispatch", ep, *given)
+    given = _Given(router_weights is not None, token_scales is not None)
+    arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
+    inputs = _checked("dispatch", ep, *arguments)
     with checks.calling("dispatch"):
-        return _DISPATCH(ep, inputs, static=weighted)
+        return _DISPATCH(ep, inputs, static=given)
 
 
 def dispatch_async(
@@ -91,6 +107,7 @@ def dispatch_async(
     router_weights: ArrayLike | None = None,
     *,
     input_scale: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
 ) -> Pending:
     """Starts a dispatch, which `dispatch_wait` completes.
 
@@ -100,10 +117,11 @@ def dispatch_async(
 
     Args:
         ep: handle of `jax_ep.init`.
-        tokens: `[n, H]`, as in `jax_ep.dispatch`.
+        tokens: `[n, H]`, or codes, as in `jax_ep.dispatch`.
         topk_ids: int32 `[n, K]`, as in `jax_ep.dispatch`.
         router_weights: float32 `[n, K]` or None, as in `jax_ep.dispatch`.
         input_scale: float32 `[]` or `[1]` or None, as in `jax_ep.dispatch`.
+        token_scales: scales of codes or None, as in `jax_ep.dispatch`.
 
     Returns:
         A `Pending` for `dispatch_wait`.
@@ -113,12 +131,12 @@ def dispatch_async(
             already has as many pending dispatches as allowed.
     """
     function = "dispatch_async"
-    weighted = router_weights is not None
-    given = (tokens, topk_ids, router_weights, input_scale)
-    inputs = _checked(function, ep, *given)
+    given = _Given(router_weights is not None, token_scales is not None)
+    arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
+    inputs = _checked(function, ep, *arguments)
     pendings.require_room(function, "dispatch", ep, inputs)
     with checks.calling(function):
-        held, ports = _SEND(ep, inputs, static=weighted)
+        held, ports = _SEND(ep, inputs, static=given)
     return pendings.opened(Pending("dispatch", ep.key, held, ports))
 
 
@@ -143,6 +161,13 @@ def dispatch_wait(pending: Pending) -> Dispatched:
     return d
 
 
+class _Given(NamedTuple):
+    """Which operands were given."""
+
+    weights: bool
+    scales: bool
+
+
 def _checked(
     function: str,
     ep: EPHandle,
@@ -150,6 +175,7 @@ def _checked(
     topk_ids: Any,
     router_weights: Any,
     input_scale: Any,
+    token_scales: Any,
 ) -> DispatchInputs:
     """Returns checked operands that vary alike, with weights of 1 by default."""
     checks.require_open(function, ep)
@@ -157,17 +183,11 @@ def _checked(
     config = ep.config
     tokens = as_array(function, "tokens", tokens)
     topk_ids = as_array(function, "topk_ids", topk_ids)
-    checks.require_dtype(function, "tokens", tokens, config.dtype)
+    if token_scales is not None:
+        token_scales = checks.require_codes(function, ep, tokens, token_scales)
+    else:
+        checks.require_tokens(function, ep, tokens)
     checks.require_dtype(function, "topk_ids", topk_ids, "int32")
-    if tokens.ndim != 2 or tokens.shape[1] != config.hidden_size:
-        raise errors.invalid(
-            function,
-            "tokens must have shape [n, hidden_size] with hidden_size "
-            f"{config.hidden_size}",
-            tokens.shape,
-            "reshape the tokens or init with their hidden_size",
-            operand="tokens",
-        )
     n = tokens.shape[0]
     if n > config.max_tokens_per_rank:
         raise errors.invalid(
@@ -200,7 +220,8 @@ def _checked(
             "[n, top_k]",
             "give each id of topk_ids its weight",
         )
-    return DispatchInputs(*checks.vary_together(ep, tokens, topk_ids, weights, scale))
+    operands = (tokens, topk_ids, weights, scale, token_scales)
+    return DispatchInputs(*checks.vary_together(ep, *operands))
 
 
 def _along(
@@ -271,37 +292,39 @@ def _tokens(inputs: DispatchInputs) -> jax.Array:
 
 
 def _run(
-    ep: EPHandle, weighted: bool, inputs: DispatchInputs, after: Token
+    ep: EPHandle, given: _Given, inputs: DispatchInputs, after: Token
 ) -> tuple[Dispatched, Token]:
     routed = options.routed(ep, inputs)
     arrived, done = transport_of(ep).dispatch(ep, routed, after)
-    return _dispatched(ep, inputs.tokens, inputs.input_scale, arrived), done
+    return _dispatched(ep, inputs.like(ep), inputs.input_scale, arrived), done
 
 
-def _route(ep: EPHandle, weighted: bool, inputs: Any, d: Dispatched) -> Route:
+def _route(ep: EPHandle, given: _Given, inputs: Any, d: Dispatched) -> Route:
     return d.route
 
 
-def _transpose(
-    ep: EPHandle, weighted: bool, route: Route, cotangent: Dispatched
-) -> Any:
-    dx, dw = _cotangents(ep, weighted, route, cotangent)
+def _transpose(ep: EPHandle, given: _Given, route: Route, cotangent: Dispatched) -> Any:
+    dx, dw = _cotangents(ep, given, route, cotangent)
     return _of_inputs(dx, dw)
 
 
-def _of_inputs(tokens: jax.Array, weights: jax.Array | None) -> Any:
+def _of_inputs(tokens: jax.Array | None, weights: jax.Array | None) -> Any:
     """Returns cotangents in the structure of the operands."""
     of: Any = DispatchInputs
     return of(tokens, None, weights, None)
 
 
 def _cotangents(
-    ep: EPHandle, weighted: bool, route: Route, cotangent: Dispatched
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the cotangents of the tokens and, if `weighted`, of their weights."""
+    ep: EPHandle, given: _Given, route: Route, cotangent: Dispatched
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the cotangents of tokens and weights, None for those without one."""
+    dweights = cotangent.router_weights if given.weights else None
+    if given.scales:
+        if dweights is None:
+            return None, None
+        return None, return_weights(ep, route, dweights)
     port = cotangent.grad_port
-    drows = cotangent.tokens if port is None else port
-    return return_rows(ep, route, drows, cotangent.router_weights if weighted else None)
+    return return_rows(ep, route, cotangent.tokens if port is None else port, dweights)
 
 
 _DISPATCH = OrderedCall(
@@ -312,21 +335,25 @@ _DISPATCH = OrderedCall(
 # The first half returns what arrived, `held`, and float zeros in the shapes of tokens
 # and weights, `ports`. The second half makes its result from both. Its reverse rule
 # turns the result's cotangents into those of `ports`, and the first half's reverse rule
-# returns these as cotangents of tokens and weights.
+# returns these as cotangents of tokens and weights. The port of tokens that have no
+# cotangent has no columns.
 
 
 def _run_send(
-    ep: EPHandle, weighted: bool, inputs: DispatchInputs, after: Token
+    ep: EPHandle, given: _Given, inputs: DispatchInputs, after: Token
 ) -> tuple[Any, Token]:
     routed = options.routed(ep, inputs)
     sent, done = split_transport_of(ep).dispatch_send(ep, routed, after)
-    port = jnp.zeros_like(inputs.router_weights) if weighted else None
-    held = (sent, inputs.input_scale)
-    return (held, (jnp.zeros_like(inputs.tokens), port)), done
+    weights = jnp.zeros_like(inputs.router_weights) if given.weights else None
+    n, columns = inputs.tokens.shape
+    shape = (n, 0 if given.scales else columns)
+    tokens = tables.zeros(inputs.tokens, shape, ep.config.dtype)
+    return ((sent, inputs.input_scale), (tokens, weights)), done
 
 
-def _transpose_send(ep: EPHandle, weighted: bool, kept: None, cotangents: Any) -> Any:
-    return _of_inputs(*cotangents[1])
+def _transpose_send(ep: EPHandle, given: _Given, kept: None, cotangents: Any) -> Any:
+    dx, dw = cotangents[1]
+    return _of_inputs(None if given.scales else dx, dw)
 
 
 _SEND = OrderedCall(
@@ -343,22 +370,26 @@ _SEND = OrderedCall(
 def _run_receive(
     ep: EPHandle, static: None, halves: Any, after: Token
 ) -> tuple[Dispatched, Token]:
-    (sent, input_scale), (like, _) = halves
+    (sent, input_scale), (port, _) = halves
+    shape = (port.shape[0], ep.config.hidden_size)
+    like = port if port.shape == shape else tables.zeros(port, shape, port.dtype)
     arrived, done = split_transport_of(ep).dispatch_receive(ep, sent, like, after)
     return _dispatched(ep, like, input_scale, arrived), done
 
 
 def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
-    _, (_, weights) = halves
-    # None or (), to tell by structure alone whether the weights take gradients.
-    return d.route, None if weights is None else ()
+    _, (tokens, weights) = halves
+    # None or (), to tell by structure alone what takes gradients.
+    given = _Given(weights is not None, tokens.shape[1] == 0)
+    return d.route, [() if each else None for each in given]
 
 
 def _transpose_receive(
     ep: EPHandle, static: None, kept: Any, cotangent: Dispatched
 ) -> Any:
-    route, weighted = kept
-    return None, _cotangents(ep, weighted is not None, route, cotangent)
+    route, kept = kept
+    given = _Given(*(each is not None for each in kept))
+    return None, _cotangents(ep, given, route, cotangent)
 
 
 _RECEIVE = OrderedCall(

@@ -26,7 +26,7 @@ def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
     Those are `ep.groups` on each of `ep.route_ranks` ranks. Invalid ids stay invalid;
     `EPHandle.check` reports their original values.
     """
-    _, topk_ids, router_weights, _ = inputs
+    topk_ids, router_weights = inputs.topk_ids, inputs.router_weights
     config = ep.config
     if not (config.skip_a2a or config.fused_shared_expert):
         return inputs

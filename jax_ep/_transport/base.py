@@ -30,16 +30,25 @@ class DispatchInputs(NamedTuple):
     """Operands of a dispatch that routes, on one rank.
 
     Attributes:
-        tokens: `[n, H]`.
+        tokens: `[n, H]`; with `token_scales` codes of the config's `dispatch_format`.
         topk_ids: int32 `[n, K]`, ids of the `route_ranks * groups` experts.
         router_weights: float32 `[n, K]`.
         input_scale: float32 `[1]`, or `[0]` for formats without one.
+        token_scales: scales of tokens that are quantised already, or None.
     """
 
     tokens: jax.Array
     topk_ids: jax.Array
     router_weights: jax.Array
     input_scale: jax.Array
+    token_scales: jax.Array | None = None
+
+    def like(self, ep: EPHandle) -> jax.Array:
+        """Returns an array that is shaped as the tokens are before quantisation."""
+        if self.token_scales is None:
+            return self.tokens
+        shape = (self.tokens.shape[0], ep.config.hidden_size)
+        return tables.zeros(self.tokens, shape, ep.config.dtype)
 
 
 # What a dispatch returns: at the expert rank, with `slot_of` and `num_invalid` at the

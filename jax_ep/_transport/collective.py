@@ -82,7 +82,7 @@ class Collective(Transport):
         """Packs, exchanges, unpacks."""
         send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=False)
         sent = (self.exchange(ep, send), slot_of, num_invalid)
-        return self.dispatch_receive(ep, sent, inputs.tokens, after)
+        return self.dispatch_receive(ep, sent, inputs.like(ep), after)
 
     def dispatch_send(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
@@ -97,9 +97,10 @@ class Collective(Transport):
         """Runs `dispatch_send` up to its exchange; the first result is to be sent."""
         config = ep.config
         n, top_k = inputs.topk_ids.shape
+        like = inputs.like(ep)
         region_bytes = ffi.native.dispatch_region_bytes(
             config.dispatch_format,
-            inputs.tokens.shape[1],
+            like.shape[1],
             config.element_bytes,
             n,
             top_k,
@@ -107,13 +108,14 @@ class Collective(Transport):
         )
         packed = tables.call(
             "ep_pack",
-            inputs.tokens,
+            like,
             _with_regions(ep, region_bytes),
             {
                 "tokens": inputs.tokens,
                 "topk_ids": inputs.topk_ids,
                 "router_weights": inputs.router_weights,
                 "input_scale": inputs.input_scale,
+                "token_scales": inputs.token_scales,
             },
             {
                 "key": ep.key,

@@ -81,7 +81,7 @@ class P2P(Transport):
         """Routes and exchanges tokens in one call."""
         arrived = tables.call(
             "ep_dispatch",
-            inputs.tokens,
+            inputs.like(ep),
             dimensions(ep),
             _dispatch_operands(inputs, after),
             {
@@ -103,7 +103,7 @@ class P2P(Transport):
         first = tuple(
             tables.call(
                 "ep_dispatch_send_aside" if _aside(ep) else "ep_dispatch_send",
-                inputs.tokens,
+                inputs.like(ep),
                 {},
                 _dispatch_operands(inputs, after),
                 {
@@ -311,6 +311,7 @@ def _dispatch_operands(inputs: DispatchInputs, after: Token) -> tables.DispatchO
         "topk_ids": inputs.topk_ids,
         "router_weights": inputs.router_weights,
         "input_scale": inputs.input_scale,
+        "token_scales": inputs.token_scales,
         "after": _one(after),
     }
 

@@ -22,7 +22,7 @@ inline std::string Text(const Options& options) {
   add("tiled", options.tiled), add("zero_tail", options.zero_tail);
   add("weights", options.weights), add("residual", options.residual);
   add("quantized_sums", options.quantized_sums), add("offset", options.offset);
-  add("threads", options.threads);
+  add("threads", options.threads), add("coded", options.coded);
   return text;
 }
 
@@ -45,6 +45,13 @@ inline void DrawFormat(Random& random, Options& options) {
   options.quantized_sums = random.OneIn(4);
   if (!options.quantized_sums) return;
   options.shape.hidden = RoundUp(options.shape.hidden, CombineFormat::kBlock);
+}
+
+inline bool IsQuantized(const Options& options) {
+  bool quantized = false;
+  VisitFormat(options.format,
+              [&]<typename Format>(Format) { quantized = QuantizedFormat<Format>; });
+  return quantized;
 }
 
 // Up to so many ranks, and units of alignment in a row as it is; `tokens` draws how many there are

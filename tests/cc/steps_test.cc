@@ -68,6 +68,16 @@ void TestWholeLayers() {
   for (int round = 0; round < 400; ++round) RunWholeLayer(Draw(random), random);
 }
 
+void TestCodedTokens() {
+  Random random(17);
+  for (int round = 0; round < 60; ++round) {
+    Options options = Draw(random);
+    while (!IsQuantized(options)) options = Draw(random);
+    options.coded = true;
+    RunWholeLayer(options, random);
+  }
+}
+
 // Sums longer than one pass of partial sums, and its remainder.
 void TestLongRows() {
   Random random(12);
@@ -293,6 +303,7 @@ int main() {
   jax_ep::TestInvalidIdReports();
   jax_ep::TestInvalidIdReportOfTwoThreads();
   jax_ep::TestHostileInput();
+  jax_ep::TestCodedTokens();
   std::printf("steps_test: ok\n");
   return 0;
 }

@@ -27,6 +27,7 @@ struct Options {
   const char* format = Bf16Format::kName;  // of both kinds of dispatch
   bool tiled = false;                      // its scales
   bool quantized_sums = false;
+  bool coded = false;  // tokens come as codes and scales
   float input_scale = 1.0f;
   bool zero_tail = true;
   bool weights = true;  // in cached dispatch and in combine
@@ -132,18 +133,20 @@ class World {
 
   void Pack(Rank& rank) {
     rank.send = Wire(RegionBytes());
-    const PackStep step{shape(),
-                        options.element,
-                        rank.tokens.data(),
-                        rank.ids.as<int32_t>(),
-                        rank.weights.as<float>(),
-                        &options.input_scale,
-                        rank.send.data(),
-                        rank.slot_of.as<int32_t>(),
-                        rank.position.as<int32_t>(),
-                        rank.num_invalid.as<int32_t>(),
-                        &rank.report,
-                        rank.tag};
+    PackStep step{shape(),
+                  options.element,
+                  rank.tokens.data(),
+                  rank.ids.as<int32_t>(),
+                  rank.weights.as<float>(),
+                  &options.input_scale,
+                  rank.send.data(),
+                  rank.slot_of.as<int32_t>(),
+                  rank.position.as<int32_t>(),
+                  rank.num_invalid.as<int32_t>(),
+                  &rank.report,
+                  rank.tag};
+    const Codes codes = options.coded ? CodesOf(rank) : Codes{};
+    if (options.coded) step.tokens = codes.codes.data(), step.token_scales = codes.scales.data();
     OfFormat([&]<typename Format>(Format) { Run(cpu::Pack<Format>(step)); });
   }
 
@@ -285,6 +288,22 @@ class World {
       }
     });
     return coded;
+  }
+  // All tokens of a rank, as they come to a dispatch that does not encode them.
+  struct Codes {
+    Buffer codes, scales;
+  };
+  Codes CodesOf(const Rank& rank) const {
+    Codes all{Buffer(shape().tokens * payload_bytes, options.offset),
+              Buffer(shape().tokens * scale_bytes)};
+    for (int64_t token = 0; token < shape().tokens; ++token) {
+      const Coded coded =
+          Code(rank.tokens.data() + token * shape().row_bytes(), options.input_scale);
+      std::copy(coded.payload.begin(), coded.payload.end(),
+                all.codes.data() + token * payload_bytes);
+      std::copy(coded.scales.begin(), coded.scales.end(), all.scales.data() + token * scale_bytes);
+    }
+    return all;
   }
 
   const Options options;

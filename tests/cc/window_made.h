@@ -17,6 +17,7 @@ inline constexpr int64_t R = 3, L = 4, n = 5, K = 2, H = 256, N = 41;
 struct Variant {
   std::string format = "bf16";
   bool tiled = false;
+  bool coded = false;  // tokens come as codes and scales
   bool weighted = false, weight_grads = false, residual = false, by_entry = false, shared = false;
   std::string wire = "bfloat16";
 };
@@ -44,6 +45,7 @@ struct Made {
 };
 
 inline std::vector<ffi::DataType> TokenTypes(const Variant& v, bool encoded_alone) {
+  if (v.coded) return {};
   if (EncodingOf(v).quantized) return {ffi::F16, ffi::F32};
   // float32 tokens do not fit the windows.
   return encoded_alone ? std::vector{ffi::F16} : std::vector<ffi::DataType>{};
@@ -72,11 +74,15 @@ inline void AddArrived(CustomCall& call, const Variant& v) {
 }
 inline std::string LayoutOf(const Variant& v) { return v.tiled ? "tiled_128x4" : "rows"; }
 
-inline void AddRouted(CustomCall& call) {
-  call.Add("tokens", ffi::BF16, {n, H});
+inline void AddRouted(CustomCall& call, const Variant& v) {
+  const Encoding encoding = EncodingOf(v);
+  v.coded ? call.Add("tokens", encoding.payload_dtype, {n, encoding.payload_columns})
+          : call.Add("tokens", ffi::BF16, {n, H});
   call.Add("topk_ids", ffi::S32, {n, K});
   call.Add("router_weights", ffi::F32, {n, K});
   call.Add("input_scale", ffi::F32, {1});
+  call.Add("token_scales", encoding.quantized ? encoding.scale_dtype : ffi::U8,
+           v.coded ? std::vector<int64_t>{n, encoding.scales} : std::vector<int64_t>{0});
   call.Add("after", ffi::S32, {1});
 }
 inline void AddTables(CustomCall& call) {
@@ -86,12 +92,13 @@ inline void AddTables(CustomCall& call) {
 
 inline Made Make(WindowDispatchCall*, const Variant& v) {
   Made made;
-  AddRouted(made.call);
+  AddRouted(made.call, v);
   AddArrived(made.call, v);
   AddTables(made.call);
   made.call.attributes = {
-      {"key", int64_t{7}}, {"site", int64_t{9}}, {"expert_alignment", int64_t{1}},
-      {"zero_tail", true}, {"format", v.format}, {"scale_layout", LayoutOf(v)}};
+      {"key", int64_t{7}},          {"site", int64_t{9}}, {"expert_alignment", int64_t{1}},
+      {"zero_tail", true},          {"coded", v.coded},   {"format", v.format},
+      {"scale_layout", LayoutOf(v)}};
   made.dtypes = TokenTypes(v, false);
   made.flag = "zero_tail";
   return made;
@@ -151,14 +158,11 @@ inline Made Make(WindowCombineCall*, const Variant& v) {
 
 inline Made Make(DispatchSendCall*, const Variant& v) {
   Made made;
-  AddRouted(made.call);
+  AddRouted(made.call, v);
   made.call.Add("-> pending", ffi::S32, {1, kPendingInts});
   AddTables(made.call);
-  made.call.attributes = {{"key", int64_t{7}},
-                          {"site", int64_t{9}},
-                          {"ranks", R},
-                          {"local_experts", L},
-                          {"format", v.format}};
+  made.call.attributes = {{"key", int64_t{7}},  {"site", int64_t{9}}, {"ranks", R},
+                          {"local_experts", L}, {"coded", v.coded},   {"format", v.format}};
   made.dtypes = TokenTypes(v, true);
   return made;
 }

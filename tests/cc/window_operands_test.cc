@@ -70,9 +70,10 @@ class Trial {
   explicit Trial(const Variant& variant)
       : made_(Make(static_cast<Call*>(nullptr), variant)), sizes_(SizesFor(variant)) {
     name_ = std::string(Call::kTarget) + " " + variant.format + " " + variant.wire +
-            (variant.tiled ? " tiled" : "") + (variant.weighted ? " weighted" : "") +
-            (variant.weight_grads ? " weight_grads" : "") + (variant.residual ? " residual" : "") +
-            (variant.by_entry ? " by_entry" : "") + (variant.shared ? " shared" : "");
+            (variant.tiled ? " tiled" : "") + (variant.coded ? " coded" : "") +
+            (variant.weighted ? " weighted" : "") + (variant.weight_grads ? " weight_grads" : "") +
+            (variant.residual ? " residual" : "") + (variant.by_entry ? " by_entry" : "") +
+            (variant.shared ? " shared" : "");
   }
 
   void Run() {
@@ -237,9 +238,12 @@ void Run() {
                                         {.format = "mxfp8", .tiled = true},
                                         {.format = "nvfp4"},
                                         {.format = "nvfp4", .tiled = true}};
-  Try<WindowDispatchCall>(formats);
-  Try<DispatchSendCall>(formats);
-  Try<DispatchSendAsideCall>(formats);
+  std::vector<Variant> sent = formats;
+  sent.push_back({.format = "fp8_block128", .coded = true});
+  sent.push_back({.format = "nvfp4", .tiled = true, .coded = true});
+  Try<WindowDispatchCall>(sent);
+  Try<DispatchSendCall>(sent);
+  Try<DispatchSendAsideCall>(sent);
   Try<DispatchReceiveCall>(formats);
   Try<WindowCachedDispatchCall>({{}, {.weighted = true}, {.format = "fp8_block128"}});
   const std::vector<Variant> sums = {{},

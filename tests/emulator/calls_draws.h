@@ -38,6 +38,7 @@ struct Draws {
   int64_t node = 0;         // ranks of a node; 0: all
   bool bundles = false;     // of dispatches, where nodes are of one size
   int64_t times = 1;        // that each call is made
+  bool coded = false;       // whether tokens of dispatches come as codes and scales
   // Of the config that the windows are made for, where it is not that of the calls.
   std::string window_format;
   int64_t window_element_bytes = 0;
@@ -49,8 +50,8 @@ inline std::string Text(const Draws& draws) {
   return Text(draws.options) + " halves " + std::to_string(draws.halves) + " drops " +
          std::to_string(draws.drops) + " one_region " + std::to_string(draws.one_region) +
          " node " + std::to_string(draws.node) + " bundles " + std::to_string(draws.bundles) +
-         " times " + std::to_string(draws.times) + " windows " + draws.window_format + " x " +
-         std::to_string(draws.window_widths) +
+         " times " + std::to_string(draws.times) + " coded " + std::to_string(draws.coded) +
+         " windows " + draws.window_format + " x " + std::to_string(draws.window_widths) +
          " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
 
@@ -64,6 +65,19 @@ inline Draws Draw(Random& random) {
   draws.one_region = random.OneIn(2);
   draws.times = random.OneIn(2) ? 1 : random.In(2, 4);
   if (random.OneIn(3)) draws.window_widths = random.In(2, 5);
+  return draws;
+}
+
+// Tokens that come as codes and scales, now and then in several pieces. `draw` draws the rest.
+template <typename Draw>
+Draws DrawCoded(Random& random, Draw draw) {
+  Draws draws = draw(random);
+  while (!IsQuantized(draws.options)) draws = draw(random);
+  draws.coded = true;
+  if (!random.OneIn(6)) return draws;
+  EpShape& shape = draws.options.shape;
+  shape.hidden = 112 * 512, shape.tokens = random.In(9, 12), draws.times = 1;
+  shape.recv_rows = Min<int64_t>(shape.recv_rows, 40);
   return draws;
 }
 

@@ -186,6 +186,10 @@ int Main(int argc, char** argv) {
     if (i % 20 == 0) RunInOtherWindows(random_of_entries);
     RunWholeLayer(Draw(random), random);
   }
+  Random random_of_codes(seed + 2);
+  for (int64_t i = 0; i < draws; i += 3) {
+    RunWholeLayer(DrawCoded(random_of_codes, Draw), random_of_codes);
+  }
   std::printf("%lld layers: right\n", static_cast<long long>(draws));
   return 0;
 }

@@ -50,6 +50,7 @@ class Gpus {
       : world_(world),
         halves_(draws.halves),
         drops_(draws.halves && draws.drops),
+        coded_(draws.coded),
         windows_(world, draws),
         ranks_(windows_.Open(timeout_ns)) {}
   ~Gpus() {
@@ -262,7 +263,14 @@ class Gpus {
     step.element = world_.options.element;
     step.scale_layout = world_.options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
     step.site = site;
-    step.tokens = Upload<void>(rank.tokens);
+    if (coded_) {
+      const World::Codes codes = world_.CodesOf(rank);
+      step.tokens = Upload<void>(codes.codes);
+      step.token_scales = Upload<uint8_t>(codes.scales);
+      step.code_bytes = world_.payload_bytes, step.scale_bytes = world_.scale_bytes;
+    } else {
+      step.tokens = Upload<void>(rank.tokens);
+    }
     step.ids = Upload<int32_t>(rank.ids);
     step.weights = Upload<float>(rank.weights);
     Buffer input_scale(sizeof(float));
@@ -380,7 +388,7 @@ class Gpus {
   }
 
   const World& world_;
-  bool halves_, drops_;
+  bool halves_, drops_, coded_;
   Windows windows_;
   std::vector<OnGpu> ranks_;
 };

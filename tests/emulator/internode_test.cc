@@ -150,6 +150,10 @@ int Main(int argc, char** argv) {
     if (only != "layers") continue;
     RunWholeLayer(i % 2 == 0 ? DrawNodes(random) : DrawRelays(random), random);
   }
+  Random random_of_codes(seed + 3);
+  for (int64_t i = 0; only.empty() && i < draws; i += 5) {
+    RunWholeLayer(DrawCoded(random_of_codes, DrawNodes), random_of_codes);
+  }
   std::printf("%lld layers over nodes: right\n", static_cast<long long>(draws));
   return 0;
 }

@@ -127,7 +127,11 @@ RowTask Pack(const PackStep& step) {
       const int32_t* token_slots = step.slot_of + token * shape.top_k;
       bool made = false;
       ForEachSlot(shape, token_slots, [&](int32_t slot, int64_t first_k) {
-        if (!made) encoder.Make(step.tokens, step.element, token, input_scale);
+        if (!made && step.token_scales != nullptr) {
+          encoder.Take(step.tokens, step.token_scales, token);
+        } else if (!made) {
+          encoder.Make(step.tokens, step.element, token, input_scale);
+        }
         made = true;
         uint8_t* to = step.send + (slot / shape.tokens) * region_bytes + header.bytes +
                       (slot % shape.tokens) * message.bytes;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "cpu/quantize.h"
@@ -38,16 +39,28 @@ class Encoder {
       static_cast<void>(element), static_cast<void>(input_scale);
     }
   }
-  // The token made last; a format that copies it as it is reads it from where it lies.
+  // Takes a token that is made already.
+  void Take(const void* codes, const uint8_t* scales, int64_t token) {
+    bytes_ = PayloadBytes<Format>(shape_);
+    scale_bytes_ = Format::ScaleBytes(shape_.hidden);
+    from_ = static_cast<const uint8_t*>(codes) + token * bytes_;
+    scales_ = scales + token * scale_bytes_;
+  }
+  // The token made last; one that is copied as it is is read from where it lies.
   void CopyTo(uint8_t* payload, bool streaming) const {
     CopyRow(payload, from_, bytes_, streaming);
+    if (scales_ != nullptr) {
+      std::memcpy(payload + stride_, scales_, static_cast<size_t>(scale_bytes_));
+    }
   }
 
  private:
   EpShape shape_;
   int64_t stride_;
   int64_t bytes_;
+  int64_t scale_bytes_ = 0;
   const uint8_t* from_ = nullptr;
+  const uint8_t* scales_ = nullptr;  // of a token that was taken
   std::vector<uint8_t> made_;
 };
 

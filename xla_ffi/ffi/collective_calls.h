@@ -38,6 +38,23 @@ inline CachedDispatchMessage CachedMessageOf(const CallState& call) {
                                    call.num_weights());
 }
 
+// The operands at the source rank that all dispatches with routing share. Tokens that come as codes
+// have scales, which are omitted otherwise.
+template <typename Step>
+struct SentRows {
+  using enum Dim;
+  static constexpr auto kRows = std::tuple(
+      Arg<Token>("tokens", {n, H}, &Step::tokens).If(kCoded, {n, P}, Kind::kPayload),
+      Arg<I32>("topk_ids", {n, K}, &Step::ids), Arg<F32>("router_weights", {n, K}, &Step::weights),
+      Arg<F32>("input_scale", {1}, &Step::input_scale),
+      Arg<Scale>("token_scales", {n, S}, &Step::token_scales).When(kCoded, Shape{0}));
+};
+
+// Codes say nothing of their tokens' type, and need none.
+inline void InferHidden(CallState& call) {
+  call.sizes.Set(Dim::H, call.encoding.HiddenOf(call.sizes[Dim::P]));
+}
+
 // A call with a wire buffer `[R, W]`, of regions of so many bytes.
 template <typename Step>
 struct WireCall : Call<Step> {
@@ -67,15 +84,13 @@ struct RoutedCall : WireCall<Step> {
 
 struct PackCall : RoutedCall<PackStep> {
   static constexpr const char* kTarget = "ep_pack";
-  static constexpr auto kOperands = std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
-                                               Arg<I32>("topk_ids", {n, K}, &Step::ids),
-                                               Arg<F32>("router_weights", {n, K}, &Step::weights),
-                                               Arg<F32>("input_scale", {1}, &Step::input_scale));
+  static constexpr auto kOperands = SentRows<Step>::kRows;
   static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send),
                                               Ret<I32>("slot_of", {n, K}, &Step::slot_of),
                                               Ret<I32>("position", {n, K}, &Step::position),
                                               Ret<I32>("num_invalid", {1}, &Step::num_invalid));
-  static constexpr auto kAttributes = std::tuple(kKey, kSite, kInHalves, kNumExperts, kFormat);
+  static constexpr auto kAttributes =
+      std::tuple(kKey, kSite, kInHalves, kNumExperts, kCoded, kFormat);
 
   void Infer(Checker& check) {
     const int64_t ranks = sizes[R];
@@ -84,6 +99,7 @@ struct PackCall : RoutedCall<PackStep> {
                         std::to_string(num_experts) + " and " + std::to_string(ranks));
     }
     sizes.Set(G, num_experts / ranks);
+    if (coded) InferHidden(*this);
   }
   void Finish() { step.tag = Tag(CallOp::kDispatch); }
 };
@@ -103,8 +119,7 @@ struct UnpackCall : RoutedCall<UnpackStep> {
   static constexpr auto kAttributes =
       std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
 
-  // A quantised row says nothing of its tokens' type, and needs none.
-  void Infer(Checker&) { sizes.Set(H, encoding.HiddenOf(sizes[P])); }
+  void Infer(Checker&) { InferHidden(*this); }
 };
 
 // A dispatch along a route.

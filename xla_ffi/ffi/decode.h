@@ -98,9 +98,10 @@ inline bool TableDecoder::CheckElement(const BufferRow& row, ffi::DataType dtype
 }
 
 inline bool TableDecoder::CheckDtype(const BufferRow& row, ffi::DataType dtype) {
-  const bool is_scale = row.kind == Kind::kScale;
-  if (row.kind == Kind::kToken) return CheckElement(row, dtype);
-  if (row.kind != Kind::kPayload && !is_scale) return true;  // XLA has checked it
+  const Kind kind = IsSet(row.when) ? row.other_kind : row.kind;
+  const bool is_scale = kind == Kind::kScale;
+  if (kind == Kind::kToken) return CheckElement(row, dtype);
+  if (kind != Kind::kPayload && !is_scale) return true;  // XLA has checked it
   if (!call_.quantized) return is_scale || CheckElement(row, dtype);
   const ffi::DataType own = is_scale ? call_.encoding.scale_dtype : call_.encoding.payload_dtype;
   if (dtype == own) return true;
@@ -187,6 +188,7 @@ inline void LookUpFormat(Checker& check, CallState& call) {
     check.Fail("unknown scale_layout " + std::string(call.scale_layout));
   }
   check.Require(!call.tiled || call.encoding.tiles, "the format must have scales that tiles take");
+  check.Require(!call.coded || call.quantized, "the format of tokens with scales must have some");
 }
 
 // Dimensions that the format determines. Of a valid shape.

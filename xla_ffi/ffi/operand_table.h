@@ -83,6 +83,7 @@ struct CallState {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
   bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
   bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
+  bool coded = false;  // tokens come as codes and scales
   std::string_view format, scale_layout = "rows", combine_dtype;
 
   bool with_weights = false;              // weights travel along a route
@@ -160,6 +161,7 @@ inline constexpr auto kByEntry = Attr("by_entry", &CallState::by_entry);
 inline constexpr auto kWithEntryWeights =
     Attr("with_entry_weights", &CallState::with_entry_weights);
 inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared);
+inline constexpr auto kCoded = Attr("coded", &CallState::coded);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
 
 // What shapes depend on: a bool among the attributes, or one of these that follow from others.
@@ -206,9 +208,10 @@ struct BufferRow {
   Flag given{};
   Shape omitted{};
   int8_t shown_by = -1;  // if not an attribute but the buffer sets `given`: the dimension that is 0
-  // A flag that changes the shape.
+  // A flag that changes the shape and, where they differ, the kind.
   Flag when{};
   Shape other{};
+  Kind other_kind = kind;
   const char* in_place_of = nullptr;  // the operand whose memory a result has
 
   std::string title() const { return (result ? "the result " : "") + std::string(name); }
@@ -235,8 +238,10 @@ struct Row {
   constexpr Row Shows(Flag flag, size_t dim = 0) const {
     return When(flag, dim).With([&](BufferRow& made) { made.shown_by = static_cast<int8_t>(dim); });
   }
-  constexpr Row If(Flag flag, Shape other) const {
-    return With([&](BufferRow& made) { made.when = flag, made.other = other; });
+  constexpr Row If(Flag flag, Shape other) const { return If(flag, other, row.kind); }
+  constexpr Row If(Flag flag, Shape other, Kind kind) const {
+    return With(
+        [&](BufferRow& made) { made.when = flag, made.other = other, made.other_kind = kind; });
   }
   constexpr Row As(Form form) const {
     return With([&](BufferRow& made) { made.form = form; });

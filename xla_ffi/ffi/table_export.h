@@ -42,6 +42,7 @@ inline nb::dict ExportRow(const BufferRow& row) {
   made["omitted"] = ExportShape(row.omitted);
   made["when"] = named(row.when.name);
   made["other"] = ExportShape(row.other);
+  made["other_dtype"] = kKinds[static_cast<size_t>(row.other_kind)];
   made["in_place_of"] = named(row.in_place_of);
   return made;
 }

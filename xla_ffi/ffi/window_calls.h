@@ -73,14 +73,17 @@ ffi::Error Fits(const Call& call, const WindowSizes& sizes, const WindowLayout& 
 struct RoutedWindowCall : WindowedCall<WindowDispatchStep, CallKind::kDispatch> {
   static constexpr bool kFormatted = true;
   static constexpr bool kRouted = true;
-  static constexpr auto kSentRows = std::tuple(
-      Arg<Token>("tokens", {n, H}, &Step::tokens), Arg<I32>("topk_ids", {n, K}, &Step::ids),
-      Arg<F32>("router_weights", {n, K}, &Step::weights),
-      Arg<F32>("input_scale", {1}, &Step::input_scale), kAfter);
+  static constexpr auto kSentRows = std::tuple_cat(SentRows<Step>::kRows, std::tuple(kAfter));
   static constexpr auto kTableRows = std::tuple(Ret<I32>("slot_of", {n, K}, &Step::slot_of),
                                                 Ret<I32>("num_invalid", {1}, &Step::num_invalid));
 
+  void Infer(Checker&) {
+    if (coded) InferHidden(*this);
+  }
   void Size(Checker&) { message_bytes = DispatchMessageOf(*this).bytes; }
+  void Finish() {
+    step.code_bytes = encoding.payload_bytes, step.scale_bytes = encoding.scale_bytes;
+  }
 };
 
 struct WindowDispatchCall : RoutedWindowCall {
@@ -88,7 +91,7 @@ struct WindowDispatchCall : RoutedWindowCall {
   static constexpr auto kOperands = kSentRows;
   static constexpr auto kResults = std::tuple_cat(ArrivalRows::kRows, kTableRows);
   static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
+      std::tuple(kKey, kSite, kExpertAlignment, kZeroTail, kCoded, kFormat, kScaleLayout);
 };
 
 struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKind::kDispatch> {
@@ -144,7 +147,8 @@ struct DispatchSendCall : RoutedWindowCall, Half {
   static constexpr const char* kTarget = "ep_dispatch_send";
   static constexpr auto kOperands = kSentRows;
   static constexpr auto kResults = std::tuple_cat(std::tuple(kPendingResult), kTableRows);
-  static constexpr auto kAttributes = std::tuple(kKey, kSite, kRanks, kLocalExperts, kFormat);
+  static constexpr auto kAttributes =
+      std::tuple(kKey, kSite, kRanks, kLocalExperts, kCoded, kFormat);
 };
 
 struct DispatchReceiveCall : RoutedWindowCall, Half {

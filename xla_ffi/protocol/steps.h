@@ -57,7 +57,7 @@ struct MixedCallCheck {
 struct PackStep {
   EpShape shape;
   ElementType element;
-  const void* tokens;        // [n, H]
+  const void* tokens;        // [n, H], or codes [n, payload] if `token_scales` is set
   const int32_t* ids;        // [n, K]
   const float* weights;      // [n, K]
   const float* input_scale;  // [1], in formats that take one
@@ -67,6 +67,7 @@ struct PackStep {
   int32_t* num_invalid;      // [1]
   InvalidIdReport* report;   // nullptr: bad ids are not reported
   RegionTag tag{};
+  const uint8_t* token_scales = nullptr;  // [n, scales] of tokens that are codes
 };
 
 // What a first dispatch leaves at the expert rank. Every step that places rows extends it.

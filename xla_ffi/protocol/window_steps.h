@@ -18,13 +18,17 @@ struct WindowDispatchStep : Arrivals {
   ElementType element;
   ScaleLayout scale_layout;
   CallSite site;
-  const void* tokens;        // [n, H]
-  const int32_t* ids;        // [n, K]
-  const float* weights;      // [n, K]
-  const float* input_scale;  // [1], in formats that take one
-  int32_t* num_invalid;      // [1]
-  int32_t* slot_of;          // [n, K]
-  InvalidIdReport* report;   // nullptr: bad ids are not reported
+  const void* tokens;                     // [n, H], or codes [n, payload] if `token_scales` is set
+  const int32_t* ids;                     // [n, K]
+  const float* weights;                   // [n, K]
+  const float* input_scale;               // [1], in formats that take one
+  int32_t* num_invalid;                   // [1]
+  int32_t* slot_of;                       // [n, K]
+  InvalidIdReport* report;                // nullptr: bad ids are not reported
+  const uint8_t* token_scales = nullptr;  // [n, scales] of tokens that are codes
+  // Bytes of a token's codes and of its scales, if `token_scales` is set.
+  int64_t code_bytes = 0;
+  int64_t scale_bytes = 0;
 };
 
 // encode + exchange + decode + place, following a known route; padding and tail become zero.

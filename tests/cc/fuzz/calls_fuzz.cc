@@ -56,21 +56,22 @@ struct FuzzSizes {
 
 CustomCall MakeCall(PackCall*, const FuzzSizes& s, FuzzInput&) {
   CustomCall call;
-  call.Add("tokens", s.dtype, {s.n, s.H});
+  const bool coded = s.quantized && s.N % 4 == 3;  // N means nothing here
+  coded ? call.Add("tokens", s.payload_dtype, {s.n, s.columns})
+        : call.Add("tokens", s.dtype, {s.n, s.H});
   call.Add("topk_ids", ffi::S32, {s.n, s.K});
   call.Add("router_weights", ffi::F32, {s.n, s.K});
   call.Add("input_scale", ffi::F32, {1});
+  call.Add("token_scales", s.scale_dtype,
+           coded ? std::vector<int64_t>{s.n, s.scales} : std::vector<int64_t>{0});
   call.Add("-> send", ffi::U32,
            s.Wire(RegionHeader::Of(s.L).bytes +
                   s.n * DispatchMessage::Of(s.payload, s.scale, s.K).bytes));
   call.Add("-> slot_of", ffi::S32, {s.n, s.K});
   call.Add("-> position", ffi::S32, {s.n, s.K});
   call.Add("-> num_invalid", ffi::S32, {1});
-  call.attributes = {{"key", int64_t{7}},
-                     {"site", int64_t{5}},
-                     {"in_halves", false},
-                     {"num_experts", s.R * s.L},
-                     {"format", s.format}};
+  call.attributes = {{"key", int64_t{7}},        {"site", int64_t{5}}, {"in_halves", false},
+                     {"num_experts", s.R * s.L}, {"coded", coded},     {"format", s.format}};
   return call;
 }
 

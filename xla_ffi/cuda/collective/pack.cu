@@ -69,22 +69,22 @@ __global__ void __launch_bounds__(kMaxRouteWarps* kWarpSize)
              {step.slot_of, step.position});
 }
 
-// Encodes a part of a token once and stores it to the messages of all its slots. `annotate(message,
-// slot, lane_slot)` runs once per message in all lanes and writes what lies beside the payload and
-// the scales. The tables have passed through the caller's program, so slots that are out of range
-// are skipped.
+// Encodes a part of a token, a row of `row_bytes`, once and stores it to the messages of all its
+// slots. `annotate(message, slot, lane_slot)` runs once per message in all lanes and writes what
+// lies beside the payload and the scales. The tables have passed through the caller's program, so
+// slots that are out of range are skipped.
 template <typename Part, typename Message, typename MessageAt, typename Annotate>
-__device__ void SendToken(const EpShape& shape, const void* tokens, const int32_t* slot_of,
-                          const Message& layout, float input_scale, int64_t token, int64_t part,
-                          MessageAt message_at, Annotate annotate) {
+__device__ void SendToken(const EpShape& shape, const void* tokens, int64_t row_bytes,
+                          const int32_t* slot_of, const Message& layout, float input_scale,
+                          int64_t token, int64_t part, MessageAt message_at, Annotate annotate) {
   const int lane = Lane();
   int32_t slot = lane < shape.top_k ? slot_of[token * shape.top_k + lane] : -1;
   if (slot < 0 || slot >= shape.slots()) slot = -1;
   const unsigned peers = __match_any_sync(kFullWarp, slot);
   unsigned left = __ballot_sync(kFullWarp, slot >= 0 && (peers & LanesBelow(lane)) == 0);
   if (left == 0) return;
-  Part row(part, shape.row_bytes());
-  row.Load(static_cast<const uint8_t*>(tokens) + token * shape.row_bytes(), input_scale);
+  Part row(part, row_bytes);
+  row.Load(static_cast<const uint8_t*>(tokens) + token * row_bytes, input_scale);
   for (; left != 0; left &= left - 1) {
     const int32_t target = FromLowest(left, slot);
     uint8_t* message = message_at(target);
@@ -93,21 +93,24 @@ __device__ void SendToken(const EpShape& shape, const void* tokens, const int32_
   }
 }
 
-template <typename Part>
-__global__ void __launch_bounds__(kBlockThreads)
-    PackKernel(const __grid_constant__ PackStep step, DispatchMessage message, int64_t header_bytes,
-               int64_t region_bytes) {
+// Writes the messages of all tokens, rows of `row_bytes`. `add_scales(message, token)` runs once
+// per message in all lanes, for scales that come with the tokens.
+template <typename Part, typename AddScales>
+__device__ __forceinline__ void PackTokens(const PackStep& step, int64_t row_bytes,
+                                           const DispatchMessage& message, int64_t header_bytes,
+                                           int64_t region_bytes, AddScales add_scales) {
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int lane = Lane();
   const float input_scale = Part::kTakesInputScale ? *step.input_scale : kNoInputScale;
-  ForEachPart(shape.tokens, shape.row_bytes(), [&](int64_t token, int64_t part) {
+  ForEachPart(shape.tokens, row_bytes, [&](int64_t token, int64_t part) {
     const auto message_at = [&](int32_t slot) {
       const uint32_t flat = static_cast<uint32_t>(slot);
       return step.send + (flat / tokens) * region_bytes + header_bytes +
              (flat % tokens) * message.bytes;
     };
     const auto annotate = [&](uint8_t* to, int32_t slot, int32_t lane_slot) {
+      add_scales(to, token);
       if (lane == 0) *Int32At(to, message.source_token) = static_cast<int32_t>(token);
       if (lane >= shape.top_k) return;
       const bool here = lane_slot == slot;
@@ -117,9 +120,35 @@ __global__ void __launch_bounds__(kBlockThreads)
       Int32At(to, message.position)[lane] = here ? step.position[entry] : -1;
       FloatAt(to, message.weight)[lane] = step.weights[entry];
     };
-    SendToken<Part>(shape, step.tokens, step.slot_of, message, input_scale, token, part, message_at,
-                    annotate);
+    SendToken<Part>(shape, step.tokens, row_bytes, step.slot_of, message, input_scale, token, part,
+                    message_at, annotate);
   });
+}
+
+template <typename Part>
+__global__ void __launch_bounds__(kBlockThreads)
+    PackKernel(const __grid_constant__ PackStep step, DispatchMessage message, int64_t header_bytes,
+               int64_t region_bytes) {
+  PackTokens<Part>(step, step.shape.row_bytes(), message, header_bytes, region_bytes,
+                   [](uint8_t*, int64_t) {});
+}
+
+// Tokens that come as codes and scales, whatever the format.
+__global__ void __launch_bounds__(kBlockThreads)
+    PackCodesKernel(const __grid_constant__ PackStep step, DispatchMessage message,
+                    int64_t header_bytes, int64_t region_bytes, int64_t code_bytes,
+                    int64_t scale_bytes) {
+  const auto copy = [&]<typename Unit>(uint8_t* to, const uint8_t* from, Unit) {
+    for (int64_t i = Lane(); i < scale_bytes / static_cast<int64_t>(sizeof(Unit)); i += kWarpSize) {
+      reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(from)[i];
+    }
+  };
+  PackTokens<PlainPart>(
+      step, code_bytes, message, header_bytes, region_bytes, [&](uint8_t* to, int64_t token) {
+        const uint8_t* from = step.token_scales + token * scale_bytes;
+        to += message.scales;
+        scale_bytes % kVectorBytes == 0 ? copy(to, from, uint4{}) : copy(to, from, uint8_t{});
+      });
 }
 
 template <typename Part>
@@ -146,8 +175,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (lane >= step.num_weights) return;
       FloatAt(to, message.weight)[lane] = step.weights[token * step.num_weights + lane];
     };
-    SendToken<Part>(shape, step.tokens, step.slot_of, message, kNoInputScale, token, part,
-                    message_at, annotate);
+    SendToken<Part>(shape, step.tokens, shape.row_bytes(), step.slot_of, message, kNoInputScale,
+                    token, part, message_at, annotate);
   });
 }
 
@@ -166,6 +195,12 @@ cudaError_t Pack(const PackStep& step, cudaStream_t stream) {
       static_cast<size_t>(warps * RouteShared::BytesPerWarp(shape.local_experts)), stream, step,
       header, region_bytes);
   if (error != cudaSuccess || shape.tokens == 0) return error;
+  if (step.token_scales != nullptr) {
+    const int64_t code_bytes = PayloadBytes<Format>(shape);
+    return Launch(PackCodesKernel, RowGrid(shape.tokens, code_bytes), kBlockThreads, 0, stream,
+                  step, message, header.bytes, region_bytes, code_bytes,
+                  Format::ScaleBytes(shape.hidden));
+  }
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
     return Launch(PackKernel<Part>, RowGrid(shape.tokens, shape.row_bytes()), kBlockThreads, 0,
                   stream, step, message, header.bytes, region_bytes);
@@ -198,6 +233,7 @@ cudaError_t PreloadPackKernels() {
     if (error == cudaSuccess) error = Preload(kernel);
   };
   preload(RouteKernel);
+  preload(PackCodesKernel);
   ForEachFormat([&]<typename Format>(Format) {
     for (const ElementType element : kElementTypes) {
       VisitSentPart<Format>(element, [&]<typename Part>(TypeTag<Part>) {

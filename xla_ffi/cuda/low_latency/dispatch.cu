@@ -12,6 +12,7 @@
 #include "cuda/low_latency/calls.h"
 #include "cuda/low_latency/crew.cuh"
 #include "cuda/window/call.cuh"
+#include "cuda/window/coded.cuh"
 #include "cuda/window/counts.cuh"
 #include "cuda/window/dispatch_receive.cuh"
 #include "cuda/window/grid.h"
@@ -93,6 +94,25 @@ __device__ void LoadEntries(const WindowDispatchStep& step, LowLatencyShared<For
   }
 }
 
+// The words of a token that comes as codes and scales. Codes are whole vectors, and scales follow
+// at once.
+struct CodedWords {
+  const uint32_t* codes;
+  const uint8_t* scales;
+  uint32_t scale_bytes;
+  uint32_t scales_word;
+
+  __device__ uint32_t operator[](uint32_t word) const {
+    if (word < scales_word) return codes[word];
+    const uint32_t at = (word - scales_word) * 4;
+    if (scale_bytes % 4 == 0) return *reinterpret_cast<const uint32_t*>(scales + at);
+    uint32_t value = 0;
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = 0; i < 4 && at + i < scale_bytes; ++i) value |= scales[at + i] << (8 * i);
+    return value;
+  }
+};
+
 // What the workers do as senders.
 template <typename Format>
 class LowLatencySender {
@@ -147,12 +167,19 @@ class LowLatencySender {
   }
 
   // A token's message as words.
-  __device__ const uint32_t* MessageOf(int32_t token) const {
-    if constexpr (kEncodes) return reinterpret_cast<const uint32_t*>(message_);
+  __device__ auto WordsOf(int32_t token) const {
     const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
-    return reinterpret_cast<const uint32_t*>(tokens + token * step_.shape.row_bytes());
+    if constexpr (kIsCoded<Format>) {
+      return CodedWords{reinterpret_cast<const uint32_t*>(tokens + token * step_.code_bytes),
+                        step_.token_scales + token * step_.scale_bytes,
+                        static_cast<uint32_t>(step_.scale_bytes), plan_.scales_word};
+    } else {
+      const auto* message = kEncodes ? message_ : tokens + token * step_.shape.row_bytes();
+      return reinterpret_cast<const uint32_t*>(message);
+    }
   }
-  __device__ void LoadCell(const uint32_t* message, uint32_t cell, uint32_t (&words)[3]) const {
+  template <typename Words>
+  __device__ void LoadCell(const Words& message, uint32_t cell, uint32_t (&words)[3]) const {
 #pragma unroll
     for (uint32_t i = 0; i < 3; ++i) {
       words[i] = cell * 3 + i < plan_.message_words ? message[cell * 3 + i] : 0;
@@ -160,7 +187,7 @@ class LowLatencySender {
   }
   __device__ void LoadCells(int32_t token, const Range& cells,
                             uint32_t (&words)[kCellsAtOnce][3]) const {
-    const uint32_t* message = MessageOf(token);
+    const auto message = WordsOf(token);
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) {
       LoadCell(message, cells.begin + threadIdx.x + i * kLowLatencyWorkers, words[i]);
@@ -259,7 +286,7 @@ class LowLatencySender {
       const uint32_t cell = piece.begin + threadIdx.x + i * kLowLatencyWorkers;
       if (cell < piece.end) call_.PostCell(cells + cell, words[i]);
     }
-    const uint32_t* message = MessageOf(token);
+    const auto message = WordsOf(token);
     JAX_EP_NO_UNROLL
     for (uint32_t cell = piece.begin + threadIdx.x + kCellsAtOnce * kLowLatencyWorkers;
          cell < piece.end; cell += kLowLatencyWorkers) {
@@ -334,7 +361,7 @@ class LowLatencyReceiver {
       crew_.Sync();
     } else {
       groups_.Build(call_, plan_.count_cells, crew_.team(), shared_.counts_arrived, &seen[kCounts]);
-      if constexpr (kEncodes) {
+      if constexpr (kScaled) {
         if (shared_.counts_arrived) scales_.Build(crew_.team());
       }
       built_ = true;
@@ -343,7 +370,7 @@ class LowLatencyReceiver {
       if (has_message && !PlaceMessage(message, seen)) Fail();
       if (item == 0 && Warp() == 1) {
         groups_.Write(step_);
-        if constexpr (kEncodes) scales_.WriteOffsets();
+        if constexpr (kScaled) scales_.WriteOffsets();
       }
       FillShare(item);
     } else if (threadIdx.x == 0 && !plan_.reads_at_once) {
@@ -353,7 +380,7 @@ class LowLatencyReceiver {
   }
 
  private:
-  static constexpr bool kEncodes = QuantizedFormat<Format>;
+  static constexpr bool kScaled = kHasScales<Format>;
 
   // What a worker reads of a message, and of the counts in front of it.
   static constexpr uint32_t kHead = 0, kEntry = 1, kCounts = 2, kPayload = 3;
@@ -408,7 +435,7 @@ class LowLatencyReceiver {
     const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
     if (lanes == 0) return true;
     uint8_t* scales = nullptr;  // of this lane's row
-    if constexpr (kEncodes) scales = row < 0 ? nullptr : scales_.At(row, expert);
+    if constexpr (kScaled) scales = row < 0 ? nullptr : scales_.At(row, expert);
     CountCell cells[kCellsAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kCellsAtOnce; ++i) cells[i] = seen[kPayload + i];
@@ -446,7 +473,7 @@ class LowLatencyReceiver {
   // and to their scales.
   __device__ void StoreCells(uint32_t first, uint32_t end, const CountCell (&cells)[kCellsAtOnce],
                              unsigned lanes, int32_t row, uint8_t* scales) const {
-    const int64_t row_bytes = Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes);
+    const int64_t row_bytes = PayloadBytesOf<Format>(step_);
     JAX_EP_NO_UNROLL
     for (; lanes != 0; lanes &= lanes - 1) {
       auto* words = reinterpret_cast<int32_t*>(step_.rows + FromLowest(lanes, row) * row_bytes);
@@ -460,7 +487,7 @@ class LowLatencyReceiver {
           if (at >= end) continue;
           if (word < plan_.payload_words) {
             words[word] = cells[i].counts[j];
-          } else if constexpr (kEncodes) {
+          } else if constexpr (kScaled) {
             if (word >= plan_.scales_word && word < plan_.message_words) {
               scales_.StoreWord(reinterpret_cast<uint8_t*>(scale_words), word - plan_.scales_word,
                                 static_cast<uint32_t>(cells[i].counts[j]));
@@ -477,12 +504,12 @@ class LowLatencyReceiver {
     const EpShape& shape = step_.shape;
     const int64_t items = plan_.call.work.receive_items;
     bool by_group = shape.expert_alignment > 1;
-    if constexpr (kEncodes) by_group |= plan_.scales.tiled();
+    if constexpr (kScaled) by_group |= plan_.scales.tiled();
     if (by_group) {
       JAX_EP_NO_UNROLL
       for (int64_t expert = item; expert < shape.local_experts; expert += items) {
         Clear(groups_.PaddingOf(expert), true);
-        if constexpr (kEncodes) {
+        if constexpr (kScaled) {
           if (Warp() == kScalesWarp) scales_.ClearTilesOf(expert);
         }
       }
@@ -490,7 +517,7 @@ class LowLatencyReceiver {
     const int64_t end = groups_.End(), share = DivideUp(shape.recv_rows - end, items);
     const int64_t begin = Min(end + item * share, shape.recv_rows);
     Clear({begin, Min(begin + share, shape.recv_rows)}, step_.zero_tail);
-    if constexpr (kEncodes) {
+    if constexpr (kScaled) {
       if (Warp() == kScalesWarp) {
         scales_.ClearTailTiles(item, items);
         // The zeros disappear with the block.
@@ -515,11 +542,10 @@ class LowLatencyReceiver {
       step_.src_info[i] = -1;
     }
     if (!payload) return;
-    if constexpr (kEncodes) {
+    if constexpr (kScaled) {
       if (Warp() == kScalesWarp) scales_.Clear(range);
     }
-    const int64_t vectors =
-        Format::PayloadBytes(step_.shape.hidden, step_.shape.element_bytes) / kVectorBytes;
+    const int64_t vectors = PayloadBytesOf<Format>(step_) / kVectorBytes;
     auto* rows = reinterpret_cast<uint4*>(step_.rows);
     JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * vectors + threadIdx.x; i < range.end * vectors;
@@ -534,7 +560,7 @@ class LowLatencyReceiver {
   const LowLatencyCrew& crew_;
   LowLatencyShared<Format>& shared_;
   GroupTable groups_;
-  std::conditional_t<kEncodes, ScaleWriter<Format>, NoScales> scales_;
+  std::conditional_t<kScaled, ScaleWriter<Format>, NoScales> scales_;
   bool built_ = false;
 };
 
@@ -545,8 +571,8 @@ template <typename Format>
 struct LowLatencyMemory {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
-  int64_t message;  // this and the next two: of formats that encode
-  int64_t zeros;
+  int64_t message;  // of senders that encode
+  int64_t zeros;    // this and the next one: of formats with scales
   int64_t first_tiles;
   int64_t router_rows;
   int64_t tables;
@@ -557,11 +583,11 @@ struct LowLatencyMemory {
     LowLatencyMemory memory{};
     constexpr int64_t kAlign = 128;
     memory.message = cursor.Take(kEncodes ? int64_t{message_words} * 4 : 0, kAlign);
-    memory.zeros = cursor.Take(kEncodes ? kZeroBytes : 0, kAlign);
+    memory.zeros = cursor.Take(kHasScales<Format> ? kZeroBytes : 0, kAlign);
     memory.tables = cursor.Take(GroupTable::Bytes(shape, kLowLatencyWarps), kAlign);
     memory.router_rows = cursor.Take(kRouters * shape.experts() * kIndexBytes, kIndexBytes);
     memory.first_tiles =
-        cursor.Take(kEncodes ? (shape.local_experts + 1) * kIndexBytes : 0, kIndexBytes);
+        cursor.Take(kHasScales<Format> ? (shape.local_experts + 1) * kIndexBytes : 0, kIndexBytes);
     memory.bytes = cursor.end;
     return memory;
   }
@@ -583,7 +609,7 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   call.BeginInOrder(shared.block.item);
   LoadEntries(step, shared);
   const auto at = LowLatencyMemory<Format>::Of(step.shape, plan.message_words);
-  if constexpr (QuantizedFormat<Format>) {
+  if constexpr (kHasScales<Format>) {
     FillWords(memory + at.zeros, kZeroBytes, 0);
     FenceProxyAsyncShared();
   }
@@ -607,16 +633,14 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 #endif
 }
 
-}  // namespace
-
 template <typename Format>
-bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
+bool FitsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
   // As long as every item has a multiprocessor of its own: a block's second item comes later than a
   // flag would. Very few tokens gain even so.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
   if (shape.tokens <= 0 || shape.tokens > kLowLatencyTokens<Format>) return false;
-  const int64_t bytes = MessageOf<Format>(shape).bytes;
+  const int64_t bytes = MessageOf<Format>(step).bytes;
   if (!HasCells(group, CallKind::kDispatch, shape.tokens, DispatchCells(bytes, shape.top_k))) {
     return false;
   }
@@ -626,24 +650,24 @@ bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
 }
 
 template <typename Format>
-cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                                     cudaStream_t stream) {
+cudaError_t LaunchLowLatency(const WindowDispatchStep& step, const WindowGroup& group,
+                             cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const uint32_t blocks = BlockLimit(group, UINT32_MAX);
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const uint32_t ranks = static_cast<uint32_t>(shape.ranks);
-  const int64_t row_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
+  const int64_t row_bytes = PayloadBytesOf<Format>(step);
   LowLatencyDispatchPlan plan{};
   plan.count_cells = Divisor::Of(CountCells(shape.local_experts));
   plan.top_k = Divisor::Of(shape.top_k);
   plan.rank_of = RankOfExpert(static_cast<int32_t>(shape.local_experts));
   plan.payload_words = plan.scales_word = plan.message_words = static_cast<uint32_t>(row_bytes / 4);
   int64_t clear_bytes = shape.recv_rows * (kTableBytes + (step.zero_tail ? row_bytes : 0));
-  if constexpr (QuantizedFormat<Format>) {
+  if constexpr (kHasScales<Format>) {
     plan.element = step.element;
     plan.scales = ScalePlan::Of<Format>(step);
-    const auto message = MessageOf<Format>(shape);
-    const int64_t scale_words = DivideUp(Format::ScaleBytes(shape.hidden), 4);
+    const auto message = MessageOf<Format>(step);
+    const int64_t scale_words = DivideUp(ScaleBytesOf<Format>(step), 4);
     plan.scales_word = static_cast<uint32_t>(message.scales / 4);
     plan.message_words = plan.scales_word + static_cast<uint32_t>(scale_words);
     clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
@@ -664,7 +688,7 @@ cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const Windo
   const uint32_t send_items = tokens * plan.sends.value * pieces;
   plan.call.work = {0, send_items, ReceiveItems(plan.message_items, clear_bytes)};
   plan.call.ranks = Divisor::Of(shape.ranks);
-  plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, MessageOf<Format>(shape).bytes,
+  plan.call.tag = CallTag(TagKind::kDispatch, shape.tokens, MessageOf<Format>(step).bytes,
                           shape.top_k, step.site);
   const int64_t shared = LowLatencyMemory<Format>::Of(shape, plan.message_words).bytes;
   const dim3 grid(std::min(blocks, send_items + plan.call.work.receive_items));
@@ -672,11 +696,27 @@ cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const Windo
                 static_cast<size_t>(shared), stream, step, group, plan);
 }
 
+}  // namespace
+
+template <typename Format>
+bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
+  return VisitSentTokens<Format>(
+      step, [&]<typename Sent>(TypeTag<Sent>) { return FitsLowLatency<Sent>(step, group); });
+}
+
+template <typename Format>
+cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                                     cudaStream_t stream) {
+  return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
+    return LaunchLowLatency<Sent>(step, group, stream);
+  });
+}
+
 cudaError_t PreloadWindowLowLatencyDispatch() {
   cudaError_t error = cudaSuccess;
-  ForEachFormat([&]<typename Format>(Format) {
+  ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
     if (error != cudaSuccess) return;
-    error = PreloadShared(WindowLowLatencyDispatchKernel<Format>, kMostSharedBytes);
+    error = PreloadShared(WindowLowLatencyDispatchKernel<Sent>, kMostSharedBytes);
   });
   return error;
 }

@@ -59,13 +59,9 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 #endif
 }
 
-}  // namespace
-
 template <typename Format>
-cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+cudaError_t LaunchDispatch(const WindowDispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
-  if (IsLowLatency<Format>(step, group))
-    return WindowLowLatencyDispatch<Format>(step, group, stream);
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   const WorkPlan& work = plan.call.work;
@@ -77,10 +73,22 @@ cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& gr
                 static_cast<size_t>(shared), stream, step, group, plan);
 }
 
+}  // namespace
+
+template <typename Format>
+cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+                           cudaStream_t stream) {
+  if (IsLowLatency<Format>(step, group))
+    return WindowLowLatencyDispatch<Format>(step, group, stream);
+  return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
+    return LaunchDispatch<Sent>(step, group, stream);
+  });
+}
+
 cudaError_t PreloadWindowDispatch() {
   cudaError_t error = PreloadWindowLowLatencyDispatch();
-  ForEachFormat([&]<typename Format>(Format) {
-    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Format>, kMaxSharedBytes);
+  ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
+    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Sent>, kMaxSharedBytes);
   });
   return error;
 }

@@ -77,11 +77,9 @@ int64_t SharedBytes(const WindowDispatchStep& step, const DispatchPlan& plan) {
   return DispatchShared<Format>::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
 }
 
-}  // namespace
-
 template <typename Format>
-cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
+cudaError_t LaunchSend(const WindowDispatchStep& step, PendingCall* pending,
+                       const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   WorkPlan& work = plan.call.work;
@@ -91,6 +89,16 @@ cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pend
   return LaunchAhead(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
                      kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
                      stream, step, group, plan, pending);
+}
+
+}  // namespace
+
+template <typename Format>
+cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
+  return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
+    return LaunchSend<Sent>(step, pending, group, stream, of_whole_call);
+  });
 }
 
 template <typename Format>
@@ -108,10 +116,12 @@ cudaError_t WindowDispatchReceive(const WindowDispatchStep& step, const PendingC
 
 cudaError_t PreloadWindowDispatchHalves() {
   cudaError_t error = cudaSuccess;
-  ForEachFormat([&]<typename Format>(Format) {
+  ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
     if (error == cudaSuccess) {
-      error = PreloadShared(WindowDispatchSendKernel<Format>, kMaxSharedBytes);
+      error = PreloadShared(WindowDispatchSendKernel<Sent>, kMaxSharedBytes);
     }
+  });
+  ForEachFormat([&]<typename Format>(Format) {
     if (error == cudaSuccess) {
       error = PreloadShared(WindowDispatchReceiveKernel<Format>, kMaxSharedBytes);
     }

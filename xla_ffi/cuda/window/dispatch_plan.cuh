@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/window/coded.cuh"
 #include "cuda/window/encode.cuh"
 #include "cuda/window/groups.cuh"
 #include "cuda/window/roles.cuh"
@@ -15,8 +16,8 @@ namespace jax_ep::cuda {
 struct DispatchPlan {
   CallPlan call;
   RowPlan rows;
-  EncodePlan encode;  // of quantised formats
-  ScalePlan scales;   // of quantised formats
+  EncodePlan encode;  // of senders that encode
+  ScalePlan scales;   // of formats with scales
   Divisor count_cells;
   Divisor top_k;
   RankOfExpert rank_of{1};
@@ -33,7 +34,7 @@ struct DispatchShared {
   uint8_t* stages;
   int32_t* router_rows;  // [kRowWarps, E]
   CallBlock* call;
-  TeamJob* jobs;  // [kRowWarps], in quantised formats
+  TeamJob* jobs;  // [kRowWarps], of senders that encode
   uint8_t* groups;
   bool* counts_arrived;
   int32_t* first_tiles;  // [L + 1]
@@ -41,7 +42,7 @@ struct DispatchShared {
   static int64_t FixedBytes(const EpShape& shape) {
     return kZeroBytes + static_cast<int64_t>(sizeof(CallBlock)) + kTeamBytes<Format> +
            kRowWarps * shape.experts() * kIndexBytes + GroupTable::Bytes(shape, kRowWarps) + 16 +
-           (QuantizedFormat<Format> ? (shape.local_experts + 1) * kIndexBytes : 0);
+           (kHasScales<Format> ? (shape.local_experts + 1) * kIndexBytes : 0);
   }
   __device__ DispatchShared(uint8_t* memory, const EpShape& shape, const RowPlan& plan) {
     zeros = memory;
@@ -55,19 +56,13 @@ struct DispatchShared {
   }
 };
 
-template <typename Format>
-JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const EpShape& shape) {
-  return DispatchMessage::Of(Format::PayloadBytes(shape.hidden, shape.element_bytes),
-                             Format::ScaleBytes(shape.hidden), shape.top_k);
-}
-
 // Makes all of the plan except the roles, leaving `spare` bytes of shared memory for others.
 // Returns false if it does not fit.
 template <typename Format>
 bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;
-  const auto message = MessageOf<Format>(shape);
-  const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
+  const auto message = MessageOf<Format>(step);
+  const int64_t payload_bytes = PayloadBytesOf<Format>(step);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
   plan.route_tokens = static_cast<int32_t>(RouteItemTokens(shape.tokens));
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
@@ -79,7 +74,7 @@ bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare 
   work.route_items = static_cast<uint32_t>(RouteItems(shape.tokens));
   work.send_items = static_cast<uint32_t>(chunks);
   int64_t clear_bytes = shape.recv_rows * (kTableBytes + (step.zero_tail ? payload_bytes : 0));
-  if constexpr (QuantizedFormat<Format>) {
+  if constexpr (kHasScales<Format>) {
     plan.scales = ScalePlan::Of<Format>(step);
     clear_bytes += plan.scales.tiles.tiles * plan.scales.TileBytes();
   }

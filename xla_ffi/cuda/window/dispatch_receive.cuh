@@ -17,7 +17,7 @@ namespace jax_ep::cuda {
 
 template <typename Format>
 class Receiver {
-  static constexpr bool kEncoded = QuantizedFormat<Format>;
+  static constexpr bool kEncoded = kHasScales<Format>;
 
  public:
   __device__ Receiver(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
@@ -115,7 +115,7 @@ class Receiver {
     const RowPlan& rows = plan_.rows;
     const Arrival chunk = AwaitChunk(call_, item, shape.tokens);
     if (!chunk.ok) return false;
-    const auto message = MessageOf<Format>(shape);
+    const auto message = MessageOf<Format>(step_);
     // Own tokens that travel unchanged do not pass through the window.
     const bool own = !kEncoded && chunk.source == call_.rank();
     const uint8_t* messages =
@@ -163,7 +163,7 @@ class Receiver {
   // Called by the whole warp: writes a slot's tables. Returns in lane k the place of entry k.
   __device__ Place Record(uint32_t source, uint32_t slot, const uint8_t* stage) {
     const EpShape& shape = step_.shape;
-    const auto message = MessageOf<Format>(shape);
+    const auto message = MessageOf<Format>(step_);
     const int k = Lane();
     if (k >= shape.top_k) return {-1, 0};
     const int64_t flat = source * shape.tokens + slot;
@@ -203,9 +203,8 @@ template <typename Format>
 __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePlan& scales) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
-  FillWords(step.rows, shape.recv_rows * Format::PayloadBytes(shape.hidden, shape.element_bytes),
-            kNoValue);
-  if constexpr (QuantizedFormat<Format>) {
+  FillWords(step.rows, shape.recv_rows * PayloadBytesOf<Format>(step), kNoValue);
+  if constexpr (kHasScales<Format>) {
     const bool tiled = scales.tiled();
     FillBytes(step.scales,
               tiled ? scales.tiles.tiles * scales.TileBytes() : shape.recv_rows * scales.row_bytes);

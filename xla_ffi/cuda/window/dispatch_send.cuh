@@ -18,9 +18,10 @@ namespace jax_ep::cuda {
 template <typename Format>
 class Sender {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
+  static constexpr bool kCoded = kIsCoded<Format>;
 
  public:
-  // `jobs` is used by quantised formats only.
+  // `jobs` is used by senders that encode only.
   __device__ Sender(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
                     BulkStages& stages, int32_t* router_rows, TeamJob* jobs)
       : step_(step),
@@ -156,9 +157,38 @@ class Sender {
     const int64_t token = chunk.begin + pieces().Divide(unit, piece);
     if constexpr (kEncodes) {
       LoadTokenPiece(stages_, plan_.encode, step_.tokens, token, piece);
+    } else if constexpr (kCoded) {
+      LoadCodes(token, piece);
     } else {
       const auto* tokens = static_cast<const uint8_t*>(step_.tokens);
       LoadPiece(stages_, plan_.rows, piece, tokens + token * plan_.rows.payload_bytes, nullptr);
+    }
+  }
+
+  // Bulk copies take whole vectors; other scales are copied when their stage is used (CopyScales).
+  __device__ bool ScalesInBulk() const { return step_.scale_bytes % kVectorBytes == 0; }
+  __device__ void LoadCodes(int64_t token, uint32_t piece) {
+    const RowPlan& rows = plan_.rows;
+    const auto* codes = static_cast<const uint8_t*>(step_.tokens) + token * rows.payload_bytes;
+    const uint32_t bytes = rows.PieceBytes(piece);
+    const uint32_t scale_bytes =
+        piece == 0 && ScalesInBulk() ? static_cast<uint32_t>(step_.scale_bytes) : 0;
+    stages_.Load(bytes + scale_bytes, [&](uint8_t* stage, uint64_t* barrier) {
+      BulkLoad(stage, codes + static_cast<int64_t>(piece) * rows.piece_bytes, bytes, barrier);
+      if (scale_bytes == 0) return;
+      BulkLoad(stage + rows.piece_bytes, step_.token_scales + token * step_.scale_bytes,
+               scale_bytes, barrier);
+    });
+  }
+  // Called by the whole warp before Annotate, whose fence these stores need as well.
+  __device__ void CopyScales(int64_t token, uint8_t* scales) const {
+    if (ScalesInBulk()) return;
+    using Scale = typename Format::Scale;
+    const int64_t count = step_.scale_bytes / static_cast<int64_t>(sizeof(Scale));
+    const auto* from = reinterpret_cast<const Scale*>(step_.token_scales) + token * count;
+    JAX_EP_NO_UNROLL
+    for (int64_t i = Lane(); i < count; i += kWarpSize) {
+      reinterpret_cast<Scale*>(scales)[i] = from[i];
     }
   }
 
@@ -200,6 +230,11 @@ class Sender {
           entry = router_.Assign(walk_, chunk.end, router_.LoadId(walk_, token, chunk.end));
         }
         if constexpr (kEncodes) side = FinishEncoding<Format>(team_, plan_.encode, stage, piece);
+        if constexpr (kCoded) {
+          CopyScales(token, side);
+          const auto message = MessageOf<Format>(step_);
+          side += message.source_token - message.scales;
+        }
         Annotate(token, in_step * walk_.top_k, entry, weight, side);
         slot = SlotAt(destination, call_.ranks(), in_step * walk_.top_k, walk_.top_k, entry.rank,
                       entry.slot);
@@ -239,7 +274,7 @@ class Sender {
   // from `base` on. Expert ids are global here, so that the same message serves all destinations.
   __device__ void Annotate(int32_t token, int32_t base, const RoutedEntry& entry, float weight,
                            uint8_t* side) {
-    const auto message = MessageOf<Format>(step_.shape);
+    const auto message = MessageOf<Format>(step_);
     uint8_t* stage = side - message.source_token;
     const int32_t k = Lane() - base;
     if (k >= 0 && k < walk_.top_k) {
@@ -258,7 +293,7 @@ class Sender {
         call_.Region(destination, call_.PartAt(destination)) + int64_t{slot} * rows.message_bytes;
     if constexpr (kEncodes) {
       StoreEncoded<Format>(plan_.encode, piece, message, stage);
-    } else if (destination != call_.rank()) {
+    } else if (kCoded || destination != call_.rank()) {
       StorePiece(rows, piece, message, stage);
     } else if (piece == 0) {
       // Own rows are copied from the tokens themselves.
@@ -270,7 +305,7 @@ class Sender {
   const DispatchPlan& plan_;
   WindowCall& call_;
   BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
-  HelperTeam team_;     // of quantised formats
+  HelperTeam team_;     // of senders that encode
   TokenWalk walk_;
   WarpRouter router_;
   bool counts_ = false;  // whether the router counts from token 0 on

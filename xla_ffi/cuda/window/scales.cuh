@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/window/coded.cuh"
 #include "cuda/window/groups.cuh"
 #include "formats/token_format.h"
 #include "protocol/scale_tiles.h"
@@ -19,10 +20,10 @@ struct ScalePlan {
   static ScalePlan Of(const WindowDispatchStep& step) {
     const EpShape& shape = step.shape;
     const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
-    return {
-        Format::ScaleBytes(shape.hidden),
-        tiled ? ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock)
-              : ScaleTiles{0, 0}};
+    const int64_t bytes = ScaleBytesOf<Format>(step);
+    const int64_t columns = bytes / static_cast<int64_t>(sizeof(typename Format::Scale));
+    return {bytes, tiled ? ScaleTiles::Of(shape.recv_rows, shape.local_experts, columns)
+                         : ScaleTiles{0, 0}};
   }
   JAX_EP_HOST_DEVICE int64_t TileBytes() const {
     return tiles.column_words * kTileRows * kTileColumns;
