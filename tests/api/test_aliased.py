@@ -38,11 +38,13 @@ def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
             ids,
             jnp.ones(ids.shape, jnp.float32),
             jnp.ones(1, jnp.float32),
+            jnp.ones(0, jnp.uint8),
             input_output_aliases=aliases,
             key=0,
             site=0,
             in_halves=False,
             num_experts=EXPERTS,
+            coded=False,
             format="bf16",
         )[1:]
 

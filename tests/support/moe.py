@@ -139,3 +139,9 @@ _EXCHANGE["shmem"] = _EXCHANGE["p2p"]
 def exchanges(compiled: Any) -> int:
     """Exchanges in a compiled program."""
     return len(re.findall(_EXCHANGE[helpers.TRANSPORT], compiled.as_text()))
+
+
+def region_words(compiled: Any) -> list[int]:
+    """The uint32s that a rank sends another in each exchange of "collective"."""
+    lines = re.findall(r"= (.*) all-to-all(?:-start)?\(", compiled.as_text())
+    return [int(re.findall(r"u32\[(?:\d+,)*(\d+)\]", line)[0]) for line in lines]

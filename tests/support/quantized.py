@@ -24,27 +24,49 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
     return {"dispatch_format": name, "hidden_size": 256} | changes
 
 
-def run(ep: Any, mesh: Any, inputs: helpers.Inputs, g: float | None = None) -> Any:
-    """Dispatch, and its rows dequantised, as global arrays."""
+def run(
+    ep: Any,
+    mesh: Any,
+    inputs: helpers.Inputs,
+    g: float | None = None,
+    coded: bool = False,
+    halves: bool = False,
+) -> Any:
+    """Dispatch, and its rows dequantised, as global arrays.
 
-    def body(tokens: Any, ids: Any, weights: Any) -> Any:
-        scale = None if g is None else jnp.float32(g)
-        d = jax_ep.dispatch(ep, tokens, ids, weights, input_scale=scale)
+    With `coded` the tokens are quantised by NumPy and not by the dispatch.
+    """
+
+    def body(tokens: Any, scales: Any, ids: Any, weights: Any) -> Any:
+        options = {"input_scale": None if g is None else jnp.float32(g)}
+        options["token_scales"] = scales
+        if halves:
+            pending = jax_ep.dispatch_async(ep, tokens, ids, weights, **options)
+            d = jax_ep.dispatch_wait(pending)
+        else:
+            d = jax_ep.dispatch(ep, tokens, ids, weights, **options)
         return d, jax_ep.dequantize(d)
 
     spec = P("ep")
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
-    operands = (inputs.tokens, inputs.ids, inputs.weights)
+    tokens, scales = codes_of(ep.config, inputs, g) if coded else (inputs.tokens, None)
+    operands = (tokens, scales, inputs.ids, inputs.weights)
     return mapped(*(helpers.put(mesh, part) for part in operands))
+
+
+def codes_of(
+    config: Any, inputs: helpers.Inputs, g: float | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """NumPy's codes and scales of the tokens of each rank."""
+    name = config.dispatch_format
+    coded = [quantizer.quantize(tokens, name, g or 1.0) for tokens in inputs.tokens]
+    return [codes for codes, _ in coded], [scales for _, scales in coded]
 
 
 def expect(config: Any, inputs: helpers.Inputs, g: float) -> list[oracle.RankOutput]:
     """The oracle's dispatch of NumPy's codes and scales; `scales` is one field more."""
-    name = config.dispatch_format
-    coded = [quantizer.quantize(tokens, name, g) for tokens in inputs.tokens]
     parts = []
-    for part in (0, 1):
-        rows = [pair[part] for pair in coded]
+    for rows in codes_of(config, inputs, g):
         unsigned = f"uint{8 * rows[0].dtype.itemsize}"
         width = {"hidden_size": rows[0].shape[1]}
         shape = types.SimpleNamespace(**dataclasses.asdict(config) | width)
@@ -60,13 +82,13 @@ def expect(config: Any, inputs: helpers.Inputs, g: float) -> list[oracle.RankOut
 
 
 def check(
-    mesh: Any, ep: Any, inputs: helpers.Inputs, g: float | None = None
+    mesh: Any, ep: Any, inputs: helpers.Inputs, g: float | None = None, **how: bool
 ) -> list[oracle.RankOutput]:
-    """Every output of a dispatch; returns the expected ones."""
+    """Every output of a dispatch, `how` it is run; returns the expected ones."""
     config, ranks = ep.config, ep.ep_size
     name = config.dispatch_format
     wanted = expect(config, inputs, g or 1.0)
-    d, values = run(ep, mesh, inputs, g)
+    d, values = run(ep, mesh, inputs, g, **how)
     names = (*oracle.FIELDS, "scales")
     fields = {field: helpers.unstack(getattr(d, field), ranks) for field in names}
     values = helpers.unstack(values, ranks)

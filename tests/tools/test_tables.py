@@ -171,6 +171,27 @@ def test_results_of_a_format(
     ]
 
 
+@pytest.mark.parametrize("coded", [False, True])
+def test_an_operand_of_two_types(coded: bool, calls: list[Any]) -> None:
+    codes = jnp.zeros((N_TOKENS, HIDDEN // 2), jnp.uint8)
+    scales = jnp.zeros((N_TOKENS, HIDDEN // 16), jnp.float8_e4m3fn)
+    given = {
+        "tokens": codes if coded else tokens(),
+        "topk_ids": int32(N_TOKENS, TOP_K),
+        "router_weights": float32(N_TOKENS, TOP_K),
+        "input_scale": float32(1),
+        "token_scales": scales if coded else None,
+        "after": int32(1),
+    }
+    attributes = {"key": 7, "site": 9, "ranks": RANKS, "local_experts": GROUPS}
+    attributes["format"] = "nvfp4"
+    tables.call("ep_dispatch_send", tokens(), {}, given, attributes)
+    ((_, _, operands, made, _),) = calls
+    assert operands[0] == ("uint8[5, 128]" if coded else "bfloat16[5, 256]")
+    assert operands[4] == ("float8_e4m3fn[5, 16]" if coded else "float8_e4m3fn[0]")
+    assert made == attributes | {"coded": coded}
+
+
 def test_packed_results(calls: list[Any]) -> None:
     given = {
         "tokens": tokens(),
