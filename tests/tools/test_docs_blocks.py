@@ -32,7 +32,7 @@ RUN = {
     ("docs/cluster.md", "bash"): 1,  # here, as all below
     ("docs/cluster.md", "python"): 2,
     ("docs/extending.md", "cpp"): 2,
-    ("docs/formats.md", "python"): 2,
+    ("docs/formats.md", "python"): 3,
     ("docs/fp8.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
     ("docs/layers.md", "python"): 10,  # test_docs_layers.py
@@ -41,7 +41,7 @@ RUN = {
     ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,
     ("docs/placement.md", "python"): 3,
-    ("docs/recipes.md", "python"): 8,
+    ("docs/recipes.md", "python"): 9,
     ("docs/reliability.md", "python"): 1,
     ("docs/sharp_bits.md", "python"): 4,  # here, test_export.py, test_remat.py
     ("docs/start.md", "bash"): 1,  # test_doctor.py
@@ -86,6 +86,9 @@ def run_block(name, transport, extra):
         num_experts=experts, top_k=TOP_K, hidden_size=HIDDEN, max_tokens_per_rank=N
     )
     if name.endswith("formats.md"):
+        # Rows are those of the second dispatch, whose tokens are quantised already.
+        code += python_blocks(name, "token_scales")[0]
+        code += "rows = jax_ep.dequantize(d)\n"
         config = jax_ep.EPConfig(**vars(config) | {"dispatch_format": "mxfp8"})
     if name.endswith("overlap.md"):
         config = jax_ep.EPConfig(**vars(config) | {"overlap": "stream"})
@@ -180,7 +183,7 @@ def test_ties_of_formats_page():
 
 def test_scaled_matmul_of_formats_page():
     """Traced: not every JAX runs it on every device."""
-    code = python_blocks("docs/formats.md")[1]
+    (code,) = python_blocks("docs/formats.md", "scaled_matmul")
 
     def body(tokens, w):
         codes, scales = jax_ep.formats.quantize(tokens, "mxfp8")
@@ -271,7 +274,7 @@ def test_recipes_page(quick_compiles):
     for code in python_blocks("docs/recipes.md"):
         assert "assert" in code or code.startswith("import")
         exec(code, names)
-    for name in ("ep", "whole", "compact"):
+    for name in ("ep", "whole", "compact", "quantised"):
         names[name].close()
 
 
