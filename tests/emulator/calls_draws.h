@@ -50,7 +50,7 @@ inline std::string Text(const Draws& draws) {
   return Text(draws.options) + " halves " + std::to_string(draws.halves) + " drops " +
          std::to_string(draws.drops) + " one_region " + std::to_string(draws.one_region) +
          " node " + std::to_string(draws.node) + " bundles " + std::to_string(draws.bundles) +
-         " times " + std::to_string(draws.times) + " coded " + std::to_string(draws.coded) +
+         " times " + std::to_string(draws.times) + " codes " + std::to_string(draws.coded) +
          " windows " + draws.window_format + " x " + std::to_string(draws.window_widths) +
          " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
