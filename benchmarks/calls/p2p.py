@@ -3,6 +3,8 @@
     python -m benchmarks.calls.p2p [--quick] [--num-sms 16 24 32] [--only p2p]
     python -m benchmarks.calls.p2p --format mxfp8 --combine-format fp8_block128
     python -m benchmarks.calls.p2p --formats bf16 fp8_block128 mxfp8 mxfp4 nvfp4
+    python -m benchmarks.calls.p2p --formats bf16 fp8_block128 --codes fp8_block128 \
+        --tokens 128 4096
 
 On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
 GPU at once), then dispatch and combine of each transport, then the same by sorting and
@@ -13,8 +15,9 @@ skewed routing needs, and `zero_tail=False`; one more row has the defaults.
 
 With several `--formats`, dispatch is measured in each, one after the other on each
 case, so that times can be divided by each other. Combine is measured with the first of
-them and, given a `--combine-format`, also in that, with the second. JAX's own path has
-no formats.
+them and, given a `--combine-format`, also in that, with the second. `--codes` names
+formats whose dispatch is measured once more, with tokens that were quantised before
+(`token_scales`); the quantisation itself is not timed. JAX's own path has no formats.
 
 A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
 by its calls; nothing is subtracted; median of the repeats. Bytes are those of the rank
@@ -24,8 +27,9 @@ ones are marked, and the command then exits 1.
 
 Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json. The name of a record of another
 format than bf16 begins with that format; a record of several formats is
-formats-<gpu>x<n>-<date>.json. Draws a picture of one format where matplotlib is
-installed (benchmarks.calls.draw draws it elsewhere), and prints a table last.
+formats-<gpu>x<n>-<date>.json, with `--codes` codes-<gpu>x<n>-<date>.json. Draws a
+picture of one format where matplotlib is installed (benchmarks.calls.draw draws it
+elsewhere), and prints a table last.
 """
 
 import sys
@@ -33,6 +37,7 @@ import sys
 from benchmarks.common import arguments as common
 from benchmarks.common import recording
 from benchmarks.limits import gpu_limits
+from jax_ep import formats
 from jax_ep._cli.bench import draw, measure, report
 
 # What --tiny stands for: all kinds of cases that CPUs have.
@@ -64,12 +69,26 @@ def parse(arguments):
     parser.add_argument(
         "--formats", "--format", nargs="+", default=["bf16"], help="dispatch_format"
     )
+    parser.add_argument(
+        "--codes",
+        nargs="+",
+        default=[],
+        metavar="FORMAT",
+        help="formats that are also measured with tokens that are quantised already",
+    )
     parser.add_argument("--combine-format", help="default None")
     args = common.parsed(parser, arguments, TINY)
     chosen = plan(args)
     if "ragged" in chosen.transports and not chosen.plain:
         parser.error("ragged has no formats: leave it, or --formats and the like, out")
+    if plain := [name for name in args.codes if not quantised(name)]:
+        parser.error(f"--codes must be of quantised formats, got {plain}")
     return args
+
+
+def quantised(name):
+    """Whether it is a format that has codes."""
+    return name in formats.names() and formats.is_quantized(name)
 
 
 def plan(args):
@@ -95,7 +114,7 @@ def save(args, record):
     # The README's table is of tokens as they are.
     names, kind = [args.combine_format, *args.formats], "p2p"
     if plan(args).several:
-        names, kind = [], "formats"
+        names, kind = [], "codes" if args.codes else "formats"
     if args.quick:
         kind = f"quick-{kind}"
     for name in names:

@@ -154,6 +154,11 @@ def test_formats_are_variants_of_one_worker():
     assert spec["variants"] == [{"format": "nvfp4", "combine_format": None}]
     with pytest.raises(SystemExit):
         p2p.parse(["--format", "nvfp4", "--only", "ragged"])
+    ((*_, spec),) = specifications("--codes", "nvfp4", "--tokens", "128", "4096")
+    assert [each.get("coded", False) for each in spec["variants"]] == [False, True]
+    assert spec["tokens"] == [128, 4096]
+    with pytest.raises(SystemExit):
+        p2p.parse(["--codes", "bf16"])
 
 
 def rows_of_formats():
@@ -298,6 +303,7 @@ def test_record_of_window_kernels():
             "nvfp4-fp8_block128-p2p-h200x4-2026-01-31.json",
         ),
         (["--formats", "bf16", "nvfp4"], "formats-h200x4-2026-01-31.json"),
+        (["--codes", "nvfp4"], "codes-h200x4-2026-01-31.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

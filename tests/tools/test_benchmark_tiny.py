@@ -117,13 +117,16 @@ def test_p2p(tmp_path, capsys):
 def test_p2p_in_every_format(tmp_path, capsys):
     names = jax_ep.formats.names()
     asked = ["--formats", *names, "--combine-format", "fp8_block128"]
+    asked += ["--codes", "fp8_block128", "nvfp4"]
     asked += ["--transports", *over("collective"), "--routing", "uniform"]
     record = tiny(p2p, tmp_path, *asked)
-    assert record["kind"] == "formats"
+    assert record["kind"] == "codes"
     assert p2p_report.failures(record) == []
     rows = [row for row in record["results"] if row["num_sms"] is None]
     keys = rows_by(rows, "transport", "op", "format")
     wanted = [*(("dispatch", name) for name in names)]
+    coded = ("fp8_block128, codes", "nvfp4, codes")
+    wanted += [("dispatch", name) for name in coded]
     wanted += [("combine", "bf16"), ("combine", "fp8_block128")]
     assert keys.keys() == {(name, *k) for name in over("collective") for k in wanted}
     # CPUs have no p2p to show.
@@ -131,7 +134,14 @@ def test_p2p_in_every_format(tmp_path, capsys):
     capsys.readouterr()
     p2p_report.print_formats(shown)
     shown = capsys.readouterr().out
-    assert all(name in shown for name in names)
+    assert all(name in shown for name in (*names, *coded))
+    # Neither more bytes nor fewer than of a dispatch that quantises.
+    for each in coded:
+        sent, same = (
+            keys[helpers.TRANSPORT, "dispatch", name]["bytes"]
+            for name in (each, each.removesuffix(", codes"))
+        )
+        assert sent == same
 
 
 def test_overlap_beside_everything(tmp_path):

@@ -106,8 +106,12 @@ def largest_error(got: jax.Array, want: jax.Array, skip: Any = None) -> float:
 
 
 def call_dispatch(mesh: Mesh, ep: Any) -> Callable[..., Any]:
-    """`dispatch` on global arrays, compiled on first use."""
-    return mapped(mesh, functools.partial(jax_ep.dispatch, ep))
+    """`dispatch` on global arrays: tokens, ids, weights, scales of codes or None."""
+
+    def dispatch(tokens: Any, ids: Any, weights: Any, scales: Any = None) -> Any:
+        return jax_ep.dispatch(ep, tokens, ids, weights, token_scales=scales)
+
+    return mapped(mesh, dispatch)
 
 
 def call_combine(mesh: Mesh, ep: Any) -> Callable[..., Any]:

@@ -44,6 +44,8 @@ class Plan:
         num_sms: of p2p, besides the default.
         formats: dispatch formats, measured one after the other on each case; combine
             is measured with the first of them.
+        codes: formats whose dispatch is also measured with tokens that are quantised
+            already.
         combine_format: with it combine is also measured with the second format.
         hidden, experts, top_k, dtype: sizes.
         repeats: of each program.
@@ -62,6 +64,7 @@ class Plan:
     transports: Sequence[str] | None = None
     num_sms: Sequence[int] = ()
     formats: Sequence[str] = ("bf16",)
+    codes: Sequence[str] = ()
     combine_format: str | None = None
     hidden: int = 7168
     experts: int = 256
@@ -90,7 +93,7 @@ class Plan:
     @property
     def several(self) -> bool:
         """Whether formats are compared with each other."""
-        return len(self.formats) > 1
+        return len(self.formats) + len(self.codes) > 1
 
     @property
     def few(self) -> bool:
@@ -100,7 +103,8 @@ class Plan:
     @property
     def plain(self) -> bool:
         """Whether rows travel as they are."""
-        return list(self.formats) == ["bf16"] and self.combine_format is None
+        formats = [*self.formats, *self.codes]
+        return formats == ["bf16"] and self.combine_format is None
 
 
 def specification(args: Any, **changes: Any) -> dict[str, Any]:
@@ -128,7 +132,8 @@ def _variants(plan: Plan) -> list[dict[str, Any]]:
     found[0]["ops"] = ["dispatch", "combine"]
     if plan.combine_format:
         found[1] |= {"combine_format": plan.combine_format, "ops": found[0]["ops"]}
-    return found
+    coded = {"combine_format": None, "ops": ["dispatch"], "coded": True}
+    return found + [{"format": name, **coded} for name in plan.codes]
 
 
 def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
@@ -186,7 +191,7 @@ def measure(
         The record.
     """
     run = record.Run(
-        "formats" if plan.several else "p2p",
+        "codes" if plan.codes else "formats" if plan.several else "p2p",
         command,
         plan.seed,
         plan.budget,
@@ -195,6 +200,7 @@ def measure(
         dtype=plan.dtype,
         formats=plan.formats,
         combine_format=plan.combine_format,
+        codes=list(plan.codes),
         top_k=plan.top_k,
         experts=plan.experts,
         flags={},

@@ -7,6 +7,7 @@ results are compared with the collective transport's, bit for bit, before and af
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ import jax_ep
 from jax_ep._cli.bench import checks, loops, process, routings
 
 OPS = ("dispatch", "combine")
+CODES = ", codes"  # of the format of rows whose tokens were quantised before
 GUESSED_GB_S = 300  # of a wire, to size programs
 _SMALL_TOKENS = 512  # below, calls are so short that the loop around them shows
 
@@ -42,6 +44,7 @@ class Case:
     expert_out: jax.Array
     facts: dict[str, Any]  # of every row of this case
     wires: dict[str, dict[str, Any]]  # by measured operation: format, and bytes in it
+    scales: jax.Array | None = None  # of tokens that are quantised already
 
 
 def normal(
@@ -104,11 +107,18 @@ def make_case(
         return {"format": name, **cost}
 
     formats = {"dispatch": config.dispatch_format, "combine": config.combine_format}
+    sent = normal(mesh, keys[0], (ranks * tokens, hidden), dtype)
+    wires, scales = {op: wire(formats[op]) for op in spec.get("ops", OPS)}, None
+    if spec.get("coded"):
+        name = config.dispatch_format
+        quantize = functools.partial(jax_ep.formats.quantize, format=name)
+        sent, scales = checks.mapped(mesh, quantize)(sent)
+        wires["dispatch"]["format"] += CODES
 
     return Case(
         mesh=mesh,
         config=config,
-        tokens=normal(mesh, keys[0], (ranks * tokens, hidden), dtype),
+        tokens=sent,
         ids=[jax.device_put(ids, sharding) for ids in draws],
         weights=normal(mesh, keys[1], (ranks * tokens, top_k), jnp.float32),
         expert_out=normal(mesh, keys[2], (ranks * rows, hidden), dtype),
@@ -119,7 +129,8 @@ def make_case(
             "zero_tail": config.zero_tail,
             **wire("bf16"),
         },
-        wires={op: wire(formats[op]) for op in spec.get("ops", OPS)},
+        wires=wires,
+        scales=scales,
     )
 
 
@@ -141,7 +152,8 @@ class Transport:
         """A call's operands."""
         case = self.case
         if op == "dispatch":
-            return case.tokens, case.ids[draw], case.weights
+            given = case.tokens, case.ids[draw], case.weights
+            return given if case.scales is None else (*given, case.scales)
         d = self.dispatched[draw]
         return case.expert_out, d.route, d.router_weights
 
@@ -168,12 +180,17 @@ class Transport:
         """Its calls, for a program."""
         ep, case = self.ep, self.case
         if op == "dispatch":
+            coded = case.scales is not None
+
+            def dispatch(ids: Any, weights: Any, sent: Any) -> list[jax.Array]:
+                tokens, scales = sent if coded else (sent, None)
+                d = jax_ep.dispatch(ep, tokens, ids, weights, token_scales=scales)
+                return [d.row_offsets]
+
             return loops.Operation(
-                step=lambda ids, weights, tokens: [
-                    jax_ep.dispatch(ep, tokens, ids, weights).row_offsets
-                ],
+                step=dispatch,
                 draws=[(ids, case.weights) for ids in case.ids],
-                shared=case.tokens,
+                shared=(case.tokens, case.scales) if coded else case.tokens,
                 target="ep_pack" if self.name == "collective" else "ep_dispatch",
             )
         return loops.Operation(
@@ -285,7 +302,7 @@ def measure_case(
                 rows = measure_transport(spec, case, other, name, num_sms)
             except (RuntimeError, ValueError) as error:
                 facts = {"transport": name, "num_sms": num_sms, **case.facts}
-                facts["format"] = case.config.dispatch_format
+                facts["format"] = case.wires["dispatch"]["format"]
                 rows = [{**facts, "error": process.error_text(error)}]
             for row in rows:
                 emit(row)
