@@ -37,6 +37,7 @@ from jax_ep._experts import operations as _operations
 from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.grouped import grouped_matmul
 from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
+from jax_ep._ops.dequantize import scales_by_row
 from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
 
 # A function of gate and up, `[N, F]` each.
@@ -510,7 +511,8 @@ def fp8(
                     "keep `scales` and `format` as the dispatch returned them",
                     operand="d",
                 )
-            rows, port = _operations.Rows(d.tokens, d.scales), d.grad_port
+            rows = _operations.Rows(d.tokens, scales_by_row(d))
+            port = d.grad_port
         else:
             port = d.tokens
             values = jax.lax.stop_gradient(port)

@@ -6,7 +6,7 @@ dispatch.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,11 @@ def takes_input_scale(name: Format) -> bool:
 def tiles_scales(name: Format) -> bool:
     """Whether scales in format `name` may have `scale_layout="tiled_128x4"`."""
     return _FORMATS[name]["tiles_scales"]
+
+
+def columns_of_scales(name: Format) -> bool:
+    """Whether scales in format `name` may have `scale_layout="columns"`."""
+    return _FORMATS[name]["columns_of_scales"]
 
 
 def block(name: Format) -> int:
@@ -130,6 +135,7 @@ def dequantize(
     input_scale: ArrayLike | None = None,
     *,
     dtype: DTypeLike = "float32",
+    scale_layout: Literal["rows", "columns"] = "rows",
 ) -> jax.Array:
     """The values that codes and scales stand for, rounded once to `dtype`.
 
@@ -138,10 +144,13 @@ def dequantize(
     Args:
         tokens: codes as `quantize` or a dispatch made them, `[..., H]` or
             `[..., H / 2]`.
-        scales: `[..., H / block]`; None for "bf16".
+        scales: `[..., H / block]`, or as a dispatch with `scale_layout="columns"` gives
+            them; None for "bf16".
         format: one of `names()`.
         input_scale: as it was given to `quantize` or `dispatch`.
         dtype: of the result: bfloat16, float16 or float32.
+        scale_layout: "columns" if `scales` are `[H / block, N padded to 4]` of tokens
+            `[N, H]`, else "rows".
 
     Returns:
         `[..., H]`; for "bf16" `tokens` themselves.
@@ -173,6 +182,8 @@ def dequantize(
             "None; pass those that came with the tokens"
         )
     scales = as_array("formats.dequantize", "scales", scales)
+    if scale_layout != "rows":
+        scales = _from_columns(tokens, scales, format, scale_layout)
     for name, array, wanted in (
         ("tokens", tokens, payload_dtype(format, "")),
         ("scales", scales, scale_dtype(format)),
@@ -232,6 +243,28 @@ def global_scale(
             kind=TypeError,
         )
     return scale.reshape(1)
+
+
+def _from_columns(
+    tokens: jax.Array, scales: jax.Array, format: Format, scale_layout: str
+) -> jax.Array:
+    """Scales by row of those in columns."""
+    allowed = [name for name in names() if columns_of_scales(name)]
+    if scale_layout != "columns" or format not in allowed:
+        raise errors.invalid(
+            "formats.dequantize",
+            f'scale_layout must be "rows", or "columns" for a format of {allowed}',
+            f"{scale_layout!r} for {format!r}",
+            "pass scales by row, and jax_ep.dequantize the result of a dispatch",
+        )
+    if tokens.ndim != 2 or scales.ndim != 2:
+        raise errors.invalid(
+            "formats.dequantize",
+            'tokens and scales must have 2 dimensions with scale_layout="columns"',
+            f"{tokens.shape} and {scales.shape}",
+            "pass those of one rank",
+        )
+    return scales.T[: tokens.shape[0]]
 
 
 def _require_format(function: str, format: Format) -> None:

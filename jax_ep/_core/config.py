@@ -119,7 +119,7 @@ class EPConfig:
         capacity_factor: sets N = round_up(ceil(capacity_factor * T * K), 128). With
             neither option N is the worst case for distinct ids.
         expert_alignment: pads the length of each group to a multiple of it.
-        scale_layout: "rows" or "tiled_128x4".
+        scale_layout: "rows", "tiled_128x4" or "columns".
         zero_tail: whether rows past the last group are set to zero.
         fused_shared_expert: whether group 0 holds the rows of a shared expert.
         skip_a2a: whether every rank holds the same tokens, so nothing is exchanged.
@@ -310,18 +310,22 @@ class EPConfig:
         )
         if self.scale_layout == "rows":
             return
-        tiled = [name for name in formats.names() if formats.tiles_scales(name)]
+        columns = self.scale_layout == "columns"
+        has_layout = formats.columns_of_scales if columns else formats.tiles_scales
+        allowed = [name for name in formats.names() if has_layout(name)]
         _require(
-            self.dispatch_format in tiled,
-            f'scale_layout="{self.scale_layout}" must have one of {tiled} as '
+            self.dispatch_format in allowed,
+            f'scale_layout="{self.scale_layout}" must have one of {allowed} as '
             "dispatch_format",
             self.dispatch_format,
             'use one of them, or scale_layout="rows"',
         )
-        columns = 4 * formats.block(self.dispatch_format)
+        if columns:
+            return
+        multiple = 4 * formats.block(self.dispatch_format)
         _require(
-            self.hidden_size % columns == 0,
-            f"hidden_size must be a multiple of {columns} with scale_layout="
+            self.hidden_size % multiple == 0,
+            f"hidden_size must be a multiple of {multiple} with scale_layout="
             f'"{self.scale_layout}"',
             self.hidden_size,
             'pad the hidden dimension or use scale_layout="rows"',

@@ -24,7 +24,7 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 Reduce = Literal["rank", "source", "none"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
-ScaleLayout = Literal["rows", "tiled_128x4"]
+ScaleLayout = Literal["rows", "tiled_128x4", "columns"]
 SCALE_LAYOUTS: tuple[ScaleLayout, ...] = get_args(ScaleLayout)
 
 Overlap = Literal["sm", "copy", "stream"]

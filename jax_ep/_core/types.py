@@ -11,11 +11,11 @@ from functools import partial
 
 import jax
 
-from jax_ep._core.literals import Dtype, Format
+from jax_ep._core.literals import Dtype, Format, ScaleLayout
 
 _pytree = jax.tree_util.register_dataclass
 
-STATIC_FIELDS = ("format", "rows_dtype")  # of Dispatched
+STATIC_FIELDS = ("format", "rows_dtype", "scale_layout")  # of Dispatched
 
 
 @partial(
@@ -97,7 +97,8 @@ class Dispatched:
     Attributes:
         tokens: `[N, H]`, rows ordered by local expert, then source rank, source token,
             k; for 4-bit formats `[N, H / 2]` with the even element in the low nibble.
-        scales: None for "bf16", else `[N, H / block]`, or tiled (docs/formats.md).
+        scales: None for "bf16", else `[N, H / block]`, or in the config's
+            `scale_layout` (docs/formats.md).
         row_offsets: int32 `[G + 1]`, group g is rows `[row_offsets[g],
             row_offsets[g + 1])`.
         group_sizes: int32 `[G]`, `diff(row_offsets)`, for `jax.lax.ragged_dot`.
@@ -116,6 +117,7 @@ class Dispatched:
         input_scale: float32 `[1]` for "nvfp4", else None.
         format: the `dispatch_format` of tokens and scales (static).
         rows_dtype: dtype of the tokens before encoding (static).
+        scale_layout: layout of `scales` (static).
     """
 
     tokens: jax.Array
@@ -134,6 +136,7 @@ class Dispatched:
     input_scale: jax.Array | None = None
     format: Format = "bf16"
     rows_dtype: Dtype = "bfloat16"
+    scale_layout: ScaleLayout = "rows"
 
 
 # The type of `experts=` of moe_ffn and the layers: (rows, gate_up, down, group_sizes)

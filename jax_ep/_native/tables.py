@@ -271,7 +271,7 @@ class _Call:
         flags = {
             "quantized": quantized,
             "plain": not quantized,
-            "tiled": values.get("scale_layout", "rows") != "rows",
+            "tiled": values.get("scale_layout") == "tiled_128x4",
         }
         for row in table.operands:
             there = self.operands.get(row.name) is not None
@@ -311,6 +311,10 @@ class _Call:
         if self.flags["quantized"]:
             known["P"] = native.encoded_bytes(name, hidden, 2)[0]
             known["S"] = hidden // self.format["block"]
+        if self.values.get("scale_layout") == "columns":
+            known["A"], known["B"] = known["S"], native.scale_line(known["N"])
+        elif self.flags["quantized"] and "N" in known:
+            known["A"], known["B"] = known["N"], known["S"]
         if self.flags["tiled"]:
             known["V"], known["C"] = native.scale_tiles(
                 known["N"], known["G"], known["S"]

@@ -56,13 +56,20 @@ def dequantize(d: Dispatched) -> jax.Array:
 
 
 def _dequantized(d: Dispatched) -> jax.Array:
-    assert d.scales is not None
-    scales = d.scales
-    if d.scales_offsets is not None:
-        rows = d.tokens.shape[0]
-        scales = _untiled(scales, d.scales_offsets, d.row_offsets, rows)
+    scales = scales_by_row(d)
     static = _Static(d.format, d.rows_dtype, d.grad_port is not None)
     return _values(static, d.grad_port, d.tokens, scales, d.input_scale)
+
+
+def scales_by_row(d: Dispatched) -> jax.Array:
+    """Returns the scales `[N, H / block]` of a quantised dispatch in any layout."""
+    assert d.scales is not None
+    rows = d.tokens.shape[0]
+    if d.scale_layout == "columns":
+        return d.scales.T[:rows]
+    if d.scales_offsets is not None:
+        return _untiled(d.scales, d.scales_offsets, d.row_offsets, rows)
+    return d.scales
 
 
 def _untiled(

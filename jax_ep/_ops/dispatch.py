@@ -427,4 +427,5 @@ def _dispatched(
         input_scale=input_scale if formats.takes_input_scale(name) else None,
         format=name,
         rows_dtype=ep.config.dtype,
+        scale_layout=ep.config.scale_layout,
     )

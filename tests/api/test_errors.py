@@ -102,6 +102,16 @@ CONFIGS = {
         "64",
         "128",
     ),
+    "columns_of_bytes": (
+        {
+            "hidden_size": 256,
+            "dispatch_format": "fp8_block128_e8m0",
+            "scale_layout": "columns",
+        },
+        "scale_layout",
+        "['fp8_block128']",
+        "fp8_block128_e8m0",
+    ),
     "tiled_without_scales": ({"scale_layout": "tiled_128x4"}, "scale_layout", "rows"),
     "shared_entry_too_many": (
         {"top_k": 32, "num_experts": 64, "fused_shared_expert": True},

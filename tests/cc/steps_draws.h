@@ -19,7 +19,7 @@ inline std::string Text(const Options& options) {
   add("R", s.ranks), add("L", s.local_experts), add("n", s.tokens), add("K", s.top_k);
   add("H", s.hidden), add("N", s.recv_rows), add("alignment", s.expert_alignment);
   add("element", int64_t(options.element)), add("wire", int64_t(options.wire));
-  add("tiled", options.tiled), add("zero_tail", options.zero_tail);
+  add("tiled", options.tiled), add("columns", options.columns), add("zero_tail", options.zero_tail);
   add("weights", options.weights), add("residual", options.residual);
   add("quantized_sums", options.quantized_sums), add("offset", options.offset);
   add("threads", options.threads), add("coded", options.coded);

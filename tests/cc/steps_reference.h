@@ -99,6 +99,10 @@ class Reference {
     const ExpectedRank& want = at(index);
     const int64_t columns = world_.scale_bytes;
     std::vector<uint8_t> tiled(static_cast<size_t>(got.scales.bytes()), 0);
+    const int64_t line = ScaleLine(shape().recv_rows);
+    for (int64_t i = 0; world_.options.columns && i < line * columns / 4; ++i) {
+      if (i % line >= shape().recv_rows) CHECK(got.scales.as<uint32_t>()[i] == 0);
+    }
     int64_t group = 0, first_tile = 0;
     for (int64_t row = 0; row < count; ++row) {
       const ExpectedRank::Row& from = want.rows[static_cast<size_t>(row)];
@@ -111,6 +115,13 @@ class Reference {
       }
       CHECK(std::equal(coded.payload.begin(), coded.payload.end(),
                        got.rows.data() + row * world_.payload_bytes));
+      if (world_.options.columns) {
+        for (int64_t at = 0; at < columns; ++at) {
+          const int64_t to = (at / 4 * line + row) * 4 + at % 4;
+          CHECK(got.scales.data()[to] == coded.scales[static_cast<size_t>(at)]);
+        }
+        continue;
+      }
       if (!world_.options.tiled) {
         CHECK(std::equal(coded.scales.begin(), coded.scales.end(),
                          got.scales.data() + row * columns));

@@ -78,6 +78,16 @@ void TestCodedTokens() {
   }
 }
 
+void TestColumnsOfScales() {
+  Random random(18);
+  for (int round = 0; round < 60; ++round) {
+    Options options = Draw(random);
+    while (options.format != Fp8Block128Format::kName) options = Draw(random);
+    options.columns = true;
+    RunWholeLayer(options, random);
+  }
+}
+
 // Sums longer than one pass of partial sums, and its remainder.
 void TestLongRows() {
   Random random(12);
@@ -304,6 +314,7 @@ int main() {
   jax_ep::TestInvalidIdReportOfTwoThreads();
   jax_ep::TestHostileInput();
   jax_ep::TestCodedTokens();
+  jax_ep::TestColumnsOfScales();
   std::printf("steps_test: ok\n");
   return 0;
 }

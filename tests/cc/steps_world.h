@@ -26,6 +26,7 @@ struct Options {
   ElementType wire = ElementType::kBFloat16;
   const char* format = Bf16Format::kName;  // of both kinds of dispatch
   bool tiled = false;                      // its scales
+  bool columns = false;                    // its scales, if they are floats
   bool quantized_sums = false;
   bool coded = false;  // tokens come as codes and scales
   float input_scale = 1.0f;
@@ -123,6 +124,11 @@ class World {
   }
 
   const EpShape& shape() const { return options.shape; }
+  ScaleLayout layout() const {
+    return options.tiled     ? ScaleLayout::kTiled128x4
+           : options.columns ? ScaleLayout::kColumns
+                             : ScaleLayout::kRows;
+  }
   int64_t num_weights() const { return options.weights ? shape().top_k : 0; }
 
   void Dispatch() {
@@ -159,7 +165,7 @@ class World {
          rank.row_of.as<int32_t>(), rank.row_slot.as<int32_t>(), rank.slot_counts.as<int32_t>()},
         shape(),
         options.zero_tail,
-        options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows,
+        layout(),
         rank.recv.data(),
         rank.row_base.as<int32_t>(),
         rank.slot_of.as<int32_t>(),
@@ -347,7 +353,9 @@ class World {
     rank.position = Int32s(entries);
     rank.num_invalid = Int32s(1);
     rank.rows = Buffer(N * payload_bytes, options.offset);
-    rank.scales = Buffer(options.tiled ? tiles.tiles * tiles.column_words * 512 : N * scale_bytes);
+    rank.scales = Buffer(options.tiled     ? tiles.tiles * tiles.column_words * 512
+                         : options.columns ? ScaleLine(N) * scale_bytes
+                                           : N * scale_bytes);
     rank.scales_offsets = Int32s(options.tiled ? local : 0);
     rank.row_offsets = Int32s(local + 1);
     rank.group_sizes = Int32s(local);

@@ -17,6 +17,7 @@ inline constexpr int64_t R = 3, L = 4, n = 5, K = 2, H = 256, N = 41;
 struct Variant {
   std::string format = "bf16";
   bool tiled = false;
+  bool columns = false;
   bool coded = false;  // tokens come as codes and scales
   bool weighted = false, weight_grads = false, residual = false, by_entry = false, shared = false;
   std::string wire = "bfloat16";
@@ -59,6 +60,7 @@ inline void AddArrived(CustomCall& call, const Variant& v) {
   call.Add("-> scales", encoding.quantized ? encoding.scale_dtype : ffi::U8,
            !encoding.quantized ? std::vector<int64_t>{0}
            : v.tiled           ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
+           : v.columns         ? std::vector<int64_t>{encoding.scales, ScaleLine(N)}
                                : std::vector<int64_t>{N, encoding.scales});
   call.Add("-> row_offsets", ffi::S32, {L + 1});
   call.Add("-> group_sizes", ffi::S32, {L});
@@ -72,7 +74,9 @@ inline void AddArrived(CustomCall& call, const Variant& v) {
   call.Add("-> row_slot", ffi::S32, {N});
   call.Add("-> slot_counts", ffi::S32, {R});
 }
-inline std::string LayoutOf(const Variant& v) { return v.tiled ? "tiled_128x4" : "rows"; }
+inline std::string LayoutOf(const Variant& v) {
+  return v.tiled ? "tiled_128x4" : v.columns ? "columns" : "rows";
+}
 
 inline void AddRouted(CustomCall& call, const Variant& v) {
   const Encoding encoding = EncodingOf(v);

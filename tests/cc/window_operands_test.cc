@@ -70,10 +70,10 @@ class Trial {
   explicit Trial(const Variant& variant)
       : made_(Make(static_cast<Call*>(nullptr), variant)), sizes_(SizesFor(variant)) {
     name_ = std::string(Call::kTarget) + " " + variant.format + " " + variant.wire +
-            (variant.tiled ? " tiled" : "") + (variant.coded ? " coded" : "") +
-            (variant.weighted ? " weighted" : "") + (variant.weight_grads ? " weight_grads" : "") +
-            (variant.residual ? " residual" : "") + (variant.by_entry ? " by_entry" : "") +
-            (variant.shared ? " shared" : "");
+            (variant.tiled ? " tiled" : "") + (variant.columns ? " columns" : "") +
+            (variant.coded ? " coded" : "") + (variant.weighted ? " weighted" : "") +
+            (variant.weight_grads ? " weight_grads" : "") + (variant.residual ? " residual" : "") +
+            (variant.by_entry ? " by_entry" : "") + (variant.shared ? " shared" : "");
   }
 
   void Run() {
@@ -235,6 +235,7 @@ void OneArrayHoldsAll() {
 void Run() {
   const std::vector<Variant> formats = {{},
                                         {.format = "fp8_block128"},
+                                        {.format = "fp8_block128", .columns = true},
                                         {.format = "mxfp8", .tiled = true},
                                         {.format = "nvfp4"},
                                         {.format = "nvfp4", .tiled = true}};

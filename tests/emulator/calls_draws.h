@@ -81,6 +81,15 @@ Draws DrawCoded(Random& random, Draw draw) {
   return draws;
 }
 
+// Scales in columns, of tokens of either kind.
+inline Draws DrawColumns(Random& random) {
+  Draws draws = Draw(random);
+  while (draws.options.format != Fp8Block128Format::kName) draws = Draw(random);
+  draws.options.columns = true;
+  draws.coded = random.OneIn(3);
+  return draws;
+}
+
 // Over several nodes.
 inline Draws DrawNodes(Random& random) {
   Draws draws = Draw(random);

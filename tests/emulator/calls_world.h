@@ -261,7 +261,7 @@ class Gpus {
     step.shape = world_.shape();
     step.zero_tail = world_.options.zero_tail;
     step.element = world_.options.element;
-    step.scale_layout = world_.options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
+    step.scale_layout = world_.layout();
     step.site = site;
     if (coded_) {
       const World::Codes codes = world_.CodesOf(rank);
@@ -351,8 +351,17 @@ class Gpus {
                              ? shape.recv_rows
                              : rank.row_offsets.as<int32_t>()[shape.local_experts];
     ExpectSame("rows", step.rows, rank.rows, rows * world_.payload_bytes);
-    ExpectSame("scales", step.scales, rank.scales,
-               world_.options.tiled ? -1 : rows * world_.scale_bytes);
+    if (!world_.options.columns) {
+      ExpectSame("scales", step.scales, rank.scales,
+                 world_.options.tiled ? -1 : rows * world_.scale_bytes);
+      return;
+    }
+    const int64_t line = ScaleLine(shape.recv_rows);
+    for (int64_t at = 0; at < rank.scales.bytes(); at += 4) {
+      const int64_t row = at / 4 % line;
+      if (row >= rows && row < shape.recv_rows) continue;
+      CHECK(std::memcmp(step.scales + at, rank.scales.data() + at, 4) == 0);
+    }
   }
 
   void CheckCached(const WindowCachedDispatchStep& step, const Rank& rank) const {

@@ -46,6 +46,34 @@ ERRORS = {
         "float64",
     ),
     "objects": (lambda: formats.quantize(X.astype(object), "mxfp8"), "quantize"),
+    "columns": (
+        lambda: formats.dequantize(
+            *formats.quantize(X, "mxfp8"), "mxfp8", scale_layout="columns"
+        ),
+        "dequantize",
+        "scale_layout",
+        "['fp8_block128']",
+        "'mxfp8'",
+    ),
+    "columns_of_ranks": (
+        lambda: formats.dequantize(
+            *formats.quantize(X[None], "fp8_block128"),
+            "fp8_block128",
+            scale_layout="columns",
+        ),
+        "dequantize",
+        "2 dimensions",
+        "(1, 2, 256)",
+    ),
+    "columns_of_others": (
+        lambda: formats.dequantize(
+            *formats.quantize(X[:1], "fp8_block128"),
+            "fp8_block128",
+            scale_layout="columns",
+        ),
+        "dequantize",
+        "tokens must have shape",
+    ),
     "no_dtype": (
         lambda: formats.dequantize(*formats.quantize(X, "mxfp8"), "mxfp8", dtype="foo"),
         "dequantize",

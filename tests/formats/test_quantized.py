@@ -72,6 +72,31 @@ def test_tiled_scales(name: str, changes: dict[str, Any]) -> None:
         check(mesh, ep, inputs)
 
 
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"recv_capacity": 9, "expert_alignment": 4},
+        # Where the shape does not tell which layout it is.
+        {"recv_capacity": 4, "hidden_size": 512},
+        {"zero_tail": False, "recv_capacity": 50},
+        {"pending_calls": 1},
+    ],
+    ids=["plain", "overflow", "square", "loose_tail", "halves"],
+)
+def test_columns_of_scales(changes: dict[str, Any], coded: bool) -> None:
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    config = helpers.make_config(
+        **config_of("fp8_block128", scale_layout="columns", **changes)
+    )
+    ep = helpers.make_ep(mesh, config)
+    inputs = helpers.make_inputs(
+        np.random.default_rng(8), config, ep.ep_size, fill=format_values.rows
+    )
+    check(mesh, ep, inputs, coded=coded, halves=config.most_pending > 0)
+
+
 @pytest.mark.parametrize("g", [None, 1.0, 300.0, 1e-3])
 def test_global_scale(g: float | None) -> None:
     mesh = helpers.make_mesh(helpers.some_ranks(2))

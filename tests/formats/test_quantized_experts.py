@@ -163,3 +163,44 @@ def test_rows_that_are_no_values(dtype: str) -> None:
             function(rows, jnp.ones((1, 16, 2, 8)), jnp.ones((1, 8, 16)), sizes)
         assert caught.type is TypeError
         check_form(caught, f"experts.{name}", f"got {dtype}", "cast them")
+
+
+def test_scales_in_columns() -> None:
+    """Experts in fp8 and formats.dequantize take them as they take scales by row."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    layouts = ("rows", "columns")
+    eps = [
+        helpers.make_ep(
+            mesh, helpers.make_config(**config_of("fp8_block128", scale_layout=layout))
+        )
+        for layout in layouts
+    ]
+    rng = np.random.default_rng(9)
+    config = eps[0].config
+    inputs = helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
+    shape = (config.num_experts // mesh.size, 256, 2, 128)
+    gate_up = helpers.normal(rng, (mesh.size, *shape), np.float32) / 16
+    down = helpers.normal(rng, (mesh.size, shape[0], 128, 256), np.float32) / 16
+
+    def body(tokens: Any, ids: Any, gate_up: Any, down: Any) -> Any:
+        made = []
+        for ep in eps:
+            d = jax_ep.dispatch(ep, tokens, ids)
+            made.append(
+                (
+                    jax_ep.experts.fp8(d, gate_up[0], down[0]),
+                    jax_ep.formats.dequantize(
+                        d.tokens,
+                        d.scales,
+                        "fp8_block128",
+                        scale_layout=ep.config.scale_layout,
+                    ),
+                )
+            )
+        return made
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    operands = (inputs.tokens, inputs.ids, list(gate_up[:, None]), list(down[:, None]))
+    rows, columns = jax.jit(mapped)(*(helpers.put(mesh, part) for part in operands))
+    for wanted, got in zip(rows, columns, strict=True):
+        helpers.assert_bits(got, wanted)

@@ -125,3 +125,9 @@ def tiled(
                 ]
         used += -(-size // 128)
     return out.view(scales.dtype), offsets
+
+
+def in_columns(scales: np.ndarray) -> np.ndarray:
+    """Scales `[N, blocks]` in "columns": a line per block, padded to 4."""
+    padding = -len(scales) % 4
+    return np.pad(scales, ((0, padding), (0, 0))).T

@@ -54,6 +54,42 @@ void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, Sc
   }
 }
 
+// Where a row's scales go, if there are no tiles.
+class ScaleRows {
+ public:
+  ScaleRows(const UnpackStep& step, int64_t scale_bytes)
+      : scales_(step.scales),
+        bytes_(scale_bytes),
+        line_bytes_(step.scale_layout == ScaleLayout::kColumns
+                        ? ScaleLine(step.shape.recv_rows) * kColumnBytes
+                        : 0) {}
+
+  // `from` nullptr: zeros.
+  void Place(int64_t row, const uint8_t* from) const {
+    if (line_bytes_ == 0) {
+      Store(scales_ + row * bytes_, from, bytes_);
+      return;
+    }
+    for (int64_t at = 0; at < bytes_; at += kColumnBytes) {
+      Store(scales_ + at / kColumnBytes * line_bytes_ + row * kColumnBytes,
+            from == nullptr ? nullptr : from + at, kColumnBytes);
+    }
+  }
+
+ private:
+  static constexpr int64_t kColumnBytes = 4;
+
+  static void Store(uint8_t* to, const uint8_t* from, int64_t bytes) {
+    if (bytes == 0) return;
+    from == nullptr ? std::memset(to, 0, static_cast<size_t>(bytes))
+                    : std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+
+  uint8_t* scales_;
+  int64_t bytes_;
+  int64_t line_bytes_;  // 0: scales lie by row
+};
+
 void Report(const PackStep& step, const KeptInvalidIds& invalid) {
   WriteReport(*step.report, [&] {
     const auto top_k = static_cast<int32_t>(step.shape.top_k);
@@ -72,8 +108,11 @@ void ReturnNothing(const UnpackStep& step) {
   const auto tiles =
       ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock);
   FillNoValue(step.rows, shape.recv_rows * PayloadBytes<Format>(shape));
-  FillNoValue(step.scales, tiled ? tiles.tiles * tiles.column_words * kTileRows * kTileColumns
-                                 : shape.recv_rows * Format::ScaleBytes(shape.hidden));
+  FillNoValue(step.scales,
+              tiled ? tiles.tiles * tiles.column_words * kTileRows * kTileColumns
+                    : (step.scale_layout == ScaleLayout::kColumns ? ScaleLine(shape.recv_rows)
+                                                                  : shape.recv_rows) *
+                          Format::ScaleBytes(shape.hidden));
   FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
   std::fill_n(step.row_slot, shape.recv_rows, -1);
   std::fill_n(step.src_info, shape.recv_rows * 3, -1);
@@ -234,7 +273,13 @@ RowTask Unpack(const UnpackStep& step) {
   // then tiles of scales.
   const int64_t end_of_zeros =
       step.zero_tail ? shape.recv_rows : step.row_offsets[shape.local_experts];
-  const int64_t scale_bytes = tiled ? 0 : Format::ScaleBytes(shape.hidden);  // beside a row
+  const ScaleRows scales(step, tiled ? 0 : Format::ScaleBytes(shape.hidden));
+  // What ends a line belongs to no row.
+  if (step.scale_layout == ScaleLayout::kColumns) {
+    for (int64_t row = shape.recv_rows; row < ScaleLine(shape.recv_rows); ++row) {
+      scales.Place(row, nullptr);
+    }
+  }
   const auto tiles =
       ScaleTiles::Of(shape.recv_rows, shape.local_experts, shape.hidden / Format::kBlock);
   const int64_t rows_end = shape.slots() + end_of_zeros;
@@ -251,19 +296,14 @@ RowTask Unpack(const UnpackStep& step) {
         const int32_t row = step.row_of[item * shape.top_k + k];
         if (row < 0) continue;
         CopyRow(step.rows + row * payload_bytes, from + message.payload, payload_bytes, streaming);
-        if (scale_bytes != 0) {
-          std::memcpy(step.scales + row * scale_bytes, from + message.scales,
-                      static_cast<size_t>(scale_bytes));
-        }
+        scales.Place(row, from + message.scales);
       }
     }
     for (int64_t row = std::max<int64_t>(begin - shape.slots(), 0);
          row < Min(end, rows_end) - shape.slots(); ++row) {
       if (step.row_slot[row] >= 0) continue;
       ClearRow(step.rows + row * payload_bytes, payload_bytes, streaming);
-      if (scale_bytes != 0) {
-        std::memset(step.scales + row * scale_bytes, 0, static_cast<size_t>(scale_bytes));
-      }
+      scales.Place(row, nullptr);
     }
     for (int64_t tile = std::max<int64_t>(begin - rows_end, 0); tile < end - rows_end; ++tile) {
       PlaceTile(step, tiles, tile, [&](int32_t slot) { return message_of(slot) + message.scales; });

@@ -13,7 +13,7 @@ struct ArrivalRows {
   using enum Dim;
   static constexpr auto kRows =
       std::tuple(Ret<Payload>("tokens", {N, P}, &Arrivals::rows),
-                 Ret<Scale>("scales", {N, S}, &Arrivals::scales)
+                 Ret<Scale>("scales", {A, B}, &Arrivals::scales)
                      .If(kTiled, {V, C, 32, 4, 4})
                      .When(kQuantized, Shape{0}),
                  Ret<I32>("row_offsets", {G + 1}, &Arrivals::row_offsets),

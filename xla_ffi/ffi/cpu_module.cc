@@ -32,6 +32,7 @@ nb::list Formats() {
     format["scale_dtype"] = or_none(Format::kScaleDtype);
     format["takes_input_scale"] = Format::kTakesInputScale;
     format["tiles_scales"] = kTilesScales<Format>;
+    format["columns_of_scales"] = kColumnsOfScales<Format>;
     format["is_wire_format"] = kIsWireFormat<Format>;
     formats.append(format);
   });
@@ -148,6 +149,7 @@ NB_MODULE(_native_cpu, m) {
       },
       nb::arg("rows"), nb::arg("groups"), nb::arg("columns"),
       "Sizes (tiles, column words) of tiled scales.");
+  m.def("scale_line", &ScaleLine, nb::arg("rows"), "Length of a line of scales in columns.");
   m.def("layout_table", &LayoutTable, nb::arg("format"), nb::arg("hidden"),
         nb::arg("element_bytes"), nb::arg("top_k"), nb::arg("local_experts"),
         "(structure, field, type, offset) of every field of the wire, for docs/protocol.md.");

@@ -184,10 +184,13 @@ inline void LookUpFormat(Checker& check, CallState& call) {
   call.quantized = call.encoding.quantized;
   call.plain = !call.quantized;
   call.tiled = call.scale_layout == "tiled_128x4";
-  if (!call.tiled && call.scale_layout != "rows") {
+  call.columns = call.scale_layout == "columns";
+  if (!call.tiled && !call.columns && call.scale_layout != "rows") {
     check.Fail("unknown scale_layout " + std::string(call.scale_layout));
   }
   check.Require(!call.tiled || call.encoding.tiles, "the format must have scales that tiles take");
+  check.Require(!call.columns || call.encoding.columns,
+                "the format must have scales that columns take");
   check.Require(!call.coded || call.quantized, "the format of tokens with scales must have some");
 }
 
@@ -197,11 +200,13 @@ inline void SizeFormat(Checker& check, CallState& call) {
   encoding.Size(check, call.sizes[Dim::H], call.shape.element_bytes);
   call.sizes.Set(Dim::P, encoding.payload_columns);
   call.sizes.Set(Dim::S, encoding.scales);
+  const int64_t rows = call.shape.recv_rows;
+  call.sizes.Set(Dim::A, call.columns ? encoding.scales : rows);
+  call.sizes.Set(Dim::B, call.columns ? ScaleLine(rows) : encoding.scales);
   if (!call.tiled) return;
   check.Require(encoding.scales % kTileColumns == 0,
                 "tiled scales must be a multiple of 4 per row");
-  const auto tiles =
-      ScaleTiles::Of(call.shape.recv_rows, call.shape.local_experts, encoding.scales);
+  const auto tiles = ScaleTiles::Of(rows, call.shape.local_experts, encoding.scales);
   call.sizes.Set(Dim::V, tiles.tiles);
   call.sizes.Set(Dim::C, tiles.column_words);
 }
@@ -250,7 +255,9 @@ void FillStep(Checker& check, const CallState& call, Step& step) {
   if constexpr (requires { step.by_entry; }) step.by_entry = call.by_entry;
   if constexpr (requires { step.num_weights; }) step.num_weights = call.num_weights();
   if constexpr (requires { step.scale_layout; }) {
-    step.scale_layout = call.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
+    step.scale_layout = call.tiled     ? ScaleLayout::kTiled128x4
+                        : call.columns ? ScaleLayout::kColumns
+                                       : ScaleLayout::kRows;
   }
   if constexpr (requires { step.wire; }) SetWire(check, call.combine_dtype, step);
 }

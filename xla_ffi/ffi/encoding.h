@@ -23,7 +23,8 @@ consteval ffi::DataType DataTypeOf(std::string_view name) {
 struct Encoding {
   // Of every token of the format.
   bool quantized = false;
-  bool tiles = false;  // its scales may lie in tiles
+  bool tiles = false;    // its scales may lie in tiles
+  bool columns = false;  // its scales may lie in columns
   int64_t block = 1;
   int64_t code_bits = 8;  // of a quantised one, like the dtypes
   ffi::DataType payload_dtype{};
@@ -45,6 +46,7 @@ struct Encoding {
       if constexpr (QuantizedFormat<Format>) {
         encoding.quantized = true;
         encoding.tiles = kTilesScales<Format>;
+        encoding.columns = kColumnsOfScales<Format>;
         encoding.code_bits = Format::Code::kBits;
         encoding.payload_dtype = DataTypeOf(Format::kPayloadDtype);
         encoding.scale_dtype = DataTypeOf(Format::kScaleDtype);

@@ -28,11 +28,12 @@ namespace jax_ep::ffi_layer {
 
 // ---- Shapes -------------------------------------------------------------------------------------
 
-// The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a region,
-// V tiles of scales and C their column words, I input scales. kOne is no dimension.
-enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, I };
-inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N",
-                                            "P", "S", "W", "V", "C", "I"};
+// The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a
+// region, V tiles of scales and C their column words, A lines of B scales where there are no tiles,
+// I input scales. kOne is no dimension.
+enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I };
+inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P",
+                                            "S", "W", "V", "C", "A", "B", "I"};
 
 // A size in a shape: first * second + plus.
 struct Term {
@@ -89,6 +90,7 @@ struct CallState {
   bool with_weights = false;              // weights travel along a route
   bool quantized = false, plain = false;  // whether the format has scales, or not
   bool tiled = false;                     // scales lie in tiles
+  bool columns = false;                   // scales lie in columns
   Encoding encoding;
   ElementType element{};                   // of tokens
   const char* first_of_element = nullptr;  // the row that says so

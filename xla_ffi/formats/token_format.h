@@ -65,6 +65,12 @@ inline constexpr bool kTilesScales = false;
 template <QuantizedFormat F>
 inline constexpr bool kTilesScales<F> = sizeof(typename F::Scale) == 1 && F::kBlock <= 32;
 
+// Whether matmuls take its scales in columns: those that are floats.
+template <TokenFormat F>
+inline constexpr bool kColumnsOfScales = false;
+template <QuantizedFormat F>
+inline constexpr bool kColumnsOfScales<F> = sizeof(typename F::Scale) == 4;
+
 template <QuantizedFormat Format>
 JAX_EP_HOST_DEVICE float Scaled(float x, float factor) {
   return Format::kDivides ? Divide(x, factor) : Multiply(x, factor);

@@ -1,4 +1,7 @@
-// scale_layout "tiled_128x4": scales in the layout that block-scaled matmuls take. A tile holds 128
+// The layouts of scales besides rows. "columns" has a line per block of columns, in which lie the
+// scales of all rows, padded to whole vectors.
+//
+// "tiled_128x4" is the layout that block-scaled matmuls take. A tile holds 128
 // rows of a group and 4 columns, a word the 4 columns of one row. Every group begins with a new
 // tile.
 #pragma once
@@ -12,7 +15,10 @@ namespace jax_ep {
 inline constexpr int64_t kTileRows = 128;
 inline constexpr int64_t kTileColumns = 4;
 
-enum class ScaleLayout : int32_t { kRows, kTiled128x4 };
+enum class ScaleLayout : int32_t { kRows, kTiled128x4, kColumns };
+
+// The length of a line of "columns", of scales of 4 bytes.
+JAX_EP_HOST_DEVICE constexpr int64_t ScaleLine(int64_t rows) { return RoundUp(rows, 4); }
 
 struct ScaleTiles {
   int64_t column_words;  // columns / 4

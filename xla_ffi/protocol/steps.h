@@ -1,6 +1,6 @@
 // The operands of the steps of the collective transport, which handlers fill and both the CPU and
-// the CUDA kernels take. docs/api/index.md explains the letters of shapes. All pointers refer to memory
-// of the device that runs the step.
+// the CUDA kernels take. docs/api/index.md explains the letters of shapes. All pointers refer to
+// memory of the device that runs the step.
 #pragma once
 
 #include <cstdint>
@@ -72,10 +72,12 @@ struct PackStep {
 
 // What a first dispatch leaves at the expert rank. Every step that places rows extends it.
 struct Arrivals {
-  uint8_t* rows;         // [N, payload]
-  uint8_t* scales;       // [N, scales] or, tiled, [tiles, words, 32, 4, 4]; in formats with scales
-  int32_t* row_offsets;  // [G + 1]
-  int32_t* group_sizes;  // [G]
+  uint8_t* rows;  // [N, payload]
+  // In formats with scales: [N, scales] or, tiled, [tiles, words, 32, 4, 4] or, in columns,
+  // [scales, line].
+  uint8_t* scales;
+  int32_t* row_offsets;     // [G + 1]
+  int32_t* group_sizes;     // [G]
   int32_t* expert_counts;   // [G]
   int32_t* expert_ids;      // [G]
   int32_t* scales_offsets;  // [G] when scales are tiled

@@ -85,9 +85,12 @@ CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   call.Add("num_invalid", ffi::S32, {1});
   call.Add("-> tokens", s.payload_dtype, {s.N, s.columns});
   const auto tiles = ScaleTiles::Of(s.N, s.L, s.scales);
+  // R and n mean nothing to it.
+  const bool columns = s.format == Fp8Block128Format::kName && (s.R + s.n) % 3 == 2;
   call.Add("-> scales", s.scale_dtype,
            !s.quantized ? std::vector<int64_t>{0}
            : tiled      ? std::vector<int64_t>{tiles.tiles, tiles.column_words, 32, 4, 4}
+           : columns    ? std::vector<int64_t>{s.scales, ScaleLine(s.N)}
                         : std::vector<int64_t>{s.N, s.scales});
   call.Add("-> row_offsets", ffi::S32, {s.L + 1});
   for (const char* name : {"-> group_sizes", "-> expert_counts", "-> expert_ids"}) {
@@ -109,7 +112,9 @@ CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
                      {"expert_alignment", alignment},
                      {"zero_tail", input.Flag()},
                      {"format", s.format},
-                     {"scale_layout", std::string(tiled ? "tiled_128x4" : "rows")}};
+                     {"scale_layout", std::string(tiled     ? "tiled_128x4"
+                                                  : columns ? "columns"
+                                                            : "rows")}};
   return call;
 }
 

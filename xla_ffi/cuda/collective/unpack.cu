@@ -168,6 +168,7 @@ struct PlaceStep {
   int64_t scales;       // offset in a message
   int64_t row_bytes;    // of an output row
   int64_t scale_bytes;  // of a row of output scales; 0: none are kept by row
+  int64_t scale_line;   // scales in columns: of a line; 0: they lie by row
   int64_t weight;       // offset in a message
   int64_t num_weights;
   const int32_t* row_of;        // [R, n, K]
@@ -191,9 +192,20 @@ __device__ void PlaceScaleUnits(const uint8_t* from, uint8_t* scale_rows, int64_
     }
   }
 }
+// The same, to columns of floats.
+__device__ void PlaceScaleColumns(const uint8_t* from, uint8_t* scales, int64_t scale_bytes,
+                                  int64_t line, unsigned lanes, int32_t row) {
+  for (unsigned left = lanes; left != 0; left &= left - 1) {
+    auto* to = reinterpret_cast<uint32_t*>(scales) + FromLowest(left, row);
+    for (int64_t i = Lane(); i < scale_bytes / 4; i += kWarpSize) {
+      to[i * line] = from == nullptr ? 0 : reinterpret_cast<const uint32_t*>(from)[i];
+    }
+  }
+}
 __device__ void PlaceScales(const uint8_t* from, uint8_t* scale_rows, int64_t scale_bytes,
-                            unsigned lanes, int32_t row) {
+                            int64_t line, unsigned lanes, int32_t row) {
   if (scale_bytes == 0) return;
+  if (line != 0) return PlaceScaleColumns(from, scale_rows, scale_bytes, line, lanes, row);
   if (scale_bytes % kVectorBytes == 0) {
     PlaceScaleUnits<uint4>(from, scale_rows, scale_bytes, lanes, row);
   } else {
@@ -231,7 +243,8 @@ __global__ void __launch_bounds__(kBlockThreads)
           ? HasNoGroups(step.expert_ids)
           : !OfOneCall(step.check, step.recv, shape.ranks, step.region_bytes)) {
     FillNoValue(step.rows, shape.recv_rows * step.row_bytes);
-    FillNoValue(step.scale_rows, shape.recv_rows * step.scale_bytes);
+    const int64_t line = step.scale_line != 0 ? step.scale_line : shape.recv_rows;
+    FillNoValue(step.scale_rows, line * step.scale_bytes);
     if (step.num_weights != 0) FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
     return;
   }
@@ -243,7 +256,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       RowPart(part, step.row_bytes).StoreZeros(step.rows + row * step.row_bytes);
       if (part != 0) return;
       if (step.num_weights != 0 && lane == 0) step.row_weights[row] = 0.0f;
-      PlaceScales(nullptr, step.scale_rows, step.scale_bytes, 1u, static_cast<int32_t>(row));
+      PlaceScales(nullptr, step.scale_rows, step.scale_bytes, step.scale_line, 1u,
+                  static_cast<int32_t>(row));
       return;
     }
     const int32_t row = lane < shape.top_k
@@ -264,7 +278,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (row >= 0 && lane < step.num_weights) {
       step.row_weights[row] = FloatAt(message, step.weight)[lane];
     }
-    PlaceScales(message + step.scales, step.scale_rows, step.scale_bytes, lanes, row);
+    PlaceScales(message + step.scales, step.scale_rows, step.scale_bytes, step.scale_line, lanes,
+                row);
   });
 }
 
@@ -346,6 +361,14 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
     error = Launch(PlaceTilesKernel, ItemGrid(warps * kWarpSize), kBlockThreads, 0, stream, step,
                    tiles, message, header.bytes, region_bytes);
   }
+  const bool columns = step.scale_layout == ScaleLayout::kColumns;
+  const int64_t line = columns ? ScaleLine(shape.recv_rows) : 0;
+  if (error == cudaSuccess && line > shape.recv_rows) {
+    // What ends a line belongs to no row.
+    error = cudaMemset2DAsync(step.scales + shape.recv_rows * 4, static_cast<size_t>(line * 4), 0,
+                              static_cast<size_t>((line - shape.recv_rows) * 4),
+                              static_cast<size_t>(shape.hidden / Format::kBlock), stream);
+  }
   if (error != cudaSuccess) return error;
   return LaunchPlace<PlacedPart>(
       {.shape = shape,
@@ -360,6 +383,7 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
        .scales = message.scales,
        .row_bytes = payload_bytes,
        .scale_bytes = tiled ? 0 : Format::ScaleBytes(shape.hidden),
+       .scale_line = line,
        .weight = message.weight,
        .num_weights = 0,
        .row_of = step.row_of,
@@ -389,6 +413,7 @@ cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
                         .scales = message.scales,
                         .row_bytes = shape.row_bytes(),
                         .scale_bytes = 0,
+                        .scale_line = 0,
                         .weight = message.weight,
                         .num_weights = step.num_weights,
                         .row_of = step.row_of,

@@ -370,7 +370,7 @@ class LowLatencyReceiver {
       if (has_message && !PlaceMessage(message, seen)) Fail();
       if (item == 0 && Warp() == 1) {
         groups_.Write(step_);
-        if constexpr (kScaled) scales_.WriteOffsets();
+        if constexpr (kScaled) scales_.WriteOnce();
       }
       FillShare(item);
     } else if (threadIdx.x == 0 && !plan_.reads_at_once) {

@@ -53,7 +53,7 @@ class Receiver {
       next.DrawAhead();
       if (current.index == 0) {
         groups_.Write(step_);
-        if constexpr (kEncoded) scales_.WriteOffsets();
+        if constexpr (kEncoded) scales_.WriteOnce();
       }
       FillShare(current.index);
       return current.index >= plan_.chunk_items || PlaceChunk(current.index);
@@ -206,8 +206,9 @@ __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePla
   FillWords(step.rows, shape.recv_rows * PayloadBytesOf<Format>(step), kNoValue);
   if constexpr (kHasScales<Format>) {
     const bool tiled = scales.tiled();
+    const int64_t line = scales.Line<typename Format::Scale>(shape.recv_rows);
     FillBytes(step.scales,
-              tiled ? scales.tiles.tiles * scales.TileBytes() : shape.recv_rows * scales.row_bytes);
+              tiled ? scales.tiles.tiles * scales.TileBytes() : line * scales.row_bytes);
     if (tiled) FillWords(step.scales_offsets, experts, 0);
   }
   FillWords(step.row_weights, shape.recv_rows, kNoValue);

@@ -1,5 +1,5 @@
-// Writes the scales of a dispatch's rows, by row or in the tiles of scale_layout "tiled_128x4", and
-// zeros where there is no row.
+// Writes the scales of a dispatch's rows, by row, in tiles or in columns (protocol/scale_tiles.h),
+// and zeros where there is no row.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@ namespace jax_ep::cuda {
 
 struct ScalePlan {
   int64_t row_bytes;
-  ScaleTiles tiles;  // none if scales lie by row
+  ScaleTiles tiles;  // none if scales do not lie in tiles
+  int64_t line;      // of scales in columns, else 0
 
   template <typename Format>
   static ScalePlan Of(const WindowDispatchStep& step) {
@@ -22,13 +23,20 @@ struct ScalePlan {
     const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
     const int64_t bytes = ScaleBytesOf<Format>(step);
     const int64_t columns = bytes / static_cast<int64_t>(sizeof(typename Format::Scale));
-    return {bytes, tiled ? ScaleTiles::Of(shape.recv_rows, shape.local_experts, columns)
-                         : ScaleTiles{0, 0}};
+    return {
+        bytes,
+        tiled ? ScaleTiles::Of(shape.recv_rows, shape.local_experts, columns) : ScaleTiles{0, 0},
+        step.scale_layout == ScaleLayout::kColumns ? ScaleLine(shape.recv_rows) : 0};
   }
   JAX_EP_HOST_DEVICE int64_t TileBytes() const {
     return tiles.column_words * kTileRows * kTileColumns;
   }
   JAX_EP_HOST_DEVICE bool tiled() const { return tiles.tiles != 0; }
+  // How many scales of each block of columns there are where they do not lie in tiles.
+  template <typename Scale>
+  JAX_EP_HOST_DEVICE int64_t Line(int64_t rows) const {
+    return sizeof(Scale) == 4 && line != 0 ? line : rows;
+  }
 };
 
 // For formats without scales.
@@ -43,6 +51,7 @@ class ScaleWriter {
   // The unit in which scales are stored where bulk stores are impossible.
   using Unit = typename Format::Scale;
   static constexpr bool kMayTile = sizeof(Unit) == 1;
+  static constexpr bool kMayHaveColumns = sizeof(Unit) == 4;
 
  public:
   __device__ ScaleWriter(const WindowDispatchStep& step, const ScalePlan& plan,
@@ -54,7 +63,9 @@ class ScaleWriter {
     if (tiled()) groups_.BuildTiles(team, first_tiles_);
   }
 
-  __device__ void WriteOffsets() const {
+  // Called once in a call: what belongs to no row.
+  __device__ void WriteOnce() const {
+    if (columns()) return ClearColumns({step_.shape.recv_rows, plan_.line});
     if (!tiled()) return;
     JAX_EP_NO_UNROLL
     for (int64_t group = Lane(); group < step_.shape.local_experts; group += kWarpSize) {
@@ -65,6 +76,7 @@ class ScaleWriter {
   // Clears the scales of rows [range.begin, range.end), which hold no token.
   __device__ void Clear(const GroupTable::Range& range) const {
     if (tiled()) return;
+    if (columns()) return ClearColumns(range);
     uint8_t* begin = step_.scales + range.begin * plan_.row_bytes;
     uint8_t* end = step_.scales + range.end * plan_.row_bytes;
     if (InBulk()) {
@@ -114,6 +126,7 @@ class ScaleWriter {
 
   // Returns where the scales of a row of a group begin, for StoreWord.
   __device__ uint8_t* At(int32_t row, int32_t group) const {
+    if (columns()) return step_.scales + row * int64_t{sizeof(Unit)};
     if (!tiled()) return step_.scales + row * plan_.row_bytes;
     constexpr int32_t kRows = static_cast<int32_t>(kTileRows);
     const int32_t in_group = row - groups_.Offset(group);
@@ -122,6 +135,10 @@ class ScaleWriter {
   }
   // Called by one thread: stores a word of a row's scales, which begin at `scales`.
   __device__ void StoreWord(uint8_t* scales, uint32_t word, uint32_t value) const {
+    if (columns()) {
+      reinterpret_cast<uint32_t*>(scales)[word * plan_.line] = value;
+      return;
+    }
     if (tiled()) {
       reinterpret_cast<uint32_t*>(scales)[int64_t{word} * kTileRows] = value;
       return;
@@ -140,6 +157,8 @@ class ScaleWriter {
   __device__ void Place(int32_t row, int32_t group, const uint8_t* scales) const {
     if (tiled()) {
       PlaceInTiles(row, group, reinterpret_cast<const uint32_t*>(scales));
+    } else if (columns()) {
+      PlaceInColumns(row, reinterpret_cast<const uint32_t*>(scales));
     } else if (InBulk()) {
       if (row < 0) return;
       BulkStore(step_.scales + row * plan_.row_bytes, scales,
@@ -159,6 +178,7 @@ class ScaleWriter {
 
  private:
   __device__ bool tiled() const { return kMayTile && plan_.tiled(); }
+  __device__ bool columns() const { return kMayHaveColumns && plan_.line != 0; }
   __device__ bool InBulk() const { return plan_.row_bytes % kVectorBytes == 0; }
   __device__ uint32_t* WordsOf(int32_t tile, int32_t row_in_tile) const {
     return reinterpret_cast<uint32_t*>(step_.scales) + plan_.tiles.Word(tile, row_in_tile, 0);
@@ -174,6 +194,26 @@ class ScaleWriter {
       for (int64_t word = Lane(); word < plan_.tiles.column_words; word += kWarpSize) {
         to[word * kRows] = words[word];
       }
+    }
+  }
+
+  __device__ uint32_t lines() const { return static_cast<uint32_t>(plan_.row_bytes / 4); }
+  __device__ void PlaceInColumns(int32_t row, const uint32_t* words) const {
+    JAX_EP_NO_UNROLL
+    for (unsigned left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
+      auto* to = reinterpret_cast<uint32_t*>(step_.scales) + FromLowest(left, row);
+      JAX_EP_NO_UNROLL
+      for (uint32_t i = static_cast<uint32_t>(Lane()); i < lines(); i += kWarpSize) {
+        to[i * plan_.line] = words[i];
+      }
+    }
+  }
+  __device__ void ClearColumns(const GroupTable::Range& range) const {
+    JAX_EP_NO_UNROLL
+    for (uint32_t i = 0; i < lines(); ++i) {
+      auto* to = reinterpret_cast<uint32_t*>(step_.scales) + i * plan_.line;
+      JAX_EP_NO_UNROLL
+      for (int64_t row = range.begin + Lane(); row < range.end; row += kWarpSize) to[row] = 0;
     }
   }
 
