@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,25 +65,37 @@ def sharded(
     mesh: Mesh,
     axis: str,
     ep_axes: tuple[str, ...],
-    params: Mapping[str, Param],
-) -> dict[str, Param]:
-    """Shards weights over `axis`, each in the first dimension that it divides."""
-    found = dict(params)
-    for name, param in params.items():
+    layouts: Sequence[Mapping[str, Param]],
+) -> list[dict[str, Param]]:
+    """Shards weights over `axis`, each in the first dimension that it divides.
+
+    Args:
+        function: the layer's name in error messages.
+        mesh: the layer's mesh.
+        axis: the axis.
+        ep_axes: those of the EP group.
+        layouts: parameters by name, by expert and by place, say; a weight is sharded
+            in the same dimension of all.
+    """
+    found = [dict(params) for params in layouts]
+    for name in found[0]:
         dims = (_ROUTED | _SHARED).get(name)
         if dims is None:
             continue
+        given = [params[name] for params in found]
         choices = [((axis, *ep_axes), dims)] if name in _SHARED else []
         for axes, dim in (
             (axes, dim) for axes, dims in (*choices, ((axis,), dims)) for dim in dims
         ):
-            if _part(mesh, param, dim) % math.prod(mesh.shape[n] for n in axes) == 0:
-                found[name] = _over(param, dim, axes)
+            size = math.prod(mesh.shape[n] for n in axes)
+            if all(_part(mesh, param, dim) % size == 0 for param in given):
+                for params in found:
+                    params[name] = _over(params[name], dim, axes)
                 break
         else:
             if name == "router":  # small enough to stay whole
                 continue
-            sizes = " or ".join(str(_part(mesh, param, dim)) for dim in dims)
+            sizes = " or ".join(str(_part(mesh, given[0], dim)) for dim in dims)
             raise errors.invalid(
                 function,
                 f"fsdp_axis_name must be an axis whose size divides {sizes}, dimensions"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -23,11 +23,12 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport
 from jax_ep._core.types import ExpertsFunction
-from jax_ep._layers import fsdp, moe_checks
+from jax_ep._layers import fsdp, moe_checks, places
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._layers.params import (
     CONFIG_FIELDS,
     Param,
+    Sizes,
     config_fields,
     divides,
     leading_spec,
@@ -40,6 +41,7 @@ from jax_ep._layers.params import (
 from jax_ep._setup import init
 from jax_ep._setup.shared import shared_handle
 from jax_ep.experts import Activation
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 
@@ -52,6 +54,7 @@ class Arguments:
     hidden_size: int
     intermediate_size: int
     num_experts: int
+    num_slots: int | None
     top_k: int
     max_tokens_per_rank: int
     dtype: DTypeLike
@@ -76,7 +79,8 @@ class Layer(Arguments):
 
     Attributes:
         function: the layer's name in error messages.
-        config: sizes and options, with `config_options` merged in.
+        config: sizes and options, with `config_options` merged in. Its `num_experts`
+            counts places.
     """
 
     function: str
@@ -91,6 +95,9 @@ class Layer(Arguments):
         require_mesh(function, mesh)
         context.require_usable(function, mesh)
         own = {name: arguments[name] for name in CONFIG_FIELDS}
+        ranks = math.prod(mesh.shape[axis] for axis in init.axis_names(mesh, name))
+        asked = arguments["num_slots"], own["num_experts"], own["top_k"]
+        own["num_experts"] = places.checked_slots(function, *asked, ranks)
         options = config_fields(function, arguments["config_options"])
         config = EPConfig(**own, **options)
         axes = init.group_axes(mesh, name, config)
@@ -99,6 +106,7 @@ class Layer(Arguments):
             "axis_name": name if isinstance(name, str) else axes,
             "dtype": config.dtype,
             "config_options": None,
+            "num_slots": config.num_experts,
             "router": Router() if router is None else router,
         }
         return cls(**arguments | settled, function=function, config=config)
@@ -116,7 +124,7 @@ class Layer(Arguments):
             moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
         if isinstance(self.router, Router):
-            check_choice(self.function, self.router, config.num_experts, config.top_k)
+            check_choice(self.function, self.router, self.num_experts, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -173,20 +181,33 @@ class Layer(Arguments):
         return (name,) if isinstance(name, str) else tuple(name)
 
     def params(self) -> dict[str, Param]:
-        """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
-        found = params(
-            self.config,
+        """Returns the parameters by name, those of experts by expert."""
+        return self._layouts()[0]
+
+    def _layouts(self) -> list[dict[str, Param]]:
+        """Returns the parameters by expert, and as `moe_ffn` takes them, by place."""
+        axes, mesh, tp = self.ep_axes, self.mesh, self.tp_axis_name
+        sizes = Sizes(
+            self.config.hidden_size,
             self.intermediate_size,
             self.shared_intermediate_size,
+            self.num_experts,
             self.expert_bias,
-            self.ep_axes,
-            self.tp_axis_name,
         )
+        ep = axes[0] if len(axes) == 1 else axes
+        # Weights of experts that the ranks do not divide are whole on each of them.
+        own = None if self.num_experts % self._ep_size else ep
+        found = [
+            params(sizes, self.num_experts, own, tp),
+            params(sizes, self.config.num_experts, ep, tp),
+        ]
         if self.fsdp_axis_name is None:
             return found
-        return fsdp.sharded(
-            self.function, self.mesh, self.fsdp_axis_name, self.ep_axes, found
-        )
+        return fsdp.sharded(self.function, mesh, self.fsdp_axis_name, axes, found)
+
+    @property
+    def _ep_size(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.ep_axes)
 
     def initializer(self, name: str) -> Any:
         """Returns a `(key, dtype) -> array` that makes a parameter, sharded."""
@@ -225,6 +246,7 @@ class Layer(Arguments):
         x: ArrayLike,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
     ) -> tuple[jax.Array, MoEAux]:
         """Applies the layer to a global `x`, cast to the config's dtype.
 
@@ -237,6 +259,7 @@ class Layer(Arguments):
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
             input_scale: as in `jax_ep.dispatch`, the same for all ranks.
+            placement: which experts the places hold; None spreads them evenly.
 
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
@@ -250,33 +273,59 @@ class Layer(Arguments):
             mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
         for name, value in values.items():
             require_values(self.function, name, value)
+        placement = places.checked(
+            self.function,
+            placement,
+            self.num_experts,
+            self.config.num_experts,
+            self._ep_size,
+        )
         names = tuple(values)
-        layout = {name: param.spec for name, param in self.params().items()}
-        specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
-        operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
-        given = PartitionSpec() if padded else spec
+        specs = self._specs(self.params(), names)
+        arrays = (dict(values), x.astype(self.config.dtype), mask, input_scale)
+        operands = (*arrays, placement)
+        given, whole = PartitionSpec() if padded else spec, PartitionSpec()
         # Cached in the handle, so that eager calls compile once.
         key = (self, names, spec, padded, traces.spmd_axis_names())
         program = ep._programs.get(key)
         if program is None:
             make = self._padded if padded else self._mapped
-            run = make(ep, specs, spec)
+            run = make(ep, names, spec)
             program = ep._programs[key] = jax.jit(context.under(self.mesh, run))
-        placed = (specs, given, given, PartitionSpec())
-        return program(*self._placed(operands, placed))
+        return program(*self._placed(operands, (specs, given, given, whole, whole)))
 
-    def _mapped(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
-        """Returns the shard_map of `_body`."""
-        return jax.shard_map(
+    def _specs(self, layout: Mapping[str, Param], names: Sequence[str]) -> Any:
+        """Returns the specs of parameters by name."""
+        entries = {name: param.spec for name, param in layout.items()}
+        return {name: PartitionSpec(*entries.get(name, ())) for name in names}
+
+    def _mapped(
+        self, ep: EPHandle, names: tuple[str, ...], spec: PartitionSpec
+    ) -> Callable[..., Any]:
+        """Returns the shard_map of `_body`, with what it needs of global arrays."""
+        _, by_place = self._layouts()
+        whole = PartitionSpec()
+        mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
-            in_specs=(specs, spec, spec, PartitionSpec()),
+            in_specs=(self._specs(by_place, names), spec, spec, whole, whole),
             out_specs=(spec, MoEAux.specs(spec_axes(spec))),
             # JAX batches a shard_map over a mesh axis without this check only.
             check_vma=not traces.spmd_axis_names(),
         )
 
-    def _padded(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
+        def run(
+            values: Any, x: Any, mask: Any, input_scale: Any, placement: Any
+        ) -> Any:
+            if placement is not None:
+                values = places.gathered(placement, values, by_place, self.mesh)
+            return mapped(values, x, mask, input_scale, placement)
+
+        return run
+
+    def _padded(
+        self, ep: EPHandle, names: tuple[str, ...], spec: PartitionSpec
+    ) -> Callable[..., Any]:
         """Returns `_mapped` for any number of tokens: it adds masked ones.
 
         All leading dimensions are flattened first, so that no rank has more than one
@@ -284,10 +333,10 @@ class Layer(Arguments):
         """
         axes = spec_axes(spec)
         flat, whole = PartitionSpec(axes), PartitionSpec()
-        mapped = self._mapped(ep, specs, flat)
+        mapped = self._mapped(ep, names, flat)
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def run(values: Any, x: Any, mask: Any, input_scale: Any) -> Any:
+        def run(values: Any, x: Any, mask: Any, *rest: Any) -> Any:
             count = math.prod(x.shape[:-1])
             rows = jnp.reshape(x, (count, x.shape[-1]))
             real = jnp.ones(count, bool) if mask is None else jnp.reshape(mask, count)
@@ -295,7 +344,7 @@ class Layer(Arguments):
             rows = jnp.pad(rows, ((0, missing), (0, 0)))
             real = jnp.pad(real, (0, missing))
             rows, real = self._placed((rows, real), (flat, flat))
-            y, aux = mapped(values, rows, real, input_scale)
+            y, aux = mapped(values, rows, real, *rest)
             y = self._placed(y, whole)
             return y[:count].reshape(x.shape), aux
 
@@ -309,11 +358,13 @@ class Layer(Arguments):
         x: jax.Array,
         mask: Any,
         input_scale: Any,
+        placement: Placement | None,
     ) -> tuple[jax.Array, MoEAux]:
         with errors.told_of(self.function):
             if self.fsdp_axis_name is not None:
                 order, dtype = self.mesh.axis_names, self.config.dtype
-                values = fsdp.gather(self.params(), values, dtype, order, split)
+                layout = self._layouts()[1]
+                values = fsdp.gather(layout, values, dtype, order, split)
             y, aux = moe_ffn(
                 ep,
                 x.reshape(-1, self.config.hidden_size),
@@ -324,6 +375,7 @@ class Layer(Arguments):
                 tp_axis=self.tp_axis_name,
                 experts=self.experts,
                 activation=self.activation,
+                placement=placement,
             )
         return y.reshape(x.shape), aux
 

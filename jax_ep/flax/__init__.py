@@ -24,6 +24,7 @@ from jax_ep._layers import params as _layer_params
 from jax_ep._layers.layer import Layer
 from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE", "RouterBias"]
@@ -76,6 +77,7 @@ class MoE(nnx.Module):
         experts: ExpertsFunction | None = None,
         activation: Activation | None = None,
         expert_bias: bool = False,
+        num_slots: int | None = None,
         ep: EPHandle | None = None,
     ) -> None:
         """Makes the parameters, and the handle unless one is given.
@@ -112,6 +114,9 @@ class MoE(nnx.Module):
                 one included; None means `silu(gate) * up`.
             expert_bias: whether the routed experts have the biases "gate_bias",
                 "up_bias" and "down_bias", which start at zero.
+            num_slots: number of places for experts, a multiple of the EP group's size
+                and at least E; None means E. Which experts they hold is the argument
+                `placement` of each call.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -157,6 +162,7 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: Literal[False] = False,
     ) -> jax.Array: ...
 
@@ -167,6 +173,7 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: Literal[True],
     ) -> tuple[jax.Array, MoEAux]: ...
 
@@ -177,6 +184,7 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: bool,
     ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
 
@@ -186,6 +194,7 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer.
@@ -195,6 +204,11 @@ class MoE(nnx.Module):
             mask: bool `[...]`, False for padding tokens.
             input_scale: float32 `[]` or `[1]`, the global scale of dispatch_format
                 "nvfp4", as in `jax_ep.dispatch`; None means 1.
+            placement: which of the E experts each of the num_slots places holds
+                (`jax_ep.placement`). Parameters stay those of E experts; their weights
+                are gathered to the places, and gradients of copies are summed. Another
+                placement compiles nothing. None puts expert e at place e, or spreads
+                experts over the places evenly if there are more of these.
             return_aux: whether to return a `jax_ep.MoEAux`, too.
 
         Returns:
@@ -210,5 +224,5 @@ class MoE(nnx.Module):
             names.append("router_bias")
         # get_value(), because [...] fails in Flax if a value is a ShapeDtypeStruct.
         params = {name: getattr(self, name).get_value() for name in names}
-        y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
+        y, aux = self._layer.apply(self.ep, params, x, mask, input_scale, placement)
         return (y, aux) if return_aux else y

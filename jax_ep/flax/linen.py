@@ -18,6 +18,7 @@ from jax_ep._layers import layer as _layer
 from jax_ep._layers import params as _layer_params
 from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE"]
@@ -55,6 +56,7 @@ class MoE(nn.Module):
     experts: ExpertsFunction | None = None
     activation: Activation | None = None
     expert_bias: bool = False
+    num_slots: int | None = None
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -72,6 +74,7 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: Literal[False] = False,
     ) -> jax.Array: ...
 
@@ -82,6 +85,7 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: Literal[True],
     ) -> tuple[jax.Array, MoEAux]: ...
 
@@ -92,6 +96,7 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: bool,
     ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
 
@@ -102,6 +107,7 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
@@ -120,7 +126,7 @@ class MoE(nn.Module):
             )
             params["router_bias"] = bias.value
         ep = layer.handle(self.ep)
-        y, aux = layer.apply(ep, params, x, mask, input_scale)
+        y, aux = layer.apply(ep, params, x, mask, input_scale, placement)
         if not self.is_initializing():
             self.sow("losses", "balance_loss", aux.balance_loss)
             self.sow("losses", "z_loss", aux.z_loss)

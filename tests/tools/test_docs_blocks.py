@@ -35,7 +35,7 @@ RUN = {
     ("docs/formats.md", "python"): 2,
     ("docs/fp8.md", "python"): 2,
     ("docs/layers.md", "bash"): 1,
-    ("docs/layers.md", "python"): 10,  # test_docs_layers.py
+    ("docs/layers.md", "python"): 11,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
     ("docs/migrate_others.md", "python"): 7,  # test_docs_migrate.py
     ("docs/options.md", "python"): 2,
