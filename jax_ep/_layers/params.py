@@ -29,6 +29,7 @@ class Param:
         zeros: whether the initial values are zeros, as those of biases are.
         gathered: a dimension and further axes that shard it, over which it is gathered
             where the parameter is used; or None.
+        dtype: that of codes and scales; None means the layer's `param_dtype`.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Param:
     batch: tuple[int, ...] = ()
     zeros: bool = False
     gathered: tuple[int, tuple[str, ...]] | None = None
+    dtype: Any = None
 
     def initializer(self, mesh: Mesh) -> Any:
         """Returns a `(key, dtype) -> array` that makes the global array, sharded.

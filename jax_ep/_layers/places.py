@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import placement as placements
 from jax_ep._core import errors
+from jax_ep._layers import codes
 from jax_ep._layers.params import Param
 
 # Of the routed experts; the others are the same for all places.
-_OF_EXPERTS = ("gate_up", "down", "gate_bias", "up_bias", "down_bias")
+_OF_EXPERTS = ("gate_up", "down", "gate_bias", "up_bias", "down_bias", "experts")
 
 
 def checked_slots(
@@ -101,11 +102,16 @@ def gathered(
 
     `layout` says how the results are sharded. Gradients of copies are summed.
     """
-
-    def sharding(name: str) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*layout[name].spec))
-
     moved = {name: values[name] for name in _OF_EXPERTS if name in values}
-    shardings = {name: sharding(name) for name in moved}
+    specs: dict[str, Any] = {
+        name: PartitionSpec(*layout[name].spec) for name in moved if name in layout
+    }
+    if "experts" in moved:
+        specs["experts"] = codes.specs(layout, moved["experts"].format)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+    )
     with jax.named_scope("jax_ep.placement"):
         return {**values, **placement.gather(moved, sharding=shardings)}

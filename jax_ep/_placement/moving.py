@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core import errors, traces
+from jax_ep._core.arrays import in_bytes
 
 # What a device gathers at a time of weights that are split over devices.
 _CHUNK_BYTES = 256 * 2**20
@@ -78,6 +79,11 @@ def _moved(
 
     `check_vma` is False inside a `vmap` over a mesh axis, where JAX demands it.
     """
+    dtype = array.dtype
+    array = in_bytes(array)
+    if array.dtype != dtype:
+        found = _moved(array, source, sharding, check_vma)
+        return jax.lax.bitcast_convert_type(found, dtype)
     if sharding is None:
         return _taken(array, source)
     at = source.ndim - 1
