@@ -373,7 +373,7 @@ def test_api_pages_have_every_public_name():
     modules = {name for name in jax_ep.__all__ if inspect.ismodule(vars(jax_ep)[name])}
     assert found.pop("jax_ep") == set(jax_ep.__all__) - modules
     # Flax may not be installed.
-    assert found.pop("jax_ep.flax") == {"MoE", "RouterBias"}
+    assert found.pop("jax_ep.flax") == {"Codes", "MoE", "RouterBias"}
     assert found.pop("jax_ep.flax.linen") == {"MoE"}
     assert set(found) == {f"jax_ep.{name}" for name in modules}
     for name, names in found.items():
