@@ -195,4 +195,6 @@ def test_training_in_fp8(tmp_path):
     for each in record["cosines"].values():
         assert len(each) == 11
         assert 0.98 < min(each.values()) < max(each.values()) < 1
-    assert done.returncode == (abs(record["gap"]) > 2.5e-3), done.stdout + done.stderr
+    assert done.returncode == (abs(record["gaps"]["fp8"]) > 2.5e-3), (
+        done.stdout + done.stderr
+    )
