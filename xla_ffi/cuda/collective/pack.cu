@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (lane >= step.num_weights) return;
       FloatAt(to, message.weight)[lane] = step.weights[token * step.num_weights + lane];
     };
-    SendToken<Part>(shape, step.tokens, step.slot_of, message, kOfGradients, token, part,
+    SendToken<Part>(shape, step.tokens, step.slot_of, message, kRouteInputScale<Part>, token, part,
                     message_at, annotate);
   });
 }
