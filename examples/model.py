@@ -78,7 +78,7 @@ class Block(nnx.Module):
         self.out = nnx.Linear(hidden, hidden, use_bias=False, rngs=rngs)
         self.moe = make_moe(rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, **options):
         sequences, length, hidden = x.shape
         qkv = self.qkv(self.norms[0](x))
         qkv = qkv.reshape(sequences, length, 3, self.heads, hidden // self.heads)
@@ -86,7 +86,7 @@ class Block(nnx.Module):
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
         )
         x = x + self.out(mixed.reshape(x.shape))
-        y, aux = self.moe(self.norms[1](x), return_aux=True)
+        y, aux = self.moe(self.norms[1](x), return_aux=True, **options)
         return x + y, aux
 
 
@@ -104,18 +104,20 @@ class Model(nnx.Module):
         self.norm = nnx.RMSNorm(sizes.hidden, rngs=rngs)
         self.head = nnx.Linear(sizes.hidden, BYTES, use_bias=False, rngs=rngs)
 
-    def __call__(self, text):
+    def __call__(self, text, codes=None):
+        """`codes` are those of each block's experts, made before: quantize_weights."""
         x = self.embed(text) + self.position[...]
         reports = []
-        for block in self.blocks:
-            x, aux = block(x)
+        for index, block in enumerate(self.blocks):
+            options = {} if codes is None else {"quantized": codes[index]}
+            x, aux = block(x, **options)
             reports.append(aux)
         return self.head(self.norm(x)), reports
 
 
-def loss(model, text, balance_weight=1e-2):
+def loss(model, text, codes=None, balance_weight=1e-2):
     """(loss to minimise, (nats a byte, what the expert layers reported))."""
-    logits, reports = model(text[:, :-1])
+    logits, reports = model(text[:, :-1], codes)
     logs = jax.nn.log_softmax(logits)
     nats = -jnp.mean(jnp.take_along_axis(logs, text[:, 1:, None], axis=-1))
     balance = sum(aux.balance_loss for aux in reports) / len(reports)

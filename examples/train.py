@@ -8,7 +8,8 @@
 Learns the sources of Python's standard library. The same model, with the same first
 parameters and experts computed densely, is trained beside it; the command prints the
 curves, and exits 1 where they part before any token goes to another expert. Needs pip
-install 'jax_ep[flax]' optax, and matplotlib to draw.
+install 'jax_ep[flax]' optax, and matplotlib to draw. train_fp8.py trains the model with
+experts in fp8 beside bfloat16.
 """
 
 import argparse

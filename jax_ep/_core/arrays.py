@@ -61,3 +61,10 @@ def require_values(function: str, name: str, value: Any) -> None:
             operand=name,
             kind=TypeError,
         ) from error
+
+
+def in_bytes(array: jax.Array) -> jax.Array:
+    """Returns floats of one byte as uint8, which XLA never widens; others unchanged."""
+    if array.dtype.itemsize > 1 or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return jax.lax.bitcast_convert_type(array, jnp.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +14,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jax_ep._core import errors
+from jax_ep._core.arrays import in_bytes
 from jax_ep._core.varying import vary_alike
+from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._layers.params import Param, entry_axes
 
 # The name of gathered weights for remat policies. One that does not save it gathers
 # them again in the backward pass.
 WEIGHTS_NAME = "jax_ep_weights"
 
+# Axes, and a dimension of each of some weights.
+_Choice = tuple[tuple[str, ...], tuple[int, ...]]
+
 # Dimensions to shard: the first ones first, because a gather of the first dimension
 # moves no bytes within a rank. Biases are small and stay whole.
 _ROUTED = {"gate_up": (0, 1, 3), "down": (0, 1, 2)}
+# The same for weights that are quantised: a rank has the same part of H, or of F, of
+# both, as `jax_ep.experts.quantize_weights` takes them.
+_BLOCKS = {"gate_up": (0, 1, 3), "down": (0, 2, 1)}
 # These are the same for all ranks of an EP group, so they are sharded over it, too.
 _SHARED = {"router": (0, 1), "shared_gate_up": (0, 2), "shared_down": (0, 1)}
 
@@ -65,32 +73,67 @@ def sharded(
     mesh: Mesh,
     axis: str,
     ep_axes: tuple[str, ...],
-    params: Mapping[str, Param],
-) -> dict[str, Param]:
-    """Shards weights over `axis`, each in the first dimension that it divides."""
-    found = dict(params)
-    for name, param in params.items():
-        dims = (_ROUTED | _SHARED).get(name)
+    layouts: Sequence[Mapping[str, Param]],
+    multiple: int = 1,
+) -> list[dict[str, Param]]:
+    """Shards weights over `axis`, each in the first dimension that it divides.
+
+    Args:
+        function: the layer's name in error messages.
+        mesh: the layer's mesh.
+        axis: the axis.
+        ep_axes: those of the EP group.
+        layouts: parameters by name, by expert and by place, say; a weight is sharded
+            in the same dimension of all.
+        multiple: what a part of H or F must be a multiple of in experts' weights, if
+            these are quantised.
+    """
+    found = [dict(params) for params in layouts]
+
+    def blocks(name: str, dim: int) -> int:
+        return multiple if name in _ROUTED and dim > 0 else 1
+
+    def choose(names: tuple[str, ...], choices: Iterable[_Choice]) -> bool:
+        """Shards these weights by the first choice that fits all; whether one does."""
+        for axes, dims in choices:
+            size = math.prod(mesh.shape[each] for each in axes)
+            if all(
+                _part(mesh, params[name], dim) % (size * blocks(name, dim)) == 0
+                for params in found
+                for name, dim in zip(names, dims, strict=True)
+            ):
+                for params in found:
+                    for name, dim in zip(names, dims, strict=True):
+                        params[name] = _over(params[name], dim, axes)
+                return True
+        return False
+
+    def refuse(name: str, dims: Sequence[int], parts: str = "") -> Exception:
+        sizes = " or ".join(str(_part(mesh, found[0][name], dim)) for dim in dims)
+        return errors.invalid(
+            function,
+            f"fsdp_axis_name must be an axis whose size divides {sizes}, dimensions"
+            f" of a rank's part of {name}{parts}",
+            f"{axis!r} of size {mesh.shape[axis]}",
+            "choose another axis, or leave fsdp_axis_name out",
+        )
+
+    if multiple > 1:
+        pairs = list(zip(*_BLOCKS.values(), strict=True))
+        if not choose(tuple(_BLOCKS), (((axis,), dims) for dims in pairs)):
+            parts = f", H and F into multiples of {multiple}"
+            raise refuse("gate_up", _BLOCKS["gate_up"], parts)
+    others = _SHARED if multiple > 1 else _ROUTED | _SHARED
+    for name in found[0]:
+        dims = others.get(name)
         if dims is None:
             continue
-        choices = [((axis, *ep_axes), dims)] if name in _SHARED else []
-        for axes, dim in (
-            (axes, dim) for axes, dims in (*choices, ((axis,), dims)) for dim in dims
-        ):
-            if _part(mesh, param, dim) % math.prod(mesh.shape[n] for n in axes) == 0:
-                found[name] = _over(param, dim, axes)
-                break
-        else:
-            if name == "router":  # small enough to stay whole
-                continue
-            sizes = " or ".join(str(_part(mesh, param, dim)) for dim in dims)
-            raise errors.invalid(
-                function,
-                f"fsdp_axis_name must be an axis whose size divides {sizes}, dimensions"
-                f" of a rank's part of {name}",
-                f"{axis!r} of size {mesh.shape[axis]}",
-                "choose another axis, or leave fsdp_axis_name out",
-            )
+        choices: list[_Choice] = [((axis,), (dim,)) for dim in dims]
+        if name in _SHARED:
+            choices = [((axis, *ep_axes), (dim,)) for dim in dims] + choices
+        # The router is small enough to stay whole.
+        if not choose((name,), choices) and name != "router":
+            raise refuse(name, dims)
     return found
 
 
@@ -144,6 +187,31 @@ def gather(
         how = _How(*param.gathered, sent, used)
         found[name] = checkpoint_name(_whole(value, how), WEIGHTS_NAME)
     return found
+
+
+def gather_codes(
+    params: Mapping[str, Param], codes: QuantizedWeights
+) -> QuantizedWeights:
+    """Returns codes and scales, of one rank, whole: one byte per code crosses."""
+
+    def whole(field: str) -> jax.Array:
+        value = getattr(codes, field)
+        gathered = params[field.removesuffix("_scales")].gathered
+        if gathered is None:
+            return value
+        dim, axes = gathered
+        # As integers, which no device widens on the way.
+        bits = in_bytes(value)
+        found = jax.lax.all_gather(bits, axes, axis=dim, tiled=True)
+        found = checkpoint_name(found, WEIGHTS_NAME)
+        if found.dtype != value.dtype:
+            found = jax.lax.bitcast_convert_type(found, value.dtype)
+        return found
+
+    names = [
+        field.name for field in dataclasses.fields(codes) if field.name != "format"
+    ]
+    return dataclasses.replace(codes, **{name: whole(name) for name in names})
 
 
 class _How(NamedTuple):

@@ -6,8 +6,9 @@ A layer of any library holds a `Layer` and its parameters, and calls `apply`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -16,18 +17,21 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_ep import experts as _experts
 from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.choice import check_choice
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport
+from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
-from jax_ep._layers import fsdp, moe_checks
+from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._layers import codes, fsdp, moe_checks, places
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._layers.params import (
     CONFIG_FIELDS,
     Param,
+    Sizes,
     config_fields,
     divides,
     leading_spec,
@@ -40,6 +44,7 @@ from jax_ep._layers.params import (
 from jax_ep._setup import init
 from jax_ep._setup.shared import shared_handle
 from jax_ep.experts import Activation
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 
@@ -52,6 +57,7 @@ class Arguments:
     hidden_size: int
     intermediate_size: int
     num_experts: int
+    num_slots: int | None
     top_k: int
     max_tokens_per_rank: int
     dtype: DTypeLike
@@ -68,6 +74,7 @@ class Arguments:
     experts: ExpertsFunction | None
     activation: Activation | None
     expert_bias: bool
+    weights_format: WeightFormat | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,8 @@ class Layer(Arguments):
 
     Attributes:
         function: the layer's name in error messages.
-        config: sizes and options, with `config_options` merged in.
+        config: sizes and options, with `config_options` merged in. Its `num_experts`
+            counts places.
     """
 
     function: str
@@ -91,15 +99,23 @@ class Layer(Arguments):
         require_mesh(function, mesh)
         context.require_usable(function, mesh)
         own = {name: arguments[name] for name in CONFIG_FIELDS}
+        ranks = math.prod(mesh.shape[axis] for axis in init.axis_names(mesh, name))
+        asked = arguments["num_slots"], own["num_experts"], own["top_k"]
+        own["num_experts"] = places.checked_slots(function, *asked, ranks)
         options = config_fields(function, arguments["config_options"])
         config = EPConfig(**own, **options)
         axes = init.group_axes(mesh, name, config)
-        router = arguments["router"]
+        router, run = arguments["router"], arguments["experts"]
+        codes.require_format(function, arguments["weights_format"])
+        if run is None and arguments["weights_format"] is not None:
+            run = _experts.fp8
         settled = {
             "axis_name": name if isinstance(name, str) else axes,
             "dtype": config.dtype,
             "config_options": None,
+            "num_slots": config.num_experts,
             "router": Router() if router is None else router,
+            "experts": run,
         }
         return cls(**arguments | settled, function=function, config=config)
 
@@ -116,7 +132,7 @@ class Layer(Arguments):
             moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
         if isinstance(self.router, Router):
-            check_choice(self.function, self.router, config.num_experts, config.top_k)
+            check_choice(self.function, self.router, self.num_experts, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -152,6 +168,12 @@ class Layer(Arguments):
                     f"multiple of {parts}, the size of tp_axis_name, got {value!r}; "
                     "change it, or convert it with int()"
                 )
+        if self._multiple > 1:
+            hidden, inner = self.config.hidden_size, self.intermediate_size
+            parts = self.mesh.shape[tp] if tp else 1
+            codes.require_blocks(
+                self.function, self._multiple, hidden, inner, tp, parts
+            )
         self.params()  # raises where a weight does not divide
 
     def __reduce__(self) -> NoReturn:
@@ -173,24 +195,91 @@ class Layer(Arguments):
         return (name,) if isinstance(name, str) else tuple(name)
 
     def params(self) -> dict[str, Param]:
-        """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
-        found = params(
-            self.config,
+        """Returns the parameters by name, those of experts by expert.
+
+        With a `weights_format`, "gate_up" and "down" are codes, and there are
+        "gate_up_scales" and "down_scales".
+        """
+        by_expert = self._layouts()[0]
+        if self.weights_format is None:
+            return by_expert
+        return codes.in_place(by_expert, self.weights_format)
+
+    @property
+    def _multiple(self) -> int:
+        rows = self.config.dispatch_format
+        return codes.multiple_of(self.experts, self.weights_format, rows)
+
+    def _layouts(self) -> list[dict[str, Param]]:
+        """Returns the parameters by expert, and as `moe_ffn` takes them, by place.
+
+        Codes and scales are sharded as these weights would be.
+        """
+        axes, mesh, tp = self.ep_axes, self.mesh, self.tp_axis_name
+        sizes = Sizes(
+            self.config.hidden_size,
             self.intermediate_size,
             self.shared_intermediate_size,
+            self.num_experts,
             self.expert_bias,
-            self.ep_axes,
-            self.tp_axis_name,
         )
+        ep = axes[0] if len(axes) == 1 else axes
+        # Weights of experts that the ranks do not divide are whole on each of them.
+        own = None if self.num_experts % self._ep_size else ep
+        found = [
+            params(sizes, self.num_experts, own, tp),
+            params(sizes, self.config.num_experts, ep, tp),
+        ]
         if self.fsdp_axis_name is None:
             return found
-        return fsdp.sharded(
-            self.function, self.mesh, self.fsdp_axis_name, self.ep_axes, found
-        )
+        multiple, axis = self._multiple, self.fsdp_axis_name
+        return fsdp.sharded(self.function, mesh, axis, axes, found, multiple)
+
+    @property
+    def _ep_size(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.ep_axes)
 
     def initializer(self, name: str) -> Any:
         """Returns a `(key, dtype) -> array` that makes a parameter, sharded."""
-        return self.params()[name].initializer(self.mesh)
+        return self._layouts()[0][name].initializer(self.mesh)
+
+    def quantize_weights(
+        self,
+        gate_up: jax.Array,
+        down: jax.Array,
+        name: WeightFormat = "fp8_block128",
+        backward: bool = False,
+    ) -> QuantizedWeights:
+        """Returns codes of the experts' weights, global arrays sharded like these."""
+        if self.weights_format is not None:
+            raise errors.unusable(
+                self.function,
+                "the layer holds codes already, because it has a weights_format",
+                "quantise the weights of the layer that was trained",
+            )
+        for field, value in (("gate_up", gate_up), ("down", down)):
+            require_values(self.function, field, value)
+        # In blocks, if the weights are not split so already.
+        layer = self if self._multiple > 1 else self.with_codes(name)
+        layout = layer._layouts()[0]
+        specs = tuple(PartitionSpec(*layout[n].spec) for n in ("gate_up", "down"))
+        operands = self._placed((gate_up, down), specs)
+        program = _quantizer(layer, name, backward, traces.spmd_axis_names())
+        return program(*operands)
+
+    def initial_codes(
+        self, keys: Callable[[], jax.Array], dtype: Any
+    ) -> QuantizedWeights:
+        """Returns codes of weights drawn with two keys."""
+        assert self.weights_format is not None
+        whole = dataclasses.replace(self, weights_format=None)
+        drawn = [whole.initializer(n)(keys(), dtype) for n in ("gate_up", "down")]
+        return whole.quantize_weights(drawn[0], drawn[1], self.weights_format)
+
+    def with_codes(self, name: WeightFormat) -> Layer:
+        """Returns the same layer, of codes in place of the experts' weights."""
+        run = _experts.fp8 if self.experts is None else self.experts
+        return dataclasses.replace(self, weights_format=name, experts=run)
 
     def handle(self, ep: EPHandle | None = None) -> EPHandle:
         """Returns `ep` if given, else the handle that layers of equal sizes share.
@@ -225,6 +314,8 @@ class Layer(Arguments):
         x: ArrayLike,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
     ) -> tuple[jax.Array, MoEAux]:
         """Applies the layer to a global `x`, cast to the config's dtype.
 
@@ -237,6 +328,8 @@ class Layer(Arguments):
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
             input_scale: as in `jax_ep.dispatch`, the same for all ranks.
+            placement: which experts the places hold; None spreads them evenly.
+            quantized: codes of the experts' weights, which get the gradients.
 
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
@@ -250,33 +343,109 @@ class Layer(Arguments):
             mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
         for name, value in values.items():
             require_values(self.function, name, value)
+        placement = places.checked(
+            self.function,
+            placement,
+            self.num_experts,
+            self.config.num_experts,
+            self._ep_size,
+        )
+        values = self._with_codes(values, quantized)
         names = tuple(values)
-        layout = {name: param.spec for name, param in self.params().items()}
-        specs = {name: PartitionSpec(*layout.get(name, ())) for name in names}
-        operands = (dict(values), x.astype(self.config.dtype), mask, input_scale)
-        given = PartitionSpec() if padded else spec
+        form = values["experts"].format if "experts" in values else None
+        specs = self._specs(self._layouts()[0], names, form)
+        arrays = (values, x.astype(self.config.dtype), mask, input_scale)
+        operands = (*arrays, placement)
+        given, whole = PartitionSpec() if padded else spec, PartitionSpec()
         # Cached in the handle, so that eager calls compile once.
-        key = (self, names, spec, padded, traces.spmd_axis_names())
+        key = (self, names, form, spec, padded, traces.spmd_axis_names())
         program = ep._programs.get(key)
         if program is None:
             make = self._padded if padded else self._mapped
-            run = make(ep, specs, spec)
+            run = make(ep, names, form, spec)
             program = ep._programs[key] = jax.jit(context.under(self.mesh, run))
-        placed = (specs, given, given, PartitionSpec())
-        return program(*self._placed(operands, placed))
+        return program(*self._placed(operands, (specs, given, given, whole, whole)))
 
-    def _mapped(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
-        """Returns the shard_map of `_body`."""
-        return jax.shard_map(
+    def _with_codes(self, values: Mapping[str, Any], quantized: Any) -> dict[str, Any]:
+        """Returns `values` with all codes and scales as "experts", if there are any."""
+        if self.weights_format is not None:
+            if quantized is not None:
+                raise errors.invalid(
+                    self.function,
+                    "quantized must be None in a layer with a weights_format",
+                    f"a {type(quantized).__name__}",
+                    "leave it out; such a layer holds codes",
+                )
+            own = [values[field] for field in codes.FIELDS]
+            rest = {n: value for n, value in values.items() if n not in codes.FIELDS}
+            return rest | {
+                "experts": QuantizedWeights(*own, format=self.weights_format)
+            }
+        if quantized is None:
+            return dict(values)
+        found = codes.checked(self.function, quantized, self._layouts()[0])
+        return {**values, "experts": found}
+
+    def _specs(
+        self,
+        layout: Mapping[str, Param],
+        names: Sequence[str],
+        form: WeightFormat | None,
+    ) -> dict[str, Any]:
+        """Returns the specs of parameters by name; `form` is that of codes."""
+        entries = {name: param.spec for name, param in layout.items()}
+        found: dict[str, Any] = {
+            name: PartitionSpec(*entries.get(name, ())) for name in names
+        }
+        if form is not None:
+            found["experts"] = codes.specs(layout, form)
+        return found
+
+    def _mapped(
+        self,
+        ep: EPHandle,
+        names: tuple[str, ...],
+        form: WeightFormat | None,
+        spec: PartitionSpec,
+    ) -> Callable[..., Any]:
+        """Returns the shard_map of `_body`, with what it needs of global arrays."""
+        by_expert, by_place = self._layouts()
+        whole = PartitionSpec()
+        # Weights are quantised by expert, before anything of them crosses.
+        quantizes = self.experts is _experts.fp8 and form is None
+        if quantizes:
+            names, form = (*names, "experts"), "fp8_block128"
+        mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
-            in_specs=(specs, spec, spec, PartitionSpec()),
+            in_specs=(self._specs(by_place, names, form), spec, spec, whole, whole),
             out_specs=(spec, MoEAux.specs(spec_axes(spec))),
             # JAX batches a shard_map over a mesh axis without this check only.
             check_vma=not traces.spmd_axis_names(),
         )
 
-    def _padded(self, ep: EPHandle, specs: Any, spec: PartitionSpec) -> Any:
+        def run(
+            values: Any, x: Any, mask: Any, input_scale: Any, placement: Any
+        ) -> Any:
+            if quantizes:
+                masters = values["gate_up"], values["down"]
+                made = codes.made(
+                    self.function, self.mesh, by_expert, masters, "fp8_block128", True
+                )
+                values = {**values, "experts": made}
+            if placement is not None:
+                values = places.gathered(placement, values, by_place, self.mesh)
+            return mapped(values, x, mask, input_scale, placement)
+
+        return run
+
+    def _padded(
+        self,
+        ep: EPHandle,
+        names: tuple[str, ...],
+        form: WeightFormat | None,
+        spec: PartitionSpec,
+    ) -> Callable[..., Any]:
         """Returns `_mapped` for any number of tokens: it adds masked ones.
 
         All leading dimensions are flattened first, so that no rank has more than one
@@ -284,10 +453,10 @@ class Layer(Arguments):
         """
         axes = spec_axes(spec)
         flat, whole = PartitionSpec(axes), PartitionSpec()
-        mapped = self._mapped(ep, specs, flat)
+        mapped = self._mapped(ep, names, form, flat)
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def run(values: Any, x: Any, mask: Any, input_scale: Any) -> Any:
+        def run(values: Any, x: Any, mask: Any, *rest: Any) -> Any:
             count = math.prod(x.shape[:-1])
             rows = jnp.reshape(x, (count, x.shape[-1]))
             real = jnp.ones(count, bool) if mask is None else jnp.reshape(mask, count)
@@ -295,7 +464,7 @@ class Layer(Arguments):
             rows = jnp.pad(rows, ((0, missing), (0, 0)))
             real = jnp.pad(real, (0, missing))
             rows, real = self._placed((rows, real), (flat, flat))
-            y, aux = mapped(values, rows, real, input_scale)
+            y, aux = mapped(values, rows, real, *rest)
             y = self._placed(y, whole)
             return y[:count].reshape(x.shape), aux
 
@@ -309,11 +478,16 @@ class Layer(Arguments):
         x: jax.Array,
         mask: Any,
         input_scale: Any,
+        placement: Placement | None,
     ) -> tuple[jax.Array, MoEAux]:
         with errors.told_of(self.function):
             if self.fsdp_axis_name is not None:
                 order, dtype = self.mesh.axis_names, self.config.dtype
-                values = fsdp.gather(self.params(), values, dtype, order, split)
+                layout = self._layouts()[1]
+                values = fsdp.gather(layout, values, dtype, order, split)
+                if "experts" in values:
+                    whole = fsdp.gather_codes(layout, values["experts"])
+                    values["experts"] = whole
             y, aux = moe_ffn(
                 ep,
                 x.reshape(-1, self.config.hidden_size),
@@ -324,6 +498,7 @@ class Layer(Arguments):
                 tp_axis=self.tp_axis_name,
                 experts=self.experts,
                 activation=self.activation,
+                placement=placement,
             )
         return y.reshape(x.shape), aux
 
@@ -364,6 +539,24 @@ class Layer(Arguments):
         return jax.tree.map(
             place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _quantizer(
+    layer: Layer, name: WeightFormat, backward: bool, stages: frozenset[str]
+) -> Callable[..., QuantizedWeights]:
+    """Returns a jitted function of global gate_up and down; once, to compile once.
+
+    `stages` are the axes of surrounding vmaps, which the program is made for.
+    """
+    del stages
+    layout = layer._layouts()[0]
+
+    def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
+        both = gate_up, down
+        return codes.made(layer.function, layer.mesh, layout, both, name, backward)
+
+    return jax.jit(context.under(layer.mesh, run))
 
 
 def refuse_pickling(function: str) -> NoReturn:

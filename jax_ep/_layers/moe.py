@@ -173,6 +173,7 @@ def moe_ffn(
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
     moe_checks.require_taken_codes(experts, params)
+    moe_checks.require_blocks(ep, experts, params, tp_axis)
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:

@@ -17,6 +17,7 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._layers import codes as codes_of
 
 _require = partial(errors.require, function="moe_ffn")
 
@@ -205,6 +206,26 @@ def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
             operand="experts",
             kind=TypeError,
         )
+
+
+def require_blocks(
+    ep: EPHandle, experts: Any, params: Mapping[str, Any], tp_axis: str | None
+) -> None:
+    """Raises unless H and F suit `jax_ep.experts.fp8`, if that is what multiplies."""
+    codes = params.get("experts")
+    form = None if codes is None else codes.format
+    multiple = codes_of.multiple_of(experts, form, ep.config.dispatch_format)
+    down = codes.shapes[1] if codes is not None else jnp.shape(params["down"])
+    hidden = ep.config.hidden_size
+    split = f" (its part on each rank of {tp_axis!r})" if tp_axis else ""
+    _require(
+        hidden % multiple == 0 and down[1] % multiple == 0,
+        rule=f"H and F{split} must be multiples of {multiple} for jax_ep.experts.fp8",
+        value=f"H = {hidden} and F = {down[1]}",
+        remedy="pad the weights with zeros"
+        + (", or split them over fewer ranks" if tp_axis else "")
+        + ", or use jax_ep.experts.auto",
+    )
 
 
 def checked_placement(ep: EPHandle, placement: Any) -> int:

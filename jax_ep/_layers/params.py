@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class Param:
         zeros: whether the initial values are zeros, as those of biases are.
         gathered: a dimension and further axes that shard it, over which it is gathered
             where the parameter is used; or None.
+        dtype: that of codes and scales; None means the layer's `param_dtype`.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Param:
     batch: tuple[int, ...] = ()
     zeros: bool = False
     gathered: tuple[int, tuple[str, ...]] | None = None
+    dtype: Any = None
 
     def initializer(self, mesh: Mesh) -> Any:
         """Returns a `(key, dtype) -> array` that makes the global array, sharded.
@@ -69,23 +71,32 @@ class Param:
         return make
 
 
-def params(
-    config: EPConfig,
-    inner: int,
-    shared: int | None,
-    biases: bool,
-    ep_axes: tuple[str, ...],
-    tp: str | None,
-) -> dict[str, Param]:
-    """Returns the parameters by name, as `jax_ep.moe_ffn` takes them."""
-    experts, hidden = config.num_experts, config.hidden_size
-    ep = ep_axes[0] if len(ep_axes) == 1 else ep_axes
+class Sizes(NamedTuple):
+    """Sizes of a layer: H, F, S or None, E, and whether experts have biases."""
+
+    hidden: int
+    inner: int
+    shared: int | None
+    experts: int
+    biases: bool
+
+
+def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param]:
+    """Returns the parameters by name, as `jax_ep.moe_ffn` takes them.
+
+    Args:
+        sizes: those of the layer.
+        count: first dimension of the experts' weights: E, or the number of places.
+        ep: the entry of a spec that splits this dimension, or None.
+        tp: the tensor axis, or None.
+    """
+    hidden, inner, shared, experts, biases = sizes
     found = {
         "router": Param((hidden, experts), (None, None), (1,), 0),
         "gate_up": Param(
-            (experts, hidden, 2, inner), (ep, None, None, tp), (2, 3), 1, (0,)
+            (count, hidden, 2, inner), (ep, None, None, tp), (2, 3), 1, (0,)
         ),
-        "down": Param((experts, inner, hidden), (ep, tp, None), (2,), 1, (0,)),
+        "down": Param((count, inner, hidden), (ep, tp, None), (2,), 1, (0,)),
     }
     if shared is not None:
         found["shared_gate_up"] = Param(
@@ -98,7 +109,7 @@ def params(
             ("up_bias", inner, tp),
             ("down_bias", hidden, None),
         ):
-            found[name] = Param((experts, size), (ep, axis), (1,), 0, zeros=True)
+            found[name] = Param((count, size), (ep, axis), (1,), 0, zeros=True)
     return found
 
 

@@ -96,7 +96,7 @@ def _run_return(
 ) -> tuple[Weighted, Token]:
     route, rows, row_weights = args
     given = options.summed(ep, rows, route, weight_grads=row_weights)
-    wire = Wire(ep.config.grad_wire, by_entry=False)
+    wire = Wire(ep.config.grad_wire, by_entry=False, gradients=True)
     return transport_of(ep).combine(ep, *given, wire, after)
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep._core import errors
+from jax_ep._core import errors, traces
+from jax_ep._core.arrays import in_bytes
 
 # What a device gathers at a time of weights that are split over devices.
 _CHUNK_BYTES = 256 * 2**20
@@ -47,7 +48,7 @@ def taken(function: str, source: Any, params: Any, experts: int, sharding: Any) 
             repr(found),
             "leave it out to keep that of params",
         )
-        return _moved(jnp.asarray(leaf), source, found)
+        return _moved(jnp.asarray(leaf), source, found, not traces.spmd_axis_names())
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     if sharding is None or isinstance(sharding, NamedSharding):
@@ -67,11 +68,22 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     return found if isinstance(found, NamedSharding) else None
 
 
-@partial(jax.jit, static_argnames="sharding")
+@partial(jax.jit, static_argnames=("sharding", "check_vma"))
 def _moved(
-    array: jax.Array, source: jax.Array, sharding: NamedSharding | None
+    array: jax.Array,
+    source: jax.Array,
+    sharding: NamedSharding | None,
+    check_vma: bool,
 ) -> jax.Array:
-    """Takes entries of dimension `source.ndim - 1`."""
+    """Takes entries of dimension `source.ndim - 1`.
+
+    `check_vma` is False inside a `vmap` over a mesh axis, where JAX demands it.
+    """
+    dtype = array.dtype
+    array = in_bytes(array)
+    if array.dtype != dtype:
+        found = _moved(array, source, sharding, check_vma)
+        return jax.lax.bitcast_convert_type(found, dtype)
     if sharding is None:
         return _taken(array, source)
     at = source.ndim - 1
@@ -94,6 +106,7 @@ def _moved(
         mesh=sharding.mesh,
         in_specs=(before, PartitionSpec(*spec[:at], None)),
         out_specs=after,
+        check_vma=check_vma,
     )(array, source)
 
 

@@ -132,6 +132,12 @@ def close_shared_handles() -> None:
             group.close()
 
 
+def open_handles() -> list[EPHandle]:
+    """Returns the shared handles that are open in this process, in their order."""
+    with _lock:
+        return [ep for ep in _handles.values() if not ep.closed]
+
+
 def _made(key: Any, make: Any) -> EPHandle:
     """Returns the handle of `key`, which the first thread to come here makes."""
     with _making:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep import formats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -100,10 +101,18 @@ class Wire(NamedTuple):
         format: a dtype, or a quantised format.
         by_entry: whether each row is sent by itself, to be weighted at the source. The
             tables are then those of tokens with one row each.
+        gradients: whether rows are gradients, of which formats keep smaller ones.
     """
 
     format: str
     by_entry: bool
+    gradients: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """What custom calls take as `combine_dtype`; `WireName` in C++ reads it."""
+        quantized = self.format in formats.names()
+        return self.format + " of gradients" * (self.gradients and quantized)
 
 
 class Transport(abc.ABC):

@@ -234,7 +234,7 @@ class Collective(Transport):
                 "key": ep.key,
                 "site": site(),
                 "in_halves": in_halves,
-                "combine_dtype": wire.format,
+                "combine_dtype": wire.attribute,
             },
         ).send
 
@@ -279,7 +279,7 @@ def _combine_unpack(
             "key": ep.key,
             "by_entry": wire.by_entry,
             "with_weight_grads": with_weight_grads,
-            "combine_dtype": wire.format,
+            "combine_dtype": wire.attribute,
         },
     )
     return unpacked.output, unpacked.weight_grads

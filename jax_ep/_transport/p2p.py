@@ -203,7 +203,7 @@ class P2P(Transport):
                 "key": ep.key,
                 "site": site(),
                 "by_entry": wire.by_entry or alone,
-                "combine_dtype": wire.format,
+                "combine_dtype": wire.attribute,
             },
         )
         return (combined.output, combined.weight_grads), (combined.done,)
@@ -228,7 +228,7 @@ class P2P(Transport):
                     "key": ep.key,
                     "site": site(),
                     "by_entry": wire.by_entry or _alone(ep, rows.row_of),
-                    "combine_dtype": wire.format,
+                    "combine_dtype": wire.attribute,
                 },
             )
         )
@@ -261,7 +261,7 @@ class P2P(Transport):
                 "key": ep.key,
                 "ranks": ep.route_ranks,
                 "by_entry": wire.by_entry or _alone(ep, sums.slot_of),
-                "combine_dtype": wire.format,
+                "combine_dtype": wire.attribute,
             },
         )
         return placed.output, (placed.done,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,24 @@ except ModuleNotFoundError as _error:
     ) from _error
 
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport
+from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import params as _layer_params
 from jax_ep._layers.layer import Layer
 from jax_ep._layers.moe import MoEAux
-from jax_ep.experts import Activation
+from jax_ep.experts import Activation, QuantizedWeights
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
-__all__ = ["MoE", "RouterBias"]
+__all__ = ["Codes", "MoE", "RouterBias"]
 
 
 class RouterBias(nnx.Variable):
     """The bias of `jax_ep.router.route`; not a Param, so optimisers skip it."""
+
+
+class Codes(nnx.Variable[jax.Array]):
+    """Codes or scales of weights; not a Param, so optimisers skip them."""
 
 
 class MoE(nnx.Module):
@@ -42,7 +47,10 @@ class MoE(nnx.Module):
     loads on a mesh of any ep_size.
 
     Attributes:
-        router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`.
+        router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`. With
+            a `weights_format`, gate_up and down are `Codes`, shaped as in a
+            `jax_ep.experts.QuantizedWeights`.
+        gate_up_scales, down_scales: `Codes` of a `weights_format`, or None.
         shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
         gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
             None.
@@ -76,6 +84,8 @@ class MoE(nnx.Module):
         experts: ExpertsFunction | None = None,
         activation: Activation | None = None,
         expert_bias: bool = False,
+        num_slots: int | None = None,
+        weights_format: WeightFormat | None = None,
         ep: EPHandle | None = None,
     ) -> None:
         """Makes the parameters, and the handle unless one is given.
@@ -107,11 +117,20 @@ class MoE(nnx.Module):
             spec: sharding of `[..., hidden]`, for example `P("dp", "ep", None)`; None
                 shards dimension 0 over all axes except tp_axis_name.
             transport: as in `jax_ep.init`.
-            experts: one of `jax_ep.experts`, or a function as in `jax_ep.moe_ffn`.
+            experts: one of `jax_ep.experts`, or a function as in `jax_ep.moe_ffn`. With
+                `jax_ep.experts.fp8` the weights are quantised in each call, unless it
+                is given `quantized`.
             activation: a hashable function of (gate, up) for all experts, the shared
                 one included; None means `silu(gate) * up`.
             expert_bias: whether the routed experts have the biases "gate_bias",
                 "up_bias" and "down_bias", which start at zero.
+            num_slots: number of places for experts, a multiple of the EP group's size
+                and at least E; None means E. Which experts they hold is the argument
+                `placement` of each call.
+            weights_format: "fp8_block128" or "mxfp4" holds codes in place of the
+                experts' weights, for inference; `quantized` makes such a layer from a
+                trained one. None holds weights. `experts` is then
+                `jax_ep.experts.fp8` by default.
             ep: a handle of your own; None shares one among layers of equal sizes.
 
         Raises:
@@ -135,8 +154,13 @@ class MoE(nnx.Module):
             return param(name) if name in params else None
 
         self.router: nnx.Param[jax.Array] = param("router")
-        self.gate_up: nnx.Param[jax.Array] = param("gate_up")
-        self.down: nnx.Param[jax.Array] = param("down")
+        self.gate_up_scales: Codes | None = None
+        self.down_scales: Codes | None = None
+        if weights_format is None:
+            self.gate_up: nnx.Param[jax.Array] | Codes = param("gate_up")
+            self.down: nnx.Param[jax.Array] | Codes = param("down")
+        else:
+            self._hold(self._layer.initial_codes(rngs.params, made))
         self.shared_gate_up: nnx.Param[jax.Array] | None = optional("shared_gate_up")
         self.shared_down: nnx.Param[jax.Array] | None = optional("shared_down")
         self.gate_bias: nnx.Param[jax.Array] | None = optional("gate_bias")
@@ -150,6 +174,60 @@ class MoE(nnx.Module):
             else None
         )
 
+    def _hold(self, codes: QuantizedWeights) -> None:
+        """Keeps codes in place of the weights."""
+        params, mesh = self._layer.params(), self._layer.mesh
+
+        def code(name: str) -> Codes:
+            spec = params[name].spec
+            made = Codes(getattr(codes, name), out_sharding=spec, mesh=mesh)
+            # Where None was before, Flax asks whether this is an array.
+            return nnx.data(made)
+
+        self.gate_up, self.gate_up_scales = code("gate_up"), code("gate_up_scales")
+        self.down, self.down_scales = code("down"), code("down_scales")
+
+    def quantize_weights(
+        self, format: WeightFormat = "fp8_block128", backward: bool = False
+    ) -> QuantizedWeights:
+        """Returns the experts' weights as codes, for the argument `quantized` of calls.
+
+        Quantise once per step if the layer is called several times in it: for
+        microbatches, or again by `nnx.remat`. Each rank quantises its own part.
+
+        Args:
+            format: as in `jax_ep.experts.quantize_weights`.
+            backward: whether gradients will be taken with these codes.
+
+        Returns:
+            Global arrays, sharded like the weights.
+
+        Raises:
+            ValueError, TypeError: for the reasons of
+                `jax_ep.experts.quantize_weights`, of which H and F are those of a
+                rank's part; or the layer holds codes already.
+        """
+        masters = self.gate_up.get_value(), self.down.get_value()
+        return self._layer.quantize_weights(*masters, format, backward)
+
+    def quantized(self, format: WeightFormat = "fp8_block128") -> Self:
+        """Returns a copy for inference, with codes in place of the experts' weights.
+
+        It is what the constructor makes with `weights_format=format`. Other parameters
+        are the same arrays, in variables of their own.
+
+        Args:
+            format: "fp8_block128" or "mxfp4".
+
+        Raises:
+            ValueError, TypeError: as in `quantize_weights`.
+        """
+        codes = self.quantize_weights(format)
+        copy = nnx.merge(*nnx.split(self))
+        copy._layer = self._layer.with_codes(format)
+        copy._hold(codes)
+        return copy
+
     @overload
     def __call__(
         self,
@@ -157,6 +235,8 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: Literal[False] = False,
     ) -> jax.Array: ...
 
@@ -167,6 +247,8 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: Literal[True],
     ) -> tuple[jax.Array, MoEAux]: ...
 
@@ -177,6 +259,8 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: bool,
     ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
 
@@ -186,6 +270,8 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer.
@@ -195,6 +281,13 @@ class MoE(nnx.Module):
             mask: bool `[...]`, False for padding tokens.
             input_scale: float32 `[]` or `[1]`, the global scale of dispatch_format
                 "nvfp4", as in `jax_ep.dispatch`; None means 1.
+            placement: which of the E experts each of the num_slots places holds
+                (`jax_ep.placement`). Parameters stay those of E experts; their weights
+                are gathered to the places, and gradients of copies are summed. Another
+                placement compiles nothing. None puts expert e at place e, or spreads
+                experts over the places evenly if there are more of these.
+            quantized: what `quantize_weights` returned. The codes multiply, and the
+                weights get the gradients.
             return_aux: whether to return a `jax_ep.MoEAux`, too.
 
         Returns:
@@ -210,5 +303,6 @@ class MoE(nnx.Module):
             names.append("router_bias")
         # get_value(), because [...] fails in Flax if a value is a ShapeDtypeStruct.
         params = {name: getattr(self, name).get_value() for name in names}
-        y, aux = self._layer.apply(self.ep, params, x, mask, input_scale)
+        options = mask, input_scale, placement, quantized
+        y, aux = self._layer.apply(self.ep, params, x, *options)
         return (y, aux) if return_aux else y

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self, overload
 
 import jax
@@ -12,12 +13,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport
+from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import layer as _layer
 from jax_ep._layers import params as _layer_params
+from jax_ep._layers.codes import FIELDS
 from jax_ep._layers.moe import MoEAux
-from jax_ep.experts import Activation
+from jax_ep.experts import Activation, QuantizedWeights
+from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE"]
@@ -29,8 +32,9 @@ class MoE(nn.Module):
     Fields are the arguments of `jax_ep.flax.MoE`. Parameters have the same names,
     except that `router` is called `router_kernel`; they are `nn.Partitioned` and
     created sharded over the mesh. The bias, if any, is "bias" in collection
-    "router_state". Losses are sown into collection "losses", if it is mutable, as
-    "balance_loss" and "z_loss".
+    "router_state". With a `weights_format`, codes and scales are in collection "codes":
+    "gate_up", "gate_up_scales", "down" and "down_scales". Losses are sown into
+    collection "losses", if it is mutable, as "balance_loss" and "z_loss".
     """
 
     mesh: Mesh
@@ -55,6 +59,8 @@ class MoE(nn.Module):
     experts: ExpertsFunction | None = None
     activation: Activation | None = None
     expert_bias: bool = False
+    num_slots: int | None = None
+    weights_format: WeightFormat | None = None
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -65,6 +71,54 @@ class MoE(nn.Module):
         """Returns a clone that shares the mesh and the handle."""
         return self.clone()
 
+    @nn.nowrap
+    def quantize_weights(
+        self,
+        params: Mapping[str, Any],
+        format: WeightFormat = "fp8_block128",
+        backward: bool = False,
+    ) -> QuantizedWeights:
+        """Returns the experts' weights as codes; see `jax_ep.flax.MoE`.
+
+        Args:
+            params: this layer's `variables["params"]`, boxed or not.
+            format: as in `jax_ep.experts.quantize_weights`.
+            backward: whether gradients will be taken with these codes.
+
+        Raises:
+            ValueError, TypeError: as in `jax_ep.flax.MoE.quantize_weights`.
+        """
+        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
+        whole = nn.unbox(params)
+        return layer.quantize_weights(whole["gate_up"], whole["down"], format, backward)
+
+    @nn.nowrap
+    def quantized(
+        self, variables: Mapping[str, Any], format: WeightFormat = "fp8_block128"
+    ) -> tuple[Self, dict[str, Any]]:
+        """Returns a layer for inference, with codes in place of the experts' weights.
+
+        Args:
+            variables: those of this layer, with "params", boxed or not.
+            format: "fp8_block128" or "mxfp4".
+
+        Returns:
+            The layer with `weights_format=format`, and its variables, unboxed.
+
+        Raises:
+            ValueError, TypeError: as in `jax_ep.flax.MoE.quantize_weights`.
+        """
+        whole = nn.unbox(dict(variables))
+        codes = self.quantize_weights(whole["params"], format)
+        rest = {
+            name: value
+            for name, value in whole["params"].items()
+            if name not in ("gate_up", "down")
+        }
+        held = {name: getattr(codes, name) for name in FIELDS}
+        found = {**whole, "params": rest, "codes": held}
+        return self.clone(weights_format=format), found
+
     @overload
     def __call__(
         self,
@@ -72,6 +126,8 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: Literal[False] = False,
     ) -> jax.Array: ...
 
@@ -82,6 +138,8 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: Literal[True],
     ) -> tuple[jax.Array, MoEAux]: ...
 
@@ -92,6 +150,8 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: bool,
     ) -> jax.Array | tuple[jax.Array, MoEAux]: ...
 
@@ -102,13 +162,24 @@ class MoE(nn.Module):
         *,
         mask: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
+        placement: Placement | None = None,
+        quantized: QuantizedWeights | None = None,
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
         layer = _layer.Layer.of("flax.linen.MoE", vars(self))
         dtype = _layer_params.param_dtype("flax.linen.MoE", self.param_dtype)
         params = {}
+        drawn = functools.cache(
+            lambda: layer.initial_codes(lambda: self.make_rng("params"), dtype)
+        )
         for name, param in layer.params().items():
+            if param.dtype is not None:
+                start = nn.with_partitioning(
+                    functools.partial(_field, drawn, name), param.spec, mesh=self.mesh
+                )
+                params[name] = self.variable("codes", name, start).value
+                continue
             make = nn.with_partitioning(
                 layer.initializer(name), param.spec, mesh=self.mesh
             )
@@ -120,11 +191,16 @@ class MoE(nn.Module):
             )
             params["router_bias"] = bias.value
         ep = layer.handle(self.ep)
-        y, aux = layer.apply(ep, params, x, mask, input_scale)
+        options = mask, input_scale, placement, quantized
+        y, aux = layer.apply(ep, params, x, *options)
         if not self.is_initializing():
             self.sow("losses", "balance_loss", aux.balance_loss)
             self.sow("losses", "z_loss", aux.z_loss)
         return (y, aux) if return_aux else y
+
+
+def _field(codes: Callable[[], QuantizedWeights], name: str) -> jax.Array:
+    return getattr(codes(), name)
 
 
 _PARAM_NAMES = {"router": "router_kernel"}

@@ -253,7 +253,8 @@ class Reference {
           from.source < 0
               ? zeros
               : world_
-                    .Code(rank(from.source).tokens.data() + from.token * shape().row_bytes(), 1.0f)
+                    .Code(rank(from.source).tokens.data() + from.token * shape().row_bytes(),
+                          world_.route_input_scale())
                     .elements;
       CHECK(std::memcmp(rows.data() + row * shape().row_bytes(), want.data(), bytes) == 0);
     }

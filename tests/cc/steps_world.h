@@ -276,6 +276,11 @@ class World {
   struct Coded {
     std::vector<uint8_t> payload, scales, elements;
   };
+  float route_input_scale() const {
+    float found = kNoInputScale;
+    OfFormat([&]<typename Format>(Format) { found = kRouteInputScale<Format>; });
+    return found;
+  }
   Coded Code(const uint8_t* token, float input_scale) const {
     Coded coded{std::vector<uint8_t>(static_cast<size_t>(payload_bytes)),
                 std::vector<uint8_t>(static_cast<size_t>(scale_bytes)),

@@ -313,6 +313,47 @@ def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
     assert "no windows: p2p and shmem serve at most 32 ranks, got 64" in said
 
 
+def test_shared_handles(only_memory, capsys):
+    """Those of a program's batch shapes from sizes, and those that are open here."""
+    asked = ["doctor", "--tokens", "64", "512", "--hidden", "1024"]
+    sizes = ["--experts", "32", "--ranks"]
+
+    def told(*options):
+        jax_ep.close_shared_handles()
+        assert main.main([*asked, *sizes, *options]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert main.main([*asked, *sizes, "16", "--ranks-per-node", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    handles = found["shared_handles"]
+    assert [e["max_tokens_per_rank"] for e in handles["estimate"]] == [64, 512]
+    small, large = (each["bytes"] for each in handles["estimate"])
+    assert large["p2p"] == found["memory"]["p2p_windows"] > 4 * small["p2p"] > 0
+    assert large["shmem"] > large["p2p"]
+    assert small["collective"] == large["collective"] == 0
+    said = told("16")
+    assert "nothing on collective; on p2p" in said
+    assert f" {(small['p2p'] + large['p2p']) / 1e6:,.0f} MB in all" in said
+    assert "open in this process" not in said
+    assert "on p2p" not in told("32", "--experts", "64", "--ranks", "64")
+
+    mesh = helpers.make_mesh(2)
+    for tokens in (24, 40):
+        config = helpers.make_config(max_tokens_per_rank=tokens)
+        own = jax_ep.shared_handle(mesh, "ep", config, helpers.TRANSPORT)
+    handles = findings.opened()
+    assert [each["max_tokens_per_rank"] for each in handles] == [24, 40]
+    assert handles[1]["bytes"] == own.buffer_bytes
+    assert main.main([*asked, *sizes, "16"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("open in this process") == 2
+    assert f"{own.transport} over 2 ranks, max_tokens_per_rank 40" in said
+    own.close()
+    assert len(findings.opened()) == 1
+    jax_ep.close_shared_handles()
+    assert findings.opened() == []
+
+
 def test_nodes_divide_the_group_by_themselves_too(only_memory, capsys):
     """Where nobody says how large they are: as many devices as here, or fewer."""
     here = jax.local_device_count()

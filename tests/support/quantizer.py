@@ -49,9 +49,9 @@ def _exponent(bits: np.ndarray, add: int, less: int) -> np.ndarray:
 
 
 def quantize(
-    tokens: np.ndarray, name: str, input_scale: float = 1.0
+    tokens: np.ndarray, name: str, input_scale: float = 1.0, floor: float = 1e-4
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Payload and scales of tokens `[..., H]`."""
+    """Payload and scales of tokens `[..., H]`; `floor` is the least amax of a block."""
     x = np.asarray(tokens).astype(F32)
     blocks = x.reshape(*x.shape[:-1], -1, BLOCKS[name])
     bad = ~np.isfinite(blocks).all(axis=-1)
@@ -59,7 +59,7 @@ def quantize(
     amax = np.abs(blocks).max(axis=-1)
     with np.errstate(all="ignore"):
         if name == "fp8_block128":
-            scales = np.maximum(amax, F32(1e-4)) / F32(448)
+            scales = np.maximum(amax, F32(floor)) / F32(448)
             codes = codes_of(blocks / scales[..., None], E4M3, 448)
             scales.view(np.uint32)[bad] = NAN_BITS
         elif name == "nvfp4":

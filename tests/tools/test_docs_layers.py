@@ -38,6 +38,8 @@ def test_layers_page_runs(tmp_path):
     assert np.isfinite(np.asarray(names["hash_y"], np.float32)).all()
     assert names["one_token"].shape == (1, 1, 64)
     assert names["biased"].down_bias[...].shape == (2 * names["devices"], 64)
+    assert np.diff(names["placement"].offsets).sum() == 3 * names["devices"]
+    assert names["seen"].expert_rows.sum() == 2 * 32 * names["devices"]
     names["ep"].close()
     assert names["result"].shape == names["x"].shape
     assert not np.any(names["dropped"])

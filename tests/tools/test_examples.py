@@ -177,3 +177,24 @@ def test_what_is_the_same_curve(changes, same, monkeypatch):
     curves = {"dense": [5.0] * 9, "flax": [5.0] * 9}
     record = {"curves": curves, "alike": {"flax": 9}, "norms": {"flax": 1e-7}}
     assert train.same_curve(record | changes, "flax") is same
+
+
+@pytest.mark.multiprocess
+def test_training_in_fp8(tmp_path):
+    """It ends where bfloat16 does; every parameter's gradient points the same way."""
+    for name in ("flax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    path = tmp_path / "run.json"
+    done = run("train_fp8.py", "--quick", "--steps", "4", "--json", str(path))
+    record = json.loads(path.read_text())
+    curves = record["curves"]
+    assert curves["fp8"] != curves["bf16"]
+    np.testing.assert_allclose(curves["fp8"], curves["bf16"], rtol=0.01)
+    assert curves["fp8"][-1] < curves["fp8"][0] - 1
+    for each in record["cosines"].values():
+        assert len(each) == 11
+        assert 0.98 < min(each.values()) < max(each.values()) < 1
+    assert done.returncode == (abs(record["gaps"]["fp8"]) > 2.5e-3), (
+        done.stdout + done.stderr
+    )

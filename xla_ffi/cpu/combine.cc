@@ -19,11 +19,13 @@ static_assert(kSumElements % 128 == 0);  // the largest block of a format
 
 // A run of sums to a message and back to what is added up. `first` is the run's first element.
 template <typename Wire>
-void Put(const float* sum, int64_t first, int64_t count, uint8_t* row, uint8_t* scales) {
+void Put(const float* sum, int64_t first, int64_t count, float input_scale, uint8_t* row,
+         uint8_t* scales) {
   if constexpr (QuantizedFormat<Wire>) {
-    QuantizeRow(Wire{}, sum, count, kNoInputScale, row + Wire::PayloadBytes(first, 0),
+    QuantizeRow(Wire{}, sum, count, input_scale, row + Wire::PayloadBytes(first, 0),
                 scales + Wire::ScaleBytes(first));
   } else {
+    static_cast<void>(input_scale);
     static_cast<void>(scales);
     Round(reinterpret_cast<Wire*>(row) + first, sum, count);
   }
@@ -57,7 +59,7 @@ void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, c
       Accumulate(sum, static_cast<const Element*>(step.expert_out) + row * shape.hidden + begin,
                  weight, count);
     }
-    Put<Wire>(sum, begin, count, to + message.row, to + message.scales);
+    Put<Wire>(sum, begin, count, step.input_scale, to + message.row, to + message.scales);
   }
 }
 

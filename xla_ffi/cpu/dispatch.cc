@@ -333,7 +333,7 @@ RowTask CachedPack(const CachedPackStep& step) {
     for (int64_t token = begin; token < end; ++token) {
       bool made = false;
       ForEachSlot(shape, step.slot_of + token * shape.top_k, [&](int32_t slot, int64_t) {
-        if (!made) encoder.Make(step.tokens, step.element, token, kNoInputScale);
+        if (!made) encoder.Make(step.tokens, step.element, token, kRouteInputScale<Format>);
         made = true;
         uint8_t* to_region = step.send + (slot / shape.tokens) * region.bytes;
         to_region[region.sent + slot % shape.tokens] = 1;

@@ -225,16 +225,18 @@ inline EpShape ShapeOf(const CallState& call) {
           .expert_alignment = call.expert_alignment};
 }
 
-// What a combine's sums travel as: `name` is a dtype or a format.
+// What a combine's sums travel as: `wire` is a dtype, or a format as WireName reads it.
 template <typename Step>
-void SetWire(Checker& check, std::string_view name, Step& step) {
+void SetWire(Checker& check, std::string_view wire, Step& step) {
+  const auto [name, input_scale] = WireName::Of(wire);
+  if constexpr (requires { step.input_scale; }) step.input_scale = input_scale;
   step.quantized = WireFormatNumber(name);
   step.wire = name == "bfloat16"  ? ElementType::kBFloat16
               : name == "float16" ? ElementType::kFloat16
                                   : ElementType::kFloat32;
   if (step.quantized == 0) {
     if (step.wire == ElementType::kFloat32 && name != "float32") {
-      check.Fail("unknown combine_dtype " + std::string(name));
+      check.Fail("unknown combine_dtype " + std::string(wire));
     }
     return;
   }

@@ -21,6 +21,21 @@ struct FirstOf {
 using CombineFormat = FirstOf<void JAX_EP_WIRE_FORMATS(JAX_EP_NEXT)>::type;
 #undef JAX_EP_NEXT
 
+// What follows the name of a wire format where the sums are gradients.
+inline constexpr std::string_view kGradientsSuffix = " of gradients";
+
+// The name without that suffix, and what the format takes as its input_scale.
+struct WireName {
+  std::string_view name;
+  float input_scale;
+
+  static WireName Of(std::string_view name) {
+    if (!name.ends_with(kGradientsSuffix)) return {name, kNoInputScale};
+    name.remove_suffix(kGradientsSuffix.size());
+    return {name, kOfGradients};
+  }
+};
+
 // `quantized` of a step: which wire format of the registry it is, from 1 on, or 0 for elements.
 inline int32_t WireFormatNumber(std::string_view name) {
   int32_t number = 0, found = 0;

@@ -16,8 +16,10 @@ struct Fp8Block128Format : BlockSizes<E4M3, float, 128> {
   static constexpr bool kTakesInputScale = false;
   static constexpr bool kDivides = true;
 
-  JAX_EP_HOST_DEVICE static float ScaleOf(uint32_t amax_bits, float) {
-    const uint32_t least = 0x38D1B717;  // 1e-4: keeps the scales of tiny blocks normal
+  // `input_scale` is kNoInputScale or kOfGradients.
+  JAX_EP_HOST_DEVICE static float ScaleOf(uint32_t amax_bits, float input_scale) {
+    // 1e-4 or 2^-80: keeps the scales of tiny blocks normal.
+    const uint32_t least = input_scale == kOfGradients ? 0x17800000 : 0x38D1B717;
     // Bits of positive floats are in the order of the floats.
     const float amax = BitsFloat(amax_bits < least ? least : amax_bits);
     return amax_bits >= 0x7F800000u ? BitsFloat(0x7FC00000u) : DivideBy<448>(amax);

@@ -34,6 +34,12 @@ int64_t PayloadBytes(const EpShape& shape) {
 
 // Of what travels along a known route, which has no scale of its own.
 inline constexpr float kNoInputScale = 1.0f;
+// In its place where gradients travel: wire formats then take blocks down to an amax of 2^-80 as
+// they are, because the gradients of a mean over many tokens are often below 1e-8.
+inline constexpr float kOfGradients = 0x1p-80f;
+// What a format takes along a known route: what travels quantised there are gradients.
+template <typename Format>
+inline constexpr float kRouteInputScale = Format::kTakesInputScale ? kNoInputScale : kOfGradients;
 
 // A format that makes codes and scales of blocks. A value x of a block is
 //   Code::Encode(Scaled<F>(x, F::FactorOf(scale, input_scale))),

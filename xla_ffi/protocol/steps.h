@@ -141,6 +141,7 @@ struct CombinePackStep {
   const int32_t* slot_counts;  // [R]
   uint8_t* send;               // [R, CombineRegion]
   RegionTag tag{};
+  float input_scale = 1.0f;  // kNoInputScale or kOfGradients
 };
 
 // reduce at the source: the ranks' sums, in ascending order of ranks -> tokens. With `by_entry`

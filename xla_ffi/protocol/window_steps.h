@@ -70,6 +70,7 @@ struct WindowCombineStep {
   const float* entry_weights = nullptr;
   const void* shared_rows = nullptr;
   const int32_t* shared_part = nullptr;
+  float input_scale = 1.0f;  // kNoInputScale or kOfGradients
 
   bool has_options() const { return by_entry || shared_rows != nullptr; }
   // The most that one rank sends another.

@@ -33,6 +33,7 @@ _EXAMPLES = """\
 examples:
   jax-ep doctor
   jax-ep doctor --experts 64 --hidden 4096 --capacity-factor 1.25
+  jax-ep doctor --tokens 4096 64  handles for two batch shapes
   jax-ep doctor --ranks 32  a group larger than this machine
   jax-ep doctor --ranks 32 --ranks-per-node 4  the same over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
@@ -57,7 +58,6 @@ def add(commands: Any) -> None:
         ("experts", 256, "num_experts"),
         ("top-k", 8, "top_k"),
         ("hidden", 7168, "hidden_size"),
-        ("tokens", 4096, "max_tokens_per_rank"),
     ):
         layer.add_argument(
             f"--{name}",
@@ -66,6 +66,15 @@ def add(commands: Any) -> None:
             metavar="N",
             help=f"{text} (default {default})",
         )
+    layer.add_argument(
+        "--tokens",
+        type=count,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="max_tokens_per_rank (default 4096). Of several, those of a program's "
+        "batch shapes, each has a shared handle; other lines are for the largest",
+    )
     layer.add_argument(
         "--ranks",
         type=count,
@@ -149,7 +158,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             num_experts=args.experts,
             top_k=args.top_k,
             hidden_size=args.hidden,
-            max_tokens_per_rank=args.tokens,
+            max_tokens_per_rank=max(args.tokens),
             dtype=args.dtype,
             dispatch_format=args.format,
             combine_format=args.combine_format,
@@ -166,7 +175,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         ranks = args.ranks or findings.group_size(args.experts)
         if problem := nodes_problem(ranks, args.ranks_per_node):
             parser.error(problem)
-    found = findings.silent_examine(config, args.ranks)
+    found = findings.silent_examine(config, args.ranks, args.tokens)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -196,6 +205,7 @@ def report(found: dict[str, Any]) -> list[str]:
         lines += entry(name, f"{state}: {told['why']}{test}")
     if "memory" in found:
         lines += _memory_lines(found["memory"])
+        lines += _handle_lines(found["shared_handles"])
     for text in found["problems"]:
         lines += entry("PROBLEM", text)
     for text in found["advice"]:
@@ -247,6 +257,49 @@ def _memory_lines(sizes: dict[str, Any]) -> list[str]:
     elif isinstance(windows, str):
         lines += entry("", f"no window of p2p: {windows}")
     return lines
+
+
+def _handle_lines(handles: dict[str, Any]) -> list[str]:
+    """Says what shared handles keep, those that are open and those of the options."""
+    lines = []
+    total = sum(each["bytes"] for each in handles["open"])
+    for each in handles["open"]:
+        lines += entry(
+            "" if lines else "handles",
+            f"open in this process: {_megabytes(each['bytes'])} per device, "
+            f"{each['transport']} over {each['ranks']} ranks, max_tokens_per_rank "
+            f"{each['max_tokens_per_rank']:,}, {each['num_experts']} experts, "
+            f"hidden_size {each['hidden_size']:,}, {each['dispatch_format']}",
+        )
+    if len(handles["open"]) > 1:
+        lines += entry("", f"{_megabytes(total)} per device in all")
+    lines += entry(
+        "" if lines else "handles",
+        "layers of equal sizes share one, and apply_experts opens one per batch shape. "
+        "Until jax_ep.close_shared_handles() it keeps per device "
+        + "; ".join(_kept(handles["estimate"])),
+    )
+    return lines
+
+
+def _kept(handles: list[dict[str, Any]]) -> list[str]:
+    """Says for each transport what handles keep, and all of them together."""
+    found = []
+    for name in handles[0]["bytes"]:
+        sizes = [handle["bytes"][name] for handle in handles]
+        if None in sizes:
+            continue
+        if not any(sizes):
+            found.append(f"nothing on {name}")
+            continue
+        told = " and ".join(
+            f"{_megabytes(size)} with max_tokens_per_rank "
+            f"{handle['max_tokens_per_rank']:,}"
+            for size, handle in zip(sizes, handles, strict=True)
+        )
+        whole = f", {_megabytes(sum(sizes))} in all" if len(sizes) > 1 else ""
+        found.append(f"on {name} {told}{whole}")
+    return found
 
 
 def _megabytes(count: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,13 +23,26 @@ from jax_ep._native import ffi, loader, plugins
 from jax_ep._peers import nvshmem, topology
 from jax_ep._peers import windows as _windows
 from jax_ep._peers.rendezvous import Rendezvous
+from jax_ep._setup import shared
 from jax_ep._transport import by_name, select
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+# Fields of a config by which a shared handle is told from others.
+_TOLD = (
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "max_tokens_per_rank",
+    "dispatch_format",
+)
 _NO_DEVICES = 8  # default number of ranks if there are no devices to count
 
 
-def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]:
+def examine(
+    config: jax_ep.EPConfig,
+    ranks: int | None = None,
+    tokens: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """Returns all findings as JSON types.
 
     Args:
@@ -35,6 +50,7 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
             ranks_per_node sets shmem's nodes; None means as many as there are devices,
             or the largest smaller number that divides the ranks.
         ranks: size of the EP group to count memory for; None means `group_size`.
+        tokens: the T of each shared handle to count; None means that of the config.
     """
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
     devices, problem = local_devices()
@@ -55,6 +71,10 @@ def examine(config: jax_ep.EPConfig, ranks: int | None = None) -> dict[str, Any]
         "p2p_windows": windows,
         "ranks_per_node": node,
         "shmem_windows": window_bytes(config, group, node),
+    }
+    found["shared_handles"] = {
+        "open": opened(),
+        "estimate": estimated(config, group, node, tokens),
     }
     tests = [entry["test"] for entry in entries.values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
@@ -243,6 +263,40 @@ def memory(config: jax_ep.EPConfig, ranks: int) -> dict[str, Any]:
         "exchange": 2 * ranks * max(there, back),
         "worst_case": config.recv_capacity is None and config.capacity_factor is None,
     }
+
+
+def opened() -> list[dict[str, Any]]:
+    """Returns the shared handles of this process, with the bytes that each keeps."""
+    return [
+        {
+            "transport": ep.transport,
+            "ranks": ep.ep_size,
+            **{name: getattr(ep.config, name) for name in _TOLD},
+            "recv_capacity": ep.recv_capacity,
+            "bytes": ep.buffer_bytes,
+        }
+        for ep in shared.open_handles()
+    ]
+
+
+def estimated(
+    config: jax_ep.EPConfig,
+    ranks: int,
+    node: int,
+    tokens: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns what a shared handle for each T would keep per device while it is open.
+
+    Transport collective keeps nothing. None stands for a group that is too large.
+    """
+    found = []
+    for count in tokens or [config.max_tokens_per_rank]:
+        own = dataclasses.replace(config, max_tokens_per_rank=count)
+        kept = {"collective": 0, "p2p": window_bytes(own, ranks)}
+        if ranks > node:
+            kept["shmem"] = window_bytes(own, ranks, node)
+        found.append({"max_tokens_per_rank": count, "bytes": kept})
+    return found
 
 
 def window_bytes(

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         loaded.Load(base + row * row_bytes);
       });
       if constexpr (QuantizedFormat<Wire>) {
-        const auto encoded = EncodedVector<Wire, kCount>::Of(sum, kNoInputScale);
+        const auto encoded = EncodedVector<Wire, kCount>::Of(sum, step.input_scale);
         if (in_row) encoded.Store(to + message.row, to + message.scales, vector);
       } else if (in_row) {
         Elements<Wire, kCount>::Round(sum).Store(to + message.row +

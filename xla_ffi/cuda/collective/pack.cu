@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (lane >= step.num_weights) return;
       FloatAt(to, message.weight)[lane] = step.weights[token * step.num_weights + lane];
     };
-    SendToken<Part>(shape, step.tokens, shape.row_bytes(), step.slot_of, message, kNoInputScale,
-                    token, part, message_at, annotate);
+    SendToken<Part>(shape, step.tokens, shape.row_bytes(), step.slot_of, message,
+                    kRouteInputScale<Part>, token, part, message_at, annotate);
   });
 }
 

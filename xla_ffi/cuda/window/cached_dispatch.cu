@@ -547,7 +547,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   bool ok = call.Join();
   if (ok && helps) {
     if constexpr (kHelperWarps<Format> != 0) {
-      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, nullptr);
+      ok = HelpSenders<Format, kRouteInputScale<Format>>(call, plan.encode, memory.jobs, nullptr);
       if (ok) HelpReceivers<Format>(plan, step, memory.jobs);
     }
   } else if (ok) {
@@ -580,7 +580,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
   bool ok = call.Join();
   if (ok && helps) {
     if constexpr (kHelperWarps<Format> != 0) {
-      ok = HelpSenders<Format>(call, plan.encode, memory.jobs, nullptr);
+      ok = HelpSenders<Format, kRouteInputScale<Format>>(call, plan.encode, memory.jobs, nullptr);
     }
   } else if (ok) {
     CachedWorker<Format> worker(step, plan, call, stages, memory.zeros, memory.jobs);

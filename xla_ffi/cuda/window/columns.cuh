@@ -212,11 +212,11 @@ struct Columns<Format, kCount, kColumns> {
 
   // Called by the whole warp; lanes with `in_row` false store nothing.
   __device__ __forceinline__ static void Store(const ColumnSums<kCount, kColumns>& sums,
-                                               uint8_t* to, int32_t to_scale, int column,
-                                               bool in_row) {
+                                               float input_scale, uint8_t* to, int32_t to_scale,
+                                               int column, bool in_row) {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const auto encoded = EncodedVector<Format, kCount>::Of(sums[i], kNoInputScale);
+      const auto encoded = EncodedVector<Format, kCount>::Of(sums[i], input_scale);
       if (!in_row) continue;
       encoded.codes.Store(to, (column + i) * kWarpSize);
       if (Lane() % Codes::kLanes != 0) continue;

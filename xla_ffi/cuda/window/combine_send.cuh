@@ -100,7 +100,8 @@ class SendJob {
                                         bool in_row) {
     using Sums = Columns<Wire, kCount, kColumns>;
     if constexpr (QuantizedFormat<Wire>) {
-      Sums::Store(sums, to_, ScaleFromCode<Wire, kCount>(c_->plan.message, piece_), column, in_row);
+      const int32_t to_scale = ScaleFromCode<Wire, kCount>(c_->plan.message, piece_);
+      Sums::Store(sums, c_->step.input_scale, to_, to_scale, column, in_row);
     } else if (in_row) {
       Sums::Store(sums, to_ + column * Sums::kColumnBytes);
     }
@@ -209,7 +210,7 @@ class SendEntriesJob {
     uint8_t* to = to_ + Pop(to_store_) * c_->plan.message.bytes;
     if constexpr (QuantizedFormat<Wire>) {
       const int32_t to_scale = ScaleFromCode<Wire, kCount>(c_->plan.message, target_.piece);
-      Sums::Store(sums, to, to_scale, column, in_row);
+      Sums::Store(sums, c_->step.input_scale, to, to_scale, column, in_row);
     } else if (in_row) {
       Sums::Store(sums, to + column * Sums::kColumnBytes);
     }

@@ -105,14 +105,14 @@ __device__ __forceinline__ void EncodeElements(const Helper<Format>& helper, uin
   }
 }
 
-// A helper: serves senders until they dismiss it. Includes the block's wait for credits; returns
-// false if that failed.
-template <typename Format>
+// A helper: serves senders until they dismiss it. Formats without an input_scale take kInputScale.
+// Includes the block's wait for credits; returns false if that failed.
+template <typename Format, float kInputScale = kNoInputScale>
 __device__ bool HelpSenders(const WindowCall& call, const EncodePlan& plan, TeamJob* jobs,
                             const float* input_scale_at) {
   if (!AwaitCredits(call)) return false;
   if (call.senders() == 0) return true;
-  float input_scale = kNoInputScale;
+  float input_scale = kInputScale;
   if constexpr (Format::kTakesInputScale) input_scale = *input_scale_at;
   const auto helper = Helper<Format>::Of(jobs, call.senders());
   helper.team.Help([&](const TeamJob& job, uint8_t* stage) {

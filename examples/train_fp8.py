@@ -1,0 +1,209 @@
+"""Trains the model of train.py with experts in fp8 and in bfloat16, on the same data.
+
+    python examples/train_fp8.py                     8 virtual CPU devices, or GPUs
+    python examples/train_fp8.py --microbatches 4    gradients summed over four parts
+    python examples/train_fp8.py --json run.json
+
+Weights are quantised once per step, and the codes serve every microbatch and every
+rematerialised layer. The command prints the curves and the cosines between the
+gradients of every parameter, and exits 1 where the final losses, of batches that none
+has seen, differ by more than 0.25% or a cosine is below 0.95. Two runs that round
+differently part a little anyway: --control trains in float32, too, and shows by how
+much. Needs pip install 'jax_ep[flax]' optax.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import sys
+
+import jax_ep  # before JAX starts its backend  # isort: skip
+
+import jax
+import jax.numpy as jnp
+import model as lm
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from train import batches, commit, make_mesh, read_text
+
+import jax_ep.flax
+
+TOLERANCE = 2.5e-3  # of the final loss, relative
+LEAST_COSINE = 0.95
+HELD_OUT = 8  # batches that the final loss is the mean of
+KINDS = {
+    "bf16": {},
+    "fp8": {"experts": jax_ep.experts.fp8, "dispatch_format": "fp8_block128"},
+}
+CONTROL = {"float32": {"dtype": "float32"}}
+# A rematerialised layer exchanges nothing twice, and keeps what the backward pass needs
+# of gate and up.
+POLICY = jax.checkpoint_policies.save_from_both_policies(
+    jax_ep.save_route,
+    jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up"),
+)
+
+
+def make_model(sizes, mesh, kind, parts, seed):
+    def make_moe(rngs):
+        return jax_ep.flax.MoE(
+            mesh=mesh,
+            axis_name="ep",
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.inner,
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            max_tokens_per_rank=sizes.sequences * sizes.length // parts // mesh.size,
+            **(KINDS | CONTROL)[kind],
+            rngs=rngs,
+        )
+
+    return lm.Model(sizes, make_moe, nnx.Rngs(seed))
+
+
+def gradients(model, parts, kind):
+    """(nats per byte, gradients) over microbatches `[parts, sequences, length + 1]`."""
+    codes = None
+    if kind == "fp8":
+        # Once per step: not in each microbatch, and not again for the backward pass.
+        codes = [block.moe.quantize_weights(backward=True) for block in model.blocks]
+
+    def loss(model, text):
+        return lm.loss(model, text, codes)
+
+    grad = nnx.grad(nnx.remat(loss, policy=POLICY), has_aux=True)
+    nats, sums = 0.0, None
+    for text in parts:
+        found, (more, _) = grad(model, text)
+        nats = nats + more / len(parts)
+        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+    return nats, jax.tree.map(lambda each: each / len(parts), sums)
+
+
+def train(model, data, kind, steps, rate=3e-3):
+    """Nats per byte of each step; the rate falls to zero, so that the end is steady."""
+    rule = optax.adam(optax.linear_schedule(rate, 0.0, steps))
+    optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, parts):
+        nats, grads = gradients(model, parts, kind)
+        optimizer.update(model, grads)
+        return nats
+
+    return [float(step(model, optimizer, parts)) for parts in data]
+
+
+def final_loss(model, data):
+    """The mean nats per byte of some batches."""
+    nats = nnx.jit(lambda model, text: lm.loss(model, text)[1][0])
+    return float(np.mean([nats(model, text) for parts in data for text in parts]))
+
+
+def cosines(one, other, parts):
+    """Between the gradients of two models at the parameters of the first, by name."""
+    nnx.update(other, nnx.state(one))
+    run = nnx.jit(gradients, static_argnums=2)
+    pairs = zip((one, other), KINDS, strict=True)
+    found = [run(model, parts, kind)[1] for model, kind in pairs]
+    result = {}
+    for (path, a), (_, b) in zip(
+        *(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(g)) for g in found),
+        strict=True,
+    ):
+        a, b = (np.asarray(each, np.float64).ravel() for each in (a, b))
+        product = np.linalg.norm(a) * np.linalg.norm(b)
+        result[jax.tree_util.keystr(path)] = float(a @ b / product)
+    return result
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--control", action="store_true", help="train in float32, too")
+    parser.add_argument("--quick", action="store_true", help="small, 12 steps")
+    parser.add_argument("--json", type=pathlib.Path, help="write the record there")
+    args = parser.parse_args(arguments)
+    if args.steps < 1 or args.microbatches not in (1, 2, 4):
+        parser.error("--steps must be positive, and --microbatches 1, 2 or 4")
+    return args
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    devices = jax.devices()
+    sizes = lm.Sizes(
+        experts=2 * len(devices), sequences=4 * len(devices), hidden=128, inner=128
+    )
+    steps = args.steps
+    if args.quick:
+        steps = min(steps, 12)
+        sizes = dataclasses.replace(sizes, length=16, blocks=1)
+    mesh = make_mesh(devices)
+    spread = NamedSharding(mesh, P(None, mesh.axis_names))
+    text = read_text()
+
+    def data(count=steps, seed=args.seed):
+        for each in batches(text, sizes, count, seed):
+            parts = each.reshape(args.microbatches, -1, each.shape[-1])
+            yield jax.device_put(parts, spread)
+
+    models, curves, final = {}, {}, {}
+    first = next(data())
+    kinds = [*KINDS, *CONTROL] if args.control else [*KINDS]
+    for kind in kinds:
+        models[kind] = make_model(sizes, mesh, kind, args.microbatches, args.seed)
+    at_first = cosines(models["bf16"], models["fp8"], first)
+    for kind, model in models.items():
+        curves[kind] = train(model, data(), kind, steps)
+        final[kind] = final_loss(model, data(HELD_OUT, args.seed + 1))
+        model.blocks[0].moe.ep.check()
+    at_last = cosines(models["bf16"], models["fp8"], first)
+    gaps = {kind: final[kind] / final["bf16"] - 1 for kind in kinds[1:]}
+    gap = gaps["fp8"]
+    print(f"{'step':>6}" + "".join(f" {kind:>9}" for kind in kinds))
+    for step in sorted({*range(0, steps, max(1, steps // 12)), steps - 1}):
+        print(f"{step + 1:>6}" + "".join(f" {curves[k][step]:>9.4f}" for k in kinds))
+    for name in at_first:
+        print(f"cosine {at_first[name]:.4f} first, {at_last[name]:.4f} last: {name}")
+    for kind in kinds:
+        apart = f", {gaps[kind]:+.3%}" if kind in gaps else ""
+        print(f"final loss in {kind} {final[kind]:.4f}{apart}")
+    least = min(*at_first.values(), *at_last.values())
+    same = abs(gap) <= TOLERANCE and least >= LEAST_COSINE
+    print(f"least cosine {least:.4f}: {'the same' if same else 'WRONG'}")
+    if args.json:
+        record = {
+            "kind": "train_fp8",
+            "device": devices[0].device_kind,
+            "count": len(devices),
+            "mesh": dict(mesh.shape),
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": f"examples/train_fp8.py --steps {steps} --microbatches "
+            f"{args.microbatches}"
+            + " --control" * args.control
+            + " --quick" * args.quick,
+            "sizes": dataclasses.asdict(sizes),
+            "seed": args.seed,
+            "commit": commit(),
+            "final": final,
+            "gaps": gaps,
+            "cosines": {"first": at_first, "last": at_last},
+            "curves": curves,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    # Changes the CPU platform alone.
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Experts' weights of a layer as codes: made from its parameters, or in their place.
+
+They are sharded as the parameters are. A rank quantises its own part, so that codes and
+not parameters cross between ranks; a part therefore consists of whole blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep import experts as _experts
+from jax_ep._core import errors, traces
+from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
+from jax_ep._experts import quantized
+from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._layers.params import Param
+
+FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(QuantizedWeights)
+    if field.name != "format"
+)
+
+
+def require_format(function: str, name: Any) -> None:
+    """Raises unless `name` is None or a format of weights."""
+    errors.require(
+        name is None or name in WEIGHT_FORMATS,
+        function,
+        f"weights_format must be None or one of {list(WEIGHT_FORMATS)}",
+        repr(name),
+        "leave it out to hold weights that can be trained",
+    )
+
+
+def multiple_of(experts: Any, weights: WeightFormat | None, rows: str) -> int:
+    """Returns what H and a rank's part of F must be multiples of.
+
+    Args:
+        experts: what multiplies; 1 is returned for others than `jax_ep.experts.fp8`.
+        weights: the format of codes in place of weights, if there are such.
+        rows: dispatch_format, of which some make codes of rows, too.
+    """
+    if experts is not _experts.fp8:
+        return 1
+    four_bits = weights == "mxfp4" and rows == "bf16"
+    return quantized.multiple_of("mxfp4" if four_bits else "fp8_block128")
+
+
+def in_place(params: Mapping[str, Param], name: WeightFormat) -> dict[str, Param]:
+    """Returns `params` with codes and scales in place of gate_up and down."""
+    matrices = params["gate_up"], params["down"]
+    made = quantized.layout(name, *(matrix.shape for matrix in matrices))
+    codes = {
+        field: dataclasses.replace(params[_matrix(field)], shape=shape, dtype=dtype)
+        for field, (dtype, shape) in made.items()
+    }
+    return {**params, **codes}
+
+
+def _matrix(field: str) -> str:
+    return field.removesuffix("_scales")
+
+
+def specs(params: Mapping[str, Param], name: WeightFormat) -> Any:
+    """Returns a `QuantizedWeights` of the specs of its arrays."""
+    each: Any = [PartitionSpec(*params[_matrix(field)].spec) for field in FIELDS]
+    return QuantizedWeights(*each, format=name)
+
+
+def checked(function: str, codes: Any, params: Mapping[str, Param]) -> QuantizedWeights:
+    """Returns `codes`; raises unless they are of weights like `params`."""
+    what = "the QuantizedWeights that quantize_weights of the layer returned"
+    remedy = "pass it whole, or leave it out"
+    errors.require_type(function, "quantized", codes, QuantizedWeights, what, remedy)
+    wanted = params["gate_up"].shape, params["down"].shape
+    errors.require(
+        codes.shapes == wanted,
+        function,
+        f"quantized must hold codes of all experts, gate_up {wanted[0]} and down "
+        f"{wanted[1]}",
+        f"codes of {codes.shapes[0]} and {codes.shapes[1]}",
+        "make them with quantize_weights of this layer",
+    )
+    return codes
+
+
+def made(
+    function: str,
+    mesh: Mesh,
+    params: Mapping[str, Param],
+    masters: tuple[jax.Array, jax.Array],
+    name: WeightFormat,
+    backward: bool,
+) -> QuantizedWeights:
+    """Quantises gate_up and down, global arrays, each rank its own part."""
+    whole = [params[field] for field in ("gate_up", "down")]
+
+    def quantize(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
+        with errors.told_of(function):
+            return _experts.quantize_weights(gate_up, down, name, backward)
+
+    run = jax.shard_map(
+        quantize,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*param.spec) for param in whole),
+        out_specs=specs(params, name),
+        # JAX batches a shard_map over a mesh axis without this check only.
+        check_vma=not traces.spmd_axis_names(),
+    )
+    return run(*map(jax.lax.stop_gradient, masters))
+
+
+def require_blocks(
+    function: str, multiple: int, hidden: int, inner: int, tp: str | None, parts: int
+) -> None:
+    """Raises unless H and a rank's part of F are multiples of `multiple`."""
+    remedy = "pad the weights with zeros, or use jax_ep.experts.auto"
+    errors.require(
+        hidden % multiple == 0,
+        function,
+        f"hidden_size must be a multiple of {multiple} for jax_ep.experts.fp8",
+        hidden,
+        remedy,
+    )
+    if tp is not None:
+        remedy = f"pad the weights with zeros, or make {tp!r} a smaller axis"
+    errors.require(
+        inner % (multiple * parts) == 0,
+        function,
+        f"intermediate_size must be a multiple of {multiple} on each of {parts} "
+        "tensor-parallel ranks for jax_ep.experts.fp8",
+        f"{inner}, which is {inner / parts:g} per rank",
+        remedy,
+    )
