@@ -29,7 +29,9 @@ _TARGETS = {
 def _pack(ep, op, *inputs):
     """What is sent, and what placing needs besides what arrives."""
     if op == "dispatch":
-        args = dispatching._checked("dispatch", ep, *inputs, None)
+        args = dispatching._checked(
+            "dispatch", ep, *inputs, input_scale=None, token_scales=None
+        )
         send, *rest = _COLLECTIVE.dispatch_pack(ep, args, in_halves=False)
         return send, tuple(rest)
     args = combining.CombineArgs(*inputs, residual=None)

@@ -107,8 +107,8 @@ def calls_of_ranks() -> None:
 
 
 def programs_of_pages() -> None:
-    """README's program, and the step of docs/start.md: moe_ffn, gradients and stats."""
-    names = block_names("README.md", 1)
+    """README's programs; the step of docs/start.md: moe_ffn, gradients and stats."""
+    names = block_names("README.md")
     operands = ("tokens", "topk_ids", "router_weights", "gate_up", "down")
     call = functools.partial(names["moe"], *(names[name] for name in operands))
     found["README.md"] = [["run above"], during(call)]

@@ -276,7 +276,7 @@ def _handle_lines(handles: dict[str, Any]) -> list[str]:
     lines += entry(
         "" if lines else "handles",
         "layers of equal sizes share one, and apply_experts opens one per batch shape. "
-        "Until jax_ep.close_shared_handles() it keeps per device "
+        "It keeps, until close_shared_handles(), per device "
         + "; ".join(_kept(handles["estimate"])),
     )
     return lines
