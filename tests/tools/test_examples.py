@@ -40,11 +40,16 @@ def run(name, *arguments):
     )
 
 
-@pytest.mark.multiprocess
-def test_training_follows_the_dense_model(tmp_path):
+def needs_to_train():
+    """Skips where an extra of the examples is not installed; imports none of it."""
     for name in ("flax", "optax"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
+
+
+@pytest.mark.multiprocess
+def test_training_follows_the_dense_model(tmp_path):
+    needs_to_train()
     path = tmp_path / "run.json"
     words = ["--quick", "--layer", "flax", "sharded", "--json", str(path)]
     drawn = tmp_path / "run.svg"
@@ -182,9 +187,7 @@ def test_what_is_the_same_curve(changes, same, monkeypatch):
 @pytest.mark.multiprocess
 def test_training_in_fp8(tmp_path):
     """It ends where bfloat16 does; every parameter's gradient points the same way."""
-    for name in ("flax", "optax"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}")
+    needs_to_train()
     path = tmp_path / "run.json"
     done = run(
         "train_fp8.py", "--quick", "--steps", "4", "--seeds", "1", "--json", str(path)

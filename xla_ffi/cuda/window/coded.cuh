@@ -1,6 +1,6 @@
 // Tokens of a dispatch that come as codes and scales and travel as they are. No kernel looks into
-// the codes, so one kernel serves all formats whose scales are of one size: how many bytes a token
-// has comes with the call.
+// the codes, so one kernel serves all formats whose scales are of one size; each call says how many
+// bytes its tokens have.
 #pragma once
 
 #include <cstdint>
