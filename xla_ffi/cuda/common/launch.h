@@ -67,6 +67,21 @@ cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }
 
+// In clusters of two blocks; `grid` has an even number of blocks, in x alone.
+template <typename... Params>
+cudaError_t LaunchInPairs(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                          cudaStream_t stream, std::type_identity_t<Params>... params) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 2;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  const cudaLaunchConfig_t config{
+      grid, dim3(static_cast<unsigned>(threads)), shared_bytes, stream, &cluster, 1};
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
+}
+
 template <typename... Params>
 cudaError_t Preload(void (*kernel)(Params...)) {
   cudaFuncAttributes attributes;

@@ -64,6 +64,7 @@ const Driver& Driver::Get() {
     Find("cuLibraryGetKernel", kLibraries, d.get_kernel);
     Find("cuKernelGetFunction", kLibraries, d.get_function);
     Find("cuLaunchKernelEx", kLaunchAttributes, d.launch);
+    Find("cuTensorMapEncodeTiled", kLibraries, d.encode_tensor_map);
     return d;
   }();
   return driver;

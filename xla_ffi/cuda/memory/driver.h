@@ -35,6 +35,7 @@ struct Driver {
   decltype(&cuLibraryGetKernel) get_kernel;
   decltype(&cuKernelGetFunction) get_function;
   decltype(&cuLaunchKernelEx) launch;
+  decltype(&cuTensorMapEncodeTiled) encode_tensor_map;
 
   static const Driver& Get();
   bool manages_virtual_memory() const;

@@ -1,0 +1,268 @@
+// PTX of the matmul kernels: tensor copies, thread-block clusters and warpgroup matmuls (wgmma).
+// tests/emulator replaces this header.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/common/ptx.cuh"
+#include "formats/numbers.h"
+
+namespace jax_ep::cuda {
+
+// ---- Clusters of two blocks ---------------------------------------------------------------------
+
+// This block's rank in its cluster.
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of both blocks: what they did to shared memory before is seen after.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// After MbarrierInit and before ClusterSync: makes the barriers known to the other block and to
+// tensor copies.
+__device__ __forceinline__ void FenceMbarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives once at this block's barrier. Release; pairs with the MbarrierTryWait that sees the phase
+// end.
+__device__ __forceinline__ void MbarrierArrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
+// Arrives once at the barrier of block `rank` at the same place. It has the default scope of a
+// block: it only says that this block has read what tensor copies brought, and a release at cluster
+// scope would flush L1.
+__device__ __forceinline__ void MbarrierArriveAt(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// ---- Tensor copies ------------------------------------------------------------------------------
+
+// Where a box of a tensor map of four dimensions begins, the fastest first. Elements outside of the
+// tensor come as zeros.
+struct BoxPlace {
+  int32_t at[4];
+};
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies a box to this block's shared memory, aligned to 1024 bytes, and completes on `barrier`.
+__device__ __forceinline__ void TensorLoad(void* shared, const CUtensorMap* map, BoxPlace place,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
+      "r"(SharedAddress(barrier))
+      : "memory");
+}
+
+// The same to the same place in both blocks of the cluster; each has its own barrier completed.
+__device__ __forceinline__ void TensorLoadBoth(void* shared, const CUtensorMap* map, BoxPlace place,
+                                               uint64_t* barrier) {
+  constexpr uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
+      "r"(SharedAddress(barrier)), "h"(kBoth)
+      : "memory");
+}
+
+// ---- Warpgroups ---------------------------------------------------------------------------------
+
+// Changes the registers per thread of this warpgroup, all of whose warps must call it.
+template <int kRegisters>
+__device__ __forceinline__ void GrowRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void ShrinkRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// An operand of wgmma in shared memory, in lines of 128 bytes with the 128-byte swizzle, eight
+// lines an atom of 1024 bytes, to which it is aligned. Along: a line holds 128 bytes of the
+// contracted dimension of one row (or column) of the operand, atoms follow each other. Across: a
+// line holds 64 rows (or columns) of one step of the contracted dimension, atoms follow each other
+// along it, and the next 64 begin kChunkBytes later.
+inline constexpr uint32_t kAtomBytes = 1024;
+inline constexpr uint32_t kChunkBytes = 8192;
+
+template <bool kAcross>
+__device__ __forceinline__ uint64_t OperandAt(uint32_t shared_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
+  constexpr uint64_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
+  return kSwizzle128 | uint64_t{kAtomBytes >> 4} << 32 | kNextChunk << 16 |
+         ((shared_address & 0x3FFFF) >> 4);
+}
+// The same operand `bytes` further.
+__device__ __forceinline__ uint64_t Advance(uint64_t operand, uint32_t bytes) {
+  return operand + (bytes >> 4);
+}
+
+// Before the first wgmma and whenever its sums were touched otherwise.
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until all but the last kPending groups have ended. HoldSums must follow before their sums
+// are used.
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using the sums before this point: they are no operands of WgmmaWait.
+template <int kCount>
+__device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// sums [64, 256] (+)= left [64, 16] * right [16, 256]. Lane l of warp w has, as elements 4 * c to
+// 4 * c + 3, rows 16 * w + l / 4 and that plus 8, columns 8 * c + 2 * (l % 4) and the one after.
+// kLeftAcross, kRightAcross: how the operand lies, see above.
+template <typename Element, bool kLeftAcross, bool kRightAcross>
+__device__ __forceinline__ void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add);
+
+#define JAX_EP_WGMMA(kElement, kType, kLeftAcross, kRightAcross)                               \
+  template <>                                                                                  \
+  __device__ __forceinline__ void Wgmma<kElement, kLeftAcross, kRightAcross>(                  \
+      float (&sums)[128], uint64_t left, uint64_t right, bool add) {                           \
+    asm volatile(                                                                              \
+        "{\n"                                                                                  \
+        ".reg .pred add;\n"                                                                    \
+        "setp.ne.b32 add, %130, 0;\n"                                                          \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." kType "." kType                         \
+        " {"                                                                                   \
+        "%0, %1, %2, %3, %4, %5, %6, %7, "                                                     \
+        "%8, %9, %10, %11, %12, %13, %14, %15, "                                               \
+        "%16, %17, %18, %19, %20, %21, %22, %23, "                                             \
+        "%24, %25, %26, %27, %28, %29, %30, %31, "                                             \
+        "%32, %33, %34, %35, %36, %37, %38, %39, "                                             \
+        "%40, %41, %42, %43, %44, %45, %46, %47, "                                             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, "                                             \
+        "%56, %57, %58, %59, %60, %61, %62, %63, "                                             \
+        "%64, %65, %66, %67, %68, %69, %70, %71, "                                             \
+        "%72, %73, %74, %75, %76, %77, %78, %79, "                                             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, "                                             \
+        "%88, %89, %90, %91, %92, %93, %94, %95, "                                             \
+        "%96, %97, %98, %99, %100, %101, %102, %103, "                                         \
+        "%104, %105, %106, %107, %108, %109, %110, %111, "                                     \
+        "%112, %113, %114, %115, %116, %117, %118, %119, "                                     \
+        "%120, %121, %122, %123, %124, %125, %126, %127}, "                                    \
+        "%128, %129, add, 1, 1, %131, %132;\n"                                                 \
+        "}"                                                                                    \
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),           \
+          "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),           \
+          "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),      \
+          "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),      \
+          "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),      \
+          "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),      \
+          "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]),      \
+          "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),      \
+          "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]),      \
+          "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]),      \
+          "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]),      \
+          "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),      \
+          "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]),      \
+          "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]),      \
+          "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]),      \
+          "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),      \
+          "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]), "+f"(sums[84]),      \
+          "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]), "+f"(sums[88]), "+f"(sums[89]),      \
+          "+f"(sums[90]), "+f"(sums[91]), "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]),      \
+          "+f"(sums[95]), "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),      \
+          "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]), "+f"(sums[104]), \
+          "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]), "+f"(sums[108]), "+f"(sums[109]), \
+          "+f"(sums[110]), "+f"(sums[111]), "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), \
+          "+f"(sums[115]), "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]), \
+          "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]), "+f"(sums[124]), \
+          "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])                                    \
+        : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)), "n"(kLeftAcross ? 1 : 0),    \
+          "n"(kRightAcross ? 1 : 0));                                                          \
+  }
+JAX_EP_WGMMA(BFloat16, "bf16", false, false)
+JAX_EP_WGMMA(BFloat16, "bf16", false, true)
+JAX_EP_WGMMA(BFloat16, "bf16", true, true)
+JAX_EP_WGMMA(Float16, "f16", false, false)
+JAX_EP_WGMMA(Float16, "f16", false, true)
+JAX_EP_WGMMA(Float16, "f16", true, true)
+#undef JAX_EP_WGMMA
+
+// sums [64, 64] (+)= left [64, 32] * right [32, 64] of e4m3 codes, both along. The tensor cores
+// keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the contracted
+// dimension.
+__device__ __forceinline__ void WgmmaCodes(float (&sums)[32], uint64_t left, uint64_t right,
+                                           bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, add, 1, 1;\n"
+      "}"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+        "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+        "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]),
+        "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),
+        "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]),
+        "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31])
+      : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));
+}
+
+// ---- A warp's registers to shared memory --------------------------------------------------------
+
+// Stores four 8 x 8 matrices of 16-bit elements. Lane l holds, as words[m], elements (l / 4, 2 * (l
+// % 4)) and the one after of matrix m, and `line` is where row l % 8 of matrix l / 8 goes, 16
+// bytes.
+__device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------
+
+// 2^x and 1 / x, within two units of the last place.
+__device__ __forceinline__ float ExpTwo(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float FastReciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace jax_ep::cuda
