@@ -104,14 +104,15 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   });
 }
 
-// out [N or L * K, B].
+// out [N or L * K, B]; kFloats: which may be float32.
+template <bool kFloats>
 struct StoreSums {
   static constexpr int kSides = 1;
 
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const ResultArguments& to,
                              const ResultPlace& place, Drain& drain) {
-    if (to.out_element == ElementType::kFloat32) {
+    if (kFloats && to.out_element == ElementType::kFloat32) {
       const DrainRows rows = place.Of(to.out, to.columns * 4);
 #pragma unroll
       for (int part = 0; part < 8; ++part) {
@@ -217,51 +218,73 @@ struct SwiGluBack {
                              const ResultPlace& place, Drain& drain) {
     const Type type(to.element);
     const DrainRows rows = place.Of(to.to_both, to.columns * 4);
-    const auto store_side = [&](int64_t side, int64_t column, const float* values) {
-      drain.Store16(rows, (side * to.columns + column) * 2, (side + 1) * to.columns * 2,
-                    [&](uint32_t c, uint32_t r) {
-                      const int at = 4 * c + 2 * r;
-                      return RoundTwo(type, values[at], values[at + 1]);
-                    });
-    };
-    // Columns whose gate and up are read before any of them is written, since both may be one
-    // array.
-    constexpr int kParts = kCodes ? 2 : 4;
-    constexpr int kGroups = 32 / kParts;  // of 8 columns
-    constexpr int kValues = 128 / kParts;
-    GateUp next[kCodes ? 1 : kGroups];
-    if constexpr (!kCodes) {
-#pragma unroll
-      for (int c = 0; c < kGroups; ++c) next[c].Load(to, place, place.column + 8 * c);
+    if constexpr (kCodes) {
+      RunCodes(type, sums, to, place, drain);
+      return;
     }
+    // 64 columns at a time; gate and up of the next ones are read while these are stored.
+    constexpr int kParts = 4, kGroups = 8;
+    GateUp next[kGroups];
+#pragma unroll
+    for (int c = 0; c < kGroups; ++c) next[c].Load(to, place, place.column + 8 * c);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int64_t column = place.column + part * 8 * kGroups;
+      const int64_t column = place.column + part * 64;
       if (column >= to.columns) break;
-      float* to_gate = sums + part * kValues;
-      float to_up[kValues];
+      uint32_t gate_words[2 * kGroups], up_words[2 * kGroups];
 #pragma unroll
       for (int c = 0; c < kGroups; ++c) {
-        if constexpr (kCodes) next[0].Load(to, place, column + 8 * c);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int at = part * 32 + 4 * c + 2 * r;
+          float low = sums[at], high = sums[at + 1], low_up, high_up;
+          Back(type, next[c], r, 0, low, low_up);
+          Back(type, next[c], r, 1, high, high_up);
+          gate_words[2 * c + r] = RoundTwo(type, low, high);
+          up_words[2 * c + r] = RoundTwo(type, low_up, high_up);
+        }
+        if (part + 1 < kParts) next[c].Load(to, place, column + 64 + 8 * c);
+      }
+      drain.Store16(rows, column * 2, to.columns * 2,
+                    [&](uint32_t c, uint32_t r) { return gate_words[2 * c + r]; });
+      drain.Store16(rows, (to.columns + column) * 2, to.columns * 4,
+                    [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
+    }
+  }
+
+ private:
+  // 128 columns at a time, which share scales.
+  template <typename Type>
+  __device__ static void RunCodes(Type type, float (&sums)[128], const ResultArguments& to,
+                                  const ResultPlace& place, Drain& drain) {
+    const DrainRows rows = place.Of(to.to_both, to.columns * 4);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int64_t column = place.column + part * 128;
+      if (column >= to.columns) break;
+      float* to_gate = sums + part * 64;
+      float to_up[64];
+#pragma unroll
+      for (int c = 0; c < 16; ++c) {
+        GateUp of;
+        of.Load(to, place, column + 8 * c);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          Back(type, next[kCodes ? 0 : c], e / 2, e % 2, to_gate[4 * c + e], to_up[4 * c + e]);
-        }
-        // Of the next columns, while these are stored.
-        if constexpr (!kCodes) {
-          if (part + 1 < kParts) next[c].Load(to, place, column + 8 * kGroups + 8 * c);
+          Back(type, of, e / 2, e % 2, to_gate[4 * c + e], to_up[4 * c + e]);
         }
       }
 #pragma unroll
-      for (int c = 0; c < kGroups; c += 8) {
-        store_side(0, column + 8 * c, to_gate + 4 * c);
-        store_side(1, column + 8 * c, to_up + 4 * c);
-      }
-      if constexpr (kCodes) {
-        StoreCodes(drain, place, to_gate, kOfGradients, to.out, to.out_scales, 2 * to.columns,
-                   column);
-        StoreCodes(drain, place, to_up, kOfGradients, to.out, to.out_scales, 2 * to.columns,
-                   to.columns + column);
+      for (int side = 0; side < 2; ++side) {
+        const float* values = side == 0 ? to_gate : to_up;
+        const int64_t at = side * to.columns + column;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          drain.Store16(rows, (at + half * 64) * 2, to.columns * 4, [&](uint32_t c, uint32_t r) {
+            const int i = half * 32 + 4 * c + 2 * r;
+            return RoundTwo(type, values[i], values[i + 1]);
+          });
+        }
+        StoreCodes(drain, place, values, kOfGradients, to.out, to.out_scales, 2 * to.columns, at);
       }
     }
   }

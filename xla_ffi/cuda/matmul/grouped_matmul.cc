@@ -9,6 +9,9 @@ namespace {
 // Results that the kernels count in int32.
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
+// Of rows of codes, counted in uint32.
+constexpr int64_t kMostScales = int64_t{1} << 32;
+
 bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 bool Fits(const MatmulStep& step) {

@@ -41,8 +41,10 @@ struct MatmulTraits {
   static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kCodeGateUp;
   static constexpr bool kDownBack =
       kOf == MatmulKind::kDownBack || kOf == MatmulKind::kCodeDownBack;
-  using Epilogue = std::conditional_t<kGateUp, SwiGlu<kCodes>,
-                                      std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums>>;
+  static constexpr bool kFloats = kOuter || kOf == MatmulKind::kCodeRows;
+  using Epilogue =
+      std::conditional_t<kGateUp, SwiGlu<kCodes>,
+                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kFloats>>>;
   static constexpr int kSides = Epilogue::kSides;
   static constexpr int kSideColumns = kTileColumns / kSides;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
@@ -55,7 +57,7 @@ struct MatmulTraits {
 // Of codes (step.h).
 struct ScaleArguments {
   const float* rows;
-  int64_t row_stride;
+  uint32_t row_stride;
   const float* right;
   int64_t per_group;
   int64_t per_k;
@@ -100,15 +102,7 @@ struct MatmulMemory {
   }
 };
 
-// Where in the stages a thread is.
-struct StageCursor {
-  uint32_t stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
+using StageCursor = RingCursor<kStages>;
 
 // ---- Feeding ------------------------------------------------------------------------------------
 
@@ -159,23 +153,19 @@ template <typename Traits>
 __device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUtensorMap* right,
                                              const MatmulMemory& memory, MatmulShared& shared) {
   TileReader tiles(shared.ring);
-  StageCursor at;
   const uint32_t rank = ClusterRank();
   while (true) {
     const Tile tile = tiles.Next();
     if (tile.steps < 0) break;
     if (Lane() == 0) {
-      StageCursor now = at;
+      StageCursor at{tile.stage};
       JAX_EP_NO_UNROLL
-      for (int32_t step = 0; step < tile.steps; ++step) {
-        Await(&shared.free[now.stage], now.parity ^ 1);
-        LoadStage<Traits>(left, right, tile, step, rank, memory.stages + now.stage * kStageBytes,
-                          &shared.full[now.stage]);
-        now.Next();
+      for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
+        Await(&shared.free[at.slot()], at.parity() ^ 1);
+        LoadStage<Traits>(left, right, tile, step, rank, memory.stages + at.slot() * kStageBytes,
+                          &shared.full[at.slot()]);
       }
     }
-    const uint32_t stages = at.stage + static_cast<uint32_t>(tile.steps);
-    at = {stages % kStages, at.parity ^ (stages / kStages & 1)};
     __syncwarp();
   }
 }
@@ -187,47 +177,48 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
   constexpr int kPerLane = kTileRows / kWarpSize;
   constexpr int kAhead = 2;
   TileReader tiles(shared.ring);
-  StageCursor at;
   const int32_t lane = static_cast<int32_t>(Lane());
   while (true) {
     const Tile tile = tiles.Next();
     if (tile.steps < 0) break;
-    const float* rows[kPerLane];
+    StageCursor at{tile.stage};
+    uint32_t rows[kPerLane];  // in elements
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       // Rows past the last one have no results.
       const int32_t row = min(tile.row + lane + i * static_cast<int32_t>(kWarpSize), all_rows - 1);
-      rows[i] = scales.rows + row * scales.row_stride;
+      rows[i] = static_cast<uint32_t>(row) * scales.row_stride;
     }
     // Lanes 0 and 1: of gate and up, or of 128 columns each.
     const int32_t column = tile.column + (sides ? 0 : lane * 128);
     const bool has_right = lane < 2 && column < columns;
     const float* right = scales.right + tile.group * scales.per_group +
                          (sides ? lane * scales.per_side : 0) + column / 128 * scales.per_b;
+    const int32_t steps = tile.steps;
     float ahead[kAhead][kPerLane + 1];
     const auto load = [&](float (&to)[kPerLane + 1], int32_t step) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) to[i] = step < tile.steps ? rows[i][step] : 0.0f;
-      to[kPerLane] = has_right && step < tile.steps ? right[step * scales.per_k] : 0.0f;
+      for (int i = 0; i < kPerLane; ++i) to[i] = step < steps ? scales.rows[rows[i] + step] : 0.0f;
+      to[kPerLane] = has_right && step < steps ? right[step * scales.per_k] : 0.0f;
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(ahead[i], i);
     const auto store = [&](float (&from)[kPerLane + 1], int32_t step) {
-      Await(&shared.free[at.stage], at.parity ^ 1);
-      StageScales& to = memory.scales[at.stage];
+      Await(&shared.free[at.slot()], at.parity() ^ 1);
+      StageScales& to = memory.scales[at.slot()];
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) to.rows[lane + i * kWarpSize] = from[i];
       if (lane < 2) to.right[lane] = from[kPerLane];
       load(from, step + kAhead);
       __syncwarp();
       // Release; pairs with the math warps' wait.
-      if (lane == 0) MbarrierArrive(&shared.full[at.stage]);
-      at.Next();
+      if (lane == 0) MbarrierArrive(&shared.full[at.slot()]);
+      ++at.passed;
     };
     JAX_EP_NO_UNROLL
-    for (int32_t step = 0; step < tile.steps; step += kAhead) {
+    for (int32_t step = 0; step < steps; step += kAhead) {
       store(ahead[0], step);
-      if (step + 1 < tile.steps) store(ahead[1], step + 1);
+      if (step + 1 < steps) store(ahead[1], step + 1);
     }
   }
 }
@@ -237,29 +228,29 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
 // A math warp's view of the stages.
 class Stages {
  public:
-  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared)
-      : memory_(memory), shared_(shared) {}
+  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared, const Tile& tile)
+      : memory_(memory), shared_(shared), at_{tile.stage} {}
 
   // Waits for the operands of the next step.
-  __device__ void Await() { cuda::Await(&shared_.full[at_.stage], at_.parity); }
+  __device__ void Await() { cuda::Await(&shared_.full[at_.slot()], at_.parity()); }
   // Says to both blocks that this warp has read stage `stage`.
   __device__ void Free(uint32_t stage) {
     if (Lane() < 2) MbarrierArriveAt(&shared_.free[stage], Lane());
   }
-  __device__ void Next() { at_.Next(); }
+  __device__ void Next() { ++at_.passed; }
   // Steps over a tile of the other warpgroup.
   __device__ void Skip(int32_t steps) {
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < steps; ++step) {
       Await();
-      Free(at_.stage);
-      at_.Next();
+      Free(stage());
+      Next();
     }
   }
 
-  __device__ uint32_t stage() const { return at_.stage; }
-  __device__ uint8_t* operands() const { return memory_.stages + at_.stage * kStageBytes; }
-  __device__ const StageScales& scales() const { return memory_.scales[at_.stage]; }
+  __device__ uint32_t stage() const { return at_.slot(); }
+  __device__ uint8_t* operands() const { return memory_.stages + stage() * kStageBytes; }
+  __device__ const StageScales& scales() const { return memory_.scales[stage()]; }
 
  private:
   const MatmulMemory& memory_;
@@ -434,18 +425,13 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
   const uint32_t warp = threadIdx.x / kWarpSize % 4;
   Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrainBytes);
   TileReader tiles(shared.ring);
-  Stages stages(memory, shared);
-  uint32_t half_of = 0;
   while (true) {
     const Tile tile = tiles.Next();
     if (tile.steps < 0) return;
-    if (tile.half()) {
-      // The warpgroups take halves in turns: one writes while the other multiplies.
-      half_of ^= 1;
-      if (half_of != warpgroup) {
-        stages.Skip(tile.steps);
-        continue;
-      }
+    Stages stages(memory, shared, tile);
+    if (tile.half() && tile.warpgroup != warpgroup) {
+      stages.Skip(tile.steps);
+      continue;
     }
     const uint32_t left_box = tile.half() ? 0 : warpgroup;
     float sums[128];

@@ -82,8 +82,9 @@ cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
                       step.columns,
                       step.element,
                       step.out_element};
-  arguments.scales = {step.left_scales,      step.left_columns / 128, step.right_scales,
-                      step.scales_per_group, step.scales_per_k,       step.scales_per_side,
+  arguments.scales = {step.left_scales,  static_cast<uint32_t>(step.left_columns / 128),
+                      step.right_scales, step.scales_per_group,
+                      step.scales_per_k, step.scales_per_side,
                       step.scales_per_b};
   const dim3 grid(static_cast<unsigned>(processors > 1 ? processors / 2 * 2 : 2));
   return LaunchInPairs(MatmulKernel<Traits>, grid, kMatmulThreads,

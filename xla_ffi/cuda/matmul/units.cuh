@@ -31,6 +31,8 @@ struct Tile {
   int32_t first;       // kOuter: the first row of N to sum over
   int32_t contracted;  // kOuter: how many
   Sharing sharing;
+  uint32_t warpgroup;  // of a half: who multiplies; they take turns, so that one writes meanwhile
+  uint32_t stage;      // how many stages the block's earlier tiles have passed
 
   __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
 };
@@ -87,6 +89,9 @@ class UnitWalk {
     const int32_t size = __shfl_sync(kFullWarp, size_, lane);
     tile.group = base_ + static_cast<int32_t>(lane);
     Place(tile, start, size, static_cast<int32_t>(within_chunk - first_unit));
+    tile.warpgroup = taken_++ % 2;
+    tile.stage = stage_;
+    stage_ += static_cast<uint32_t>(tile.steps);
     unit_ += clusters_;
     return tile;
   }
@@ -170,6 +175,8 @@ class UnitWalk {
   const uint32_t cluster_;
   const uint32_t clusters_;
   uint32_t unit_;
+  uint32_t taken_ = 0;
+  uint32_t stage_ = 0;
   bool halves_ = false;
   int32_t base_;
   uint32_t before_;       // units of the groups before base_
@@ -208,23 +215,33 @@ __device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+// Where a thread is in a ring of kCount barriers; one register, as kCount is a power of two.
+template <uint32_t kCount>
+struct RingCursor {
+  static_assert((kCount & (kCount - 1)) == 0);
+
+  uint32_t passed = 0;
+
+  __device__ uint32_t slot() const { return passed % kCount; }
+  __device__ uint32_t parity() const { return passed / kCount % 2; }
+};
+
 // Called by a whole warp: finds all tiles of this block.
 template <bool kOuter>
 __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
                                           TileRing& ring) {
   UnitWalk<kOuter> walk(plan, step_rows);
-  uint32_t slot = 0, parity = 1;
-  for (bool more = true; more;) {
+  RingCursor<TileRing::kSlots> at;
+  for (bool more = true; more; ++at.passed) {
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
-    Await(&ring.read[slot], parity);
+    Await(&ring.read[at.slot()], at.parity() ^ 1);
     if (Lane() == 0) {
-      ring.tiles[slot] = tile;
+      ring.tiles[at.slot()] = tile;
       // Release; pairs with the wait in TileReader.
-      MbarrierArrive(&ring.filled[slot]);
+      MbarrierArrive(&ring.filled[at.slot()]);
     }
     __syncwarp();
-    if (++slot == TileRing::kSlots) slot = 0, parity ^= 1;
   }
 }
 
@@ -234,19 +251,18 @@ class TileReader {
   __device__ explicit TileReader(TileRing& ring) : ring_(ring) {}
 
   __device__ Tile Next() {
-    Await(&ring_.filled[slot_], parity_);
-    const Tile tile = ring_.tiles[slot_];
+    Await(&ring_.filled[at_.slot()], at_.parity());
+    const Tile tile = ring_.tiles[at_.slot()];
     __syncwarp();
     // Release; pairs with the wait in FindTiles.
-    if (Lane() == 0) MbarrierArrive(&ring_.read[slot_]);
-    if (++slot_ == TileRing::kSlots) slot_ = 0, parity_ ^= 1;
+    if (Lane() == 0) MbarrierArrive(&ring_.read[at_.slot()]);
+    ++at_.passed;
     return tile;
   }
 
  private:
   TileRing& ring_;
-  uint32_t slot_ = 0;
-  uint32_t parity_ = 0;
+  RingCursor<TileRing::kSlots> at_;
 };
 
 }  // namespace jax_ep::cuda
