@@ -21,8 +21,8 @@ inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
 inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
-inline constexpr uint32_t kRightBoxes = 4;
-inline constexpr uint32_t kStageBytes = (kLeftBoxes + kRightBoxes) * kBoxBytes;
+inline constexpr uint32_t kMostRightBoxes = 4;
+inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
 inline constexpr int kFeederRegisters = 40;
 inline constexpr int kMathRegisters = 232;
 static_assert(kBoxBytes == kChunkBytes);
@@ -46,7 +46,9 @@ struct MatmulTraits {
       std::conditional_t<kGateUp, SwiGlu<kCodes>,
                          std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kFloats>>>;
   static constexpr int kSides = Epilogue::kSides;
-  static constexpr int kSideColumns = kTileColumns / kSides;
+  static constexpr int kColumns = Epilogue::kColumns;
+  static constexpr int kSideColumns = kColumns / kSides;
+  static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
       kCodes, ElementType,
@@ -120,7 +122,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     both ? TensorLoadBoth(to, left, place, full) : TensorLoad(to, left, place, full);
   };
   const auto load_right = [&](uint32_t box, bool both) {
-    constexpr uint32_t kPerSide = kRightBoxes / Traits::kSides;
+    constexpr uint32_t kPerSide = Traits::kRightBoxes / Traits::kSides;
     const int32_t side = static_cast<int32_t>(box / kPerSide);
     const int32_t column = tile.column + static_cast<int32_t>(box % kPerSide) * 64;
     BoxPlace place{{k, column, side, tile.group}};
@@ -130,12 +132,14 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     both ? TensorLoadBoth(to, right, place, full) : TensorLoad(to, right, place, full);
   };
   const uint32_t left_boxes = tile.half() ? 1 : kLeftBoxes;
-  MbarrierExpect(full, (left_boxes + kRightBoxes) * kBoxBytes);
+  MbarrierExpect(full, (left_boxes + Traits::kRightBoxes) * kBoxBytes);
   if (tile.sharing == Sharing::kRight) {
     load_left(0, false);
     load_left(1, false);
-    load_right(2 * rank, true);
-    load_right(2 * rank + 1, true);
+#pragma unroll
+    for (uint32_t box = 0; box < Traits::kRightBoxes / 2; ++box) {
+      load_right(rank * (Traits::kRightBoxes / 2) + box, true);
+    }
     return;
   }
   // The only box of a half is loaded by the blocks in turns.
@@ -145,7 +149,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     load_left(0, true);
   }
 #pragma unroll
-  for (uint32_t box = 0; box < kRightBoxes; ++box) load_right(box, false);
+  for (uint32_t box = 0; box < Traits::kRightBoxes; ++box) load_right(box, false);
 }
 
 // Called by a warp.
@@ -286,7 +290,7 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   const uint32_t count = (end - first) * kUnits;
   const uint32_t thread = threadIdx.x % kWarpgroupThreads;
   JAX_EP_NO_UNROLL
-  for (uint32_t box = 0; box <= kRightBoxes; ++box) {
+  for (uint32_t box = 0; box <= kMostRightBoxes; ++box) {
     uint8_t* at = operands + (box == 0 ? left_box : kLeftBoxes + box - 1) * kBoxBytes;
     for (uint32_t unit = thread; unit < count; unit += kWarpgroupThreads) {
       StoreZeros(at + first * kLineBytes + unit * 16);
@@ -369,7 +373,7 @@ __device__ __forceinline__ void MultiplyQuarter(float (&part)[32], uint64_t left
   WgmmaCommit();
 }
 
-__device__ __forceinline__ void AddQuarter(float (&sums)[128], float (&part)[32], int quarter,
+__device__ __forceinline__ void AddQuarter(float* sums, float (&part)[32], int quarter,
                                            const float (&factors)[2]) {
   HoldSums(part);
 #pragma unroll
@@ -378,8 +382,9 @@ __device__ __forceinline__ void AddQuarter(float (&sums)[128], float (&part)[32]
   }
 }
 
-__device__ __forceinline__ void MultiplyCodes(float (&sums)[128], const Tile& tile, Stages& stages,
-                                              uint32_t left_box, uint32_t warp) {
+template <int kQuarters>
+__device__ __forceinline__ void MultiplyCodes(float (&sums)[32 * kQuarters], const Tile& tile,
+                                              Stages& stages, uint32_t left_box, uint32_t warp) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
@@ -402,15 +407,17 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[128], const Tile& ti
     }
     WgmmaWait<1>();
     AddQuarter(sums, first, 0, factors[0]);
-    MultiplyQuarter(first, left, right, 2);
-    WgmmaWait<1>();
-    AddQuarter(sums, second, 1, factors[0]);
-    MultiplyQuarter(second, left, right, 3);
-    WgmmaWait<1>();
-    AddQuarter(sums, first, 2, factors[1]);
+    if constexpr (kQuarters == 4) {
+      MultiplyQuarter(first, left, right, 2);
+      WgmmaWait<1>();
+      AddQuarter(sums, second, 1, factors[0]);
+      MultiplyQuarter(second, left, right, 3);
+      WgmmaWait<1>();
+      AddQuarter(sums, first, 2, factors[1]);
+    }
     WgmmaWait<0>();
     stages.Free(stages.stage());
-    AddQuarter(sums, second, 3, factors[1]);
+    AddQuarter(sums, second, kQuarters - 1, factors[kQuarters / 2 - 1]);
     stages.Next();
   }
 }
@@ -434,9 +441,9 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
       continue;
     }
     const uint32_t left_box = tile.half() ? 0 : warpgroup;
-    float sums[128];
+    float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
-      MultiplyCodes(sums, tile, stages, left_box, warp);
+      MultiplyCodes<Traits::kColumns / 64>(sums, tile, stages, left_box, warp);
     } else {
       MultiplyTile<Traits>(sums, tile, stages, left_box, warpgroup);
     }

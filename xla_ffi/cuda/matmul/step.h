@@ -53,7 +53,7 @@ struct MatmulStep {
   void* both;
   void* out;          // codes in kCodeGateUp and kCodeDownBack
   float* out_scales;  // of those, per 128
-  // kDownBack and kCodeDownBack: the cotangents of gate and up in `element` [N, 2, B]; may be
+  // kDownBack and kCodeDownBack: the cotangents of gate and up in `element`, [N, 2, B]; may be
   // `both`.
   void* to_both;
 };

@@ -17,7 +17,7 @@ namespace jax_ep::cuda {
 
 inline constexpr int kTileRows = 128;
 inline constexpr int kHalfRows = 64;
-inline constexpr int kTileColumns = 256;  // of all sides together
+inline constexpr int kTileColumns = 256;  // at most, of all sides together
 
 enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
 
