@@ -262,8 +262,7 @@ class Stages {
   StageCursor at_;
 };
 
-// kCount of four steps of 16 of a stage.
-template <typename Traits, int kCount>
+template <typename Traits>
 __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t* operands,
                                               uint32_t left_box, bool add) {
   const uint32_t base = SharedAddress(operands);
@@ -274,7 +273,7 @@ __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t*
   constexpr uint32_t kRightStep = Traits::kRightAcross ? 16 * kLineBytes : 32;
   WgmmaFence();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 4; ++i) {
     Wgmma<typename Traits::Element, Traits::kLeftAcross, Traits::kRightAcross>(
         sums, Advance(left, i * kLeftStep), Advance(right, i * kRightStep), add || i > 0);
   }
@@ -300,60 +299,53 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
-// The last step of kOuter, of `rows` < 64 rows.
+// Called for kOuter: as many rows as a group has, in sixteens. Each is a group of wgmma by itself:
+// wgmma in branches, or in loops whose length differs, would make ptxas wait after every one.
 template <typename Traits>
-__device__ __forceinline__ void MultiplyTail(float (&sums)[128], uint8_t* operands,
-                                             uint32_t left_box, int32_t rows, uint32_t warpgroup,
-                                             bool add) {
-  const uint32_t count = static_cast<uint32_t>(rows + 15) / 16;
-  ZeroLines(operands, left_box, rows, count * 16, warpgroup);
-  // Each by itself: wgmma in a loop of unknown length waits for the one before.
-  switch (count) {
-    case 1:
-      return MultiplyStage<Traits, 1>(sums, operands, left_box, add);
-    case 2:
-      return MultiplyStage<Traits, 2>(sums, operands, left_box, add);
-    case 3:
-      return MultiplyStage<Traits, 3>(sums, operands, left_box, add);
-    default:
-      return MultiplyStage<Traits, 4>(sums, operands, left_box, add);
+__device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
+                                             uint32_t left_box, uint32_t warpgroup) {
+  const int32_t sixteens = (tile.contracted + 15) / 16;
+  uint32_t before = 0;
+  JAX_EP_NO_UNROLL
+  for (int32_t i = 0; i < sixteens; ++i) {
+    const bool first = i % 4 == 0;
+    if (first) {
+      stages.Await();
+      const int32_t rows = tile.contracted - i * 16;
+      if (rows < 64) {
+        ZeroLines(stages.operands(), left_box, rows, (rows + 15) / 16 * 16, warpgroup);
+      }
+    }
+    const uint32_t base = SharedAddress(stages.operands()) + i % 4 * 16 * kLineBytes;
+    WgmmaFence();
+    Wgmma<typename Traits::Element, true, true>(sums, OperandAt<true>(base + left_box * kBoxBytes),
+                                                OperandAt<true>(base + kLeftBoxes * kBoxBytes),
+                                                i > 0);
+    WgmmaCommit();
+    // The one before has been read.
+    WgmmaWait<1>();
+    if (first && i > 0) stages.Free(before);
+    before = stages.stage();
+    if (i % 4 == 3) stages.Next();
   }
+  WgmmaWait<0>();
+  HoldSums(sums);
+  stages.Free(before);
 }
 
 template <typename Traits>
 __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, uint32_t warpgroup) {
-  if constexpr (Traits::kOuter) {
-    if (tile.steps == 0) {
-#pragma unroll
-      for (float& sum : sums) sum = 0.0f;
-      return;
-    }
-  }
-  int32_t whole = tile.steps;
-  if constexpr (Traits::kOuter) whole = tile.contracted / static_cast<int32_t>(Traits::kStep);
+                                             uint32_t left_box) {
   uint32_t before = 0;
   JAX_EP_NO_UNROLL
-  for (int32_t step = 0; step < whole; ++step) {
+  for (int32_t step = 0; step < tile.steps; ++step) {
     stages.Await();
-    MultiplyStage<Traits, 4>(sums, stages.operands(), left_box, step > 0);
+    MultiplyStage<Traits>(sums, stages.operands(), left_box, step > 0);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
     before = stages.stage();
     stages.Next();
-  }
-  if constexpr (Traits::kOuter) {
-    if (whole < tile.steps) {
-      stages.Await();
-      MultiplyTail<Traits>(sums, stages.operands(), left_box,
-                           tile.contracted - whole * static_cast<int32_t>(Traits::kStep), warpgroup,
-                           whole > 0);
-      WgmmaWait<1>();
-      if (whole > 0) stages.Free(before);
-      before = stages.stage();
-      stages.Next();
-    }
   }
   WgmmaWait<0>();
   HoldSums(sums);
@@ -441,20 +433,23 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
       continue;
     }
     const uint32_t left_box = tile.half() ? 0 : warpgroup;
+    const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
+    ResultPlace place{tile.row + row, tile.rows - row, tile.column};
+    if constexpr (Traits::kOuter) {
+      place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
+      if (tile.steps == 0) {
+        Traits::Epilogue::Zeros(arguments.result, place);
+        continue;
+      }
+    }
     float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
       MultiplyCodes<Traits::kColumns / 64>(sums, tile, stages, left_box, warp);
+    } else if constexpr (Traits::kOuter) {
+      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
     } else {
-      MultiplyTile<Traits>(sums, tile, stages, left_box, warpgroup);
+      MultiplyTile<Traits>(sums, tile, stages, left_box);
     }
-    ResultPlace place;
-    const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
-    place.row = tile.row + row;
-    if constexpr (Traits::kOuter) {
-      place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
-    }
-    place.rows = tile.rows - row;
-    place.column = tile.column;
     if (place.column < arguments.result.columns) {
       Traits::Epilogue::template Run<typename Traits::Type>(sums, arguments.result, place, drain);
     }
