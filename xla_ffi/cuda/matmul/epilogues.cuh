@@ -113,18 +113,21 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   });
 }
 
-// out [N or L * K, B]; kFloats: which may be float32.
-template <bool kFloats>
+// What `out` of StoreSums may be.
+enum class Out { kElement, kFloat32, kEither };
+
+// out [N or L * K, B].
+template <Out kOut>
 struct StoreSums {
   static constexpr int kSides = 1;
   static constexpr int kColumns = kTileColumns;
 
   // Stores sums over nothing.
   __device__ static void Zeros(const ResultArguments& to, const ResultPlace& place) {
-    const int64_t bytes = to.out_element == ElementType::kFloat32 ? 4 : 2;
-    const int64_t last = Min<int64_t>(place.column + kColumns, to.columns) * bytes;
-    const DrainRows rows = place.Of(to.out, to.columns * bytes);
-    for (int64_t byte = place.column * bytes; byte + Lane() % 8 * 16 < last; byte += kLineBytes) {
+    constexpr int64_t kBytes = kOut == Out::kFloat32 ? 4 : 2;
+    const int64_t last = Min<int64_t>(place.column + kColumns, to.columns) * kBytes;
+    const DrainRows rows = place.Of(to.out, to.columns * kBytes);
+    for (int64_t byte = place.column * kBytes; byte + Lane() % 8 * 16 < last; byte += kLineBytes) {
       uint8_t* at = rows.at + byte;
       for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += rows.step) {
         if (4 * i < rows.rows) *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
@@ -135,7 +138,8 @@ struct StoreSums {
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const ResultArguments& to,
                              const ResultPlace& place, Drain& drain) {
-    if (kFloats && to.out_element == ElementType::kFloat32) {
+    if (kOut == Out::kFloat32 ||
+        (kOut == Out::kEither && to.out_element == ElementType::kFloat32)) {
       const DrainRows rows = place.Of(to.out, to.columns * 4);
 #pragma unroll
       for (int part = 0; part < 8; ++part) {

@@ -28,7 +28,7 @@ inline constexpr int kMathRegisters = 232;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
-template <MatmulKind kOf, typename ElementOf>
+template <MatmulKind kOf, typename ElementOf, Out kOut>
 struct MatmulTraits {
   static constexpr MatmulKind kKind = kOf;
   using Element = ElementOf;  // of 16-bit operands; void of codes
@@ -41,10 +41,9 @@ struct MatmulTraits {
   static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kCodeGateUp;
   static constexpr bool kDownBack =
       kOf == MatmulKind::kDownBack || kOf == MatmulKind::kCodeDownBack;
-  static constexpr bool kFloats = kOuter || kOf == MatmulKind::kCodeRows;
   using Epilogue =
       std::conditional_t<kGateUp, SwiGlu<kCodes>,
-                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kFloats>>>;
+                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kOut>>>;
   static constexpr int kSides = Epilogue::kSides;
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
