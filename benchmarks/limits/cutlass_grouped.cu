@@ -18,33 +18,19 @@
 #include <utility>
 #include <vector>
 
-#include "cutlass_grouped/cublas.cuh"
+#include "cutlass_grouped/batched.cuh"
 #include "cutlass_grouped/kernels.cuh"
 #include "cutlass_grouped/operands.cuh"
 #include "gpu_limits/report.cuh"
+#include "grouped/cases.cuh"
+#include "grouped/timing.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
-// Sizes on one rank, as CASES of benchmarks/layers/grouped.py.
-struct Case {
-  const char* name;
-  int hidden;
-  int inner;
-  int groups;
-  int rows;
-};
-
-constexpr Case kCases[] = {
-    {"mid", 2048, 1024, 16, 32768},       {"large-64", 7168, 2048, 16, 32768},
-    {"large-256", 7168, 2048, 64, 32768}, {"many", 7168, 2048, 128, 32768},
-    {"decode", 7168, 2048, 64, 1024},
-};
-
 // A right result is off by the rounding to bfloat16, 2^-9 of itself; over the largest element.
 constexpr double kBound = 0.01;
 constexpr int kSamples = 4096;
-constexpr double kBurstMs = 40;
 
 struct Options {
   double seconds = 1;  // of each time
@@ -53,79 +39,6 @@ struct Options {
   std::vector<std::string> cases;
   bool fp8 = true;
 };
-
-class Timer {
- public:
-  Timer() {
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CHECK_CUDA(cudaEventCreate(&begin_));
-    CHECK_CUDA(cudaEventCreate(&end_));
-  }
-
-  // Milliseconds of each call.
-  double Burst(Way& way, int calls) {
-    CHECK_CUDA(cudaEventRecord(begin_, stream));
-    for (int i = 0; i < calls; ++i) way.Run(stream);
-    CHECK_CUDA(cudaEventRecord(end_, stream));
-    CHECK_CUDA(cudaEventSynchronize(end_));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin_, end_));
-    return ms / calls;
-  }
-
-  cudaStream_t stream;
-
- private:
-  cudaEvent_t begin_;
-  cudaEvent_t end_;
-};
-
-template <typename T>
-class Memory {
- public:
-  explicit Memory(uint64_t count) : count_(count) {
-    CHECK_CUDA(cudaMalloc(&data_, count * sizeof(T)));
-  }
-  explicit Memory(const std::vector<T>& from) : Memory(from.size()) {
-    CHECK_CUDA(cudaMemcpy(data_, from.data(), count_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  ~Memory() { cudaFree(data_); }
-
-  T* get() const { return data_; }
-  uint64_t size() const { return count_; }
-
-  std::vector<T> Read() const {
-    std::vector<T> made(count_);
-    CHECK_CUDA(cudaMemcpy(made.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return made;
-  }
-
- private:
-  T* data_ = nullptr;
-  uint64_t count_;
-};
-
-template <typename T>
-void Filled(void (*kernel)(T*, uint64_t, uint64_t), const Memory<T>& to, uint64_t seed) {
-  kernel<<<1024, 256>>>(to.get(), to.size(), seed);
-  CHECK_CUDA(cudaGetLastError());
-}
-
-// As many rows as chance gives: each has an expert of its own.
-std::vector<int32_t> DrawnSizes(const Case& each, std::mt19937_64& random) {
-  std::vector<int32_t> sizes(static_cast<size_t>(each.groups));
-  std::uniform_int_distribution<size_t> group(0, sizes.size() - 1);
-  for (int row = 0; row < each.rows; ++row) ++sizes[group(random)];
-  return sizes;
-}
-
-std::vector<int32_t> EndsOf(const std::vector<int32_t>& sizes) {
-  std::vector<int32_t> ends(sizes.size());
-  std::partial_sum(sizes.begin(), sizes.end(), ends.begin());
-  return ends;
-}
 
 // Any elements, and the first and last row of each group.
 std::vector<Sample> DrawnSamples(const Problem& problem, const std::vector<int32_t>& ends,
@@ -168,16 +81,15 @@ double Difference(const Problem& problem, Way& way, const std::vector<Sample>& d
   return off / largest;
 }
 
-int CallsOf(double ms) { return std::max(1, static_cast<int>(std::lround(kBurstMs / ms))); }
-
 // The fastest order of tiles, and its calls in a burst.
 std::pair<std::string, int> Chosen(Way& way, Timer& timer) {
+  const auto run = [&](cudaStream_t stream) { way.Run(stream); };
   int best = 0;
   double best_ms = HUGE_VAL;
   for (int choice = 0; choice < way.orders(); ++choice) {
     way.Order(choice);
-    const double first = timer.Burst(way, 2);
-    const double ms = timer.Burst(way, std::max(2, CallsOf(first) / 2));
+    const double first = timer.Burst(run, 2);
+    const double ms = timer.Burst(run, std::max(2, CallsOf(first) / 2));
     if (ms < best_ms) std::tie(best, best_ms) = std::pair(choice, ms);
   }
   return {way.Order(best), CallsOf(best_ms)};
@@ -198,7 +110,7 @@ void Measure(const Case& each, const char* matrix, const Problem& problem, Ways&
   std::vector<std::vector<double>> ratios(ways.size());
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < ways.size(); ++i) {
-      times[i].push_back(timer.Burst(*ways[i], chosen[i].second));
+      times[i].push_back(timer.Burst([&](cudaStream_t s) { ways[i]->Run(s); }, chosen[i].second));
       ratios[i].push_back(times[i].back() / times[0].back());
     }
   }
@@ -285,18 +197,6 @@ void MeasureMatrix(const Case& each, const char* matrix, int inputs, int outputs
                "usage: cutlass_grouped [--quick] [--seconds S (of each time)] [--seed N]\n"
                "  [--cases mid,large-64,large-256,many,decode] [--no-fp8] [--cublas PATH]\n");
   std::exit(2);
-}
-
-std::vector<std::string> Split(const std::string& text) {
-  std::vector<std::string> words(1);
-  for (const char each : text) {
-    if (each == ',') {
-      words.emplace_back();
-    } else {
-      words.back() += each;
-    }
-  }
-  return words;
 }
 
 Options Parsed(int argc, char** argv) {

@@ -246,6 +246,8 @@ class Stages {
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < steps; ++step) {
       Await();
+      // As in FindTiles.
+      __syncwarp();
       Free(stage());
       Next();
     }

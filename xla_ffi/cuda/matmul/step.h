@@ -26,7 +26,7 @@ enum class MatmulKind {
   kCodeDownBack,    // kDownBack of codes -> [N, 2, B] as codes, and as they are
 };
 
-constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
+JAX_EP_HOST_DEVICE constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
 
 struct MatmulStep {
   MatmulKind kind;

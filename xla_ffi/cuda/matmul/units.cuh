@@ -233,6 +233,8 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
     Await(&ring.read[at.slot()], at.parity() ^ 1);
+    // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on.
+    __syncwarp();
     if (Lane() == 0) {
       ring.tiles[at.slot()] = tile;
       // Release; pairs with the wait in TileReader.
