@@ -396,9 +396,10 @@ void AdvanceProducts() {
         Action& action = warpgroup->At(next);
         if (action.kind != Kind::kProduct) continue;
         if (action.arrived < kWarpgroupThreads) break;
-        if (action.delay >= kUntilWaited && next < warpgroup->wanted) action.delay = Random() % 3;
+        const bool put_off = action.delay == kUntilWaited;
+        if (put_off && next < warpgroup->wanted) action.delay = Random() % 3;
         if (action.delay != 0) {
-          --action.delay;
+          if (!put_off) --action.delay;
           break;
         }
         CarryOut(*block, *warpgroup, action);
@@ -413,7 +414,7 @@ bool ProductsUnderWay() {
       if (warpgroup == nullptr || warpgroup->next >= warpgroup->end()) continue;
       const Action& action = warpgroup->At(warpgroup->next);
       if (action.kind == Kind::kProduct && action.arrived == kWarpgroupThreads &&
-          (action.delay < kUntilWaited / 2 || warpgroup->next < warpgroup->wanted)) {
+          (action.delay != kUntilWaited || warpgroup->next < warpgroup->wanted)) {
         return true;
       }
     }
