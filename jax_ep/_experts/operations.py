@@ -78,6 +78,9 @@ class Operations:
     and so may their results, but they change no others. Products are summed in float32.
     """
 
+    # Whether `quantize_weights` adds turned codes.
+    turns_weights = False
+
     def __eq__(self, other: object) -> bool:
         """Whether programs traced with either are the same."""
         return type(self) is type(other)
@@ -221,16 +224,11 @@ class Operations:
         left = jnp.where(real, rows.to("bfloat16").astype(jnp.float32), 0)
         right = cotangent.astype(jnp.bfloat16).astype(jnp.float32)
         right = jnp.where(real, right, 0)
-        return _exact().outer(left, right, sizes).astype(dtype)
+        return _exact().outer(left, right, sizes, dtype)
 
     def quantize_cotangents(self, values: jax.Array) -> Rows:
         """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
         return Rows(*quantized.quantize_cotangents(values))
-
-
-def operations() -> Operations:
-    """Returns the operations of this process's devices."""
-    return Operations()
 
 
 def real_rows(sizes: jax.Array, count: int) -> jax.Array:
