@@ -57,7 +57,7 @@ class Hopper(NamedTuple):
     """The kernels for Hopper."""
 
     def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        return kernels.rows(rows, weights, sizes, rows.dtype, transposed)
+        return kernels.rows(rows, weights, sizes, transposed)
 
     def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
         # They write the operands' dtype or the sums as they are.

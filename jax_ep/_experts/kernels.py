@@ -46,17 +46,13 @@ def built() -> bool:
 
 
 def rows(
-    rows: jax.Array,
-    matrices: jax.Array,
-    sizes: jax.Array,
-    dtype: Any,
-    transposed: bool = False,
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, transposed: bool = False
 ) -> jax.Array:
     """Multiplies `[N, A]` by `[L, A, B]` (`transposed`: `[L, B, A]`) to `[N, B]`."""
     operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
-    attributes = {"out_dtype": jnp.dtype(dtype).name}
-    target = "ep_rows_transposed" if transposed else "ep_rows"
-    return tables.call(target, rows, {}, operands, attributes).out
+    if transposed:
+        return tables.call("ep_rows_transposed", rows, {}, operands, {}).out
+    return tables.call("ep_rows", rows, {}, operands, {}).out
 
 
 def gate_up(

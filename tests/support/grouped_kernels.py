@@ -81,11 +81,11 @@ def _zero(like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like, shape=(1, 1))
 
 
-def rows(rows, matrices, sizes, dtype, transposed=False):
+def rows(rows, matrices, sizes, transposed=False):
     assert rows.dtype == matrices.dtype
     assert rows.dtype.itemsize == 2
     matrices = matrices.swapaxes(1, 2) if transposed else matrices
-    return product(rows, matrices, sizes).astype(dtype)
+    return product(rows, matrices, sizes).astype(rows.dtype)
 
 
 def gate_up(rows, matrices, sizes, keep):

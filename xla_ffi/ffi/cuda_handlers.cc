@@ -77,7 +77,7 @@ cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
 }
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
-  return cuda::Multiply(call.step, stream);
+  return cuda::GroupedMatmul(call.step, stream);
 }
 cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
   return cuda::QuantizeMatrices(call.step, stream);

@@ -47,13 +47,25 @@ struct MatmulCall : Call<MatmulStep> {
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
     sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
   }
-  void Size(Checker&) {
+  void Size(Checker& check) {
     step.kind = kKind;
     step.rows = sizes[Dim::N];
     step.groups = sizes[Dim::G];
     step.left_columns = sizes[Dim::A];
     step.columns = sizes[Dim::B];
-    if (OfCodes(kKind)) step.element = step.out_element;
+    const bool is_float = step.out_element == ElementType::kFloat32;
+    if (kKind == MatmulKind::kCodeRows) {
+      step.element = is_float ? ElementType::kBFloat16 : step.out_element;
+    } else if (OfCodes(kKind)) {
+      check.Require(!is_float, "gate and up must have 16 bits");
+      step.element = step.out_element;
+    } else {
+      check.Require(step.element != ElementType::kFloat32, "operands must have 16 bits");
+    }
+    if (kKind == MatmulKind::kOuter) {
+      check.Require(is_float || step.out_element == step.element,
+                    "out must have the dtype of the operands, or float32");
+    }
   }
 
  protected:
@@ -73,8 +85,8 @@ struct RowsCall : MatmulCall<MatmulKind::kRows> {
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {N, A}, &Step::left),
                  Arg<Token>("matrices", {G, A, B}, &Step::right), kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Output>("out", {N, B}, &Step::out));
-  static constexpr auto kAttributes = std::tuple(kOutDtype);
+  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::out));
+  static constexpr auto kAttributes = std::tuple();
 };
 
 struct RowsTransposedCall : MatmulCall<MatmulKind::kRowsTransposed> {
@@ -82,8 +94,8 @@ struct RowsTransposedCall : MatmulCall<MatmulKind::kRowsTransposed> {
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {N, A}, &Step::left),
                  Arg<Token>("matrices", {G, B, A}, &Step::right), kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Output>("out", {N, B}, &Step::out));
-  static constexpr auto kAttributes = std::tuple(kOutDtype);
+  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::out));
+  static constexpr auto kAttributes = std::tuple();
 };
 
 struct GateUpCall : MatmulCall<MatmulKind::kGateUp> {

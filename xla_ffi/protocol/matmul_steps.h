@@ -29,7 +29,7 @@ constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; 
 struct MatmulStep {
   MatmulKind kind;
   ElementType element;      // of 16-bit operands and results: bfloat16 or float16
-  ElementType out_element;  // of `out` of kRows, kRowsTransposed, kCodeRows and kOuter
+  ElementType out_element;  // of `out` of kCodeRows and kOuter: `element` or float32
   int64_t rows;             // N
   int64_t groups;           // L
   int64_t left_columns;     // K

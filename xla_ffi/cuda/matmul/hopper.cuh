@@ -91,6 +91,8 @@ __device__ __forceinline__ void TensorLoadBoth(void* shared, const CUtensorMap* 
 
 // ---- Warpgroups ---------------------------------------------------------------------------------
 
+inline constexpr uint32_t kWarpgroupThreads = 128;
+
 // Changes the registers per thread of this warpgroup, all of whose warps must call it.
 template <int kRegisters>
 __device__ __forceinline__ void GrowRegisters() {
@@ -249,6 +251,12 @@ __device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
+}
+
+// Stores 16 bytes of zeros. Several threads may do so at one place, and wgmma of another warpgroup
+// may read there meanwhile: it has stored the same zeros before.
+__device__ __forceinline__ void StoreZeros(void* to) {
+  *static_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------

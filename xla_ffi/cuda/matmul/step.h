@@ -10,12 +10,12 @@ namespace jax_ep::cuda {
 // Enqueues the step on `stream`, on the current device, whose compute capability must be 9.0.
 // Returns cudaErrorNotSupported on other devices, and cudaErrorInvalidValue for sizes that do not
 // fit: columns that are not aligned, pointers that are not aligned to 16 bytes.
-cudaError_t Multiply(const MatmulStep& step, cudaStream_t stream);
+cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream);
 
 // Loads the kernels of all kinds, which a graph capture must not be the first to use.
 cudaError_t PreloadMatmulKernels();
 
-// Whether the current device runs Multiply.
+// Whether the current device runs GroupedMatmul.
 bool MatmulSupported();
 
 }  // namespace jax_ep::cuda

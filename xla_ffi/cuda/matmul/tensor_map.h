@@ -18,8 +18,8 @@ struct MappedTensor {
 };
 
 // Boxes lie in shared memory with the 128-byte swizzle; what is outside of the tensor is zero.
-// Returns cudaErrorNotSupported where the driver has no tensor maps, and cudaErrorInvalidValue for a
-// tensor that has none.
+// Returns cudaErrorNotSupported where the driver has no tensor maps, and cudaErrorInvalidValue for
+// a tensor that has none.
 cudaError_t MakeTensorMap(const MappedTensor& tensor, CUtensorMap* map);
 
 }  // namespace jax_ep::cuda

@@ -1,0 +1,73 @@
+// Checks a step and finds its kernel.
+#include <type_traits>
+
+#include "cuda/matmul/kinds.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Results that the kernels count in int32.
+constexpr int64_t kMostRows = int64_t{1} << 31;
+
+// Of rows of codes, counted in uint32.
+constexpr int64_t kMostScales = int64_t{1} << 32;
+
+bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool Fits(const MatmulStep& step) {
+  const int64_t align = ColumnsAlign(step.kind);
+  const bool is_half =
+      step.element == ElementType::kBFloat16 || step.element == ElementType::kFloat16;
+  return step.rows >= 0 && step.rows < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
+         step.left_columns > 0 && step.left_columns < kMostRows && step.left_columns % align == 0 &&
+         step.columns > 0 && step.columns < kMostRows && step.columns % align == 0 && is_half &&
+         Aligned(step.left) && Aligned(step.right) && Aligned(step.both) && Aligned(step.out) &&
+         Aligned(step.to_both);
+}
+
+template <typename Element>
+bool Has(ElementType element) {
+  if constexpr (std::is_void_v<Element>) return true;
+  if constexpr (std::is_same_v<Element, Float16>) return element == ElementType::kFloat16;
+  return element == ElementType::kBFloat16;
+}
+
+}  // namespace
+
+bool MatmulSupported() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0;
+}
+
+cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
+  if (!Fits(step)) return cudaErrorInvalidValue;
+  if (!MatmulSupported()) return cudaErrorNotSupported;
+  if (step.groups == 0) return cudaSuccess;
+  if (step.rows == 0) {
+    // Tensor maps have no empty dimensions.
+    if (step.kind != MatmulKind::kOuter) return cudaSuccess;
+    const int64_t bytes =
+        step.groups * step.left_columns * step.columns * ElementBytes(step.out_element);
+    return cudaMemsetAsync(step.out, 0, static_cast<size_t>(bytes), stream);
+  }
+  cudaError_t error = cudaErrorInvalidValue;
+  ForEachMatmul([&]<MatmulKind kKind, typename Element>() {
+    if (step.kind == kKind && Has<Element>(step.element)) {
+      error = MultiplyKind<kKind, Element>(step, stream);
+    }
+  });
+  return error;
+}
+
+cudaError_t PreloadMatmulKernels() {
+  cudaError_t error = cudaSuccess;
+  ForEachMatmul([&]<MatmulKind kKind, typename Element>() {
+    if (error == cudaSuccess) error = PreloadKind<kKind, Element>();
+  });
+  return error;
+}
+
+}  // namespace jax_ep::cuda

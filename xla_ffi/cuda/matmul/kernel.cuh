@@ -1,0 +1,498 @@
+// The matmul kernel. A cluster of two blocks works on units (units.cuh), each block on a tile of
+// 128 x 256 of the result. In a block, one warpgroup feeds two others:
+//   warp 0 copies operands to stages in shared memory, warp 1 finds tiles, warp 2 loads the scales
+//   of codes; the other two warpgroups multiply, each 64 rows, and write the result.
+// Barriers, per stage: `full` ends when the stage's operands are there; `free` when the math warps
+// of both blocks have read the stage, because half of what a block loads goes to both. Each
+// warpgroup goes its own way from tile to tile, so that one multiplies while the other writes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/shared_memory.cuh"
+#include "cuda/matmul/epilogues.cuh"
+#include "cuda/matmul/units.cuh"
+
+namespace jax_ep::cuda {
+
+inline constexpr int kMatmulThreads = 384;
+inline constexpr uint32_t kStages = 4;
+inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
+inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
+inline constexpr uint32_t kLeftBoxes = 2;
+inline constexpr uint32_t kRightBoxes = 4;
+inline constexpr uint32_t kStageBytes = (kLeftBoxes + kRightBoxes) * kBoxBytes;
+inline constexpr int kFeederRegisters = 40;
+inline constexpr int kMathRegisters = 232;
+static_assert(kBoxBytes == kChunkBytes);
+
+// What a kernel is compiled for.
+template <MatmulKind kOf, typename ElementOf>
+struct MatmulTraits {
+  static constexpr MatmulKind kKind = kOf;
+  using Element = ElementOf;  // of 16-bit operands; void of codes
+  static constexpr bool kCodes = OfCodes(kOf);
+  static constexpr bool kOuter = kOf == MatmulKind::kOuter;
+  // Whether lines of the operand lie across the contracted dimension (hopper.cuh).
+  static constexpr bool kLeftAcross = kOuter;
+  static constexpr bool kRightAcross =
+      kOuter || kOf == MatmulKind::kRows || kOf == MatmulKind::kGateUp;
+  static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kCodeGateUp;
+  static constexpr bool kDownBack =
+      kOf == MatmulKind::kDownBack || kOf == MatmulKind::kCodeDownBack;
+  static constexpr bool kFloats = kOuter || kOf == MatmulKind::kCodeRows;
+  using Epilogue =
+      std::conditional_t<kGateUp, SwiGlu<kCodes>,
+                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kFloats>>>;
+  static constexpr int kSides = Epilogue::kSides;
+  static constexpr int kSideColumns = kTileColumns / kSides;
+  static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
+  using Type = std::conditional_t<
+      kCodes, ElementType,
+      std::conditional_t<std::is_same_v<ElementOf, Float16>, FixedElement<ElementType::kFloat16>,
+                         FixedElement<ElementType::kBFloat16>>>;
+};
+
+// Of codes (step.h).
+struct ScaleArguments {
+  const float* rows;
+  uint32_t row_stride;
+  const float* right;
+  int64_t per_group;
+  int64_t per_k;
+  int64_t per_side;
+  int64_t per_b;
+};
+
+struct MatmulArguments {
+  UnitPlan plan;
+  ResultArguments result;
+  ScaleArguments scales;
+};
+
+struct MatmulShared {
+  uint64_t full[kStages];
+  uint64_t free[kStages];
+  TileRing ring;
+};
+// Of codes, per stage: a scale for each row, and one for each 128 columns.
+struct StageScales {
+  float rows[kTileRows];
+  float right[2];
+};
+
+// Dynamic shared memory: stages, aligned to atoms; drains; the scales of codes.
+inline constexpr uint32_t kDrainsBytes = kWarpsOfMath * kDrainBytes;
+template <bool kCodes>
+inline constexpr uint32_t kMatmulSharedBytes =
+    kAtomBytes + kStages * kStageBytes + kDrainsBytes +
+    (kCodes ? kStages * static_cast<uint32_t>(sizeof(StageScales)) : 0);
+
+struct MatmulMemory {
+  uint8_t* stages;
+  uint8_t* drains;
+  StageScales* scales;
+
+  __device__ MatmulMemory() {
+    uint8_t* bytes = SharedBytes();
+    stages = bytes + (kAtomBytes - SharedAddress(bytes) % kAtomBytes) % kAtomBytes;
+    drains = stages + kStages * kStageBytes;
+    scales = reinterpret_cast<StageScales*>(drains + kDrainsBytes);
+  }
+};
+
+using StageCursor = RingCursor<kStages>;
+
+// ---- Feeding ------------------------------------------------------------------------------------
+
+// Called by one thread.
+template <typename Traits>
+__device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtensorMap* right,
+                                          const Tile& tile, int32_t step, uint32_t rank,
+                                          uint8_t* stage, uint64_t* full) {
+  const int32_t k = step * static_cast<int32_t>(Traits::kStep);
+  const auto load_left = [&](uint32_t box, bool both) {
+    const int32_t row = tile.row + static_cast<int32_t>(box) * 64;
+    BoxPlace place{{k, row, 0, 0}};
+    if constexpr (Traits::kLeftAcross) place = {{row, tile.first + k, 0, 0}};
+    uint8_t* to = stage + box * kBoxBytes;
+    both ? TensorLoadBoth(to, left, place, full) : TensorLoad(to, left, place, full);
+  };
+  const auto load_right = [&](uint32_t box, bool both) {
+    constexpr uint32_t kPerSide = kRightBoxes / Traits::kSides;
+    const int32_t side = static_cast<int32_t>(box / kPerSide);
+    const int32_t column = tile.column + static_cast<int32_t>(box % kPerSide) * 64;
+    BoxPlace place{{k, column, side, tile.group}};
+    if constexpr (Traits::kRightAcross) place = {{column, side, k, tile.group}};
+    if constexpr (Traits::kOuter) place = {{column, 0, tile.first + k, 0}};
+    uint8_t* to = stage + (kLeftBoxes + box) * kBoxBytes;
+    both ? TensorLoadBoth(to, right, place, full) : TensorLoad(to, right, place, full);
+  };
+  const uint32_t left_boxes = tile.half() ? 1 : kLeftBoxes;
+  MbarrierExpect(full, (left_boxes + kRightBoxes) * kBoxBytes);
+  if (tile.sharing == Sharing::kRight) {
+    load_left(0, false);
+    load_left(1, false);
+    load_right(2 * rank, true);
+    load_right(2 * rank + 1, true);
+    return;
+  }
+  // The only box of a half is loaded by the blocks in turns.
+  if (!tile.half()) {
+    load_left(rank, true);
+  } else if (static_cast<uint32_t>(step) % 2 == rank) {
+    load_left(0, true);
+  }
+#pragma unroll
+  for (uint32_t box = 0; box < kRightBoxes; ++box) load_right(box, false);
+}
+
+// Called by a warp.
+template <typename Traits>
+__device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUtensorMap* right,
+                                             const MatmulMemory& memory, MatmulShared& shared) {
+  TileReader tiles(shared.ring);
+  const uint32_t rank = ClusterRank();
+  while (true) {
+    const Tile tile = tiles.Next();
+    if (tile.steps < 0) break;
+    if (Lane() == 0) {
+      StageCursor at{tile.stage};
+      JAX_EP_NO_UNROLL
+      for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
+        Await(&shared.free[at.slot()], at.parity() ^ 1);
+        LoadStage<Traits>(left, right, tile, step, rank, memory.stages + at.slot() * kStageBytes,
+                          &shared.full[at.slot()]);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Called by a warp: the scales of codes. They are read from memory two steps ahead.
+__device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t all_rows,
+                                           bool sides, int64_t columns, const MatmulMemory& memory,
+                                           MatmulShared& shared) {
+  constexpr int kPerLane = kTileRows / kWarpSize;
+  constexpr int kAhead = 2;
+  TileReader tiles(shared.ring);
+  const int32_t lane = static_cast<int32_t>(Lane());
+  while (true) {
+    const Tile tile = tiles.Next();
+    if (tile.steps < 0) break;
+    StageCursor at{tile.stage};
+    uint32_t rows[kPerLane];  // in elements
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      // Rows past the last one have no results.
+      const int32_t row = min(tile.row + lane + i * static_cast<int32_t>(kWarpSize), all_rows - 1);
+      rows[i] = static_cast<uint32_t>(row) * scales.row_stride;
+    }
+    // Lanes 0 and 1: of gate and up, or of 128 columns each.
+    const int32_t column = tile.column + (sides ? 0 : lane * 128);
+    const bool has_right = lane < 2 && column < columns;
+    const float* right = scales.right + tile.group * scales.per_group +
+                         (sides ? lane * scales.per_side : 0) + column / 128 * scales.per_b;
+    const int32_t steps = tile.steps;
+    float ahead[kAhead][kPerLane + 1];
+    const auto load = [&](float (&to)[kPerLane + 1], int32_t step) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) to[i] = step < steps ? scales.rows[rows[i] + step] : 0.0f;
+      to[kPerLane] = has_right && step < steps ? right[step * scales.per_k] : 0.0f;
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(ahead[i], i);
+    const auto store = [&](float (&from)[kPerLane + 1], int32_t step) {
+      Await(&shared.free[at.slot()], at.parity() ^ 1);
+      StageScales& to = memory.scales[at.slot()];
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) to.rows[lane + i * kWarpSize] = from[i];
+      if (lane < 2) to.right[lane] = from[kPerLane];
+      load(from, step + kAhead);
+      __syncwarp();
+      // Release; pairs with the math warps' wait.
+      if (lane == 0) MbarrierArrive(&shared.full[at.slot()]);
+      ++at.passed;
+    };
+    JAX_EP_NO_UNROLL
+    for (int32_t step = 0; step < steps; step += kAhead) {
+      store(ahead[0], step);
+      if (step + 1 < steps) store(ahead[1], step + 1);
+    }
+  }
+}
+
+// ---- Multiplying --------------------------------------------------------------------------------
+
+// A math warp's view of the stages.
+class Stages {
+ public:
+  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared, const Tile& tile)
+      : memory_(memory), shared_(shared), at_{tile.stage} {}
+
+  // Waits for the operands of the next step.
+  __device__ void Await() { cuda::Await(&shared_.full[at_.slot()], at_.parity()); }
+  // Says to both blocks that this warp has read stage `stage`.
+  __device__ void Free(uint32_t stage) {
+    if (Lane() < 2) MbarrierArriveAt(&shared_.free[stage], Lane());
+  }
+  __device__ void Next() { ++at_.passed; }
+  // Steps over a tile of the other warpgroup.
+  __device__ void Skip(int32_t steps) {
+    JAX_EP_NO_UNROLL
+    for (int32_t step = 0; step < steps; ++step) {
+      Await();
+      Free(stage());
+      Next();
+    }
+  }
+
+  __device__ uint32_t stage() const { return at_.slot(); }
+  __device__ uint8_t* operands() const { return memory_.stages + stage() * kStageBytes; }
+  __device__ const StageScales& scales() const { return memory_.scales[stage()]; }
+
+ private:
+  const MatmulMemory& memory_;
+  MatmulShared& shared_;
+  StageCursor at_;
+};
+
+// kCount of four steps of 16 of a stage.
+template <typename Traits, int kCount>
+__device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t* operands,
+                                              uint32_t left_box, bool add) {
+  const uint32_t base = SharedAddress(operands);
+  const uint64_t left = OperandAt<Traits::kLeftAcross>(base + left_box * kBoxBytes);
+  const uint64_t right = OperandAt<Traits::kRightAcross>(base + kLeftBoxes * kBoxBytes);
+  // Sixteen elements along a line, or sixteen lines.
+  constexpr uint32_t kLeftStep = Traits::kLeftAcross ? 16 * kLineBytes : 32;
+  constexpr uint32_t kRightStep = Traits::kRightAcross ? 16 * kLineBytes : 32;
+  WgmmaFence();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    Wgmma<typename Traits::Element, Traits::kLeftAcross, Traits::kRightAcross>(
+        sums, Advance(left, i * kLeftStep), Advance(right, i * kRightStep), add || i > 0);
+  }
+  WgmmaCommit();
+}
+
+// Zeros lines [first, end) of the warpgroup's left box and of all right boxes: the last rows of a
+// group are followed by rows of others, even NaN. Both warpgroups write the same zeros to the right
+// boxes.
+__device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, uint32_t first,
+                                          uint32_t end, uint32_t warpgroup) {
+  constexpr uint32_t kUnits = kLineBytes / 16;
+  const uint32_t count = (end - first) * kUnits;
+  const uint32_t thread = threadIdx.x % kWarpgroupThreads;
+  JAX_EP_NO_UNROLL
+  for (uint32_t box = 0; box <= kRightBoxes; ++box) {
+    uint8_t* at = operands + (box == 0 ? left_box : kLeftBoxes + box - 1) * kBoxBytes;
+    for (uint32_t unit = thread; unit < count; unit += kWarpgroupThreads) {
+      StoreZeros(at + first * kLineBytes + unit * 16);
+    }
+  }
+  FenceProxyAsyncShared();
+  NamedBarrier(1 + warpgroup, kWarpgroupThreads);
+}
+
+// The last step of kOuter, of `rows` < 64 rows.
+template <typename Traits>
+__device__ __forceinline__ void MultiplyTail(float (&sums)[128], uint8_t* operands,
+                                             uint32_t left_box, int32_t rows, uint32_t warpgroup,
+                                             bool add) {
+  const uint32_t count = static_cast<uint32_t>(rows + 15) / 16;
+  ZeroLines(operands, left_box, rows, count * 16, warpgroup);
+  // Each by itself: wgmma in a loop of unknown length waits for the one before.
+  switch (count) {
+    case 1:
+      return MultiplyStage<Traits, 1>(sums, operands, left_box, add);
+    case 2:
+      return MultiplyStage<Traits, 2>(sums, operands, left_box, add);
+    case 3:
+      return MultiplyStage<Traits, 3>(sums, operands, left_box, add);
+    default:
+      return MultiplyStage<Traits, 4>(sums, operands, left_box, add);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
+                                             uint32_t left_box, uint32_t warpgroup) {
+  if constexpr (Traits::kOuter) {
+    if (tile.steps == 0) {
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+      return;
+    }
+  }
+  int32_t whole = tile.steps;
+  if constexpr (Traits::kOuter) whole = tile.contracted / static_cast<int32_t>(Traits::kStep);
+  uint32_t before = 0;
+  JAX_EP_NO_UNROLL
+  for (int32_t step = 0; step < whole; ++step) {
+    stages.Await();
+    MultiplyStage<Traits, 4>(sums, stages.operands(), left_box, step > 0);
+    // The step before has been read.
+    WgmmaWait<1>();
+    if (step > 0) stages.Free(before);
+    before = stages.stage();
+    stages.Next();
+  }
+  if constexpr (Traits::kOuter) {
+    if (whole < tile.steps) {
+      stages.Await();
+      MultiplyTail<Traits>(sums, stages.operands(), left_box,
+                           tile.contracted - whole * static_cast<int32_t>(Traits::kStep), warpgroup,
+                           whole > 0);
+      WgmmaWait<1>();
+      if (whole > 0) stages.Free(before);
+      before = stages.stage();
+      stages.Next();
+    }
+  }
+  WgmmaWait<0>();
+  HoldSums(sums);
+  stages.Free(before);
+}
+
+// ---- Multiplying codes --------------------------------------------------------------------------
+
+// Columns 64 * quarter and on: 128 of the contracted dimension.
+__device__ __forceinline__ void MultiplyQuarter(float (&part)[32], uint64_t left, uint64_t right,
+                                                int quarter) {
+  WgmmaFence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    WgmmaCodes(part, Advance(left, i * 32), Advance(right, quarter * kBoxBytes + i * 32), i > 0);
+  }
+  WgmmaCommit();
+}
+
+__device__ __forceinline__ void AddQuarter(float (&sums)[128], float (&part)[32], int quarter,
+                                           const float (&factors)[2]) {
+  HoldSums(part);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    sums[quarter * 32 + i] = FusedMultiplyAdd(part[i], factors[i / 2 % 2], sums[quarter * 32 + i]);
+  }
+}
+
+__device__ __forceinline__ void MultiplyCodes(float (&sums)[128], const Tile& tile, Stages& stages,
+                                              uint32_t left_box, uint32_t warp) {
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
+  JAX_EP_NO_UNROLL
+  for (int32_t step = 0; step < tile.steps; ++step) {
+    stages.Await();
+    const uint32_t base = SharedAddress(stages.operands());
+    const uint64_t left = OperandAt<false>(base + left_box * kBoxBytes);
+    const uint64_t right = OperandAt<false>(base + kLeftBoxes * kBoxBytes);
+    float first[32], second[32];
+    MultiplyQuarter(first, left, right, 0);
+    MultiplyQuarter(second, left, right, 1);
+    const StageScales& scales = stages.scales();
+    const float of_row[2] = {scales.rows[row], scales.rows[row + 8]};
+    const float right_scales[2] = {scales.right[0], scales.right[1]};
+    float factors[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      factors[i / 2][i % 2] = Multiply(right_scales[i / 2], of_row[i % 2]);
+    }
+    WgmmaWait<1>();
+    AddQuarter(sums, first, 0, factors[0]);
+    MultiplyQuarter(first, left, right, 2);
+    WgmmaWait<1>();
+    AddQuarter(sums, second, 1, factors[0]);
+    MultiplyQuarter(second, left, right, 3);
+    WgmmaWait<1>();
+    AddQuarter(sums, first, 2, factors[1]);
+    WgmmaWait<0>();
+    stages.Free(stages.stage());
+    AddQuarter(sums, second, 3, factors[1]);
+    stages.Next();
+  }
+}
+
+// ---- The kernel ---------------------------------------------------------------------------------
+
+// Called by a warpgroup.
+template <typename Traits>
+__device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
+                                              const MatmulMemory& memory, MatmulShared& shared,
+                                              uint32_t warpgroup) {
+  const uint32_t warp = threadIdx.x / kWarpSize % 4;
+  Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrainBytes);
+  TileReader tiles(shared.ring);
+  while (true) {
+    const Tile tile = tiles.Next();
+    if (tile.steps < 0) return;
+    Stages stages(memory, shared, tile);
+    if (tile.half() && tile.warpgroup != warpgroup) {
+      stages.Skip(tile.steps);
+      continue;
+    }
+    const uint32_t left_box = tile.half() ? 0 : warpgroup;
+    float sums[128];
+    if constexpr (Traits::kCodes) {
+      MultiplyCodes(sums, tile, stages, left_box, warp);
+    } else {
+      MultiplyTile<Traits>(sums, tile, stages, left_box, warpgroup);
+    }
+    ResultPlace place;
+    const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
+    place.row = tile.row + row;
+    if constexpr (Traits::kOuter) {
+      place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
+    }
+    place.rows = tile.rows - row;
+    place.column = tile.column;
+    if (place.column < arguments.result.columns) {
+      Traits::Epilogue::template Run<typename Traits::Type>(sums, arguments.result, place, drain);
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kMatmulThreads, 1)
+    MatmulKernel(const __grid_constant__ CUtensorMap left,
+                 const __grid_constant__ CUtensorMap right,
+                 const __grid_constant__ MatmulArguments arguments) {
+  MatmulShared& shared = SharedObject<MatmulShared>();
+  const MatmulMemory memory;
+  if (threadIdx.x == 0) {
+    PrefetchTensorMap(&left);
+    PrefetchTensorMap(&right);
+    for (uint32_t stage = 0; stage < kStages; ++stage) {
+      MbarrierInit(&shared.full[stage], Traits::kCodes ? 2 : 1);
+      MbarrierInit(&shared.free[stage], 2 * kWarpsOfMath);
+    }
+    InitTileRing(shared.ring, kWarpsOfMath + (Traits::kCodes ? 2 : 1));
+    FenceMbarrierInit();
+  }
+  ClusterSync();
+  // The same in all lanes, which the compiler cannot see otherwise: descriptors of wgmma are then
+  // uniform.
+  const uint32_t warpgroup = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup == 0) {
+    ShrinkRegisters<kFeederRegisters>();
+    const uint32_t warp = threadIdx.x / kWarpSize;
+    if (warp == 0) {
+      LoadOperands<Traits>(&left, &right, memory, shared);
+    } else if (warp == 1) {
+      FindTiles<Traits::kOuter>(arguments.plan, Traits::kStep, shared.ring);
+    } else if (Traits::kCodes && warp == 2) {
+      LoadScales(arguments.scales, arguments.plan.rows, Traits::kGateUp, arguments.result.columns,
+                 memory, shared);
+    }
+  } else {
+    GrowRegisters<kMathRegisters>();
+    MultiplyTiles<Traits>(arguments, memory, shared, warpgroup - 1);
+  }
+  // The other block may still copy to this one's memory or arrive at its barriers.
+  __syncwarp();
+  ClusterSync();
+}
+
+}  // namespace jax_ep::cuda

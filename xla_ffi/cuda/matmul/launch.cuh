@@ -1,0 +1,105 @@
+// From a MatmulStep to the launch of its kernel.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/matmul/kernel.cuh"
+#include "cuda/matmul/kinds.h"
+#include "cuda/matmul/tensor_map.h"
+
+namespace jax_ep::cuda {
+
+inline cudaError_t MapLeft(const MatmulStep& step, CUtensorMap* map) {
+  const int64_t bytes = OfCodes(step.kind) ? 1 : 2;
+  const int64_t row = step.left_columns * bytes, all = step.rows * row;
+  const MappedTensor tensor{step.left,
+                            bytes,
+                            {step.left_columns, step.rows, 1, 1},
+                            {row, all, all},
+                            {static_cast<uint32_t>(kStepBytes / bytes), 64, 1, 1}};
+  return MakeTensorMap(tensor, map);
+}
+
+// Dimensions in the order of LoadStage.
+template <typename Traits>
+cudaError_t MapRight(const MatmulStep& step, CUtensorMap* map) {
+  MappedTensor tensor{};
+  tensor.base = step.right;
+  tensor.element_bytes = Traits::kCodes ? 1 : 2;
+  constexpr int64_t kSides = Traits::kGateUp ? 2 : 1;
+  const int64_t columns = step.columns * tensor.element_bytes;
+  const int64_t k = step.left_columns * tensor.element_bytes;
+  if constexpr (Traits::kRightAcross) {
+    const int64_t steps = Traits::kOuter ? step.rows : step.left_columns;
+    const int64_t matrices = Traits::kOuter ? 1 : step.groups;
+    tensor = {step.right,
+              tensor.element_bytes,
+              {step.columns, kSides, steps, matrices},
+              {columns, kSides * columns, steps * kSides * columns},
+              {64, 1, 64, 1}};
+  } else {
+    tensor = {step.right,
+              tensor.element_bytes,
+              {step.left_columns, step.columns, kSides, step.groups},
+              {k, step.columns * k, kSides * step.columns * k},
+              {static_cast<uint32_t>(kStepBytes / tensor.element_bytes), 64, 1, 1}};
+  }
+  return MakeTensorMap(tensor, map);
+}
+
+template <typename Traits>
+cudaError_t AllowShared() {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(MatmulKernel<Traits>),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(kMatmulSharedBytes<Traits::kCodes>));
+}
+
+template <MatmulKind kKind, typename Element>
+cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
+  using Traits = MatmulTraits<kKind, Element>;
+  CUtensorMap left, right;
+  cudaError_t error = MapLeft(step, &left);
+  if (error == cudaSuccess) error = MapRight<Traits>(step, &right);
+  int device = 0, processors = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) error = AllowShared<Traits>();
+  if (error != cudaSuccess) return error;
+  MatmulArguments arguments{};
+  UnitPlan& plan = arguments.plan;
+  plan.sizes = step.sizes;
+  plan.groups = static_cast<int32_t>(step.groups);
+  plan.rows = static_cast<int32_t>(step.rows);
+  plan.outer_rows = static_cast<int32_t>(step.left_columns);
+  plan.tile_columns = Traits::kSideColumns;
+  plan.column_tiles = static_cast<int32_t>(DivideUp(step.columns, Traits::kSideColumns));
+  plan.steps = static_cast<int32_t>(DivideUp(step.left_columns, Traits::kStep));
+  arguments.result = {static_cast<uint8_t*>(step.out),
+                      step.out_scales,
+                      static_cast<uint8_t*>(step.both),
+                      static_cast<uint8_t*>(step.to_both),
+                      step.columns,
+                      step.element,
+                      step.out_element};
+  arguments.scales = {step.left_scales,  static_cast<uint32_t>(step.left_columns / 128),
+                      step.right_scales, step.scales_per_group,
+                      step.scales_per_k, step.scales_per_side,
+                      step.scales_per_b};
+  const dim3 grid(static_cast<unsigned>(processors > 1 ? processors / 2 * 2 : 2));
+  return LaunchInPairs(MatmulKernel<Traits>, grid, kMatmulThreads,
+                       kMatmulSharedBytes<Traits::kCodes>, stream, left, right, arguments);
+}
+
+template <MatmulKind kKind, typename Element>
+cudaError_t PreloadKind() {
+  using Traits = MatmulTraits<kKind, Element>;
+  const cudaError_t error = Preload(MatmulKernel<Traits>);
+  return error == cudaSuccess ? AllowShared<Traits>() : error;
+}
+
+#define JAX_EP_MATMUL(kKind, Element)                                                             \
+  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&, cudaStream_t); \
+  template cudaError_t PreloadKind<MatmulKind::kKind, Element>();
+
+}  // namespace jax_ep::cuda

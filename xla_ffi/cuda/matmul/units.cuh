@@ -1,0 +1,268 @@
+// Which tiles of a result a cluster computes, in which order, and how its two blocks share
+// operands.
+//
+// A unit is what both blocks of a cluster do together: two row tiles with the same columns, of
+// whose right operand each block loads half for both, or one row tile and two column tiles, of
+// whose left operand each loads half. Tails of up to kHalfRows rows are units of their own, with
+// one warpgroup per block. Clusters take units in turns, those of whole tiles first, so that the
+// short ones even out the end.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/primitives.cuh"
+#include "cuda/matmul/hopper.cuh"
+
+namespace jax_ep::cuda {
+
+inline constexpr int kTileRows = 128;
+inline constexpr int kHalfRows = 64;
+inline constexpr int kTileColumns = 256;  // of all sides together
+
+enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
+
+// One block's part of a unit.
+struct Tile {
+  int32_t group;
+  int32_t row;         // the first row: of N, or in kOuter of the group's matrix
+  int32_t rows;        // up to kTileRows
+  int32_t column;      // the first column of each side; past the last one there is nothing to do
+  int32_t steps;       // of the contracted dimension; negative: no more tiles
+  int32_t first;       // kOuter: the first row of N to sum over
+  int32_t contracted;  // kOuter: how many
+  Sharing sharing;
+  uint32_t warpgroup;  // of a half: who multiplies; they take turns, so that one writes meanwhile
+  uint32_t stage;      // how many stages the block's earlier tiles have passed
+
+  __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
+};
+
+// What the units are made from.
+struct UnitPlan {
+  const int32_t* sizes;
+  int32_t groups;
+  int32_t rows;          // N
+  int32_t outer_rows;    // kOuter: of each result matrix
+  int32_t column_tiles;  // of a result matrix
+  int32_t tile_columns;  // of a side
+  int32_t steps;         // but in kOuter
+};
+
+// Finds the units of this block's cluster, one after the other. All methods are called by a whole
+// warp, each lane of which looks after one of 32 neighbouring groups.
+template <bool kOuter>
+class UnitWalk {
+ public:
+  __device__ UnitWalk(const UnitPlan& plan, uint32_t step_rows)
+      : plan_(plan),
+        step_rows_(step_rows),
+        cluster_(blockIdx.x / 2),
+        clusters_(gridDim.x / 2),
+        unit_(cluster_) {
+    Rewind();
+  }
+
+  // The next tile; with negative steps when there is none.
+  __device__ Tile Next() {
+    Tile tile{};
+    tile.steps = -1;
+    while (unit_ >= before_ + units_of_chunk_) {
+      if (base_ + kWarpSize < plan_.groups) {
+        before_ += units_of_chunk_;
+        rows_before_ = end_of_chunk_;
+        base_ += kWarpSize;
+        Load();
+      } else if (!halves_) {
+        // The clusters after those that took one whole unit more begin.
+        const uint32_t whole = before_ + units_of_chunk_;
+        unit_ = (cluster_ + clusters_ - whole % clusters_) % clusters_;
+        halves_ = true;
+        Rewind();
+      } else {
+        return tile;
+      }
+    }
+    const uint32_t within_chunk = unit_ - before_;
+    const uint32_t lane = __ffs(__ballot_sync(kFullWarp, within_chunk < units_end_)) - 1;
+    const uint32_t first_unit = __shfl_sync(kFullWarp, units_end_ - units_, lane);
+    const int32_t start = __shfl_sync(kFullWarp, start_, lane);
+    const int32_t size = __shfl_sync(kFullWarp, size_, lane);
+    tile.group = base_ + static_cast<int32_t>(lane);
+    Place(tile, start, size, static_cast<int32_t>(within_chunk - first_unit));
+    tile.warpgroup = taken_++ % 2;
+    tile.stage = stage_;
+    stage_ += static_cast<uint32_t>(tile.steps);
+    unit_ += clusters_;
+    return tile;
+  }
+
+ private:
+  __device__ static int32_t Whole(int32_t rows) {
+    return rows / kTileRows + (rows % kTileRows > kHalfRows);
+  }
+  __device__ static bool HasHalf(int32_t rows) {
+    return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows;
+  }
+  __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
+
+  __device__ void Rewind() {
+    base_ = 0;
+    before_ = 0;
+    rows_before_ = 0;
+    Load();
+  }
+
+  // Reads the sizes of 32 groups from base_ on. Whatever they are, no row past N is in a group.
+  __device__ void Load() {
+    const int32_t group = base_ + static_cast<int32_t>(Lane());
+    const uint32_t all = static_cast<uint32_t>(plan_.rows);
+    const int32_t given = group < plan_.groups ? plan_.sizes[group] : 0;
+    const uint32_t rows = given < 0 ? 0 : min(static_cast<uint32_t>(given), all);
+    uint32_t rows_end = rows;
+#pragma unroll
+    for (uint32_t by = 1; by < kWarpSize; by *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, rows_end, by);
+      if (Lane() >= by) rows_end = min(rows_end + other, all);
+    }
+    rows_end = min(rows_end + rows_before_, all);
+    uint32_t rows_start = __shfl_up_sync(kFullWarp, rows_end, 1);
+    if (Lane() == 0) rows_start = rows_before_;
+    end_of_chunk_ = __shfl_sync(kFullWarp, rows_end, kWarpSize - 1);
+    start_ = static_cast<int32_t>(rows_start);
+    size_ = static_cast<int32_t>(rows_end - rows_start);
+    units_ = group < plan_.groups ? Units(RowsOf(size_)) : 0;
+    units_end_ = units_;
+#pragma unroll
+    for (uint32_t by = 1; by < kWarpSize; by *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, units_end_, by);
+      if (Lane() >= by) units_end_ += other;
+    }
+    units_of_chunk_ = __shfl_sync(kFullWarp, units_end_, kWarpSize - 1);
+  }
+
+  __device__ uint32_t Units(int32_t rows) const {
+    const int32_t column_pairs = (plan_.column_tiles + 1) / 2;
+    if (halves_) return HasHalf(rows) ? column_pairs : 0;
+    const int32_t whole = Whole(rows);
+    return whole / 2 * plan_.column_tiles + whole % 2 * column_pairs;
+  }
+
+  __device__ void Place(Tile& tile, int32_t start, int32_t size, int32_t index) const {
+    const int32_t rank = static_cast<int32_t>(ClusterRank());
+    const int32_t rows = RowsOf(size);
+    const int32_t pairs = Whole(rows) / 2;
+    int32_t row_tile, column_tile;
+    if (!halves_ && index < pairs * plan_.column_tiles) {
+      // Neighbouring clusters share columns, so that the right operand is read from L2.
+      tile.sharing = Sharing::kRight;
+      row_tile = 2 * (index % pairs) + rank;
+      column_tile = index / pairs;
+    } else {
+      tile.sharing = halves_ ? Sharing::kLeftHalf : Sharing::kLeft;
+      row_tile = halves_ ? rows / kTileRows : 2 * pairs;
+      column_tile = 2 * (halves_ ? index : index - pairs * plan_.column_tiles) + rank;
+    }
+    tile.row = (kOuter ? 0 : start) + row_tile * kTileRows;
+    tile.rows = min(rows - row_tile * kTileRows, kTileRows);
+    tile.column = column_tile * plan_.tile_columns;
+    tile.first = start;
+    tile.contracted = size;
+    tile.steps = kOuter ? (size + step_rows_ - 1) / step_rows_ : plan_.steps;
+  }
+
+  const UnitPlan& plan_;
+  const int32_t step_rows_;
+  const uint32_t cluster_;
+  const uint32_t clusters_;
+  uint32_t unit_;
+  uint32_t taken_ = 0;
+  uint32_t stage_ = 0;
+  bool halves_ = false;
+  int32_t base_;
+  uint32_t before_;       // units of the groups before base_
+  uint32_t rows_before_;  // and their rows
+  uint32_t end_of_chunk_;
+  uint32_t units_of_chunk_;
+  // This lane's group.
+  int32_t start_;
+  int32_t size_;
+  uint32_t units_;
+  uint32_t units_end_;
+};
+
+// Tiles on their way from the warp that finds them to those that work on them.
+struct TileRing {
+  static constexpr uint32_t kSlots = 4;
+
+  Tile tiles[kSlots];
+  uint64_t filled[kSlots];
+  uint64_t read[kSlots];
+};
+
+inline constexpr uint32_t kWarpsOfMath = 8;
+
+// Called by one thread.
+__device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
+  for (uint32_t slot = 0; slot < TileRing::kSlots; ++slot) {
+    MbarrierInit(&ring.filled[slot], 1);
+    MbarrierInit(&ring.read[slot], readers);
+  }
+}
+
+// Without a time limit: the threads of one cluster wait for each other and for copies alone.
+__device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity) {
+  while (!MbarrierTryWait(barrier, parity)) {
+  }
+}
+
+// Where a thread is in a ring of kCount barriers; one register, as kCount is a power of two.
+template <uint32_t kCount>
+struct RingCursor {
+  static_assert((kCount & (kCount - 1)) == 0);
+
+  uint32_t passed = 0;
+
+  __device__ uint32_t slot() const { return passed % kCount; }
+  __device__ uint32_t parity() const { return passed / kCount % 2; }
+};
+
+// Called by a whole warp: finds all tiles of this block.
+template <bool kOuter>
+__device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
+                                          TileRing& ring) {
+  UnitWalk<kOuter> walk(plan, step_rows);
+  RingCursor<TileRing::kSlots> at;
+  for (bool more = true; more; ++at.passed) {
+    const Tile tile = walk.Next();
+    more = tile.steps >= 0;
+    Await(&ring.read[at.slot()], at.parity() ^ 1);
+    if (Lane() == 0) {
+      ring.tiles[at.slot()] = tile;
+      // Release; pairs with the wait in TileReader.
+      MbarrierArrive(&ring.filled[at.slot()]);
+    }
+    __syncwarp();
+  }
+}
+
+// Called by a whole warp, which counts as one reader.
+class TileReader {
+ public:
+  __device__ explicit TileReader(TileRing& ring) : ring_(ring) {}
+
+  __device__ Tile Next() {
+    Await(&ring_.filled[at_.slot()], at_.parity());
+    const Tile tile = ring_.tiles[at_.slot()];
+    __syncwarp();
+    // Release; pairs with the wait in FindTiles.
+    if (Lane() == 0) MbarrierArrive(&ring_.read[at_.slot()]);
+    ++at_.passed;
+    return tile;
+  }
+
+ private:
+  TileRing& ring_;
+  RingCursor<TileRing::kSlots> at_;
+};
+
+}  // namespace jax_ep::cuda
