@@ -49,10 +49,11 @@ def rows(
     rows: jax.Array, matrices: jax.Array, sizes: jax.Array, transposed: bool = False
 ) -> jax.Array:
     """Multiplies `[N, A]` by `[L, A, B]` (`transposed`: `[L, B, A]`) to `[N, B]`."""
+    # Of one target or the other: their names are part of their types.
+    call: Any = tables.call
+    target = "ep_rows_transposed" if transposed else "ep_rows"
     operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
-    if transposed:
-        return tables.call("ep_rows_transposed", rows, {}, operands, {}).out
-    return tables.call("ep_rows", rows, {}, operands, {}).out
+    return call(target, rows, {}, operands, {}).out
 
 
 def gate_up(
@@ -94,20 +95,31 @@ def down_back(
     Returns:
         The cotangents of gate and up, `[N, 2, B]`.
     """
-    operands = {
-        "cotangents": cotangents,
-        "matrices": matrices,
-        "both": both,
-        "group_sizes": sizes,
-    }
-    return tables.call("ep_down_back", cotangents, {}, operands, {}).to_both
+    found = tables.call(
+        "ep_down_back",
+        cotangents,
+        {},
+        {
+            "cotangents": cotangents,
+            "matrices": matrices,
+            "both": both,
+            "group_sizes": sizes,
+        },
+        {},
+    )
+    return found.to_both
 
 
 def outer(left: jax.Array, right: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
     """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
-    operands = {"left": left, "right": right, "group_sizes": sizes}
-    attributes = {"out_dtype": jnp.dtype(dtype).name}
-    return tables.call("ep_outer", left, {}, operands, attributes).out
+    found = tables.call(
+        "ep_outer",
+        left,
+        {},
+        {"left": left, "right": right, "group_sizes": sizes},
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
 
 
 def code_rows(
@@ -129,15 +141,20 @@ def code_rows(
         dtype: of the result.
         turned: whether the codes were turned.
     """
-    operands = {
-        "rows": rows.values,
-        "row_scales": rows.scales,
-        "matrices": matrices,
-        "matrix_scales": scales,
-        "group_sizes": sizes,
-    }
-    attributes = {"turned": turned, "out_dtype": jnp.dtype(dtype).name}
-    return tables.call("ep_code_rows", rows.values, {}, operands, attributes).out
+    found = tables.call(
+        "ep_code_rows",
+        rows.values,
+        {},
+        {
+            "rows": rows.values,
+            "row_scales": rows.scales,
+            "matrices": matrices,
+            "matrix_scales": scales,
+            "group_sizes": sizes,
+        },
+        {"turned": turned, "out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
 
 
 def code_gate_up(

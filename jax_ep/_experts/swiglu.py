@@ -62,7 +62,7 @@ def _backward(dtypes: Any, kept: Any, cotangent: Any) -> Any:
     rows, gate_up, down, sizes, h, both = kept
     to_both = _side_by_side(_down_back(cotangent, down, both, sizes))
     to_rows = grouped.by_rows(to_both, _side_by_side(gate_up), sizes, _HOPPER, True)
-    to_gate_up = grouped.by_groups(rows, to_both, sizes, _HOPPER, dtypes[0])
+    to_gate_up: Any = grouped.by_groups(rows, to_both, sizes, _HOPPER, dtypes[0])
     to_down = grouped.by_groups(h, cotangent, sizes, _HOPPER, dtypes[1])
     return to_rows, to_gate_up.reshape(gate_up.shape), to_down, None
 
@@ -90,7 +90,7 @@ def _hidden_backward(kept: Any, cotangents: Any) -> Any:
     to_h, to_both = cotangents
     back = _side_by_side(_swiglu_back(to_h, both) + to_both)
     to_rows = grouped.by_rows(back, _side_by_side(gate_up), sizes, _HOPPER, True)
-    to_gate_up = grouped.by_groups(rows, back, sizes, _HOPPER, gate_up.dtype)
+    to_gate_up: Any = grouped.by_groups(rows, back, sizes, _HOPPER, gate_up.dtype)
     return to_rows, to_gate_up.reshape(gate_up.shape), None
 
 
@@ -112,7 +112,7 @@ def _down_back_backward(kept: Any, cotangents: Any) -> Any:
     *given, sizes = kept
 
     def plain(cotangent: Any, down: Any, both: Any) -> Any:
-        to_h = grouped.by_rows(cotangent, down, sizes, _HOPPER, True)
+        to_h: Any = grouped.by_rows(cotangent, down, sizes, _HOPPER, True)
         return _swiglu_back(to_h, both)
 
     _, back = jax.vjp(plain, *given)

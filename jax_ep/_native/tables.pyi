@@ -356,8 +356,7 @@ class RowsOperands(TypedDict):
     matrices: jax.Array
     group_sizes: jax.Array
 
-class RowsAttributes(TypedDict):
-    out_dtype: str
+class RowsAttributes(TypedDict): ...
 
 class RowsTransposed(NamedTuple):
     out: jax.Array
@@ -367,8 +366,7 @@ class RowsTransposedOperands(TypedDict):
     matrices: jax.Array
     group_sizes: jax.Array
 
-class RowsTransposedAttributes(TypedDict):
-    out_dtype: str
+class RowsTransposedAttributes(TypedDict): ...
 
 class GateUp(NamedTuple):
     h: jax.Array
