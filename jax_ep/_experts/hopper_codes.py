@@ -105,8 +105,7 @@ class HopperOperations(Operations):
         codes, scales, plain = kernels.code_down_back(
             given, weights.down, weights.down_scales, both, sizes
         )
-        count = codes.shape[0]
-        return Rows(codes.reshape(count, -1), scales.reshape(count, -1)), plain, ()
+        return Rows(_side_by_side(codes), _side_by_side(scales)), plain, ()
 
     def wgrad(
         self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
@@ -120,6 +119,12 @@ class HopperOperations(Operations):
     def quantize_cotangents(self, values: jax.Array) -> Rows:
         """As `Operations.quantize_cotangents`."""
         return Rows(*kernels.quantize_cotangents(values))
+
+
+def _side_by_side(values: jax.Array) -> jax.Array:
+    """Merges the last two dimensions of `[N, 2, ...]`."""
+    count, sides, columns = values.shape
+    return values.reshape(count, sides * columns)
 
 
 def _few_bits(*matrices: jax.Array) -> bool:

@@ -158,7 +158,7 @@ class Operations:
             `[N, 2, F]`, or None.
         """
         both = self.product(rows, weights, "gate_up", sizes, jnp.float32)
-        both = both.reshape(both.shape[0], 2, -1)
+        both = both.reshape(both.shape[0], 2, both.shape[1] // 2)
         gate = with_bias(both[:, 0], inner.gate_bias, sizes)
         up = with_bias(both[:, 1], inner.up_bias, sizes)
         h = inner(gate, up)

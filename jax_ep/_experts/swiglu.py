@@ -133,4 +133,5 @@ def _swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
 
 def _side_by_side(values: jax.Array) -> jax.Array:
     """Merges the last two dimensions: gate's columns, then up's."""
-    return values.reshape(*values.shape[:-2], -1)
+    *leading, sides, columns = values.shape
+    return values.reshape(*leading, sides * columns)
