@@ -6,13 +6,14 @@ jax_ep comes before anything starts a JAX backend, which then gets enough thread
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from support import HAS_GPUS
+
 # On CPUs these tests' time is XLA's, which compiles them in two thirds of it by its
 # older emitters. From jax 0.12 on it has the newer ones alone, and ignores this.
-if not pathlib.Path("/proc/driver/nvidia/gpus").exists():
+if not HAS_GPUS:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     )
@@ -42,11 +43,31 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Of a bare `pytest`. With paths, -m or -k it is for the caller to say.
 LESS = "not slow and not thorough"
+MOST_PROCESSES = 4  # each needs up to 2 GB
+
+
+def is_bare(config: pytest.Config) -> bool:
+    chosen = config.option.markexpr or config.option.keyword
+    return config.args_source == config.ArgsSource.TESTPATHS and not chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Lets pytest-xdist run a bare `pytest` in several processes; `-n 0` in one."""
+    option = config.option
+    # Its workers come here, too.
+    if hasattr(config, "workerinput") or not is_bare(config) or HAS_GPUS:
+        return
+    if getattr(option, "numprocesses", 0) is not None or option.usepdb:
+        return
+    if option.collectonly or option.capture == "no":
+        return
+    option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    option.dist = "loadfile"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    chosen = config.option.markexpr or config.option.keyword
-    if config.args_source == config.ArgsSource.TESTPATHS and not chosen:
+    if is_bare(config):
         config.option.markexpr = LESS
 
 

@@ -12,14 +12,14 @@ import subprocess
 import sys
 
 import jax_ep
-from support import WORKERS
+from support import HAS_GPUS, WORKERS
 
 
 def test_second_calls_compile_nothing() -> None:
     """Neither a call of jax_ep's nor a bystander that was jitted before it."""
     package = pathlib.Path(jax_ep.__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": str(package)}
-    if not pathlib.Path("/proc/driver/nvidia/gpus").exists():
+    if not HAS_GPUS:
         # A build with CUDA would import Pallas, in case.
         env["JAX_PLATFORMS"] = "cpu"
     worker = str(WORKERS / "compiles_once_worker.py")

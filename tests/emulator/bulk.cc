@@ -9,12 +9,21 @@
 namespace jax_ep::emulator {
 namespace {
 
+// Lines of 128 bytes of a box of a tensor.
+constexpr int kLineBytes = 128, kUnitBytes = 16;
+struct BoxLines {
+  TensorMap map;
+  int32_t at[4];
+  uint32_t first;
+  uint32_t address;  // of the first one in its block's shared memory
+};
+
 struct Copy {
   Block* block;  // may be gone when a store has read
   int device;
   const char* ends;  // of its launch, which waits for it
   uint8_t* to;
-  const uint8_t* from;
+  const uint8_t* from;  // null in a tensor copy
   uint32_t bytes;
   Actor actor;
   uint64_t delay;                      // rounds until it gets further
@@ -22,6 +31,7 @@ struct Copy {
   std::shared_ptr<BulkGroup> group{};  // of a store
   bool read = false;
   std::vector<uint8_t> data{};
+  std::unique_ptr<BoxLines> lines{};
 
   const uint8_t* shared() const { return barrier != nullptr ? to : from; }
 };
@@ -30,11 +40,12 @@ std::map<int, std::vector<Actor>> free_actors;  // by GPU
 
 // What an mbarrier holds here.
 struct Mbarrier {
-  uint8_t phase;
-  uint8_t arrivals;  // of each phase
-  uint16_t missing;
+  uint32_t phase : 8;
+  uint32_t arrivals : 12;  // of each phase
+  uint32_t missing : 12;
   int32_t bytes;  // that have yet to come; fewer than none where copies come before their arrival
 };
+constexpr uint32_t kMostArrivals = (1 << 12) - 1;
 
 // Some are much slower than others.
 uint64_t DrawDelay() { return Random() % 8 == 0 ? Random() % 100 : Random() % 6; }
@@ -45,6 +56,11 @@ Mbarrier Load(const uint64_t* barrier) {
   const auto state = std::bit_cast<Mbarrier>(*barrier);
   if (!TakesPart(state)) Die("an mbarrier that nobody has initialised");
   return state;
+}
+
+// What those release who take part in a phase.
+const void* OrderOf(const uint64_t* barrier, uint32_t phase) {
+  return reinterpret_cast<const char*>(barrier) + phase;
 }
 
 void Store(uint64_t* barrier, Mbarrier state) {
@@ -67,6 +83,14 @@ void CheckShared(const void* at, size_t bytes, size_t align, const char* what) {
   }
 }
 
+void CheckMbarrier(const uint64_t* barrier, const char* what) {
+  const auto* byte = reinterpret_cast<const uint8_t*>(barrier);
+  for (const auto& [type, memory] : current->block->objects) {
+    if (byte >= memory.at && byte + sizeof *barrier <= memory.at + memory.bytes) return;
+  }
+  CheckShared(barrier, sizeof *barrier, alignof(uint64_t), what);
+}
+
 void CheckCopy(const void* shared, const void* global, uint32_t bytes, const char* what) {
   if (bytes == 0 || bytes % kCopyAlign != 0) Die("%s of %u bytes", what, bytes);
   CheckShared(shared, bytes, kCopyAlign, what);
@@ -74,13 +98,28 @@ void CheckCopy(const void* shared, const void* global, uint32_t bytes, const cha
 }
 
 // Where a load goes nobody else may read or write meanwhile.
-void ExpectUnused(const uint8_t* shared, uint32_t bytes) {
+void ExpectUnused(const Block& block, const uint8_t* shared, uint32_t bytes) {
   for (const Copy& copy : copies) {
-    if (copy.block != current->block || (copy.read && copy.barrier == nullptr)) continue;
+    if (copy.block != &block || (copy.read && copy.barrier == nullptr)) continue;
     if (copy.shared() < shared + bytes && shared < copy.shared() + copy.bytes) {
       Die("a bulk load into shared memory that another bulk copy uses");
     }
   }
+  if (ProductsRead(block, shared, bytes)) {
+    Die("a bulk load into shared memory that a product reads, for which nobody has waited");
+  }
+}
+
+// What a copy stores is fenced.
+void StoreShared(Block& block, uint8_t* to, const uint8_t* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+  if (block.cluster == nullptr) return;
+  std::memcpy(block.fenced.data() + (to - block.shared.at), from, bytes);
+}
+
+void MarkUnderWay(Block& block, uint8_t* to, uint32_t bytes) {
+  const std::vector<uint8_t> mark(bytes, kUnderWay);
+  StoreShared(block, to, mark.data(), bytes);
 }
 
 // What the thread that begins a copy did comes before it.
@@ -108,11 +147,75 @@ Copy CopyOf(void* to, const void* from, uint32_t bytes) {
           .delay = DrawDelay()};
 }
 
+// Calls visit(line, at, first, bytes): that line of the copy has these bytes, from `first` on, of
+// memory. The others are outside of the tensor.
+template <typename Visit>
+void ForEachLine(const BoxLines& lines, uint32_t count, Visit visit) {
+  const TensorMap& map = lines.map;
+  const int64_t begin = std::max<int64_t>(lines.at[0], 0);
+  const int64_t end = std::min<int64_t>(int64_t{lines.at[0]} + map.box[0], map.sizes[0]);
+  for (uint32_t line = 0; line < count; ++line) {
+    uint32_t index = lines.first + line;
+    const uint8_t* at = map.base + begin * map.element_bytes;
+    bool inside = begin < end;
+    for (int i = 1; i < 4; ++i) {
+      const int64_t place = int64_t{lines.at[i]} + index % map.box[i];
+      index /= map.box[i];
+      inside &= place >= 0 && place < map.sizes[i];
+      if (inside) at += place * map.strides[i - 1];
+    }
+    if (!inside) continue;
+    visit(line, at, static_cast<size_t>(begin - lines.at[0]) * map.element_bytes,
+          static_cast<size_t>(end - begin) * map.element_bytes);
+  }
+}
+
+void ReadFrom(Copy& copy) {
+  if (copy.lines == nullptr) {
+    if (copy.barrier == nullptr) {
+      ExpectFenced(*copy.block, copy.from, copy.bytes, "a bulk store");
+    }
+    copy.data.assign(copy.from, copy.from + copy.bytes);
+    copy.actor.Run();
+    Reads(copy.from, copy.bytes);
+    return;
+  }
+  copy.data.assign(copy.bytes, 0);
+  const uint32_t lines = copy.bytes / kLineBytes;
+  ForEachLine(*copy.lines, lines,
+              [&](uint32_t line, const uint8_t* at, size_t first, size_t bytes) {
+                std::memcpy(copy.data.data() + line * kLineBytes + first, at, bytes);
+              });
+  copy.actor.Run();
+  ForEachLine(*copy.lines, lines,
+              [](uint32_t, const uint8_t* at, size_t, size_t bytes) { Reads(at, bytes); });
+}
+
+// Swizzles tensors by bits of the address.
+void WriteTo(const Copy& copy) {
+  if (copy.lines == nullptr) {
+    StoreShared(*copy.block, copy.to, copy.data.data(), copy.bytes);
+    return;
+  }
+  for (uint32_t at = 0; at < copy.bytes; at += kUnitBytes) {
+    const uint32_t swizzle = (copy.lines->address + at) / kLineBytes % 8 * kUnitBytes;
+    StoreShared(*copy.block, copy.to + (at ^ swizzle), copy.data.data() + at, kUnitBytes);
+  }
+}
+
 void Complete(const Copy& copy, Actor host) {
-  std::memcpy(copy.to, copy.data.data(), copy.bytes);
+  if (copy.barrier == nullptr) {
+    std::memcpy(copy.to, copy.data.data(), copy.bytes);
+  } else {
+    WriteTo(copy);
+  }
   copy.actor.Run();
   Writes(copy.to, copy.bytes);
-  Release(copy.barrier != nullptr ? static_cast<void*>(copy.barrier) : &copy.group->written);
+  if (copy.barrier == nullptr) {
+    Release(&copy.group->written);
+  } else {
+    Release(OrderOf(copy.barrier, Load(copy.barrier).phase));
+  }
   Release(copy.ends);
   host.Run();
   if (copy.barrier == nullptr) {
@@ -124,16 +227,52 @@ void Complete(const Copy& copy, Actor host) {
   Store(copy.barrier, state);
 }
 
+// One arrival that makes the phase wait for so many bytes more.
+void Arrive(uint64_t* barrier, uint32_t bytes) {
+  Mbarrier state = Load(barrier);
+  if (state.missing == 0) Die("more arrivals at an mbarrier than it is for");
+  Release(OrderOf(barrier, state.phase));
+  --state.missing;
+  state.bytes += static_cast<int32_t>(bytes);
+  Store(barrier, state);
+}
+
+void LoadLines(Block& block, uint8_t* to, const TensorMap& map, const int32_t (&at)[4],
+               uint64_t* barrier) {
+  Load(barrier);
+  const uint32_t lines = map.box[1] * map.box[2] * map.box[3], bytes = lines * kLineBytes;
+  ExpectUnused(block, to, bytes);
+  MarkUnderWay(block, to, bytes);
+  const auto offset = static_cast<uint32_t>(to - block.shared.at);
+  // In pieces, of which each comes by itself.
+  for (uint32_t first = 0; first < lines;) {
+    const uint32_t count = Random() % 2 == 0
+                               ? lines - first
+                               : 1 + static_cast<uint32_t>(Random()) % (lines - first);
+    Copy copy = CopyOf(to + first * kLineBytes, nullptr, count * kLineBytes);
+    copy.block = &block;
+    copy.barrier = barrier;
+    copy.lines = std::make_unique<BoxLines>(
+        BoxLines{map, {at[0], at[1], at[2], at[3]}, first,
+                 block.cluster->start + offset + first * kLineBytes});
+    ForEachLine(*copy.lines, count, [&](uint32_t, const uint8_t* from, size_t, size_t in_line) {
+      CheckGlobal(from, in_line, 1, "tensor copy");
+    });
+    copies.push_back(std::move(copy));
+    first += count;
+  }
+}
+
 }  // namespace
 
 void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
   const Unseen unseen;
   CheckCopy(shared, global, bytes, "bulk load");
-  CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier of a bulk load");
+  CheckMbarrier(barrier, "mbarrier of a bulk load");
   Load(barrier);
   auto* to = static_cast<uint8_t*>(shared);
-  ExpectUnused(to, bytes);
-  std::memset(to, kUnderWay, bytes);
+  ExpectUnused(*current->block, to, bytes);
+  MarkUnderWay(*current->block, to, bytes);
   copies.push_back(CopyOf(to, global, bytes));
   copies.back().barrier = barrier;
 }
@@ -173,33 +312,89 @@ void BulkWait(int pending, bool read) {
 }
 
 void MbarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  if (current->block->cluster != nullptr) Writes(barrier, sizeof *barrier);
   const Unseen unseen;
-  CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
-  if (arrivals == 0 || arrivals > UINT8_MAX) Die("an mbarrier of %u arrivals", arrivals);
-  *barrier = std::bit_cast<uint64_t>(
-      Mbarrier{0, static_cast<uint8_t>(arrivals), static_cast<uint16_t>(arrivals), 0});
+  CheckMbarrier(barrier, "mbarrier");
+  if (arrivals == 0 || arrivals > kMostArrivals) Die("an mbarrier of %u arrivals", arrivals);
+  *barrier = std::bit_cast<uint64_t>(Mbarrier{0, arrivals, arrivals, 0});
+  current->block->new_mbarriers = true;
 }
 
 void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
+  if (current->block->cluster != nullptr) Reads(barrier, sizeof *barrier);
   const Unseen unseen;
-  Release(barrier);
-  CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
-  Mbarrier state = Load(barrier);
-  if (state.missing == 0) Die("more arrivals at an mbarrier than it is for");
-  --state.missing;
-  state.bytes += static_cast<int32_t>(bytes);
-  Store(barrier, state);
+  CheckMbarrier(barrier, "mbarrier");
+  Arrive(barrier, bytes);
+}
+
+void MbarrierArrive(uint64_t* barrier, uint32_t rank) {
+  CheckMbarrier(barrier, "mbarrier");
+  const Block* block = rank < 2 ? current->block->cluster->blocks[rank] : nullptr;
+  if (block == nullptr) Die("an arrival at block %u of a cluster, which has ended", rank);
+  auto* at = reinterpret_cast<uint64_t*>(SharedOf(*block, barrier));
+  Reads(at, sizeof *at);
+  const Unseen unseen;
+  Arrive(at, 0);
 }
 
 bool MbarrierTryWait(uint64_t* barrier, uint32_t parity) {
+  if (current->block->cluster != nullptr) Reads(barrier, sizeof *barrier);
   const Unseen unseen;
-  CheckShared(barrier, sizeof *barrier, alignof(uint64_t), "mbarrier");
+  CheckMbarrier(barrier, "mbarrier");
   if (Load(barrier).phase != parity) {
-    Acquire(barrier);
+    Acquire(OrderOf(barrier, parity));
     return true;
   }
-  Yield("mbarrier");
+  if (current->block->cluster == nullptr) {
+    Yield("mbarrier");
+  } else {
+    // Until somebody arrives, or the phase ends.
+    static_assert(std::endian::native == std::endian::little);
+    const auto* word = reinterpret_cast<const uint32_t*>(barrier);
+    SleepWhile(word, *word, "mbarrier");
+  }
   return false;
+}
+
+void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint64_t* barrier,
+                bool both) {
+  const Unseen unseen;
+  Block& own = *current->block;
+  auto* to = static_cast<uint8_t*>(shared);
+  CheckShared(to, map.box[1] * map.box[2] * map.box[3] * kLineBytes, kCopyAlign, "tensor copy");
+  if (SharedAddress(to) % (8 * kLineBytes) != 0) {
+    Die("a tensor copy to shared memory at %u", SharedAddress(to));
+  }
+  CheckMbarrier(barrier, "mbarrier of a tensor copy");
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    if (!both && rank != own.rank()) continue;
+    Block* block = own.cluster->blocks[rank];
+    if (block == nullptr) Die("a copy to block %u of a cluster, which has ended", rank);
+    LoadLines(*block, SharedOf(*block, to), map, at,
+              reinterpret_cast<uint64_t*>(SharedOf(*block, barrier)));
+  }
+}
+
+bool IsTensorMap(const TensorMap& map) {
+  constexpr int64_t kMostSize = int64_t{1} << 32, kMostStride = int64_t{1} << 40;
+  bool right = reinterpret_cast<uintptr_t>(map.base) % kCopyAlign == 0 &&
+               map.box[0] * map.element_bytes == kLineBytes;
+  for (int i = 0; i < 4; ++i) {
+    right &= map.sizes[i] > 0 && map.sizes[i] <= kMostSize && map.box[i] > 0 && map.box[i] <= 256;
+  }
+  for (const int64_t stride : map.strides) {
+    right &= stride > 0 && stride < kMostStride && stride % kCopyAlign == 0;
+  }
+  return right;
+}
+
+void ExpectLoaded(const Block& block, const uint8_t* shared, size_t bytes) {
+  for (const Copy& copy : copies) {
+    if (copy.block != &block || copy.barrier == nullptr) continue;
+    if (copy.to < shared + bytes && shared < copy.to + copy.bytes) {
+      Die("a product reads shared memory to which a copy is under way");
+    }
+  }
 }
 
 void AdvanceCopies() {
@@ -209,10 +404,8 @@ void AdvanceCopies() {
     if (copy.delay-- != 0) {
       ++i;
     } else if (!copy.read) {
-      copy.data.assign(copy.from, copy.from + copy.bytes);
+      ReadFrom(copy);
       copy.read = true;
-      copy.actor.Run();
-      Reads(copy.from, copy.bytes);
       if (copy.barrier == nullptr) Release(&copy.group->read);
       host.Run();
       if (copy.barrier == nullptr) --copy.group->unread;

@@ -91,6 +91,7 @@ struct Launch {
   uint32_t threads = 0;
   size_t shared_bytes = 0;
   std::function<void()> body;
+  uint32_t cluster = 1;  // blocks that begin together: 1 or 2
   unsigned started = 0, ended = 0;
 
   unsigned blocks() const { return grid.x * grid.y; }
@@ -106,6 +107,18 @@ struct Guarded {
 
 struct Fiber;
 
+struct Block;
+struct Warpgroup;
+
+// Two blocks that begin together; null: one that has ended.
+struct Cluster {
+  Block* blocks[2] = {};
+  uint32_t arrived = 0, generation = 0;
+  char orders[2] = {};  // by parity of the generation
+  // Where the shared memory that a launch sizes begins, in a block's shared memory.
+  uint32_t start;
+};
+
 // Whoever acquires it comes after all puts that a signal stands for.
 using PutsBefore = std::shared_ptr<const char>;
 
@@ -120,6 +133,16 @@ struct Block {
   Barrier barriers[kBarriers];
   std::vector<std::unique_ptr<Fiber>> fibers;
   uint32_t live = 0;
+  // Of blocks in clusters. What bulk copies and products see of ordinary stores to shared memory:
+  // those before a fence, which the next look takes over.
+  std::shared_ptr<Cluster> cluster;
+  std::vector<uint8_t> fenced;
+  bool takes_over = false;
+  bool new_mbarriers = false;  // that no fence has made known
+  std::vector<std::shared_ptr<Warpgroup>> warpgroups;
+  char end = 0;  // what its threads release at their ends
+
+  uint32_t rank() const { return cluster->blocks[1] == this; }
 };
 
 struct Fiber {
@@ -186,6 +209,62 @@ bool MbarrierTryWait(uint64_t* barrier, uint32_t parity);
 void AdvanceCopies();
 bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
+
+// Of this block, or at the same place of another one of its cluster.
+void MbarrierArrive(uint64_t* barrier, uint32_t rank);
+// Dies if a load under way writes there.
+void ExpectLoaded(const Block& block, const uint8_t* shared, size_t bytes);
+
+// ---- Clusters, fences of proxies (clusters.cc) --------------------------------------------------
+
+void ClusterSync();
+uint32_t SharedAddress(const void* shared);
+// Shared memory of another block of the cluster, at the place of this block's.
+uint8_t* SharedOf(const Block& block, const void* shared);
+void FenceAsyncShared();
+void FenceMbarriers();
+// Takes over what fences stand behind.
+void TakeOver(Block& block);
+// Dies if ordinary stores have changed it that no fence stands behind.
+void ExpectFenced(Block& block, const uint8_t* shared, size_t bytes, const char* who);
+
+// ---- Tensor copies (bulk.cc) --------------------------------------------------------------------
+
+struct TensorMap {
+  const uint8_t* base;
+  uint32_t element_bytes;
+  uint32_t box[4];
+  int64_t sizes[4];
+  int64_t strides[3];  // of dimensions 1 to 3, bytes
+};
+// Whether there is such a map.
+bool IsTensorMap(const TensorMap& map);
+void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint64_t* barrier,
+                bool both);
+
+// ---- Matmuls of warpgroups (products.cc) --------------------------------------------------------
+
+inline constexpr uint32_t kWarpgroupThreads = 128;
+enum class Operands { kBFloat16, kFloat16, kE4M3 };
+// sums [64, columns] (+)= left * right of 32 bytes of the contracted dimension.
+struct Product {
+  Operands operands;
+  uint32_t columns;
+  bool left_across, right_across, add;
+  uint64_t left, right;
+  bool operator==(const Product&) const = default;
+};
+void IssueProduct(const Product& product, float* sums);
+void FenceProducts();
+void CommitProducts();
+void WaitForProducts(uint32_t pending);
+void SetRegisters(uint32_t registers, bool grow);
+// Some of them are carried out.
+void AdvanceProducts();
+bool ProductsUnderWay();
+// Whether products that nobody has waited for read there.
+bool ProductsRead(const Block& block, const uint8_t* shared, size_t bytes);
+void ExpectNoProducts(const Block& block);
 
 // ---- Puts to other nodes (puts.cc) --------------------------------------------------------------
 

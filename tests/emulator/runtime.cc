@@ -84,8 +84,14 @@ void FreeGuarded(const Guarded& memory) {
 
 void* SharedObject(std::type_index type, size_t bytes) {
   const Unseen unseen;
-  Guarded& memory = current->block->objects[type];
-  if (memory.at == nullptr) memory = AllocateGuarded(bytes, kSharedAlign);
+  Block& block = *current->block;
+  Guarded& memory = block.objects[type];
+  if (memory.at == nullptr) {
+    memory = AllocateGuarded(bytes, kSharedAlign);
+    size_t all = block.launch->shared_bytes;
+    for (const auto& [of, object] : block.objects) all += object.bytes;
+    if (all > kMostSharedBytes) Die("%zu bytes of shared memory", all);
+  }
   return memory.at;
 }
 
@@ -126,9 +132,12 @@ void Enqueue(Launch launch, EmulatedStream* stream) {
     return;
   }
   if (launch.blocks() == 0 || launch.grid.z != 1 || launch.threads == 0 ||
-      launch.threads % kWarpLanes != 0 || launch.shared_bytes > kMostSharedBytes) {
-    Die("a launch of %u x %u x %u blocks of %u threads with %zu bytes of shared memory",
-        launch.grid.x, launch.grid.y, launch.grid.z, launch.threads, launch.shared_bytes);
+      launch.threads % kWarpLanes != 0 || launch.shared_bytes > kMostSharedBytes ||
+      launch.grid.x % launch.cluster != 0) {
+    Die("a launch of %u x %u x %u blocks of %u threads, %u in a cluster, with %zu bytes of shared "
+        "memory",
+        launch.grid.x, launch.grid.y, launch.grid.z, launch.threads, launch.cluster,
+        launch.shared_bytes);
   }
   stream->queue.push_back(std::make_unique<Launch>(std::move(launch)));
 }
@@ -177,8 +186,18 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = GetSettings().multiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = GetSettings().multiprocessors;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+  }
   return cudaSuccess;
 }
 
@@ -193,6 +212,10 @@ cudaError_t cudaDeviceSynchronize() { return cudaStreamSynchronize(nullptr); }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
   if (bytes != 0) std::memset(memory, value, bytes);
   return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  return cudaMemset(memory, value, bytes);
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {

@@ -68,7 +68,7 @@ struct Place {
   Actor actor;
 };
 std::map<int, std::vector<Place>> free_places;
-uint64_t rounds = 0;
+uint64_t rounds = 0, turns = 0;
 std::mt19937_64 random_draws;
 
 // ---- Blocks -------------------------------------------------------------------------------------
@@ -83,6 +83,15 @@ void RunThread() {
   Acquire(current->block->launch->follows);
   current->block->launch->body();
   Release(current->block->launch->ends);
+  if (current->block->cluster != nullptr) {
+    // What reaches a block's shared memory must come before its end.
+    Block& block = *current->block;
+    Release(&block.end);
+    if (kRaces && block.live == 1) {
+      Acquire(&block.end);
+      Writes(block.shared.at, block.launch->shared_bytes);
+    }
+  }
   if (current->open != nullptr) Die("a thread ends with bulk copies that it has not committed");
   current->done = true;
   GoToHost();
@@ -119,7 +128,7 @@ std::unique_ptr<Fiber> MakeFiber(Block* block, uint32_t thread) {
   return fiber;
 }
 
-void Begin(Launch* launch) {
+void Begin(Launch* launch, const std::shared_ptr<Cluster>& cluster) {
   auto* block = new Block;
   block->launch = launch;
   block->index = dim3(launch->started % launch->grid.x, launch->started / launch->grid.x, 0);
@@ -127,12 +136,32 @@ void Begin(Launch* launch) {
   block->warps.resize(launch->threads / kWarpLanes);
   for (Barrier& barrier : block->barriers) barrier.by_warp.resize(block->warps.size());
   block->shared = AllocateGuarded(launch->shared_bytes, kSharedAlign);
+  block->cluster = cluster;
+  if (cluster) {
+    cluster->blocks[block->index.x % 2] = block;
+    block->fenced.assign(launch->shared_bytes, kUnwritten);
+  }
   for (uint32_t i = 0; i < launch->threads; ++i) block->fibers.push_back(MakeFiber(block, i));
   block->live = launch->threads;
   blocks.push_back(block);
 }
 
+// One block, or those of a cluster.
+void Begin(Launch* launch) {
+  if (launch->cluster == 1) return Begin(launch, nullptr);
+  const auto cluster = std::make_shared<Cluster>();
+  // Behind what the system and other shared memory take.
+  cluster->start = static_cast<uint32_t>(1024 + kSharedAlign * (Random() % 8));
+  Begin(launch, cluster);
+  Begin(launch, cluster);
+}
+
 void End(Block* block) {
+  if (block->cluster != nullptr) {
+    ExpectNoProducts(*block);
+    if (block->cluster->arrived != 0) Die("a block ends with threads at ClusterSync");
+    block->cluster->blocks[block->rank()] = nullptr;
+  }
   blocks.erase(std::find(blocks.begin(), blocks.end(), block));
   ExpectNoCopies(*block);
   ExpectNoArrivals(*block);
@@ -174,12 +203,16 @@ bool BeginBlocks() {
       later = true;
       continue;
     }
-    while (launch->started < launch->blocks() && running < GetSettings().resident) {
+    const unsigned most = std::max(GetSettings().resident, launch->cluster);
+    const auto fits = [&] {
+      return launch->started < launch->blocks() && most - running >= launch->cluster;
+    };
+    while (fits()) {
       if (launch->started != 0 && OneIn(2)) break;
       Begin(launch);
-      ++running;
+      running += launch->cluster;
     }
-    later |= launch->started < launch->blocks() && running < GetSettings().resident;
+    later |= fits();
   }
   return later;
 }
@@ -198,10 +231,12 @@ bool RunWarp(Block* block, uint32_t warp) {
     ran = true;
     current = fiber;
     fiber->actor.Run();
+    ++turns;
     EmulatorSwitch(&scheduler_stack, fiber->stack_pointer);
     current = nullptr;
     if (fiber->done) --block->live;
   }
+  if (block->takes_over) TakeOver(*block);
   return ran;
 }
 
@@ -214,8 +249,17 @@ void DrawSlowRank() {
   slow_rank = static_cast<int>(Random() % static_cast<uint64_t>(2 * gpus)) - gpus;
 }
 
+// And of blocks in clusters one, or none.
+const Block* slow_block = nullptr;
+void DrawSlowBlock() {
+  constexpr uint64_t kRounds = 100;
+  if (blocks.empty() || blocks.front()->cluster == nullptr || !OneIn(kRounds)) return;
+  slow_block = OneIn(2) ? nullptr : blocks[Random() % blocks.size()];
+}
+
 // Whether a thread ran or was held back.
 bool RunBlock(Block* block) {
+  if (block == slow_block && !OneIn(32)) return true;
   if (OneIn(3) || (block->launch->device == slow_rank && !OneIn(8))) return true;
   bool ran = false;
   const size_t warps = block->warps.size(), first = Random() % warps;
@@ -311,19 +355,28 @@ void RunAll() {
   static uint64_t runs = 0;
   runs += std::any_of(launches.begin(), launches.end(), [](Launch* l) { return l->on_stream; });
   random_draws.seed(GetSettings().seed + (runs << 32));
+  slow_block = nullptr;
+  // Who is held back gets a turn in that many rounds.
+  constexpr uint64_t kRoundsForAll = 5000;
+  uint64_t idle_rounds = 0;
   for (;;) {
     PopEnded();
     if (FirstLaunches().empty()) return;
     ++rounds;
     DrawSlowRank();
+    DrawSlowBlock();
     bool goes_on = BeginBlocks();
-    goes_on |= CopiesUnderWay() || PutsUnderWay();
+    goes_on |= CopiesUnderWay() || PutsUnderWay() || ProductsUnderWay();
+    idle_rounds = goes_on ? 0 : idle_rounds + 1;
+    const uint64_t turns_before = turns;
     AdvanceCopies();
     AdvancePuts();
+    AdvanceProducts();
     std::vector<Block*> order = blocks;
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[Random() % i]);
     for (Block* block : order) goes_on |= RunBlock(block);
-    if (goes_on || blocks.empty()) continue;
+    if (turns != turns_before) idle_rounds = 0;
+    if ((goes_on && idle_rounds < kRoundsForAll) || blocks.empty()) continue;
     Describe();
     Die("deadlock");
   }

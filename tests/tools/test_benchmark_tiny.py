@@ -38,7 +38,7 @@ from benchmarks.common import recording
 from benchmarks.layers import cases as layer_cases
 from benchmarks.layers import grouped, layer
 from benchmarks.layers import report as layer_report
-from benchmarks.limits import gpu_limits, launch_waits
+from benchmarks.limits import cutlass_grouped, gpu_limits, launch_waits
 from benchmarks.overlap import overlap
 from benchmarks.overlap import report as overlap_report
 from benchmarks.soak import processes as soak_processes
@@ -308,6 +308,7 @@ def compiler(tmp_path, monkeypatch):
 
 COMPILER = """#!/bin/bash
 [ "$1" != --version ] || {{ echo "made up 1.0"; exit; }}
+given=$*
 while [ $# -gt 0 ]; do
   case $1 in -o | -B | --build) made=$2 ;; esac
   shift
@@ -341,6 +342,73 @@ def test_of_gpus(module, compiler, tmp_path, capsys):
     module.main(["--results", str(results)])
     assert same(written(results), record)
     assert len(capsys.readouterr().out.splitlines()) > len(record.get("rows", ()))
+
+
+@pytest.fixture
+def cutlass(tmp_path):
+    """A folder that has the header which CUTLASS's is known by."""
+    (tmp_path / "cutlass" / "include" / "cutlass").mkdir(parents=True)
+    (tmp_path / "cutlass" / "include" / cutlass_grouped.HEADER).touch()
+    return str(tmp_path / "cutlass")
+
+
+# microseconds and TFLOP/s, of gate and up, and of down
+CUTLASS_TIMES = {"batched": ((400, 600), (200, 600)), "fp8": ((300, 800), (150, 800))}
+
+
+def cutlass_report(**changes):
+    rows = [
+        {"case": "mid", "matrix": matrix, "op": "forward", "way": way, "order": "rows"}
+        | {"us": us, "tflops": tflops, "ratio": us / times[0][0], "wrong": 0}
+        for way, times in CUTLASS_TIMES.items()
+        for matrix, (us, tflops) in zip(("gate and up", "down"), times, strict=True)
+    ]
+    rows[-1] |= changes
+    return {"device": "NVIDIA H200", "count": 1, "nvcc": "13.0", "results": rows}
+
+
+def test_cutlass_grouped(compiler, cutlass, tmp_path, capsys):
+    report = cutlass_report()
+    compiler("nvcc", json.dumps(report), f'echo "$given" >{tmp_path}/given')
+    results, kept = tmp_path / "results", tmp_path / "kept"
+    words = ["--cutlass", cutlass, "--results", str(results)]
+    assert cutlass_grouped.main([*words, "--keep", str(kept)]) == 0
+    given = (tmp_path / "given").read_text().split()
+    assert {"-arch=sm_90a", "-DNDEBUG", f"{cutlass}/include"} <= set(given)
+    assert not results.exists()
+    capsys.readouterr()
+    for built in (["--cutlass", cutlass], ["--binary", str(kept)]):
+        words = [*built, "--quick", "--seed", "3", "--results", str(results)]
+        assert cutlass_grouped.main(words) == 0
+        found = written(results)
+        assert same(found, report)
+        assert "--quick --seed 3" in found["command"]
+        shown = capsys.readouterr().out
+        (line,) = (line for line in shown.splitlines() if " fp8 " in line)
+        assert line.split() == ["mid", "forward", "fp8", "450", "800", "0.750"]
+
+
+def test_cutlass_grouped_wrong(compiler, cutlass, tmp_path, capsys):
+    compiler("nvcc", json.dumps(cutlass_report(wrong=1)))
+    words = ["--cutlass", cutlass, "--results", str(tmp_path / "results")]
+    assert cutlass_grouped.main(words) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert len(wrong) == 1
+    assert " fp8 " in wrong[0]
+
+
+def test_cutlass_grouped_without_headers(tmp_path):
+    with pytest.raises(SystemExit, match=r"has no include.*pip install nvidia-cutlass"):
+        cutlass_grouped.main(["--cutlass", str(tmp_path)])
+
+
+def test_cutlass_grouped_has_the_sizes_of_grouped():
+    """Which its program has in C++."""
+    text = cutlass_grouped.SOURCE.read_text()
+    found = dict(re.findall(r'\{"([\w-]+)", ([\d, ]+)\}', text))
+    assert tuple(found) == cutlass_grouped.CASES
+    for name, case in grouped.CASES.items():
+        assert tuple(map(int, found[name].split(","))) == tuple(case)
 
 
 def test_window_kernels(compiler, tmp_path):
@@ -390,8 +458,18 @@ def test_fuzz(compiler, tmp_path):
 # ---- All of them ---------------------------------------------------------------------
 
 HERE = {
-    *(collective, cpu_steps, draw, format_errors, fuzz, gpu_limits, grouped),
-    *(launch_waits, layer, nodes, options_cost, overlap, p2p, record_suite, soak),
+    *(collective, cpu_steps, cutlass_grouped, draw, format_errors, fuzz, gpu_limits),
+    *(
+        grouped,
+        launch_waits,
+        layer,
+        nodes,
+        options_cost,
+        overlap,
+        p2p,
+        record_suite,
+        soak,
+    ),
     *(soak_processes, window_kernels),
 }
 # By those above.

@@ -1,4 +1,4 @@
-"""What a bare `pytest` leaves out, and that it says so (tests/conftest.py)."""
+"""What a bare `pytest` leaves out and says, and in how many processes it runs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import sys
 
 import pytest
 
-from support import ROOT
+from support import HAS_GPUS, ROOT
 
 FILE = "tests/tools/test_benchmark_layer.py"  # all of it is thorough
 
 
+BARE = ["-o", f"testpaths={FILE}"]
+
+
 @pytest.mark.parametrize(
-    ("words", "left_out"),
+    ("words", "left_out", "processes"),
     [
-        (["-o", f"testpaths={FILE}", "-n", "1"], True),
-        ([FILE, "--collect-only"], False),
+        (BARE, True, not HAS_GPUS),
+        ([*BARE, "-n", "0"], True, False),
+        ([FILE, "--collect-only"], False, False),
     ],
 )
-def test_a_bare_run_leaves_out_the_thorough(words, left_out) -> None:
+def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     done = subprocess.run(
@@ -35,3 +39,4 @@ def test_a_bare_run_leaves_out_the_thorough(words, left_out) -> None:
     assert done.returncode == (5 if left_out else 0), done.stdout + done.stderr
     assert ("= left out =" in done.stdout) == left_out
     assert ("test_ours_is_the_dense_formula" in done.stdout) != left_out
+    assert ("bringing up nodes" in done.stdout) == processes

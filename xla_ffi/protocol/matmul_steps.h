@@ -24,7 +24,7 @@ enum class MatmulKind {
   kCodeDownBack,    // kDownBack of codes -> [N, 2, B] as codes, and as they are
 };
 
-constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
+JAX_EP_HOST_DEVICE constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
 
 struct MatmulStep {
   MatmulKind kind;
@@ -51,7 +51,7 @@ struct MatmulStep {
   void* both;
   void* out;          // codes in kCodeGateUp and kCodeDownBack
   float* out_scales;  // of those, per 128
-  // kDownBack and kCodeDownBack: the cotangents of gate and up in `element` [N, 2, B]; may be
+  // kDownBack and kCodeDownBack: the cotangents of gate and up in `element`, [N, 2, B]; may be
   // `both`.
   void* to_both;
 };

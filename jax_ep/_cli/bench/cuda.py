@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ep._cli.bench import record
 
-FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--Werror=all-warnings")
+FLAGS = ("-O3", "-std=c++20", "--Werror=all-warnings")
 
 
 def find_nvcc() -> str:
@@ -27,10 +27,12 @@ def find_nvcc() -> str:
     raise RuntimeError("no nvcc in CUDA_HOME or PATH")
 
 
-def build(nvcc: str, source: pathlib.Path, *flags: str) -> tuple[pathlib.Path, str]:
+def build(
+    nvcc: str, source: pathlib.Path, *flags: str, arch: str = "sm_90"
+) -> tuple[pathlib.Path, str]:
     """Compiles a program; returns its path and nvcc's version."""
     made = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / source.stem
-    command = [nvcc, *FLAGS, "-Xcompiler=-Wall,-Wextra", *flags]
+    command = [nvcc, *FLAGS, f"-arch={arch}", "-Xcompiler=-Wall,-Wextra", *flags]
     done = subprocess.run(
         [*command, "-o", str(made), str(source)],
         stdout=subprocess.PIPE,

@@ -21,7 +21,11 @@ const char* cudaGetErrorString(cudaError_t error);
 struct cudaDeviceProp {
   char name[64];
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+};
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
@@ -56,11 +60,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 using cudaStream_t = struct EmulatedStream*;
 enum { cudaStreamNonBlocking = 1 };
 struct cudaFuncAttributes {};
-enum cudaLaunchAttributeID { cudaLaunchAttributePriority };
+enum cudaLaunchAttributeID { cudaLaunchAttributePriority, cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int priority;
+    dim3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -76,6 +81,8 @@ inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = *greatest = 0;
   return cudaSuccess;
 }
+// At once, so only of memory that nothing enqueued uses.
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 // Runs what is enqueued on all streams.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);

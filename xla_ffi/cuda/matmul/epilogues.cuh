@@ -1,5 +1,6 @@
 // What becomes of a tile's sums. Each epilogue is called by the four warps of a warpgroup with the
-// sums of wgmma [64, 256]; elements 4 * c + 2 * r + i of a lane are columns 8 * c + 2 * (lane % 4)
+// sums of wgmma [64, kColumns], kColumns / kSides of each side; elements 4 * c + 2 * r + i of a
+// lane are columns 8 * c + 2 * (lane % 4)
 // + i of row lane / 4 + 8 * r of its warp.
 #pragma once
 
@@ -8,6 +9,7 @@
 
 #include "cuda/matmul/drain.cuh"
 #include "cuda/matmul/step.h"
+#include "cuda/matmul/units.cuh"
 #include "formats/e4m3.h"
 #include "formats/fp8_block128.h"
 
@@ -32,7 +34,7 @@ struct ResultPlace {
 
   // A matrix with rows of `stride` bytes.
   __device__ DrainRows Of(uint8_t* matrix, int64_t stride) const {
-    return {matrix + row * stride, stride, rows};
+    return DrainRows(matrix + row * stride, stride, rows);
   }
 };
 
@@ -95,24 +97,49 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
       scales[(place.row + row) * (columns / 128) + column / 128] = of_row[r];
     }
   }
+  // Of a NaN the instruction may keep the sign. Masks, because nvcc makes branches of choices.
+  uint32_t kept[2], nans[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool is_number = of_row[r] == of_row[r];
+    kept[r] = is_number ? 0xFFFF : 0;
+    nans[r] = is_number ? 0 : E4M3::kNan << 8 | E4M3::kNan;
+  }
   const DividerBy<2> divided[2] = {DividerBy<2>(of_row[0]), DividerBy<2>(of_row[1])};
   drain.Store8(place.Of(codes, columns), column, columns, [&](uint32_t c, uint32_t r) {
     const float low = divided[r](values[4 * c + 2 * r]);
     const float high = divided[r](values[4 * c + 2 * r + 1]);
-    constexpr uint32_t kNans = E4M3::kNan << 8 | E4M3::kNan;
-    return of_row[r] != of_row[r] ? kNans : E4M3::EncodeNumbers(low, high);
+    return E4M3::EncodeNumbers(low, high) & kept[r] | nans[r];
   });
 }
 
-// out [N or L * K, B]; kFloats: which may be float32.
-template <bool kFloats>
+// What `out` of StoreSums may be.
+enum class Out { kElement, kFloat32, kEither };
+
+// out [N or L * K, B].
+template <Out kOut>
 struct StoreSums {
   static constexpr int kSides = 1;
+  static constexpr int kColumns = kTileColumns;
+
+  // Stores sums over nothing.
+  __device__ static void Zeros(const ResultArguments& to, const ResultPlace& place) {
+    constexpr int64_t kBytes = kOut == Out::kFloat32 ? 4 : 2;
+    const int64_t last = Min<int64_t>(place.column + kColumns, to.columns) * kBytes;
+    const DrainRows rows = place.Of(to.out, to.columns * kBytes);
+    for (int64_t byte = place.column * kBytes; byte + Lane() % 8 * 16 < last; byte += kLineBytes) {
+      uint8_t* at = rows.at + byte;
+      for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += rows.step) {
+        if (4 * i < rows.rows) *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
 
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const ResultArguments& to,
                              const ResultPlace& place, Drain& drain) {
-    if (kFloats && to.out_element == ElementType::kFloat32) {
+    if (kOut == Out::kFloat32 ||
+        (kOut == Out::kEither && to.out_element == ElementType::kFloat32)) {
       const DrainRows rows = place.Of(to.out, to.columns * 4);
 #pragma unroll
       for (int part = 0; part < 8; ++part) {
@@ -142,6 +169,7 @@ struct StoreSums {
 template <bool kCodes>
 struct SwiGlu {
   static constexpr int kSides = 2;
+  static constexpr int kColumns = kTileColumns;
 
   template <typename Type>
   __device__ static void Run(float (&sums)[128], const ResultArguments& to,
@@ -180,113 +208,123 @@ struct SwiGlu {
   }
 };
 
-// The sums are cotangents of h; gate and up come from memory.
+// The sums are cotangents of h; gate and up come from memory, 64 columns of one of them after the
+// other, each a step ahead of its use. None is read after it was written: both arrays may be one.
 template <bool kCodes>
 struct SwiGluBack {
   static constexpr int kSides = 1;
-
-  // This lane's two elements of gate and of up, of columns 8 * c and on of its two rows.
-  struct GateUp {
-    uint32_t gate[2], up[2];
-
-    __device__ void Load(const ResultArguments& to, const ResultPlace& place, int64_t column) {
-      const uint32_t lane = Lane();
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int32_t row = static_cast<int32_t>(lane / 4 + 8 * r);
-        gate[r] = up[r] = 0;
-        if (row >= place.rows || column >= to.columns) continue;
-        const uint8_t* from =
-            to.both + ((place.row + row) * 2 * to.columns + column + lane % 4 * 2) * 2;
-        gate[r] = *reinterpret_cast<const uint32_t*>(from);
-        up[r] = *reinterpret_cast<const uint32_t*>(from + to.columns * 2);
-      }
-    }
-  };
-
-  // From the cotangent of h to those of gate (in place) and up.
-  template <typename Type>
-  __device__ static void Back(Type type, const GateUp& of, int r, int i, float& sum, float& to_up) {
-    const float gate = FloatOf(type, of.gate[r] >> 16 * i), up = FloatOf(type, of.up[r] >> 16 * i);
-    const Swish swish(gate);
-    to_up = Multiply(sum, swish.silu);
-    sum = Multiply(Multiply(sum, up), swish.derivative());
-  }
+  static constexpr int kColumns = kCodes ? 128 : kTileColumns;
 
   template <typename Type>
-  __device__ static void Run(float (&sums)[128], const ResultArguments& to,
+  __device__ static void Run(float (&sums)[kColumns / 2], const ResultArguments& to,
                              const ResultPlace& place, Drain& drain) {
-    const Type type(to.element);
-    const DrainRows rows = place.Of(to.to_both, to.columns * 4);
     if constexpr (kCodes) {
-      RunCodes(type, sums, to, place, drain);
-      return;
-    }
-    // 64 columns at a time; gate and up of the next ones are read while these are stored.
-    constexpr int kParts = 4, kGroups = 8;
-    GateUp next[kGroups];
-#pragma unroll
-    for (int c = 0; c < kGroups; ++c) next[c].Load(to, place, place.column + 8 * c);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t column = place.column + part * 64;
-      if (column >= to.columns) break;
-      uint32_t gate_words[2 * kGroups], up_words[2 * kGroups];
-#pragma unroll
-      for (int c = 0; c < kGroups; ++c) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int at = part * 32 + 4 * c + 2 * r;
-          float low = sums[at], high = sums[at + 1], low_up, high_up;
-          Back(type, next[c], r, 0, low, low_up);
-          Back(type, next[c], r, 1, high, high_up);
-          gate_words[2 * c + r] = RoundTwo(type, low, high);
-          up_words[2 * c + r] = RoundTwo(type, low_up, high_up);
-        }
-        if (part + 1 < kParts) next[c].Load(to, place, column + 64 + 8 * c);
-      }
-      drain.Store16(rows, column * 2, to.columns * 2,
-                    [&](uint32_t c, uint32_t r) { return gate_words[2 * c + r]; });
-      drain.Store16(rows, (to.columns + column) * 2, to.columns * 4,
-                    [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
+      RunCodes(Type(to.element), sums, to, place, drain);
+    } else {
+      RunPlain(Type(to.element), sums, to, place, drain);
     }
   }
 
  private:
-  // 128 columns at a time, which share scales.
   template <typename Type>
-  __device__ static void RunCodes(Type type, float (&sums)[128], const ResultArguments& to,
+  __device__ static void RunPlain(Type type, float (&sums)[128], const ResultArguments& to,
                                   const ResultPlace& place, Drain& drain) {
+    const DrainRows from = place.Of(to.both, to.columns * 4);
     const DrainRows rows = place.Of(to.to_both, to.columns * 4);
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const int64_t column = place.column + part * 128;
+    Drain::Lines ahead = LoadSide(0, from, place.column, to, drain);
+    // In the same registers each time, for want of more.
+    JAX_EP_NO_UNROLL
+    for (int part = 0; part < 4; ++part) {
+      const int64_t column = place.column + part * 64;
       if (column >= to.columns) break;
-      float* to_gate = sums + part * 64;
-      float to_up[64];
+      uint32_t up_words[16];
+      drain.Put(ahead);
+      ahead = LoadSide(1, from, column, to, drain);
 #pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        GateUp of;
-        of.Load(to, place, column + 8 * c);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          Back(type, of, e / 2, e % 2, to_gate[4 * c + e], to_up[4 * c + e]);
-        }
+      for (int i = 0; i < 16; ++i) {
+        float to_up[2];
+        BackToUp(type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up);
+        up_words[i] = RoundTwo(type, to_up[0], to_up[1]);
       }
+      drain.Put(ahead);
+      if (part < 3) ahead = LoadSide(0, from, column + 64, to, drain);
+      drain.Store16<true>(rows, column * 2, to.columns * 2, [&](uint32_t c, uint32_t r) {
+        float* both = sums + 4 * c + 2 * r;
+        BackToGate(type, drain.Word(c, r), both);
+        return RoundTwo(type, both[0], both[1]);
+      });
+      drain.Store16(rows, (to.columns + column) * 2, to.columns * 4,
+                    [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const float* values = side == 0 ? to_gate : to_up;
-        const int64_t at = side * to.columns + column;
+      for (int i = 0; i < 96; ++i) sums[i] = sums[32 + i];
+    }
+  }
+
+  __device__ static Drain::Lines LoadSide(int side, const DrainRows& from, int64_t column,
+                                          const ResultArguments& to, const Drain& drain) {
+    return drain.Load(from, (side * to.columns + column) * 2, (side + 1) * to.columns * 2);
+  }
+
+  // From cotangents of h and two elements of gate to the cotangents of up, and to what times up is
+  // the cotangent of gate.
+  template <typename Type>
+  __device__ static void BackToUp(Type type, uint32_t gate, float* sums, float* to_up) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          drain.Store16(rows, (at + half * 64) * 2, to.columns * 4, [&](uint32_t c, uint32_t r) {
-            const int i = half * 32 + 4 * c + 2 * r;
-            return RoundTwo(type, values[i], values[i + 1]);
-          });
-        }
-        StoreCodes(drain, place, values, kOfGradients, to.out, to.out_scales, 2 * to.columns, at);
+    for (int i = 0; i < 2; ++i) {
+      const Swish swish(FloatOf(type, gate >> 16 * i));
+      to_up[i] = Multiply(sums[i], swish.silu);
+      sums[i] = Multiply(sums[i], swish.derivative());
+    }
+  }
+  template <typename Type>
+  __device__ static void BackToGate(Type type, uint32_t up, float* sums) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] = Multiply(sums[i], FloatOf(type, up >> 16 * i));
+  }
+
+  // 128 columns, as they are and as codes.
+  template <typename Type>
+  __device__ static void StoreSide(Type type, int side, const float* values, const DrainRows& rows,
+                                   const ResultArguments& to, const ResultPlace& place,
+                                   Drain& drain) {
+    const int64_t at = side * to.columns + place.column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      drain.Store16(rows, (at + half * 64) * 2, to.columns * 4, [&](uint32_t c, uint32_t r) {
+        const int i = half * 32 + 4 * c + 2 * r;
+        return RoundTwo(type, values[i], values[i + 1]);
+      });
+    }
+    StoreCodes(drain, place, values, kOfGradients, to.out, to.out_scales, 2 * to.columns, at);
+  }
+
+  // A tile of 128 columns: for twice as many there are not registers enough.
+  template <typename Type>
+  __device__ static void RunCodes(Type type, float (&sums)[64], const ResultArguments& to,
+                                  const ResultPlace& place, Drain& drain) {
+    const DrainRows from = place.Of(to.both, to.columns * 4);
+    const DrainRows rows = place.Of(to.to_both, to.columns * 4);
+    const int64_t column = place.column;
+    float to_up[64];
+    Drain::Lines ahead = LoadSide(0, from, column, to, drain);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      drain.Put(ahead);
+      ahead = LoadSide(1, from, column + half * 64, to, drain);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int at = half * 32 + 2 * i;
+        BackToUp(type, drain.Word(i / 2, i % 2), sums + at, to_up + at);
+      }
+      drain.Put(ahead);
+      if (half == 0) ahead = LoadSide(0, from, column + 64, to, drain);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        BackToGate(type, drain.Word(i / 2, i % 2), sums + half * 32 + 2 * i);
       }
     }
+    StoreSide(type, 0, sums, rows, to, place, drain);
+    StoreSide(type, 1, to_up, rows, to, place, drain);
   }
 };
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/common/ptx.cuh"
+#include "cuda/matmul/operand.h"
 #include "formats/numbers.h"
 
 namespace jax_ep::cuda {
@@ -101,27 +102,6 @@ __device__ __forceinline__ void GrowRegisters() {
 template <int kRegisters>
 __device__ __forceinline__ void ShrinkRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// An operand of wgmma in shared memory, in lines of 128 bytes with the 128-byte swizzle, eight
-// lines an atom of 1024 bytes, to which it is aligned. Along: a line holds 128 bytes of the
-// contracted dimension of one row (or column) of the operand, atoms follow each other. Across: a
-// line holds 64 rows (or columns) of one step of the contracted dimension, atoms follow each other
-// along it, and the next 64 begin kChunkBytes later.
-inline constexpr uint32_t kAtomBytes = 1024;
-inline constexpr uint32_t kChunkBytes = 8192;
-
-template <bool kAcross>
-__device__ __forceinline__ uint64_t OperandAt(uint32_t shared_address) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
-  constexpr uint64_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
-  return kSwizzle128 | uint64_t{kAtomBytes >> 4} << 32 | kNextChunk << 16 |
-         ((shared_address & 0x3FFFF) >> 4);
-}
-// The same operand `bytes` further.
-__device__ __forceinline__ uint64_t Advance(uint64_t operand, uint32_t bytes) {
-  return operand + (bytes >> 4);
 }
 
 // Before the first wgmma and whenever its sums were touched otherwise.

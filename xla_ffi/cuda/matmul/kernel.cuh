@@ -21,14 +21,14 @@ inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
 inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
-inline constexpr uint32_t kRightBoxes = 4;
-inline constexpr uint32_t kStageBytes = (kLeftBoxes + kRightBoxes) * kBoxBytes;
+inline constexpr uint32_t kMostRightBoxes = 4;
+inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
 inline constexpr int kFeederRegisters = 40;
 inline constexpr int kMathRegisters = 232;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
-template <MatmulKind kOf, typename ElementOf>
+template <MatmulKind kOf, typename ElementOf, Out kOut>
 struct MatmulTraits {
   static constexpr MatmulKind kKind = kOf;
   using Element = ElementOf;  // of 16-bit operands; void of codes
@@ -41,12 +41,13 @@ struct MatmulTraits {
   static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kCodeGateUp;
   static constexpr bool kDownBack =
       kOf == MatmulKind::kDownBack || kOf == MatmulKind::kCodeDownBack;
-  static constexpr bool kFloats = kOuter || kOf == MatmulKind::kCodeRows;
   using Epilogue =
       std::conditional_t<kGateUp, SwiGlu<kCodes>,
-                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kFloats>>>;
+                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kOut>>>;
   static constexpr int kSides = Epilogue::kSides;
-  static constexpr int kSideColumns = kTileColumns / kSides;
+  static constexpr int kColumns = Epilogue::kColumns;
+  static constexpr int kSideColumns = kColumns / kSides;
+  static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
       kCodes, ElementType,
@@ -120,7 +121,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     both ? TensorLoadBoth(to, left, place, full) : TensorLoad(to, left, place, full);
   };
   const auto load_right = [&](uint32_t box, bool both) {
-    constexpr uint32_t kPerSide = kRightBoxes / Traits::kSides;
+    constexpr uint32_t kPerSide = Traits::kRightBoxes / Traits::kSides;
     const int32_t side = static_cast<int32_t>(box / kPerSide);
     const int32_t column = tile.column + static_cast<int32_t>(box % kPerSide) * 64;
     BoxPlace place{{k, column, side, tile.group}};
@@ -130,12 +131,14 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     both ? TensorLoadBoth(to, right, place, full) : TensorLoad(to, right, place, full);
   };
   const uint32_t left_boxes = tile.half() ? 1 : kLeftBoxes;
-  MbarrierExpect(full, (left_boxes + kRightBoxes) * kBoxBytes);
+  MbarrierExpect(full, (left_boxes + Traits::kRightBoxes) * kBoxBytes);
   if (tile.sharing == Sharing::kRight) {
     load_left(0, false);
     load_left(1, false);
-    load_right(2 * rank, true);
-    load_right(2 * rank + 1, true);
+#pragma unroll
+    for (uint32_t box = 0; box < Traits::kRightBoxes / 2; ++box) {
+      load_right(rank * (Traits::kRightBoxes / 2) + box, true);
+    }
     return;
   }
   // The only box of a half is loaded by the blocks in turns.
@@ -145,7 +148,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
     load_left(0, true);
   }
 #pragma unroll
-  for (uint32_t box = 0; box < kRightBoxes; ++box) load_right(box, false);
+  for (uint32_t box = 0; box < Traits::kRightBoxes; ++box) load_right(box, false);
 }
 
 // Called by a warp.
@@ -243,6 +246,8 @@ class Stages {
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < steps; ++step) {
       Await();
+      // As in FindTiles.
+      __syncwarp();
       Free(stage());
       Next();
     }
@@ -258,8 +263,7 @@ class Stages {
   StageCursor at_;
 };
 
-// kCount of four steps of 16 of a stage.
-template <typename Traits, int kCount>
+template <typename Traits>
 __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t* operands,
                                               uint32_t left_box, bool add) {
   const uint32_t base = SharedAddress(operands);
@@ -270,7 +274,7 @@ __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t*
   constexpr uint32_t kRightStep = Traits::kRightAcross ? 16 * kLineBytes : 32;
   WgmmaFence();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 4; ++i) {
     Wgmma<typename Traits::Element, Traits::kLeftAcross, Traits::kRightAcross>(
         sums, Advance(left, i * kLeftStep), Advance(right, i * kRightStep), add || i > 0);
   }
@@ -286,7 +290,7 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   const uint32_t count = (end - first) * kUnits;
   const uint32_t thread = threadIdx.x % kWarpgroupThreads;
   JAX_EP_NO_UNROLL
-  for (uint32_t box = 0; box <= kRightBoxes; ++box) {
+  for (uint32_t box = 0; box <= kMostRightBoxes; ++box) {
     uint8_t* at = operands + (box == 0 ? left_box : kLeftBoxes + box - 1) * kBoxBytes;
     for (uint32_t unit = thread; unit < count; unit += kWarpgroupThreads) {
       StoreZeros(at + first * kLineBytes + unit * 16);
@@ -296,60 +300,53 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
-// The last step of kOuter, of `rows` < 64 rows.
+// Called for kOuter: as many rows as a group has, in sixteens. Each is a group of wgmma by itself:
+// wgmma in branches, or in loops whose length differs, would make ptxas wait after every one.
 template <typename Traits>
-__device__ __forceinline__ void MultiplyTail(float (&sums)[128], uint8_t* operands,
-                                             uint32_t left_box, int32_t rows, uint32_t warpgroup,
-                                             bool add) {
-  const uint32_t count = static_cast<uint32_t>(rows + 15) / 16;
-  ZeroLines(operands, left_box, rows, count * 16, warpgroup);
-  // Each by itself: wgmma in a loop of unknown length waits for the one before.
-  switch (count) {
-    case 1:
-      return MultiplyStage<Traits, 1>(sums, operands, left_box, add);
-    case 2:
-      return MultiplyStage<Traits, 2>(sums, operands, left_box, add);
-    case 3:
-      return MultiplyStage<Traits, 3>(sums, operands, left_box, add);
-    default:
-      return MultiplyStage<Traits, 4>(sums, operands, left_box, add);
+__device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
+                                             uint32_t left_box, uint32_t warpgroup) {
+  const int32_t sixteens = (tile.contracted + 15) / 16;
+  uint32_t before = 0;
+  JAX_EP_NO_UNROLL
+  for (int32_t i = 0; i < sixteens; ++i) {
+    const bool first = i % 4 == 0;
+    if (first) {
+      stages.Await();
+      const int32_t rows = tile.contracted - i * 16;
+      if (rows < 64) {
+        ZeroLines(stages.operands(), left_box, rows, (rows + 15) / 16 * 16, warpgroup);
+      }
+    }
+    const uint32_t base = SharedAddress(stages.operands()) + i % 4 * 16 * kLineBytes;
+    WgmmaFence();
+    Wgmma<typename Traits::Element, true, true>(sums, OperandAt<true>(base + left_box * kBoxBytes),
+                                                OperandAt<true>(base + kLeftBoxes * kBoxBytes),
+                                                i > 0);
+    WgmmaCommit();
+    // The one before has been read.
+    WgmmaWait<1>();
+    if (first && i > 0) stages.Free(before);
+    before = stages.stage();
+    if (i % 4 == 3) stages.Next();
   }
+  WgmmaWait<0>();
+  HoldSums(sums);
+  stages.Free(before);
 }
 
 template <typename Traits>
 __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, uint32_t warpgroup) {
-  if constexpr (Traits::kOuter) {
-    if (tile.steps == 0) {
-#pragma unroll
-      for (float& sum : sums) sum = 0.0f;
-      return;
-    }
-  }
-  int32_t whole = tile.steps;
-  if constexpr (Traits::kOuter) whole = tile.contracted / static_cast<int32_t>(Traits::kStep);
+                                             uint32_t left_box) {
   uint32_t before = 0;
   JAX_EP_NO_UNROLL
-  for (int32_t step = 0; step < whole; ++step) {
+  for (int32_t step = 0; step < tile.steps; ++step) {
     stages.Await();
-    MultiplyStage<Traits, 4>(sums, stages.operands(), left_box, step > 0);
+    MultiplyStage<Traits>(sums, stages.operands(), left_box, step > 0);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
     before = stages.stage();
     stages.Next();
-  }
-  if constexpr (Traits::kOuter) {
-    if (whole < tile.steps) {
-      stages.Await();
-      MultiplyTail<Traits>(sums, stages.operands(), left_box,
-                           tile.contracted - whole * static_cast<int32_t>(Traits::kStep), warpgroup,
-                           whole > 0);
-      WgmmaWait<1>();
-      if (whole > 0) stages.Free(before);
-      before = stages.stage();
-      stages.Next();
-    }
   }
   WgmmaWait<0>();
   HoldSums(sums);
@@ -369,7 +366,7 @@ __device__ __forceinline__ void MultiplyQuarter(float (&part)[32], uint64_t left
   WgmmaCommit();
 }
 
-__device__ __forceinline__ void AddQuarter(float (&sums)[128], float (&part)[32], int quarter,
+__device__ __forceinline__ void AddQuarter(float* sums, float (&part)[32], int quarter,
                                            const float (&factors)[2]) {
   HoldSums(part);
 #pragma unroll
@@ -378,8 +375,9 @@ __device__ __forceinline__ void AddQuarter(float (&sums)[128], float (&part)[32]
   }
 }
 
-__device__ __forceinline__ void MultiplyCodes(float (&sums)[128], const Tile& tile, Stages& stages,
-                                              uint32_t left_box, uint32_t warp) {
+template <int kQuarters>
+__device__ __forceinline__ void MultiplyCodes(float (&sums)[32 * kQuarters], const Tile& tile,
+                                              Stages& stages, uint32_t left_box, uint32_t warp) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
@@ -402,15 +400,17 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[128], const Tile& ti
     }
     WgmmaWait<1>();
     AddQuarter(sums, first, 0, factors[0]);
-    MultiplyQuarter(first, left, right, 2);
-    WgmmaWait<1>();
-    AddQuarter(sums, second, 1, factors[0]);
-    MultiplyQuarter(second, left, right, 3);
-    WgmmaWait<1>();
-    AddQuarter(sums, first, 2, factors[1]);
+    if constexpr (kQuarters == 4) {
+      MultiplyQuarter(first, left, right, 2);
+      WgmmaWait<1>();
+      AddQuarter(sums, second, 1, factors[0]);
+      MultiplyQuarter(second, left, right, 3);
+      WgmmaWait<1>();
+      AddQuarter(sums, first, 2, factors[1]);
+    }
     WgmmaWait<0>();
     stages.Free(stages.stage());
-    AddQuarter(sums, second, 3, factors[1]);
+    AddQuarter(sums, second, kQuarters - 1, factors[kQuarters / 2 - 1]);
     stages.Next();
   }
 }
@@ -434,20 +434,23 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
       continue;
     }
     const uint32_t left_box = tile.half() ? 0 : warpgroup;
-    float sums[128];
-    if constexpr (Traits::kCodes) {
-      MultiplyCodes(sums, tile, stages, left_box, warp);
-    } else {
-      MultiplyTile<Traits>(sums, tile, stages, left_box, warpgroup);
-    }
-    ResultPlace place;
     const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
-    place.row = tile.row + row;
+    ResultPlace place{tile.row + row, tile.rows - row, tile.column};
     if constexpr (Traits::kOuter) {
       place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
+      if (tile.steps == 0) {
+        Traits::Epilogue::Zeros(arguments.result, place);
+        continue;
+      }
     }
-    place.rows = tile.rows - row;
-    place.column = tile.column;
+    float sums[Traits::kColumns / 2];
+    if constexpr (Traits::kCodes) {
+      MultiplyCodes<Traits::kColumns / 64>(sums, tile, stages, left_box, warp);
+    } else if constexpr (Traits::kOuter) {
+      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
+    } else {
+      MultiplyTile<Traits>(sums, tile, stages, left_box);
+    }
     if (place.column < arguments.result.columns) {
       Traits::Epilogue::template Run<typename Traits::Type>(sums, arguments.result, place, drain);
     }

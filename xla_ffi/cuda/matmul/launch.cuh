@@ -53,9 +53,8 @@ cudaError_t AllowShared() {
                               static_cast<int>(kMatmulSharedBytes<Traits::kCodes>));
 }
 
-template <MatmulKind kKind, typename Element>
-cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
-  using Traits = MatmulTraits<kKind, Element>;
+template <typename Traits>
+cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
   CUtensorMap left, right;
   cudaError_t error = MapLeft(step, &left);
   if (error == cudaSuccess) error = MapRight<Traits>(step, &right);
@@ -91,11 +90,35 @@ cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
                        kMatmulSharedBytes<Traits::kCodes>, stream, left, right, arguments);
 }
 
+// Calls `run(Traits)` for the kernels of a kind until one fails: `out` says which, or all if it is
+// kEither. Both results of outer products have kernels of their own, as one would spill registers.
+template <MatmulKind kKind, typename Element, typename Run>
+cudaError_t ForOut(Out out, Run run) {
+  if constexpr (kKind == MatmulKind::kOuter) {
+    cudaError_t error = cudaSuccess;
+    if (out != Out::kFloat32) error = run(MatmulTraits<kKind, Element, Out::kElement>{});
+    if (out == Out::kElement || error != cudaSuccess) return error;
+    return run(MatmulTraits<kKind, Element, Out::kFloat32>{});
+  } else {
+    constexpr Out kOut = kKind == MatmulKind::kCodeRows ? Out::kEither : Out::kElement;
+    return run(MatmulTraits<kKind, Element, kOut>{});
+  }
+}
+
+template <MatmulKind kKind, typename Element>
+cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
+  const bool is_float = step.out_element == ElementType::kFloat32;
+  return ForOut<kKind, Element>(
+      is_float ? Out::kFloat32 : Out::kElement,
+      [&]<typename Traits>(Traits) { return LaunchMatmul<Traits>(step, stream); });
+}
+
 template <MatmulKind kKind, typename Element>
 cudaError_t PreloadKind() {
-  using Traits = MatmulTraits<kKind, Element>;
-  const cudaError_t error = Preload(MatmulKernel<Traits>);
-  return error == cudaSuccess ? AllowShared<Traits>() : error;
+  return ForOut<kKind, Element>(Out::kEither, []<typename Traits>(Traits) {
+    const cudaError_t error = Preload(MatmulKernel<Traits>);
+    return error == cudaSuccess ? AllowShared<Traits>() : error;
+  });
 }
 
 #define JAX_EP_MATMUL(kKind, Element)                                                             \

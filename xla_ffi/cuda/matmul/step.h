@@ -7,6 +7,11 @@
 
 namespace jax_ep::cuda {
 
+using jax_ep::ColumnsAlign;
+using jax_ep::MatmulKind;
+using jax_ep::MatmulStep;
+using jax_ep::OfCodes;
+
 // Enqueues the step on `stream`, on the current device, whose compute capability must be 9.0.
 // Returns cudaErrorNotSupported on other devices, and cudaErrorInvalidValue for sizes that do not
 // fit: columns that are not aligned, pointers that are not aligned to 16 bytes.

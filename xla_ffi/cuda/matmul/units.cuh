@@ -17,7 +17,7 @@ namespace jax_ep::cuda {
 
 inline constexpr int kTileRows = 128;
 inline constexpr int kHalfRows = 64;
-inline constexpr int kTileColumns = 256;  // of all sides together
+inline constexpr int kTileColumns = 256;  // at most, of all sides together
 
 enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
 
@@ -58,26 +58,29 @@ class UnitWalk {
         step_rows_(step_rows),
         cluster_(blockIdx.x / 2),
         clusters_(gridDim.x / 2),
-        unit_(cluster_) {
-    Rewind();
-  }
+        unit_(cluster_) {}
 
   // The next tile; with negative steps when there is none.
   __device__ Tile Next() {
     Tile tile{};
     tile.steps = -1;
-    while (unit_ >= before_ + units_of_chunk_) {
-      if (base_ + kWarpSize < plan_.groups) {
+    while (true) {
+      if (stale_) Load();
+      stale_ = false;
+      if (unit_ < before_ + units_of_chunk_) break;
+      stale_ = true;
+      if (base_ + static_cast<int32_t>(kWarpSize) < plan_.groups) {
         before_ += units_of_chunk_;
         rows_before_ = end_of_chunk_;
         base_ += kWarpSize;
-        Load();
       } else if (!halves_) {
         // The clusters after those that took one whole unit more begin.
         const uint32_t whole = before_ + units_of_chunk_;
         unit_ = (cluster_ + clusters_ - whole % clusters_) % clusters_;
         halves_ = true;
-        Rewind();
+        base_ = 0;
+        before_ = 0;
+        rows_before_ = 0;
       } else {
         return tile;
       }
@@ -104,13 +107,6 @@ class UnitWalk {
     return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows;
   }
   __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
-
-  __device__ void Rewind() {
-    base_ = 0;
-    before_ = 0;
-    rows_before_ = 0;
-    Load();
-  }
 
   // Reads the sizes of 32 groups from base_ on. Whatever they are, no row past N is in a group.
   __device__ void Load() {
@@ -178,9 +174,10 @@ class UnitWalk {
   uint32_t taken_ = 0;
   uint32_t stage_ = 0;
   bool halves_ = false;
-  int32_t base_;
-  uint32_t before_;       // units of the groups before base_
-  uint32_t rows_before_;  // and their rows
+  bool stale_ = true;  // Load must be called
+  int32_t base_ = 0;
+  uint32_t before_ = 0;       // units of the groups before base_
+  uint32_t rows_before_ = 0;  // and their rows
   uint32_t end_of_chunk_;
   uint32_t units_of_chunk_;
   // This lane's group.
@@ -236,6 +233,8 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
     Await(&ring.read[at.slot()], at.parity() ^ 1);
+    // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on.
+    __syncwarp();
     if (Lane() == 0) {
       ring.tiles[at.slot()] = tile;
       // Release; pairs with the wait in TileReader.

@@ -6,22 +6,37 @@
 // The launch by CUDA's runtime stays a template that nobody instantiates.
 #define Launch LaunchByRuntime
 #define LaunchAhead LaunchAheadByRuntime
+#define LaunchInPairs LaunchInPairsByRuntime
 #include_next "cuda/common/launch.h"
 #undef Launch
 #undef LaunchAhead
+#undef LaunchInPairs
 
 namespace jax_ep::cuda {
 
 template <typename... Params>
-cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
-                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+cudaError_t LaunchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 grid, int threads,
+                           size_t shared_bytes, cudaStream_t stream, const Params&... params) {
   emulator::Launch launch;
+  launch.cluster = cluster;
   launch.grid = grid;
   launch.threads = static_cast<uint32_t>(threads);
   launch.shared_bytes = shared_bytes;
   launch.body = [=] { kernel(params...); };
   emulator::Enqueue(std::move(launch), stream);
   return cudaSuccess;
+}
+
+template <typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+  return LaunchClusters<Params...>(kernel, 1, grid, threads, shared_bytes, stream, params...);
+}
+
+template <typename... Params>
+cudaError_t LaunchInPairs(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                          cudaStream_t stream, std::type_identity_t<Params>... params) {
+  return LaunchClusters<Params...>(kernel, 2, grid, threads, shared_bytes, stream, params...);
 }
 
 // Emulated blocks all run at once.

@@ -115,7 +115,8 @@ inline uint64_t GlobalTimerNs() { return emulator::ClockNs(); }
 
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 
-inline void FenceProxyAsyncShared() {}
+using emulator::SharedAddress;
+inline void FenceProxyAsyncShared() { emulator::FenceAsyncShared(); }
 inline void FenceProxyAsyncGlobal() {}
 
 using emulator::BulkCommit;

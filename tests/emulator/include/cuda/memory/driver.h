@@ -1,12 +1,13 @@
-// Takes the place of xla_ffi/cuda/memory/driver.h on the include path, for cuda/internode/calls.cc:
-// launches of kernels that another module has loaded.
+// Takes the place of xla_ffi/cuda/memory/driver.h on the include path: for cuda/internode/calls.cc,
+// launches of kernels that another module has loaded; for cuda/matmul/tensor_map.cc, tensor maps.
 #pragma once
+
+#include <cuda.h>
 
 #include <functional>
 
 #include "cuda_runtime_api.h"
 
-enum CUresult { CUDA_SUCCESS = 0 };
 // Binds a kernel to the parameters of a launch.
 struct EmulatedFunction {
   std::function<void()> (*bind)(void** params);
@@ -30,6 +31,7 @@ namespace jax_ep::cuda {
 
 struct Driver {
   CUresult (*launch)(const CUlaunchConfig*, CUfunction, void** params, void** extra);
+  decltype(&cuTensorMapEncodeTiled) encode_tensor_map = &cuTensorMapEncodeTiled;
 
   static const Driver& Get() {
     static const Driver driver{

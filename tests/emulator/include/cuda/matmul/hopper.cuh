@@ -1,0 +1,116 @@
+// Takes the place of xla_ffi/cuda/matmul/hopper.cuh on the include path: its functions, name by
+// name, over emulator.h.
+#pragma once
+
+#include <cuda.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/matmul/operand.h"
+#include "cuda_runtime.h"
+#include "formats/numbers.h"
+
+namespace jax_ep::cuda {
+
+// ---- Clusters of two blocks ---------------------------------------------------------------------
+
+inline uint32_t ClusterRank() { return emulator::current->block->rank(); }
+using emulator::ClusterSync;
+inline void FenceMbarrierInit() { emulator::FenceMbarriers(); }
+inline void MbarrierArrive(uint64_t* barrier) { emulator::MbarrierArrive(barrier, ClusterRank()); }
+inline void MbarrierArriveAt(uint64_t* barrier, uint32_t rank) {
+  emulator::MbarrierArrive(barrier, rank);
+}
+
+// ---- Tensor copies ------------------------------------------------------------------------------
+
+struct BoxPlace {
+  int32_t at[4];
+};
+
+inline void PrefetchTensorMap(const CUtensorMap*) {}
+
+inline void LoadBox(void* shared, const CUtensorMap* map, const BoxPlace& place, uint64_t* barrier,
+                    bool both) {
+  const emulator::Unseen unseen;
+  emulator::TensorMap tensor;
+  std::memcpy(&tensor, map->opaque, sizeof tensor);
+  emulator::TensorLoad(shared, tensor, place.at, barrier, both);
+}
+inline void TensorLoad(void* shared, const CUtensorMap* map, BoxPlace place, uint64_t* barrier) {
+  LoadBox(shared, map, place, barrier, false);
+}
+inline void TensorLoadBoth(void* shared, const CUtensorMap* map, BoxPlace place,
+                           uint64_t* barrier) {
+  LoadBox(shared, map, place, barrier, true);
+}
+
+// ---- Warpgroups ---------------------------------------------------------------------------------
+
+inline constexpr uint32_t kWarpgroupThreads = emulator::kWarpgroupThreads;
+
+template <int kRegisters>
+void GrowRegisters() {
+  emulator::SetRegisters(kRegisters, true);
+}
+template <int kRegisters>
+void ShrinkRegisters() {
+  emulator::SetRegisters(kRegisters, false);
+}
+
+inline void WgmmaFence() { emulator::FenceProducts(); }
+inline void WgmmaCommit() { emulator::CommitProducts(); }
+template <int kPending>
+void WgmmaWait() {
+  emulator::WaitForProducts(kPending);
+}
+template <int kCount>
+void HoldSums(float (&)[kCount]) {}
+
+template <typename Element, bool kLeftAcross, bool kRightAcross>
+void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add) {
+  constexpr auto kOperands = std::is_same_v<Element, Float16> ? emulator::Operands::kFloat16
+                                                              : emulator::Operands::kBFloat16;
+  emulator::IssueProduct({kOperands, 256, kLeftAcross, kRightAcross, add, left, right}, sums);
+}
+inline void WgmmaCodes(float (&sums)[32], uint64_t left, uint64_t right, bool add) {
+  emulator::IssueProduct({emulator::Operands::kE4M3, 64, false, false, add, left, right}, sums);
+}
+
+// ---- A warp's registers to shared memory --------------------------------------------------------
+
+inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
+  const uint32_t lane = emulator::Lane();
+  uint32_t row[4] = {};
+  for (uint32_t pair = 0; pair < 2; ++pair) {
+    const uint64_t own = words[2 * pair] | uint64_t{words[2 * pair + 1]} << 32;
+    const uint64_t* all = emulator::Exchange(~0u, own, "stmatrix");
+    if (lane / 16 != pair) continue;
+    for (uint32_t i = 0; i < 4; ++i) {
+      row[i] = static_cast<uint32_t>(all[lane % 8 * 4 + i] >> lane / 8 % 2 * 32);
+    }
+  }
+  *static_cast<uint4*>(line) = make_uint4(row[0], row[1], row[2], row[3]);
+}
+
+// Several threads may store the same zeros while products read those of another one, so races are
+// looked for with the bytes that were there before.
+inline void StoreZeros(void* to) {
+  emulator::Reads(to, sizeof(uint4));
+  const emulator::Unseen unseen;
+  std::memset(to, 0, sizeof(uint4));
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------
+
+inline float NoDenormal(float x) {
+  return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
+}
+inline float ExpTwo(float x) { return NoDenormal(std::exp2(NoDenormal(x))); }
+inline float FastReciprocal(float x) { return NoDenormal(1.0f / NoDenormal(x)); }
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,593 @@
+// Grouped matmuls (cuda/matmul) on emulated GPUs against sums in float64: all kinds, with groups of
+// any sizes. Rows past the groups hold NaN and must stay as they are. Takes the seed of its draws
+// and their number; a kind before them draws that one alone.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "../cc/check.h"
+#include "asked.h"
+#include "cuda/matmul/step.h"
+#include "cuda_runtime.h"
+#include "formats/element_type.h"
+#include "formats/fp8_block128.h"
+
+namespace jax_ep {
+namespace {
+
+using cuda::MatmulKind;
+using cuda::MatmulStep;
+using Format = Fp8Block128Format;
+
+constexpr const char* kNames[] = {"rows",  "rows_transposed", "gate_up",      "down_back",
+                                  "outer", "code_rows",       "code_gate_up", "code_down_back"};
+constexpr int64_t kBlock = Format::kBlock;
+constexpr double kUlp = 0x1p-24;  // of float32, from the middle of two to either
+
+// ---- What is multiplied -------------------------------------------------------------------------
+
+struct Draws {
+  MatmulKind kind;
+  ElementType element, out;
+  int64_t rows, left_columns, columns;
+  std::vector<int32_t> sizes;
+  bool both;               // whether gate and up are kept
+  bool in_place;           // whether their cotangents take their place
+  bool scales_transposed;  // of the right operand
+  bool nans;               // also in groups
+  float magnitude;         // of the left operand
+
+  bool codes() const { return OfCodes(kind); }
+  bool outer() const { return kind == MatmulKind::kOuter; }
+  bool gate_up() const { return kind == MatmulKind::kGateUp || kind == MatmulKind::kCodeGateUp; }
+  bool down_back() const {
+    return kind == MatmulKind::kDownBack || kind == MatmulKind::kCodeDownBack;
+  }
+  bool across() const { return kind == MatmulKind::kRows || kind == MatmulKind::kGateUp; }
+  int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t sides() const { return gate_up() ? 2 : 1; }
+};
+
+std::string Text(const Draws& draws) {
+  std::string text = kNames[static_cast<int>(draws.kind)];
+  const auto add = [&](const char* name, auto value) {
+    text += std::string(" ") + name + " " + std::to_string(value);
+  };
+  add("element", int64_t(draws.element)), add("out", int64_t(draws.out));
+  add("N", draws.rows), add("K", draws.left_columns), add("B", draws.columns);
+  add("both", draws.both), add("in_place", draws.in_place);
+  add("transposed", draws.scales_transposed), add("nans", draws.nans);
+  add("magnitude", std::log2(draws.magnitude));
+  text += " sizes";
+  for (const int32_t size : draws.sizes) text += " " + std::to_string(size);
+  return text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
+}
+
+int32_t DrawSize(Random& random) {
+  constexpr int32_t kEdges[] = {0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 200, 256, 257};
+  switch (random.In(0, 7)) {
+    case 0:
+      return 0;
+    case 1:
+      return -static_cast<int32_t>(random.In(1, 300));
+    case 2:
+    case 3:
+      return static_cast<int32_t>(random.In(1, 20));
+    case 4:
+      return static_cast<int32_t>(random.In(1, 200));
+    default:
+      return kEdges[random.In(0, std::size(kEdges) - 1)];
+  }
+}
+
+Draws Draw(Random& random, MatmulKind kind) {
+  Draws draws{};
+  draws.kind = kind;
+  draws.element = random.OneIn(2) ? ElementType::kBFloat16 : ElementType::kFloat16;
+  draws.out = random.OneIn(2) ? draws.element : ElementType::kFloat32;
+  const int64_t align = ColumnsAlign(kind);
+  const auto draw_columns = [&]() -> int64_t {
+    if (align == kBlock) return kBlock * random.In(1, 3);
+    return random.OneIn(3) ? 64 * random.In(1, 5) : align * random.In(1, 42);
+  };
+  draws.left_columns = draw_columns(), draws.columns = draw_columns();
+  int64_t groups = random.In(1, 5);
+  // More than a warp has lanes.
+  const bool many = random.OneIn(12);
+  if (many) {
+    groups = random.In(30, 70);
+    draws.left_columns = align * random.In(1, align == kBlock ? 1 : 9);
+    draws.columns = align * random.In(1, align == kBlock ? 1 : 9);
+  }
+  int64_t rows = 0;
+  for (int64_t i = 0; i < groups; ++i) {
+    int32_t size = many ? static_cast<int32_t>(random.In(-2, 4)) : DrawSize(random);
+    if (many && random.OneIn(20)) size = static_cast<int32_t>(random.In(1, 140));
+    draws.sizes.push_back(size);
+    rows += std::max(size, 0);
+  }
+  draws.rows = rows + (random.OneIn(2) ? 0 : random.In(0, 150));
+  if (random.OneIn(4)) {
+    draws.rows = random.In(0, rows);
+    if (random.OneIn(3)) draws.sizes[random.Bits() % draws.sizes.size()] = INT32_MAX;
+  }
+  draws.both = random.OneIn(2);
+  draws.in_place = random.OneIn(2);
+  draws.scales_transposed = random.OneIn(2);
+  draws.nans = random.OneIn(3);
+  draws.magnitude = random.OneIn(3) ? 0x1p-10f : 1.0f;
+  if (kind == MatmulKind::kCodeDownBack && random.OneIn(2)) draws.magnitude = 0x1p-40f;
+  return draws;
+}
+
+// Memory of the emulated GPU, and what it held at first.
+template <typename T>
+class Array {
+ public:
+  Array() = default;
+  explicit Array(int64_t count) {
+    CHECK(cudaMalloc(&data_, static_cast<size_t>(count) * sizeof(T)) == cudaSuccess);
+    count_ = count;
+    KeepAsFirst();
+  }
+  void KeepAsFirst() { first_.assign(data_, data_ + count_); }
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+  bool unchanged(int64_t from, int64_t to) const {
+    return from >= to ||
+           std::memcmp(data_ + from, first_.data() + from,
+                       static_cast<size_t>(to - from) * sizeof(T)) == 0;
+  }
+  bool unchanged() const { return unchanged(0, count_); }
+
+ private:
+  T* data_ = nullptr;
+  int64_t count_ = 0;
+  std::vector<T> first_;
+};
+
+// Bits of 16-bit elements, or codes.
+using Values = std::vector<double>;
+
+float FloatAt(const Array<uint8_t>& array, ElementType element, int64_t at) {
+  return VisitElement(element, [&]<typename Element>(Element) {
+    Element value;
+    std::memcpy(&value, array.data() + at * static_cast<int64_t>(sizeof value), sizeof value);
+    return ToFloat(value);
+  });
+}
+
+float Uniform(Random& random) {
+  return static_cast<float>(static_cast<double>(random.In(-1000, 1000)) / 1000);
+}
+
+// Fills `count` elements with numbers up to `magnitude`; what they are.
+Values FillElements(Random& random, const Array<uint8_t>& to, ElementType element, int64_t count,
+                    float magnitude) {
+  Values values(static_cast<size_t>(count));
+  VisitElement(element, [&]<typename Element>(Element) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Element value = FromFloat<Element>(Uniform(random) * magnitude);
+      std::memcpy(to.data() + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
+      values[static_cast<size_t>(i)] = ToFloat(value);
+    }
+  });
+  return values;
+}
+
+constexpr uint16_t kNanBits = 0x7FFF;  // of either 16-bit type; each byte is one of e4m3's, too
+
+// A draw's operands and results in memory, and the operands as numbers.
+struct Case {
+  Draws draws;
+  std::vector<int64_t> starts;  // of groups, and the end of the last one
+  Array<int32_t> sizes;
+  Array<uint8_t> left, right, both, to_both, out;
+  Array<float> left_scales, right_scales, out_scales;
+  Values left_values, right_values, both_values;
+  MatmulStep step{};
+
+  Case(const Draws& of, Random& random) : draws(of) {
+    const int64_t n = of.rows, k = of.left_columns, b = of.columns;
+    starts = {0};
+    sizes = Array<int32_t>(of.groups());
+    for (int64_t i = 0; i < of.groups(); ++i) {
+      sizes[i] = of.sizes[static_cast<size_t>(i)];
+      starts.push_back(std::min(n, starts.back() + std::max(sizes[i], 0)));
+    }
+    const int64_t rights = of.outer() ? n * b : of.groups() * of.sides() * b * k;
+    const int64_t bytes = of.codes() ? 1 : 2;
+    left = Array<uint8_t>(n * k * bytes), right = Array<uint8_t>(rights * bytes);
+    if (of.codes()) {
+      FillCodes(random, rights);
+    } else {
+      left_values = FillElements(random, left, of.element, n * k, of.magnitude);
+      right_values = FillElements(random, right, of.element, rights, 1.0f);
+    }
+    DrawNans(random);
+    step.kind = of.kind, step.element = of.element, step.out_element = of.out;
+    step.rows = n, step.groups = of.groups(), step.left_columns = k, step.columns = b;
+    step.sizes = sizes.data(), step.left = left.data(), step.right = right.data();
+    if (of.down_back() || (of.gate_up() && of.both)) {
+      both = Array<uint8_t>(n * 2 * b * 2);
+      step.both = both.data();
+    }
+    if (of.down_back()) {
+      both_values = FillElements(random, both, of.element, n * 2 * b, 6.0f);
+      both.KeepAsFirst();
+      if (!of.in_place) to_both = Array<uint8_t>(n * 2 * b * 2);
+      step.to_both = of.in_place ? both.data() : to_both.data();
+    }
+    MakeOut();
+  }
+
+  // Element `at` of an operand.
+  void SetNan(bool of_left, int64_t at) {
+    const Array<uint8_t>& array = of_left ? left : right;
+    std::memcpy(array.data() + (draws.codes() ? at : 2 * at), &kNanBits, draws.codes() ? 1 : 2);
+    if (draws.codes()) array.data()[at] = static_cast<uint8_t>(E4M3::kNan);
+    (of_left ? left_values : right_values)[static_cast<size_t>(at)] =
+        std::numeric_limits<double>::quiet_NaN();
+  }
+
+  // Row or line k of a group's right matrix, column c of side s.
+  int64_t RightAt(int64_t group, int64_t k, int64_t s, int64_t c) const {
+    const int64_t b = draws.columns, all = draws.left_columns, sides = draws.sides();
+    return draws.across() ? ((group * all + k) * sides + s) * b + c
+                          : ((group * sides + s) * b + c) * all + k;
+  }
+
+ private:
+  void FillCodes(Random& random, int64_t rights) {
+    const int64_t n = draws.rows, k = draws.left_columns, b = draws.columns;
+    const int64_t k_blocks = k / kBlock, b_blocks = b / kBlock, sides = draws.sides();
+    left_scales = Array<float>(n * k_blocks);
+    right_scales = Array<float>(draws.groups() * k_blocks * sides * b_blocks);
+    const auto draw_scale = [&] { return (1.5f + Uniform(random)) / 448; };
+    for (int64_t i = 0; i < n * k_blocks; ++i) left_scales[i] = draw_scale() * draws.magnitude;
+    for (int64_t i = 0; i < draws.groups() * k_blocks * sides * b_blocks; ++i) {
+      right_scales[i] = draw_scale();
+    }
+    step.left_scales = left_scales.data(), step.right_scales = right_scales.data();
+    step.scales_per_group = k_blocks * sides * b_blocks;
+    if (draws.scales_transposed) {
+      step.scales_per_k = sides * b_blocks, step.scales_per_side = b_blocks, step.scales_per_b = 1;
+    } else {
+      step.scales_per_k = 1, step.scales_per_b = k_blocks;
+      step.scales_per_side = b_blocks * k_blocks;
+    }
+    const auto draw_code = [&] {
+      return static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
+    };
+    for (int64_t i = 0; i < n * k; ++i) {
+      left[i] = draw_code();
+      left_values.push_back(double{E4M3::Decode(left[i])} * left_scales[i / kBlock]);
+    }
+    for (int64_t i = 0; i < rights; ++i) {
+      right[i] = draw_code();
+      const int64_t line = i / k, group = line / (sides * b), side = line / b % sides;
+      const float scale =
+          right_scales[group * step.scales_per_group + i % k / kBlock * step.scales_per_k +
+                       side * step.scales_per_side + line % b / kBlock * step.scales_per_b];
+      right_values.push_back(double{E4M3::Decode(right[i])} * scale);
+    }
+  }
+
+  // Rows past the groups are NaN; now and then others, and elements of matrices.
+  void DrawNans(Random& random) {
+    const int64_t k = draws.left_columns, b = draws.columns;
+    const auto row = [&](int64_t of) {
+      for (int64_t i = 0; i < k; ++i) SetNan(true, of * k + i);
+      for (int64_t i = 0; draws.outer() && i < b; ++i) SetNan(false, of * b + i);
+    };
+    for (int64_t i = starts.back(); i < draws.rows; ++i) row(i);
+    for (int64_t i = 0; draws.nans && i < 3 && draws.rows > 0; ++i) {
+      const int64_t at = random.In(0, draws.rows - 1);
+      random.OneIn(2) ? row(at) : SetNan(true, at * k + random.In(0, k - 1));
+      if (random.OneIn(2) && !right_values.empty()) {
+        SetNan(false, random.In(0, static_cast<int64_t>(right_values.size()) - 1));
+      }
+    }
+  }
+
+  void MakeOut() {
+    const int64_t n = draws.rows, k = draws.left_columns, b = draws.columns;
+    const int64_t bytes = ElementBytes(draws.out);
+    switch (draws.kind) {
+      case MatmulKind::kOuter:
+        out = Array<uint8_t>(draws.groups() * k * b * bytes);
+        break;
+      case MatmulKind::kRows:
+      case MatmulKind::kRowsTransposed:
+      case MatmulKind::kCodeRows:
+        out = Array<uint8_t>(n * b * bytes);
+        break;
+      case MatmulKind::kGateUp:
+        out = Array<uint8_t>(n * b * 2);
+        break;
+      case MatmulKind::kDownBack:
+        break;
+      case MatmulKind::kCodeGateUp:
+        out = Array<uint8_t>(n * b), out_scales = Array<float>(n * b / kBlock);
+        break;
+      case MatmulKind::kCodeDownBack:
+        out = Array<uint8_t>(n * 2 * b), out_scales = Array<float>(n * 2 * b / kBlock);
+        break;
+    }
+    step.out = out.data(), step.out_scales = out_scales.data();
+  }
+};
+
+// ---- What must come out -------------------------------------------------------------------------
+
+// A number, and how far from it a float32 may be that was computed in the way of a kernel.
+struct About {
+  double value = 0, error = 0;
+
+  bool nan() const { return std::isnan(value); }
+};
+
+// Of float32 operations after sums: a few units of the last place.
+constexpr double kFewUlps = 8 * kUlp, kTiny = 0x1p-120;
+
+About Sum(double value, double absolute, int64_t count) {
+  return {value, static_cast<double>(count + 8) * kUlp * absolute + kTiny};
+}
+
+double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+// Relative, of the kernels' sigmoid: the exponent's rounding grows with it.
+double SigmoidError(double x) { return (std::fabs(x) + 8) * 4 * kUlp; }
+
+About SwiGlu(About gate, About up) {
+  const double silu = gate.value * Sigmoid(gate.value), value = silu * up.value;
+  constexpr double kSteepest = 1.1;  // of silu
+  const double error = kSteepest * gate.error * (std::fabs(up.value) + up.error) +
+                       std::fabs(silu) * up.error +
+                       std::fabs(value) * (SigmoidError(gate.value) + kFewUlps) + kTiny;
+  return {value, error};
+}
+
+About BackToUp(About cotangent, double gate) {
+  const double silu = gate * Sigmoid(gate), value = cotangent.value * silu;
+  return {value, std::fabs(silu) * cotangent.error +
+                     std::fabs(value) * (SigmoidError(gate) + kFewUlps) + kTiny};
+}
+
+About BackToGate(About cotangent, double gate, double up) {
+  const double sigmoid = Sigmoid(gate), by = cotangent.value * up;
+  const double slope = sigmoid + gate * sigmoid * (1 - sigmoid), value = by * slope;
+  const double slope_error = (1 + std::fabs(gate)) * SigmoidError(gate);
+  return {value, std::fabs(up * slope) * cotangent.error + std::fabs(by) * slope_error +
+                     std::fabs(up) * cotangent.error * slope_error +
+                     std::fabs(value) * kFewUlps + kTiny};
+}
+
+// What `element` may make of it.
+double RoundingOf(ElementType element, double value) {
+  if (element == ElementType::kBFloat16) return std::fabs(value) * 0x1p-8;
+  if (element == ElementType::kFloat16) return std::fabs(value) * 0x1p-11 + 0x1p-25;
+  return std::fabs(value) * kUlp;
+}
+
+void CheckElement(const Array<uint8_t>& array, ElementType element, int64_t at, const About& want,
+                  const char* what, int64_t row, int64_t column) {
+  const double got = FloatAt(array, element, at);
+  if (want.nan() ? std::isnan(got)
+                 : std::fabs(got - want.value) <=
+                       (want.error + RoundingOf(element, want.value)) * 1.01) {
+    return;
+  }
+  std::fprintf(stderr, "%s at row %lld, column %lld: %.9g, not %.9g (by %.3g)\n", what,
+               static_cast<long long>(row), static_cast<long long>(column), got, want.value,
+               want.error);
+  CHECK(!"as in float64");
+}
+
+// A block of codes and their scale.
+void CheckCodes(const Case& c, int64_t block, const About* want, float least, int64_t row) {
+  const float scale = c.out_scales[block];
+  bool nan = false;
+  double amax = 0, error = 0;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    nan |= want[i].nan();
+    if (std::fabs(want[i].value) > amax) amax = std::fabs(want[i].value);
+    error = std::max(error, want[i].error);
+  }
+  const auto fails = [&](int64_t i, double by) {
+    std::fprintf(stderr, "block %lld of row %lld: scale %.9g, largest %.9g; code %lld %d, not %.9g by %.3g\n",
+                 static_cast<long long>(block), static_cast<long long>(row), scale, amax,
+                 static_cast<long long>(i), c.out[block * kBlock + i], want[i].value, by);
+    CHECK(!"codes and scales as in float64");
+  };
+  if (nan) {
+    if (FloatBits(scale) != 0x7FC00000u) fails(0, 0);
+    for (int64_t i = 0; i < kBlock; ++i) {
+      if (c.out[block * kBlock + i] != E4M3::kNan) fails(i, 0);
+    }
+    return;
+  }
+  const double at_least = std::max(amax - error, double{least}) / 448;
+  const double at_most = std::max(amax + error, double{least}) / 448;
+  if (!(scale >= at_least * (1 - kFewUlps) && scale <= at_most * (1 + kFewUlps))) fails(0, error);
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const uint8_t code = c.out[block * kBlock + i];
+    const double half_step = std::max(std::fabs(want[i].value) * 0x1p-4, scale * 0x1p-10);
+    const double by = (half_step + want[i].error) * 1.01;
+    const double got = double{E4M3::Decode(code)} * scale;
+    if ((code & 0x7F) == E4M3::kNan || !(std::fabs(got - want[i].value) <= by)) fails(i, by);
+  }
+}
+
+// Sums of a row of a group with columns [side][column] of its matrix.
+std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
+  const int64_t k = c.draws.left_columns, b = c.draws.columns, sides = c.draws.sides();
+  std::vector<About> sums;
+  const int64_t step = c.RightAt(0, 1, 0, 0);
+  for (int64_t at = 0; at < sides * b; ++at) {
+    const double* right = c.right_values.data() + c.RightAt(group, 0, at / b, at % b);
+    const double* left = c.left_values.data() + row * k;
+    double sum = 0, absolute = 0;
+    for (int64_t i = 0; i < k; ++i) {
+      const double product = left[i] * right[i * step];
+      sum += product, absolute += std::fabs(product);
+    }
+    sums.push_back(Sum(sum, absolute, k));
+  }
+  return sums;
+}
+
+void CheckRow(const Case& c, int64_t group, int64_t row) {
+  const Draws& draws = c.draws;
+  const int64_t b = draws.columns;
+  const std::vector<About> sums = RowSums(c, group, row);
+  if (draws.gate_up()) {
+    std::vector<About> h;
+    for (int64_t i = 0; i < b; ++i) {
+      h.push_back(SwiGlu(sums[static_cast<size_t>(i)], sums[static_cast<size_t>(b + i)]));
+    }
+    for (int64_t i = 0; draws.both && i < 2 * b; ++i) {
+      CheckElement(c.both, draws.element, row * 2 * b + i, sums[static_cast<size_t>(i)],
+                   "gate and up", row, i);
+    }
+    for (int64_t i = 0; !draws.codes() && i < b; ++i) {
+      CheckElement(c.out, draws.element, row * b + i, h[static_cast<size_t>(i)], "h", row, i);
+    }
+    for (int64_t i = 0; draws.codes() && i < b; i += kBlock) {
+      CheckCodes(c, (row * b + i) / kBlock, h.data() + i, 1e-4f, row);
+    }
+    return;
+  }
+  if (draws.down_back()) {
+    std::vector<About> back(static_cast<size_t>(2 * b));
+    for (int64_t i = 0; i < b; ++i) {
+      const double gate = c.both_values[static_cast<size_t>(row * 2 * b + i)];
+      const double up = c.both_values[static_cast<size_t>((row * 2 + 1) * b + i)];
+      back[static_cast<size_t>(i)] = BackToGate(sums[static_cast<size_t>(i)], gate, up);
+      back[static_cast<size_t>(b + i)] = BackToUp(sums[static_cast<size_t>(i)], gate);
+    }
+    const Array<uint8_t>& to = draws.in_place ? c.both : c.to_both;
+    for (int64_t i = 0; i < 2 * b; ++i) {
+      CheckElement(to, draws.element, row * 2 * b + i, back[static_cast<size_t>(i)],
+                   "cotangents of gate and up", row, i);
+    }
+    for (int64_t i = 0; draws.codes() && i < 2 * b; i += kBlock) {
+      CheckCodes(c, (row * 2 * b + i) / kBlock, back.data() + i, kOfGradients, row);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < b; ++i) {
+    CheckElement(c.out, draws.out, row * b + i, sums[static_cast<size_t>(i)], "out", row, i);
+  }
+}
+
+void CheckOuter(const Case& c, int64_t group) {
+  const int64_t k = c.draws.left_columns, b = c.draws.columns;
+  const int64_t begin = c.starts[static_cast<size_t>(group)];
+  const int64_t end = c.starts[static_cast<size_t>(group + 1)];
+  std::vector<double> sums(static_cast<size_t>(b)), absolute(static_cast<size_t>(b));
+  for (int64_t i = 0; i < k; ++i) {
+    std::fill(sums.begin(), sums.end(), 0.0);
+    std::fill(absolute.begin(), absolute.end(), 0.0);
+    for (int64_t row = begin; row < end; ++row) {
+      const double left = c.left_values[static_cast<size_t>(row * k + i)];
+      for (int64_t j = 0; j < b; ++j) {
+        const double product = left * c.right_values[static_cast<size_t>(row * b + j)];
+        sums[static_cast<size_t>(j)] += product;
+        absolute[static_cast<size_t>(j)] += std::fabs(product);
+      }
+    }
+    for (int64_t j = 0; j < b; ++j) {
+      About want = Sum(sums[static_cast<size_t>(j)], absolute[static_cast<size_t>(j)], end - begin);
+      if (begin == end) want = {};
+      CheckElement(c.out, c.draws.out, (group * k + i) * b + j, want, "out", group * k + i, j);
+    }
+  }
+}
+
+// Rows past the groups are as they were.
+void CheckRest(const Case& c) {
+  if (c.draws.outer()) return;
+  const int64_t n = c.draws.rows, b = c.draws.columns, first = c.starts.back();
+  const auto check = [&](const auto& array, int64_t row) {
+    if (array.data() != nullptr) CHECK(array.unchanged(first * row, n * row));
+  };
+  const int64_t bytes = c.draws.codes() && c.draws.kind != MatmulKind::kCodeRows ? 1
+                        : c.draws.gate_up()                                      ? 2
+                                                            : ElementBytes(c.draws.out);
+  const int64_t sides = c.draws.kind == MatmulKind::kCodeDownBack ? 2 : 1;
+  check(c.out, sides * b * bytes);
+  check(c.out_scales, sides * b / kBlock);
+  check(c.to_both, 2 * b * 2);
+  check(c.both, 2 * b * 2);
+  if (c.draws.down_back() && !c.draws.in_place) CHECK(c.both.unchanged());
+}
+
+void Run(const Draws& draws, Random& random) {
+  CurrentCase() = Text(draws);
+  const Case c(draws, random);
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  CHECK(cuda::GroupedMatmul(c.step, stream) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+  for (int64_t group = 0; group < draws.groups(); ++group) {
+    if (draws.outer()) {
+      CheckOuter(c, group);
+      continue;
+    }
+    for (int64_t row = c.starts[static_cast<size_t>(group)];
+         row < c.starts[static_cast<size_t>(group + 1)]; ++row) {
+      CheckRow(c, group, row);
+    }
+  }
+  CheckRest(c);
+  emulator::Reset();
+}
+
+// Steps that do not fit are refused.
+void CheckRefusals(Random& random) {
+  Draws draws = Draw(random, MatmulKind::kRows);
+  draws.sizes = {5, 3};
+  draws.rows = 8, draws.left_columns = 64, draws.columns = 64;
+  CurrentCase() = "refusals";
+  const Case c(draws, random);
+  const auto refused = [&](auto change) {
+    MatmulStep step = c.step;
+    change(step);
+    return cuda::GroupedMatmul(step, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(refused([](MatmulStep& step) { step.columns = 60; }));
+  CHECK(refused([](MatmulStep& step) { step.left_columns = 0; }));
+  CHECK(refused([](MatmulStep& step) { step.rows = -1; }));
+  CHECK(refused([](MatmulStep& step) { step.element = ElementType::kFloat32; }));
+  CHECK(refused([](MatmulStep& step) { step.left = static_cast<const uint8_t*>(step.left) + 2; }));
+  CHECK(refused([](MatmulStep& step) { step.out = static_cast<uint8_t*>(step.out) + 8; }));
+  CHECK(refused([](MatmulStep& step) { step.kind = MatmulKind::kCodeRows; }));
+  MatmulStep none = c.step;
+  none.groups = 0;
+  CHECK(cuda::GroupedMatmul(none, nullptr) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
+  CHECK(c.out.unchanged());
+  emulator::Reset();
+}
+
+int Main(int argc, char** argv) {
+  const auto [only, seed, draws] = Asked(argc, argv, 24);
+  Random random(seed);
+  CHECK(cuda::MatmulSupported() && cuda::PreloadMatmulKernels() == cudaSuccess);
+  constexpr int64_t kKinds = std::size(kNames);
+  int64_t kind = std::find(std::begin(kNames), std::end(kNames), only) - std::begin(kNames);
+  if (kind == kKinds) CheckRefusals(random);
+  for (int64_t i = 0; i < draws; ++i) {
+    Run(Draw(random, static_cast<MatmulKind>(kind < kKinds ? kind : i % kKinds)), random);
+  }
+  std::printf("%lld matmuls: right\n", static_cast<long long>(draws));
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main(int argc, char** argv) { return jax_ep::Main(argc, argv); }

@@ -1,0 +1,32 @@
+// How operands of warpgroup matmuls (wgmma) lie in shared memory, and what describes one.
+//
+// An operand lies in lines of 128 bytes with the 128-byte swizzle, eight lines an atom of 1024
+// bytes, to which it is aligned. Along: a line holds 128 bytes of the contracted dimension of one
+// row (or column) of the operand, atoms follow each other. Across: a line holds 64 rows (or
+// columns) of one step of the contracted dimension, atoms follow each other along it, and the next
+// 64 begin kChunkBytes later.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/platform.h"
+
+namespace jax_ep::cuda {
+
+inline constexpr uint32_t kAtomBytes = 1024;
+inline constexpr uint32_t kChunkBytes = 8192;
+
+template <bool kAcross>
+JAX_EP_HOST_DEVICE uint64_t OperandAt(uint32_t shared_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
+  constexpr uint64_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
+  return kSwizzle128 | uint64_t{kAtomBytes >> 4} << 32 | kNextChunk << 16 |
+         ((shared_address & 0x3FFFF) >> 4);
+}
+// The same operand `bytes` further.
+JAX_EP_HOST_DEVICE uint64_t Advance(uint64_t operand, uint32_t bytes) {
+  return operand + (bytes >> 4);
+}
+
+}  // namespace jax_ep::cuda
