@@ -9,6 +9,7 @@
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/primitives.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
 
@@ -39,9 +40,13 @@ struct Share {
   }
 };
 
+struct Maxima {
+  uint32_t of_warps[kWarps];
+};
+
 // Returns the largest of all threads' `bits`.
 __device__ uint32_t BlockMax(uint32_t bits) {
-  __shared__ uint32_t of_warps[kWarps];
+  auto& [of_warps] = SharedObject<Maxima>();
 #pragma unroll
   for (int by = 1; by < kWarpSize; by *= 2) {
     bits = max(bits, __shfl_xor_sync(kFullWarp, bits, by));
@@ -59,7 +64,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   using Own = Share<Element>;
   using Vector = Elements<Element, Own::kColumns>;
   constexpr int kWords = Own::kColumns / 4;  // of codes in a row
-  __shared__ alignas(kChunkBytes) uint8_t turned[kSize * kSize];
 
   // Blocks side by side come after each other, so that rows are read as a whole.
   const auto across = static_cast<uint32_t>(step.columns / kSize);
@@ -112,6 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (step.turned == nullptr) return;
 
+  uint8_t* turned = SharedBytes();
 #pragma unroll
   for (int column = 0; column < Own::kColumns; ++column) {
     // Byte i of word k is of row 4 * k + i.
@@ -163,8 +168,8 @@ cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stre
   }
   if (blocks == 0) return cudaSuccess;
   return VisitElement(step.element, [&]<typename Element>(Element) {
-    return Launch(QuantizeMatricesKernel<Element>, dim3(static_cast<unsigned>(blocks)), kThreads, 0,
-                  stream, step);
+    return Launch(QuantizeMatricesKernel<Element>, dim3(static_cast<unsigned>(blocks)), kThreads,
+                  kSize * kSize, stream, step);
   });
 }
 
