@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_ep
 from jax_ep import experts, formats
 from jax_ep._experts import kernels, quantized, select
 from jax_ep._experts.kernels import Codes
+from jax_ep._layers import layer
 
 H, F = 128, 128  # of tests' matrices
 BLOCK = kernels.BLOCK
@@ -42,6 +44,25 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
         monkeypatch.setattr(kernels, name, _seen(stand_in, taken))
     return taken
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def either_operations(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """fp8 experts by the reference, or by the stand-ins of kernels."""
+    if request.param == "reference":
+        yield
+        return
+    # Programs of layers are kept for equal layers.
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    taken = fake(monkeypatch)
+    yield
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    jax.clear_caches()
+    assert "code_gate_up" in taken
 
 
 def _seen(stand_in: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
