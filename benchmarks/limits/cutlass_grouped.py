@@ -29,6 +29,7 @@ from benchmarks.common import programs, recording
 from jax_ep._cli.bench import record
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
+SIZES = SOURCE.parent / "grouped" / "cases.cuh"  # of CASES
 CASES = ("mid", "large-64", "large-256", "many", "decode")
 QUICK = ("mid", "decode")
 QUICK_SECONDS = 0.2

@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 
+#include "../cc/check.h"
 #include "emulator.h"
 
 // Saves what a function must leave as it was, keeps the stack pointer in *save, and goes on from
@@ -325,6 +326,7 @@ void Die(const char* format, ...) {
   }
   std::fprintf(stderr, "; EMULATED_SEED=%llu\n",
                static_cast<unsigned long long>(GetSettings().seed));
+  if (!CurrentCase().empty()) std::fprintf(stderr, "  case: %s\n", CurrentCase().c_str());
   std::_Exit(9);
 }
 

@@ -38,7 +38,12 @@ from benchmarks.common import recording
 from benchmarks.layers import cases as layer_cases
 from benchmarks.layers import grouped, layer
 from benchmarks.layers import report as layer_report
-from benchmarks.limits import cutlass_grouped, gpu_limits, launch_waits
+from benchmarks.limits import (
+    cutlass_grouped,
+    gpu_limits,
+    grouped_kernels,
+    launch_waits,
+)
 from benchmarks.overlap import overlap
 from benchmarks.overlap import report as overlap_report
 from benchmarks.soak import processes as soak_processes
@@ -374,7 +379,8 @@ def test_cutlass_grouped(compiler, cutlass, tmp_path, capsys):
     words = ["--cutlass", cutlass, "--results", str(results)]
     assert cutlass_grouped.main([*words, "--keep", str(kept)]) == 0
     given = (tmp_path / "given").read_text().split()
-    assert {"-arch=sm_90a", "-DNDEBUG", f"{cutlass}/include"} <= set(given)
+    arch = "-gencode=arch=compute_90a,code=sm_90a"
+    assert {arch, "-DNDEBUG", f"{cutlass}/include"} <= set(given)
     assert not results.exists()
     capsys.readouterr()
     for built in (["--cutlass", cutlass], ["--binary", str(kept)]):
@@ -404,11 +410,43 @@ def test_cutlass_grouped_without_headers(tmp_path):
 
 def test_cutlass_grouped_has_the_sizes_of_grouped():
     """Which its program has in C++."""
-    text = cutlass_grouped.SOURCE.read_text()
+    text = cutlass_grouped.SIZES.read_text()
     found = dict(re.findall(r'\{"([\w-]+)", ([\d, ]+)\}', text))
     assert tuple(found) == cutlass_grouped.CASES
     for name, case in grouped.CASES.items():
         assert tuple(map(int, found[name].split(","))) == tuple(case)
+
+
+def kernels_report(wrong=0, **changes):
+    check = {"shape": "tiny", "product": "down", "element": "bf16"}
+    check |= {"difference": 0.001, "wrote_past": 0, "wrong": wrong}
+    row = {"case": "mid", "product": "fp8 down", "us": 175.2, "cublas_us": 300.0}
+    row |= {"ratio": 0.584, "tflops": 784.0, "wrong": 0} | changes
+    return {"device": "NVIDIA H200", "count": 1, "checks": [check], "results": [row]}
+
+
+def test_grouped_kernels(compiler, tmp_path, capsys):
+    report = kernels_report()
+    compiler("nvcc", json.dumps(report), f'echo "$given" >{tmp_path}/given')
+    results = tmp_path / "results"
+    words = ["--cases", "mid", "--only", "fp8", "--results", str(results)]
+    assert grouped_kernels.main(words) == 0
+    given = (tmp_path / "given").read_text()
+    assert "-gencode=arch=compute_90a,code=sm_90a" in given.split()
+    assert "cuda/matmul/codes.cu" in given
+    assert same(written(results), report)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split() == ["mid", "fp8", "down", "175", "784", "0.584"]
+    assert lines[-1] == "1 checks, 0 wrong"
+
+
+@pytest.mark.parametrize("wrong", [{"wrong": 1}, {"wrong": 0, "us": 1.0}])
+def test_grouped_kernels_wrong(compiler, tmp_path, capsys, wrong):
+    report = kernels_report(**wrong)
+    report["results"][0]["wrong"] = int(not wrong["wrong"])
+    compiler("nvcc", json.dumps(report))
+    assert grouped_kernels.main(["--results", str(tmp_path / "results")]) == 1
+    assert "WRONG" in capsys.readouterr().out
 
 
 def test_window_kernels(compiler, tmp_path):

@@ -55,10 +55,10 @@ inline JsonObject& Report() {
   std::_Exit(1);
 }
 
-inline void Check(cudaError_t error, const char* call) {
+inline void MustSucceed(cudaError_t error, const char* call) {
   if (error != cudaSuccess) Fail(std::string(call) + ": " + cudaGetErrorString(error));
 }
-#define CHECK_CUDA(call) Check(call, #call)
+#define CHECK_CUDA(call) MustSucceed(call, #call)
 
 inline double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -32,7 +32,9 @@ def build(
 ) -> tuple[pathlib.Path, str]:
     """Compiles a program; returns its path and nvcc's version."""
     made = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / source.stem
-    command = [nvcc, *FLAGS, f"-arch={arch}", "-Xcompiler=-Wall,-Wextra", *flags]
+    # Not -arch for features of one GPU: it makes PTX without them, too.
+    target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
+    command = [nvcc, *FLAGS, target, "-Xcompiler=-Wall,-Wextra", *flags]
     done = subprocess.run(
         [*command, "-o", str(made), str(source)],
         stdout=subprocess.PIPE,

@@ -238,6 +238,8 @@ class Stages {
   __device__ void Await() { cuda::Await(&shared_.full[at_.slot()], at_.parity()); }
   // Says to both blocks that this warp has read stage `stage`.
   __device__ void Free(uint32_t stage) {
+    // Other lanes may still read scales, or miss the end of the phase that they wait for.
+    __syncwarp();
     if (Lane() < 2) MbarrierArriveAt(&shared_.free[stage], Lane());
   }
   __device__ void Next() { ++at_.passed; }
@@ -246,8 +248,6 @@ class Stages {
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < steps; ++step) {
       Await();
-      // As in FindTiles.
-      __syncwarp();
       Free(stage());
       Next();
     }
