@@ -123,7 +123,7 @@ def grouped(data, table):
         ours = us["kernels"]
         rate = f"{_flops(data, case) / ours / 1e6:.0f}"
         cells = [_number(us.get(way)) for way in ("jax", "batched")]
-        ratios = [_ratio(us.get(way), ours) for way in ("jax", "batched")]
+        ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
         rows.append((case, OPS[op], room, _number(ours), rate, *cells, *ratios))
     sizes = "; ".join(
         f"{case} {s['rows']} rows, {s['groups']} experts of hidden {s['hidden']} and "
@@ -138,11 +138,12 @@ def grouped(data, table):
         "number of ranks. "
         f"Microseconds for gate, up and down together; {others}, "
         "`batched` is one matmul of as many rows "
-        "for each group (cuBLAS). The last columns are their times over those of "
-        f"`{name}`. Results were compared in the same run."
+        "for each group (cuBLAS). `faster` is the time of `jax` over that of "
+        f"`{name}`, and `of batched` the time of `{name}` over that of `batched`. "
+        "Results were compared in the same run."
     )
     columns = ("size", "result", "room", "us", "TFLOP/s", "jax", "batched")
-    columns += ("over jax", "over batched")
+    columns += ("faster", "of batched")
     parts = [head, table(columns, rows)]
     if wholes:
         parts += _experts(data, table, wholes)
@@ -159,8 +160,9 @@ def _number(us):
     return "" if us is None or us != us else f"{us:.0f}"
 
 
-def _ratio(us, ours):
-    return "" if us is None or us != us else f"{us / ours:.2f}"
+def _ratio(us, other):
+    known = us is not None and other is not None and us == us and other == other
+    return f"{us / other:.2f}" if known else ""
 
 
 def _experts(data, table, rows):
