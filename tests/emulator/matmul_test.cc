@@ -87,7 +87,8 @@ Draws Draw(Random& random, MatmulKind kind) {
   Draws draws{};
   draws.kind = kind;
   draws.element = random.OneIn(2) ? ElementType::kBFloat16 : ElementType::kFloat16;
-  draws.out = random.OneIn(2) ? draws.element : ElementType::kFloat32;
+  const bool may_be_float = kind == MatmulKind::kOuter || kind == MatmulKind::kCodeRows;
+  draws.out = random.OneIn(2) && may_be_float ? ElementType::kFloat32 : draws.element;
   const int64_t align = ColumnsAlign(kind);
   const auto draw_columns = [&]() -> int64_t {
     if (align == kBlock) return kBlock * random.In(1, 3);

@@ -55,7 +55,6 @@ struct Action {
   // Of a wait: products before this number, and sums that are then whole.
   uint64_t waits_for = 0;
   std::vector<std::shared_ptr<Sums>> whole{};
-  bool waited = false;
 };
 
 // How long some are put off unless somebody waits for them.
@@ -70,7 +69,7 @@ uint64_t DrawDelay() {
 struct Warpgroup {
   std::deque<Action> actions;
   uint64_t first = 0;  // number of the first that is kept
-  // What each thread comes to next, and which ones it is through with.
+  // What each thread comes to next, and up to which one it has waited.
   uint64_t of_thread[kWarpgroupThreads] = {}, through[kWarpgroupThreads] = {};
   // As of the last action.
   bool fenced = false;
@@ -242,7 +241,7 @@ void Forget(Warpgroup& warpgroup) {
     const uint64_t number = warpgroup.first;
     if (!over || number >= warpgroup.next ||
         std::any_of(std::begin(warpgroup.through), std::end(warpgroup.through),
-                    [&](uint64_t at) { return at <= number; })) {
+                    [&](uint64_t waited) { return waited <= number; })) {
       return;
     }
     warpgroup.actions.pop_front();
@@ -287,7 +286,6 @@ void Begin(Warpgroup& warpgroup, Action& action, const float* sums) {
 Action& Next(Warpgroup& warpgroup, Kind kind, const Product& product, uint32_t pending,
              float* sums) {
   const uint64_t number = warpgroup.of_thread[Thread()]++;
-  warpgroup.through[Thread()] = number;
   if (number == warpgroup.end()) {
     Action action{.kind = kind, .product = product, .pending = pending};
     switch (kind) {
@@ -383,7 +381,7 @@ void WaitForProducts(uint32_t pending) {
       to[i] = sums->Of(thread, i);
     }
   }
-  warpgroup.through[Thread()] = number + 1;
+  warpgroup.through[Thread()] = std::max(warpgroup.through[Thread()], ends);
   Forget(warpgroup);
 }
 

@@ -109,7 +109,7 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   drain.Store8(place.Of(codes, columns), column, columns, [&](uint32_t c, uint32_t r) {
     const float low = divided[r](values[4 * c + 2 * r]);
     const float high = divided[r](values[4 * c + 2 * r + 1]);
-    return E4M3::EncodeNumbers(low, high) & kept[r] | nans[r];
+    return (E4M3::EncodeNumbers(low, high) & kept[r]) | nans[r];
   });
 }
 
