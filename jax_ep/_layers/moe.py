@@ -149,7 +149,7 @@ def moe_ffn(
             keywords of these names. With "experts" in `params` alone, it comes in place
             of "gate_up", and None of "down"; beside them it is passed as the keyword
             `quantized`. None means `jax_ep.experts.auto`: SwiGLU by
-            `jax.lax.ragged_dot`, or by Pallas kernels on Hopper GPUs if XLA's
+            `jax.lax.ragged_dot`, or by kernels on Hopper GPUs if XLA's
             ragged_dot is dense there. `jax_ep.experts` has more; a grouped matmul of
             your own works, too.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
