@@ -70,7 +70,7 @@ def over(*names):
 
 
 def test_layer(tmp_path):
-    """Left to GPUs: `mosaic`, which test_experts.py lowers for them."""
+    """Left to GPUs: `hopper`, which test_hopper_experts.py lowers for them."""
     layers = ["--layers", *over("collective"), "dense", "ragged"]
     record = tiny(layer, tmp_path, *layers, "--transport", helpers.TRANSPORT)
     assert record["problems"] == []
@@ -87,7 +87,7 @@ def test_layer(tmp_path):
     assert found.keys() == {(*k, each) for k in kinds for each in layer_cases.PASSES}
     assert all(row["tokens_with_drops"] == 0 for row in rows if row["layer"] != "dense")
     ways = {row["matmul"] for row in record["results"] if row["layer"] == "experts"}
-    assert ways >= {name for name in layer.MATMULS if name != "mosaic"}
+    assert ways >= {name for name in layer.MATMULS if name != "hopper"}
     assert all("%" in each[-1] for each in layer_report.stats_cost(record))
     assert len(list(layer_report.stats_cost(record))) == len(layer_cases.PASSES)
     layer_tables.all_layers(record, generate.table)
@@ -150,13 +150,13 @@ def test_p2p_in_every_format(tmp_path, capsys):
 
 
 def test_overlap_beside_everything(tmp_path):
-    """Left to GPUs: `mosaic`, which test_experts.py lowers for them; their traces."""
+    """Left to GPUs: `hopper`, which test_hopper_experts.py lowers; their traces."""
     asked = ["--arrangements", "halves", "--beside", *overlap.BESIDE, *TRACE]
     asked += ["--transport", helpers.TRANSPORT]
     record = tiny(overlap, tmp_path, *asked)
     seen = {row["beside"] for row in record["results"]} - {None}
     assert seen == set(overlap.BESIDE)
-    assert unmeasured(record) == ({"mosaic"} if ON_CPU else set())
+    assert unmeasured(record) == ({"hopper"} if ON_CPU else set())
     beside = [row for row in record["results"] if row.get("exposed_us") is not None]
     for row in beside:
         assert row["exposed_us"] == row["us"] - row["beside_us"]
