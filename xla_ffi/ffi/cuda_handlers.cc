@@ -16,6 +16,7 @@
 #include "cuda/collective/steps.h"
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
+#include "cuda/matmul/four_bits.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda/matmul/step.h"
 #include "cuda/window/calls.h"
@@ -78,6 +79,9 @@ cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
   return cuda::GroupedMatmul(call.step, stream);
+}
+cudaError_t Enqueue(Call<FourBitStep>& call, int32_t, cudaStream_t stream) {
+  return cuda::MultiplyFourBits(call.step, stream);
 }
 cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
   return cuda::QuantizeMatrices(call.step, stream);
@@ -300,7 +304,8 @@ class CurrentDevice {
 };
 
 cudaError_t PreloadMatmuls() {
-  const cudaError_t error = cuda::PreloadMatmulKernels();
+  cudaError_t error = cuda::PreloadMatmulKernels();
+  if (error == cudaSuccess) error = cuda::PreloadFourBitKernels();
   return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
 }
 
