@@ -46,22 +46,30 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Layers by the stand-ins of kernels; the names of those that traces take."""
+    _forget_layers()
+    yield fake(monkeypatch)
+    _forget_layers()
+    jax.clear_caches()
+
+
+def _forget_layers() -> None:
+    """Programs of layers are kept for equal layers."""
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    layer._preparer.cache_clear()
+
+
 @pytest.fixture(params=["reference", "kernels"])
-def either_operations(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def either_operations(request: pytest.FixtureRequest) -> Iterator[None]:
     """fp8 experts by the reference, or by the stand-ins of kernels."""
     if request.param == "reference":
         yield
         return
-    # Programs of layers are kept for equal layers.
-    jax_ep.close_shared_handles()
-    layer._quantizer.cache_clear()
-    taken = fake(monkeypatch)
+    taken = request.getfixturevalue("fake_kernels")
     yield
-    jax_ep.close_shared_handles()
-    layer._quantizer.cache_clear()
-    jax.clear_caches()
     assert "code_gate_up" in taken
 
 
