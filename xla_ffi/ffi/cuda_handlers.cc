@@ -285,8 +285,9 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
 // Of the calling thread, for a scope.
 class CurrentDevice {
  public:
+  // A negative ordinal leaves it as it is.
   explicit CurrentDevice(int32_t ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ == cudaSuccess) error_ = cudaSetDevice(ordinal);
+    if (error_ == cudaSuccess && ordinal >= 0) error_ = cudaSetDevice(ordinal);
   }
   ~CurrentDevice() { cudaSetDevice(before_); }
   CurrentDevice(const CurrentDevice&) = delete;
@@ -307,17 +308,15 @@ cudaError_t PreloadMatmuls() {
 // XLA runs this before each execution of a program, and before it captures one: experts need no
 // ep_init, which loads the kernels of all other calls.
 ffi::Error InitializeMatmul(int32_t ordinal) {
-  static std::atomic<uint64_t> loaded{0};  // by ordinal
-  const uint64_t bit = uint64_t{1} << (ordinal & 63);
+  static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
+  const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
   // Relaxed: CUDA itself orders loads, and another one does no harm.
-  if (ordinal < 64 && (loaded.load(std::memory_order_relaxed) & bit) != 0) {
-    return ffi::Error::Success();
-  }
+  if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();
   const CurrentDevice device(ordinal);
   cudaError_t error = device.error();
   // On other devices the call itself says that it cannot run.
   if (error == cudaSuccess && cuda::MatmulSupported()) error = PreloadMatmuls();
-  if (error == cudaSuccess && ordinal < 64) loaded.fetch_or(bit, std::memory_order_relaxed);
+  if (error == cudaSuccess) loaded.fetch_or(bit, std::memory_order_relaxed);
   return FromCuda("jax_ep's matmuls", error);
 }
 
