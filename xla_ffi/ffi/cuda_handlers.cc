@@ -258,30 +258,6 @@ cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
   return cuda::PreloadWindowKernels();
 }
 
-ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
-                Out<I32> my_rank, int64_t key) {
-  try {
-    const auto group = GroupRegistry::Get().Find(key);
-    const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
-    cuda::InitResults results{};
-    constexpr size_t kWords = sizeof(results.dev_ptrs) / sizeof(uint32_t);
-    if (!rank || my_rank->element_count() != 1 || dev_ptrs->element_count() != kWords) {
-      return Precondition("ep_init", "device ordinal " + std::to_string(ordinal) +
-                                         " must belong to the group that jax_ep.init opened");
-    }
-    results.rank = *rank;
-    cudaError_t error = cuda::PreloadKernels();
-    const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
-    if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
-    if (error == cudaSuccess) {
-      error = cuda::WriteInit(results, dev_ptrs->typed_data(), my_rank->typed_data(), stream);
-    }
-    return FromCuda("ep_init", error);
-  } catch (const std::exception& e) {
-    return ffi::Error::Internal(std::string("ep_init: ") + e.what());
-  }
-}
-
 // Of the calling thread, for a scope.
 class CurrentDevice {
  public:
@@ -300,13 +276,15 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
+// On the current device, if it has these kernels; on others a call says that it cannot run.
 cudaError_t PreloadMatmuls() {
+  if (!cuda::MatmulSupported()) return cudaSuccess;
   const cudaError_t error = cuda::PreloadMatmulKernels();
   return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
 }
 
-// XLA runs this before each execution of a program, and before it captures one: experts need no
-// ep_init, which loads the kernels of all other calls.
+// XLA runs this before each execution of a program, and before it captures one: experts are used
+// without ep_init, too.
 ffi::Error InitializeMatmul(int32_t ordinal) {
   static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
   const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
@@ -314,10 +292,34 @@ ffi::Error InitializeMatmul(int32_t ordinal) {
   if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();
   const CurrentDevice device(ordinal);
   cudaError_t error = device.error();
-  // On other devices the call itself says that it cannot run.
-  if (error == cudaSuccess && cuda::MatmulSupported()) error = PreloadMatmuls();
+  if (error == cudaSuccess) error = PreloadMatmuls();
   if (error == cudaSuccess) loaded.fetch_or(bit, std::memory_order_relaxed);
   return FromCuda("jax_ep's matmuls", error);
+}
+
+ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
+                Out<I32> my_rank, int64_t key) {
+  try {
+    const auto group = GroupRegistry::Get().Find(key);
+    const auto rank = group ? group->RankOf(ordinal) : std::nullopt;
+    cuda::InitResults results{};
+    constexpr size_t kWords = sizeof(results.dev_ptrs) / sizeof(uint32_t);
+    if (!rank || my_rank->element_count() != 1 || dev_ptrs->element_count() != kWords) {
+      return Precondition("ep_init", "device ordinal " + std::to_string(ordinal) +
+                                         " must belong to the group that jax_ep.init opened");
+    }
+    results.rank = *rank;
+    cudaError_t error = cuda::PreloadKernels();
+    if (error == cudaSuccess) error = PreloadMatmuls();
+    const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
+    if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
+    if (error == cudaSuccess) {
+      error = cuda::WriteInit(results, dev_ptrs->typed_data(), my_rank->typed_data(), stream);
+    }
+    return FromCuda("ep_init", error);
+  } catch (const std::exception& e) {
+    return ffi::Error::Internal(std::string("ep_init: ") + e.what());
+  }
 }
 
 XLA_FFI_DEFINE_HANDLER(kInitializeMatmul, InitializeMatmul,
