@@ -614,6 +614,30 @@ def test_vmap(batch, ready):
         helpers.assert_bits(got, jax.jit(run)(*(each[i] for each in stacked)))
 
 
+def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
+    """What it gives back multiplies as well, turned in the call."""
+    pytest.importorskip("orbax.checkpoint")
+    from orbax import checkpoint
+
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    made = experts.quantize_weights(gate_up, down)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "codes", made.canonical())
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+        made.canonical(),
+    )
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "codes", like)
+    assert isinstance(restored, experts.QuantizedWeights)
+    assert restored.gate_up_turned is None
+    d = dispatched(rows, SIZES, "fp8_block128")
+    want, found = (
+        jax.jit(experts.fp8)(d, codes, None)[: sum(SIZES)] for codes in (made, restored)
+    )
+    helpers.assert_bits(found, want)
+
+
 def devices():
     return helpers.make_mesh(helpers.fit({"ep": 2, "fsdp": 2}), kind=AxisType.Auto)
 
