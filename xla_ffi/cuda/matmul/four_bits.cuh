@@ -1,0 +1,518 @@
+// Each block works on tiles of 128 columns and up to kRows rows of a group. Its eight warps share
+// the contracted dimension in units of 128, each by itself: it brings weights and rows to stages of
+// its own in shared memory, several ahead and into the next tile, and multiplies them with the
+// columns as wgmma's counterpart for a warp has rows. Only the sums of a tile meet, in shared
+// memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/elements.cuh"
+#include "cuda/common/primitives.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/shared_memory.cuh"
+#include "cuda/matmul/four_bits.h"
+#include "cuda/matmul/warp_products.cuh"
+#include "formats/e4m3.h"
+
+namespace jax_ep::cuda {
+
+inline constexpr int kFourBitWarps = 8;
+inline constexpr int kFourBitThreads = kFourBitWarps * kWarpSize;
+inline constexpr int kAtomsOfStage = 2;
+inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;  // 64 of K
+inline constexpr int kStagesOfUnit = kFourBitAlign / kStageSteps;
+inline constexpr int kColumnTiles = kFourBitColumns / 16;
+inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
+
+// kRowTiles: eights of rows. kCodes: whether rows are codes.
+template <int kRowTiles, bool kCodes>
+struct FourBitPlan {
+  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr uint32_t kRowBytes = kStageSteps * (kCodes ? 1 : 2);
+  // Lanes read 16 bytes of each of two rows at once, or 8 of four, and meet no bank conflict.
+  static constexpr uint32_t kRowStride = kRowBytes + (kCodes ? 32 : 64);
+  static constexpr uint32_t kStageBytes = kWeightBytes + kRows * kRowStride;
+  static constexpr uint32_t kStages = kRowTiles == 1 ? 4 : kRowTiles == 2 ? 3 : 2;
+  // Sums of half of a tile's columns, of half of the warps; padded against bank conflicts.
+  static constexpr uint32_t kSumColumns = kFourBitColumns / 2;
+  static constexpr uint32_t kSumStride = kSumColumns + 4;
+  static constexpr uint32_t kSlots = kFourBitWarps / 2;
+  static constexpr uint32_t kSumBytes = kSlots * kRows * kSumStride * 4;
+  static constexpr uint32_t kSharedBytes =
+      kFourBitWarps * kStages * (kStageBytes + sizeof(uint64_t)) + kSumBytes;
+};
+
+struct FewRowsTile {
+  int32_t group;  // negative: no more tiles
+  int32_t row;
+  int32_t rows;
+  int32_t column_tile;
+};
+
+// Finds this block's tiles, one after the other. Called by a whole warp, each lane of which looks
+// after one of 32 neighbouring groups.
+class FewRowsWalk {
+ public:
+  __device__ FewRowsWalk(const FourBitStep& step, int32_t tile_rows, int32_t column_tiles)
+      : step_(step), tile_rows_(tile_rows), column_tiles_(column_tiles), next_(blockIdx.x) {
+    Load();
+  }
+
+  __device__ FewRowsTile Next() {
+    while (next_ >= before_ + tiles_of_chunk_) {
+      if (base_ + kWarpSize >= step_.groups) return {-1, 0, 0, 0};
+      before_ += tiles_of_chunk_;
+      rows_before_ = end_of_chunk_;
+      base_ += kWarpSize;
+      Load();
+    }
+    const uint32_t within = next_ - before_;
+    const int lane = __ffs(static_cast<int>(__ballot_sync(kFullWarp, within < tiles_end_))) - 1;
+    const uint32_t first = __shfl_sync(kFullWarp, tiles_end_ - tiles_, lane);
+    const int32_t start = __shfl_sync(kFullWarp, start_, lane);
+    const int32_t size = __shfl_sync(kFullWarp, size_, lane);
+    const int32_t index = static_cast<int32_t>(within - first);
+    // Tiles of the same columns follow each other: weights come from L2 after the first.
+    const int32_t row_tiles = RowTiles(size);
+    const int32_t row = index % row_tiles * tile_rows_;
+    next_ += gridDim.x;
+    return {base_ + lane, start + row, Min(size - row, tile_rows_), index / row_tiles};
+  }
+
+ private:
+  __device__ int32_t RowTiles(int32_t rows) const { return (rows + tile_rows_ - 1) / tile_rows_; }
+
+  // Reads the sizes of 32 groups from base_ on. Whatever they are, no row past N is in a group.
+  __device__ void Load() {
+    const int32_t group = base_ + Lane();
+    const uint32_t all = static_cast<uint32_t>(step_.rows);
+    const int32_t given = group < step_.groups ? step_.sizes[group] : 0;
+    uint32_t rows_end = given < 0 ? 0 : min(static_cast<uint32_t>(given), all);
+#pragma unroll
+    for (int by = 1; by < kWarpSize; by *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, rows_end, by);
+      if (Lane() >= by) rows_end = min(rows_end + other, all);
+    }
+    rows_end = min(rows_end + rows_before_, all);
+    uint32_t rows_start = __shfl_up_sync(kFullWarp, rows_end, 1);
+    if (Lane() == 0) rows_start = rows_before_;
+    end_of_chunk_ = __shfl_sync(kFullWarp, rows_end, kWarpSize - 1);
+    start_ = static_cast<int32_t>(rows_start);
+    size_ = static_cast<int32_t>(rows_end - rows_start);
+    tiles_ = static_cast<uint32_t>(RowTiles(size_) * column_tiles_);
+    tiles_end_ = tiles_;
+#pragma unroll
+    for (int by = 1; by < kWarpSize; by *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, tiles_end_, by);
+      if (Lane() >= by) tiles_end_ += other;
+    }
+    tiles_of_chunk_ = __shfl_sync(kFullWarp, tiles_end_, kWarpSize - 1);
+  }
+
+  const FourBitStep& step_;
+  const int32_t tile_rows_;
+  const int32_t column_tiles_;
+  uint32_t next_;
+  int32_t base_ = 0;
+  uint32_t before_ = 0;       // tiles of the groups before base_
+  uint32_t rows_before_ = 0;  // and their rows
+  uint32_t end_of_chunk_;
+  uint32_t tiles_of_chunk_;
+  // This lane's group.
+  int32_t start_;
+  int32_t size_;
+  uint32_t tiles_;
+  uint32_t tiles_end_;
+};
+
+// ---- Numbers ------------------------------------------------------------------------------------
+
+// Turns scale bytes into factors of codes as EightCodes makes them, which are 2^-126 of their
+// values.
+struct CodeFactor {
+  uint32_t first;   // two bfloat16
+  uint32_t second;  // 1, if `first` is all
+
+  // Powers that bfloat16 cannot hold at once, and NaN, take two factors.
+  __device__ static bool NeedsTwo(uint32_t scale) { return scale > 128; }
+
+  __device__ explicit CodeFactor(uint32_t scale) {
+    constexpr uint32_t kOne = 0x3F80, kMost = 0x7E80 /* 2^126 */, kNan = 0x7FC0;
+    const bool two = NeedsTwo(scale);
+    const uint32_t one = two ? kMost : (scale + 126) << 7;
+    const uint32_t other = !two ? kOne : scale == 255 ? kNan : scale << 7;
+    first = one << 16 | one;
+    second = other << 16 | other;
+  }
+};
+
+// Pair `pair` of a word's codes, as two bfloat16 of 2^-126 of their values: exponent and mantissa
+// go to the lowest bits of the exponent and the highest one of the mantissa, where denormals are
+// right, too.
+template <int kPair>
+__device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
+  constexpr int kBits = 6 - 4 * kPair, kSign = 12 - 4 * kPair;
+  const uint32_t bits =
+      kBits >= 0 ? word << (kBits >= 0 ? kBits : 0) : word >> (kBits < 0 ? -kBits : 0);
+  return (bits & 0x01C001C0) | (word << kSign & 0x80008000);
+}
+
+// Four words of bfloat16 from eight codes of e4m3.
+__device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float low, high;
+    E4M3::DecodeTwo((i < 2 ? codes.x : codes.y) >> i % 2 * 16, low, high);
+    words[i] = RoundTwo<BFloat16>(low, high);
+  }
+}
+
+// ---- A warp's stages ----------------------------------------------------------------------------
+
+template <typename Plan, bool kCodes>
+class FewRowsStages {
+ public:
+  // Called by the whole warp.
+  __device__ FewRowsStages(const FourBitStep& step, uint8_t* memory, int32_t column_tiles)
+      : step_(step),
+        walk_(step, Plan::kRows, column_tiles),
+        column_tiles_(column_tiles),
+        stages_(memory + Warp() * Plan::kStages * Plan::kStageBytes),
+        barriers_(reinterpret_cast<uint64_t*>(memory +
+                                              kFourBitWarps * Plan::kStages * Plan::kStageBytes) +
+                  Warp() * Plan::kStages),
+        half_units_(static_cast<int32_t>(step.left_columns / kStageSteps)) {
+    if (Lane() == 0) {
+      for (uint32_t stage = 0; stage < Plan::kStages; ++stage) MbarrierInit(&barriers_[stage], 1);
+    }
+    FenceProxyAsyncShared();
+    __syncwarp();
+    ahead_ = walk_.Next();
+    part_ = First();
+    for (uint32_t stage = 0; stage < Plan::kStages; ++stage) Issue();
+  }
+
+  // The first of this warp's parts of K, in stages; units of all warps take turns.
+  __device__ static int32_t First() { return Warp() * kStagesOfUnit; }
+  __device__ static int32_t After(int32_t part) {
+    return part % kStagesOfUnit != kStagesOfUnit - 1
+               ? part + 1
+               : part + 1 + (kFourBitWarps - 1) * kStagesOfUnit;
+  }
+
+  // Waits for the oldest stage.
+  __device__ const uint8_t* Await() {
+    while (!MbarrierTryWait(&barriers_[used_ % Plan::kStages], used_ / Plan::kStages % 2)) {
+    }
+    return stages_ + used_ % Plan::kStages * Plan::kStageBytes;
+  }
+  // Gives it back, and loads the next part there.
+  __device__ void Release() {
+    ++used_;
+    // The lanes' reads come before the copies that overwrite them.
+    FenceProxyAsyncShared();
+    __syncwarp();
+    Issue();
+  }
+
+ private:
+  __device__ void Issue() {
+    while (ahead_.group >= 0 && part_ >= half_units_) {
+      ahead_ = walk_.Next();
+      part_ = First();
+      if (First() >= half_units_) return;  // nothing in any tile
+    }
+    if (ahead_.group < 0) return;
+    const uint32_t slot = issued_ % Plan::kStages;
+    uint8_t* stage = stages_ + slot * Plan::kStageBytes;
+    uint64_t* barrier = &barriers_[slot];
+    if (Lane() == 0) {
+      MbarrierExpect(barrier, kWeightBytes + static_cast<uint32_t>(ahead_.rows) * Plan::kRowBytes);
+      const int64_t tile = static_cast<int64_t>(ahead_.group) * column_tiles_ + ahead_.column_tile;
+      const int64_t atom = tile * (step_.left_columns / kFourBitSteps) + part_ * kAtomsOfStage;
+      BulkLoad(stage, step_.right + atom * kFourBitAtomBytes, kWeightBytes, barrier);
+    }
+    __syncwarp();
+    if (Lane() < ahead_.rows) {
+      const int64_t row_bytes = step_.left_columns * (kCodes ? 1 : 2);
+      const uint8_t* row =
+          static_cast<const uint8_t*>(step_.left) + (ahead_.row + Lane()) * row_bytes;
+      BulkLoad(stage + kWeightBytes + Lane() * Plan::kRowStride, row + part_ * Plan::kRowBytes,
+               Plan::kRowBytes, barrier);
+    }
+    __syncwarp();
+    ++issued_;
+    part_ = After(part_);
+  }
+
+  const FourBitStep& step_;
+  FewRowsWalk walk_;
+  const int32_t column_tiles_;
+  uint8_t* stages_;
+  uint64_t* barriers_;
+  const int32_t half_units_;
+  FewRowsTile ahead_;  // of the next part to load
+  int32_t part_;
+  uint32_t issued_ = 0;
+  uint32_t used_ = 0;
+};
+
+// ---- Multiplying --------------------------------------------------------------------------------
+
+template <int kRowTiles>
+using FewRowsSums = float[kColumnTiles][kRowTiles][4];
+
+template <typename Plan, int kRowTiles, bool kCodes>
+__device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
+  const uint32_t lane = Lane(), r = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int atom = 0; atom < kAtomsOfStage; ++atom) {
+    const uint8_t* codes = stage + atom * kFourBitAtomBytes;
+    uint32_t rows[kRowTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const uint8_t* row = stage + kWeightBytes + (8 * tile + r) * Plan::kRowStride +
+                           atom * kFourBitSteps * (kCodes ? 1 : 2) + q * (kCodes ? 8 : 16);
+      if constexpr (kCodes) {
+        RowsOfCodes(*reinterpret_cast<const uint2*>(row), rows[tile]);
+      } else {
+        const uint4 words = *reinterpret_cast<const uint4*>(row);
+        rows[tile][0] = words.x, rows[tile][1] = words.y;
+        rows[tile][2] = words.z, rows[tile][3] = words.w;
+      }
+    }
+    const uint4 scales = *reinterpret_cast<const uint4*>(codes + 2048 + 16 * r);
+    const uint32_t scale_words[4] = {scales.x, scales.y, scales.z, scales.w};
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = max(largest, scale_words[i / 4] >> i % 4 * 8 & 0xFF);
+    const bool two = __any_sync(kFullWarp, CodeFactor::NeedsTwo(largest));
+#pragma unroll
+    for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
+      const uint4 four = *reinterpret_cast<const uint4*>(codes + 512 * pair + 16 * lane);
+      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int column_tile = 2 * pair + odd;
+        uint32_t left[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t word = words[2 * odd + half];
+          const uint32_t scale = scale_words[pair] >> (2 * odd + half) * 8 & 0xFF;
+          const CodeFactor factor(scale);
+          const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word),
+                                        TwoOfCodes<2>(word), TwoOfCodes<3>(word)};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            uint32_t value = MultiplyTwo(codes_of[i], factor.first);
+            if (two) value = MultiplyTwo(value, factor.second);
+            left[i / 2][i % 2 * 2 + half] = value;
+          }
+        }
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+          for (int k16 = 0; k16 < 2; ++k16) {
+            const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
+            WarpMultiply(sums[column_tile][tile], left[k16], right);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The scales of this lane's columns of the sums, that is of rows, for 128 of K. Sums of codes are
+// kept in units of the scale of the last 128, which costs a product for every 128 and no registers.
+template <int kRowTiles>
+struct RowScales {
+  float scale[kRowTiles][2];
+
+  __device__ void Load(const FourBitStep& step, const FewRowsTile& tile, int32_t block) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int32_t row = 8 * i + 2 * (Lane() % 4) + j;
+        // Others have no results.
+        const int64_t at = tile.row + Min(row, tile.rows - 1);
+        scale[i][j] = step.left_scales[at * (step.left_columns / 128) + block];
+      }
+    }
+  }
+};
+
+template <int kRowTiles>
+__device__ __forceinline__ void ScaleSums(FewRowsSums<kRowTiles>& sums,
+                                          const float (&factors)[kRowTiles][2]) {
+#pragma unroll
+  for (auto& column_tile : sums) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        column_tile[tile][i] = Multiply(column_tile[tile][i], factors[tile][i % 2]);
+      }
+    }
+  }
+}
+
+template <typename Plan, int kRowTiles, bool kCodes>
+__device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
+                                                const FourBitStep& step, const FewRowsTile& tile,
+                                                FewRowsStages<Plan, kCodes>& stages) {
+  using Stages = FewRowsStages<Plan, kCodes>;
+#pragma unroll
+  for (auto& column_tile : sums) {
+#pragma unroll
+    for (auto& of_rows : column_tile) {
+#pragma unroll
+      for (float& sum : of_rows) sum = 0.0f;
+    }
+  }
+  const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
+  RowScales<kRowTiles> scales{}, next{};
+  if (kCodes && Stages::First() < parts) {
+    scales.Load(step, tile, Stages::First() / kStagesOfUnit);
+    next = scales;
+  }
+  JAX_EP_NO_UNROLL
+  for (int32_t part = Stages::First(); part < parts; part = Stages::After(part)) {
+    const uint8_t* stage = stages.Await();
+    if (kCodes && part % kStagesOfUnit == 0) {
+      // Where the scale is the same, as at first, the factor is 1.
+      float factors[kRowTiles][2];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          factors[i][j] = Divide(scales.scale[i][j], next.scale[i][j]);
+        }
+      }
+      ScaleSums<kRowTiles>(sums, factors);
+      scales = next;
+      const int32_t after = part + kFourBitWarps * kStagesOfUnit;
+      if (after < parts) next.Load(step, tile, after / kStagesOfUnit);
+    }
+    MultiplyAtoms<Plan, kRowTiles, kCodes>(sums, stage);
+    stages.Release();
+  }
+  if constexpr (kCodes) ScaleSums<kRowTiles>(sums, scales.scale);
+}
+
+// ---- Sums of all warps --------------------------------------------------------------------------
+
+// Half of the columns: those of column tiles 4 * half and on.
+template <typename Plan, int kRowTiles>
+class SumsOfWarps {
+ public:
+  __device__ explicit SumsOfWarps(float* slots) : slots_(slots) {}
+
+  // Called by the whole block; afterwards Get is the sum. Another call must follow a barrier.
+  __device__ void Add(FewRowsSums<kRowTiles>& sums, int half) {
+    const int warp = Warp(), slot = warp % Plan::kSlots;
+    if (warp >= static_cast<int>(Plan::kSlots)) Put(sums, half, slot, false);
+    __syncthreads();
+    if (warp < static_cast<int>(Plan::kSlots)) Put(sums, half, slot, true);
+    __syncthreads();
+  }
+  __device__ float Get(int row, int column) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (uint32_t slot = 0; slot < Plan::kSlots; ++slot) sum = Add(sum, *At(slot, row, column));
+    return sum;
+  }
+
+ private:
+  __device__ static float Add(float a, float b) { return jax_ep::Add(a, b); }
+  __device__ float* At(uint32_t slot, int row, int column) const {
+    return slots_ + (slot * Plan::kRows + row) * Plan::kSumStride + column;
+  }
+
+  __device__ void Put(FewRowsSums<kRowTiles>& sums, int half, int slot, bool add) {
+#pragma unroll
+    for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+      if (column_tile / (kColumnTiles / 2) != half) continue;
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = column_tile % (kColumnTiles / 2) * 16 + Lane() / 4 + i / 2 * 8;
+          float* at = At(slot, 8 * tile + Lane() % 4 * 2 + i % 2, column);
+          *at = add ? Add(*at, sums[column_tile][tile][i]) : sums[column_tile][tile][i];
+        }
+      }
+    }
+  }
+
+  float* slots_;
+};
+
+// ---- The kernel ---------------------------------------------------------------------------------
+
+// Two neighbouring results.
+__device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, int64_t column,
+                                         float low, float high) {
+  const int64_t at = row * step.columns + column;
+  if (step.out_element == ElementType::kFloat32) {
+    *reinterpret_cast<uint2*>(static_cast<float*>(step.out) + at) =
+        make_uint2(FloatBits(low), FloatBits(high));
+  } else {
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(step.out) + at) =
+        RoundTwo<BFloat16>(low, high);
+  }
+}
+
+template <int kRowTiles, bool kCodes, bool kGateUp>
+__global__ void __launch_bounds__(kFourBitThreads, 1)
+    FourBitKernel(const __grid_constant__ FourBitStep step) {
+  using Plan = FourBitPlan<kRowTiles, kCodes>;
+  constexpr int kSides = kGateUp ? 2 : 1;
+  constexpr int kHalf = Plan::kSumColumns, kPairs = kHalf / 2;
+  // Pairs of columns of half a tile per thread.
+  constexpr int kOwn = Plan::kRows * kPairs / kFourBitThreads;
+  static_assert(kOwn * kFourBitThreads == Plan::kRows * kPairs);
+  const int32_t column_tiles = static_cast<int32_t>(step.columns * kSides / kFourBitColumns);
+  uint8_t* memory = SharedBytes();
+  FewRowsStages<Plan, kCodes> stages(step, memory, column_tiles);
+  SumsOfWarps<Plan, kRowTiles> all(reinterpret_cast<float*>(
+      memory + kFourBitWarps * Plan::kStages * (Plan::kStageBytes + sizeof(uint64_t))));
+  FewRowsWalk walk(step, Plan::kRows, column_tiles);
+  JAX_EP_NO_UNROLL
+  for (FewRowsTile tile = walk.Next(); tile.group >= 0; tile = walk.Next()) {
+    FewRowsSums<kRowTiles> sums;
+    MultiplyFewRows<Plan, kRowTiles, kCodes>(sums, step, tile, stages);
+    float gates[kOwn][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      all.Add(sums, half);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = i * kFourBitThreads + static_cast<int>(threadIdx.x);
+        const int row = at / kPairs, column = at % kPairs * 2;
+        const float low = all.Get(row, column), high = all.Get(row, column + 1);
+        const int64_t first = static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / kSides);
+        if constexpr (!kGateUp) {
+          if (row < tile.rows) {
+            StoreTwo(step, tile.row + row, first + half * kHalf + column, low, high);
+          }
+        } else if (half == 0) {
+          gates[i][0] = low, gates[i][1] = high;
+        } else if (row < tile.rows) {
+          float h[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float gate = gates[i][j];
+            const float silu = Divide(gate, Add(1.0f, expf(-gate)));
+            h[j] = Multiply(silu, j == 0 ? low : high);
+          }
+          StoreTwo(step, tile.row + row, first + column, h[0], h[1]);
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace jax_ep::cuda
