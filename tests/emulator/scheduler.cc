@@ -218,7 +218,8 @@ bool BeginBlocks() {
   return later;
 }
 
-// Of blocks in clusters one, or none, becomes much slower than the others, and some lanes of a warp.
+// Of blocks in clusters one, or none, becomes much slower than the others, and some lanes of a
+// warp.
 const Block* slow_block = nullptr;
 struct {
   const Block* block = nullptr;

@@ -1,0 +1,40 @@
+// Takes the place of xla_ffi/cuda/matmul/warp_products.cuh on the include path.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda_bf16.h"
+#include "cuda_runtime.h"
+#include "formats/numbers.h"
+
+namespace jax_ep::cuda {
+
+// Element `i` of two bfloat16.
+inline float OneOfTwo(uint32_t words, uint32_t i) {
+  return ToFloat(BFloat16{static_cast<uint16_t>(words >> i % 2 * 16)});
+}
+
+inline void WarpMultiply(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
+  const auto* all = emulator::ExchangeWords(
+      {left[0], left[1], left[2], left[3], right[0], right[1]}, "mma.m16n8k16");
+  const uint32_t lane = emulator::Lane();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (uint32_t k = 0; k < 16; ++k) {
+      const uint32_t quad = k % 8 / 2, further = k / 8;
+      sums[i] += OneOfTwo(all[row % 8 * 4 + quad][2 * further + row / 8], k) *
+                 OneOfTwo(all[column * 4 + quad][4 + further], k);
+    }
+  }
+}
+
+inline uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t i = 0; i < 2; ++i) {
+    const float value = OneOfTwo(a, i) * OneOfTwo(b, i);
+    product |= uint32_t{emulator::RoundedBits<BFloat16>(value)} << i * 16;
+  }
+  return product;
+}
+
+}  // namespace jax_ep::cuda
