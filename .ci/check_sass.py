@@ -5,6 +5,7 @@
 FOLDER has NAME.cubin and NAME.log, the output of `ptxas -v`, of each source. Without a
 disassembler only the logs are checked. A window kernel is one with `Window` in its
 name: other GPUs write what it reads. docs/protocol.md, "Memory order", has the reasons.
+A matmul kernel is one with `Matmul` or `Matrices` in it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-# Bytes that a thread of another kernel may spill; those of window kernels spill none.
+# Bytes that a thread of another kernel may spill; window kernels and matmuls spill
+# none.
 MAX_SPILL_BYTES = 64
+# What ptxas says of tensor-core instructions that it makes wait for each other.
+SERIALIZED = re.compile(r"wgmma.*serialized.*function '?([\w.$]+)", re.I)
 
 # What no kernel may hold.
 BANNED = {
@@ -116,16 +120,24 @@ def is_window(function: str) -> bool:
     return "Window" in function
 
 
-def spill_errors(log: str) -> list[str]:
-    """Spills by ptxas -v."""
+def is_matmul(function: str) -> bool:
+    """Whether the kernel multiplies matrices, or quantises them."""
+    return re.search(r"Matmul|Matrices", function) is not None
+
+
+def log_errors(log: str) -> list[str]:
+    """Spills and serialised matmuls by ptxas -v."""
     errors, function, seen = [], "", 0
     for line in log.splitlines():
-        if match := PTXAS_FUNCTION.search(line):
+        if match := SERIALIZED.search(line):
+            errors.append(f"{match[1]}: its wgmma instructions are serialised")
+        elif match := PTXAS_FUNCTION.search(line):
             function = match[1]
         elif match := PTXAS_SPILLS.search(line):
             seen += 1
             spilled = max(int(match[1]), int(match[2]))
-            limit = 0 if is_window(function) else MAX_SPILL_BYTES
+            strict = is_window(function) or is_matmul(function)
+            limit = 0 if strict else MAX_SPILL_BYTES
             if spilled > limit:
                 errors.append(f"{function}: spills {spilled} bytes, at most {limit}")
     return errors if seen else ["the log has no function: is it that of ptxas -v?"]
@@ -246,7 +258,7 @@ def main(arguments: list[str]) -> int:
     failed = not cubins
     windows, steps = 0, [0] * len(RULES)
     for cubin in cubins:
-        errors = spill_errors(cubin.with_suffix(".log").read_text())
+        errors = log_errors(cubin.with_suffix(".log").read_text())
         summary = "no spills"
         if nvdisasm:
             functions = disassemble(nvdisasm, cubin)

@@ -66,7 +66,7 @@ def has_call(table: tables.Table) -> bool:
 
 def class_of(name: str, base: str, fields: list[tuple[str, str]]) -> str:
     """A class of annotated names."""
-    lines = [f"    {field}: {kind}" for field, kind in fields]
+    lines = [f"    {field}: {kind}" for field, kind in fields] or ["    ..."]
     return "\n".join([f"class {name}({base}):", *lines])
 
 

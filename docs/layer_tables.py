@@ -96,25 +96,35 @@ OPS = {
 
 
 def grouped(data, table):
-    """`jax_ep.experts.mosaic`'s multiplications beside what JAX has."""
+    """`jax_ep.experts.hopper`'s multiplications beside what else there is."""
     wrong = [row for row in data["results"] if row.get("wrong")]
     if wrong:
         raise SystemExit(f"the newest grouped file is unfit: {wrong}")
-    found = {}
+    # Records from before the kernels were CUDA call them ours.
+    kernels = {"ours": "mosaic"}
+    found, wholes = {}, []
     for row in data["results"]:
+        if row.get("matrix") == "experts":
+            wholes.append(row)
+            continue
         place = row["case"], row["op"], row["room"]
         ways = found.setdefault(place, {})
-        ways[row["way"]] = ways.get(row["way"], 0) + row["us"]
+        way = "kernels" if row["way"] in ("hopper", *kernels) else row["way"]
+        ways[way] = ways.get(way, 0) + row.get("us", float("nan"))
+    names = {row["way"] for row in data["results"]} & {"hopper", *kernels}
+    name = kernels.get(*names, *names)
+    others = (
+        "`jax` is `jax.lax.ragged_dot`"
+        if name == "hopper"
+        else "`jax` are those of `jax.experimental.pallas.ops.gpu`"
+    )
     rows = []
     for (case, op, room), us in found.items():
-        sizes = data["cases"][case]
-        # Both of gate and up, and down; a multiplication and an addition each.
-        flops = 2 * 3 * sizes["rows"] * sizes["hidden"] * sizes["inner"]
-        ours = us["ours"]
-        cells = [f"{us[way]:.0f}" if way in us else "" for way in ("jax", "batched")]
-        rate = f"{flops / ours / 1e6:.0f}"
-        faster = f"{us['jax'] / ours:.2f}"
-        rows.append((case, OPS[op], room, f"{ours:.0f}", rate, *cells, faster))
+        ours = us["kernels"]
+        rate = f"{_flops(data, case) / ours / 1e6:.0f}"
+        cells = [_number(us.get(way)) for way in ("jax", "batched")]
+        ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
+        rows.append((case, OPS[op], room, _number(ours), rate, *cells, *ratios))
     sizes = "; ".join(
         f"{case} {s['rows']} rows, {s['groups']} experts of hidden {s['hidden']} and "
         f"inner {s['inner']}"
@@ -122,16 +132,56 @@ def grouped(data, table):
     )
     source = performance_tables.source(data, data["command"])
     head = (
-        f"The grouped matmuls of `mosaic` ({source}, jax {data['jax']}), bfloat16, "
+        f"The grouped matmuls of `{name}` ({source}, jax {data['jax']}), bfloat16, "
         f"with as many rows per group as chance gives: {sizes}. `room` is how many "
         "rows the operand has for each row in a group; in a default layer that is the "
         "number of ranks. "
-        "Microseconds for gate, up and down together; `JAX's` are those of "
-        "`jax.experimental.pallas.ops.gpu`, `batched` is one matmul of as many rows "
-        "for each group (cuBLAS). Results were compared in the same run."
+        f"Microseconds for gate, up and down together; {others}, "
+        "`batched` is one matmul of as many rows "
+        "for each group (cuBLAS). `faster` is the time of `jax` over that of "
+        f"`{name}`, and `of batched` the time of `{name}` over that of `batched`. "
+        "Results were compared in the same run."
     )
-    columns = ("size", "result", "room", "us", "TFLOP/s", "JAX's", "batched", "faster")
-    return head + "\n\n" + table(columns, rows)
+    columns = ("size", "result", "room", "us", "TFLOP/s", "jax", "batched")
+    columns += ("faster", "of batched")
+    parts = [head, table(columns, rows)]
+    if wholes:
+        parts += _experts(data, table, wholes)
+    return "\n\n".join(parts)
+
+
+def _flops(data, case):
+    """Of gate, up and down: a multiplication and an addition each."""
+    sizes = data["cases"][case]
+    return 2 * 3 * sizes["rows"] * sizes["hidden"] * sizes["inner"]
+
+
+def _number(us):
+    return "" if us is None or us != us else f"{us:.0f}"
+
+
+def _ratio(us, other):
+    known = us is not None and other is not None and us == us and other == other
+    return f"{us / other:.2f}" if known else ""
+
+
+def _experts(data, table, rows):
+    """Whole experts, by way."""
+    found = {}
+    for row in rows:
+        ways = found.setdefault((row["case"], row["op"], row["room"]), {})
+        ways[row["way"]] = row.get("us", float("nan"))
+    yield (
+        "Whole experts with SwiGLU in microseconds: forward, and forward with the "
+        "gradients of rows and of both matrices. `fp8` multiplies codes that were made "
+        "beforehand; `quantize` is the time of those of the weights, in both "
+        "orientations."
+    )
+    ways = ("hopper", "fp8", "jax", "batched")
+    cells = [
+        (*place, *(_number(us.get(way)) for way in ways)) for place, us in found.items()
+    ]
+    yield table(("size", "pass", "room", *ways), cells)
 
 
 def _stats_cost(data, table):

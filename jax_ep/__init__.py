@@ -6,7 +6,6 @@ from jax_ep import experts, formats, placement, router, sharded, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
-from jax_ep._experts import hopper
 from jax_ep._layers.apply import apply_experts
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._native import ffi
@@ -57,4 +56,3 @@ custom_call_targets: tuple[str, ...] = ffi.target_names()
 
 runtime.make_room()
 ffi.register()
-hopper.load_pallas()

@@ -32,7 +32,7 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
 from jax_ep._core.types import Dispatched
 from jax_ep._experts import fp8 as _fp8
-from jax_ep._experts import grouped
+from jax_ep._experts import grouped, select, swiglu
 from jax_ep._experts import operations as _operations
 from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.grouped import grouped_matmul
@@ -45,9 +45,7 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
 Experts = TypeVar("Experts", bound=Callable[..., Any])
 
-_MOSAIC_MULTIPLE = 128
-_MOSAIC_CAPABILITY = "9.0"
-_MOSAIC_ITEMSIZE = 2
+_HOPPER_ITEMSIZE = 2
 
 
 def takes_dispatched(experts: Experts) -> Experts:
@@ -119,7 +117,7 @@ def auto(
     activation: Activation | None = None,
     device: Any = None,
 ) -> jax.Array:
-    """Applies experts by `ragged_dot`, or by `mosaic` if XLA's ragged_dot is dense.
+    """Applies experts by `ragged_dot`, or by `hopper` if XLA's ragged_dot is dense.
 
     Args:
         rows: `[N, H]`.
@@ -142,10 +140,10 @@ def auto(
     _require_values("auto", rows, gate_up)
     given = (rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
-    if rows.dtype.itemsize == _MOSAIC_ITEMSIZE:
-        obstacle = mosaic_obstacle(rows.shape[1], down.shape[1], device)
+    if rows.dtype.itemsize == _HOPPER_ITEMSIZE:
+        obstacle = hopper_obstacle(rows.shape[1], down.shape[1], device)
         if obstacle is None and _dense(rows.dtype.name, device):
-            return _by_mosaic(*given, options)
+            return _by_hopper(*given, options)
     return ragged_dot(*given, **options._asdict())
 
 
@@ -229,7 +227,7 @@ def _ragged_dot_text(dtype: jnp.dtype, device: Any) -> str:
     return lowered.compile().as_text() or ""
 
 
-def mosaic(
+def hopper(
     rows: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
@@ -240,9 +238,10 @@ def mosaic(
     down_bias: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """Applies experts by Pallas grouped matmuls for Hopper GPUs.
+    """Applies experts by grouped matmuls for Hopper GPUs.
 
-    Derivatives of any order work.
+    Without `activation` and biases of gate and up, SwiGLU and its derivative are part
+    of the matmuls. Derivatives of any order work.
 
     Args:
         rows: `[N, H]`, bfloat16 or float16.
@@ -259,32 +258,35 @@ def mosaic(
 
     Raises:
         ValueError: while tracing, if the rows do not have a 16-bit dtype, or if
-            `mosaic_obstacle` returns an obstacle.
+            `hopper_obstacle` returns an obstacle.
         TypeError: as in `auto`.
     """
-    _require_values("mosaic", rows, gate_up, "bfloat16 or float16")
-    if rows.dtype.itemsize != _MOSAIC_ITEMSIZE:
+    _require_values("hopper", rows, gate_up, "bfloat16 or float16")
+    if rows.dtype.itemsize != _HOPPER_ITEMSIZE:
         raise ValueError(
-            "jax_ep.experts.mosaic: rows must be bfloat16 or float16, got "
+            "jax_ep.experts.hopper: rows must be bfloat16 or float16, got "
             f"{rows.dtype}; use jax_ep.experts.Padded or leave experts out"
         )
-    obstacle = mosaic_obstacle(rows.shape[1], down.shape[1])
+    obstacle = hopper_obstacle(rows.shape[1], down.shape[1])
     if obstacle is not None:
         raise ValueError(
-            f"jax_ep.experts.mosaic: must have {obstacle}; use "
+            f"jax_ep.experts.hopper: must have {obstacle}; use "
             "jax_ep.experts.Padded or leave experts out"
         )
     options = _Options(gate_bias, up_bias, down_bias, activation)
-    return _by_mosaic(rows, gate_up, down, group_sizes, options)
+    return _by_hopper(rows, gate_up, down, group_sizes, options)
 
 
-def _by_mosaic(
+def _by_hopper(
     rows: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
     group_sizes: jax.Array,
     options: _Options,
 ) -> jax.Array:
+    if (options.activation, options.gate_bias, options.up_bias) == (None, None, None):
+        out = swiglu.apply(rows, gate_up, down, group_sizes)
+        return options.outer(out, group_sizes)
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
     # Makes the cotangent zero past the last group.
@@ -293,34 +295,22 @@ def _by_mosaic(
     return options.outer(grouped_matmul(inner, down, group_sizes), group_sizes)
 
 
-def mosaic_obstacle(
+def hopper_obstacle(
     hidden_size: int, intermediate_size: int, device: Any = None
 ) -> str | None:
-    """Returns "<what mosaic needs>, got <what there is>", or None if it runs.
+    """Returns "<what hopper needs>, got <what there is>", or None if it runs.
 
     Args:
         hidden_size: H.
         intermediate_size: F per rank.
         device: a `jax.Device` that it runs on; None means this process's first.
     """
-    device = device or jax.local_devices()[0]
-    found = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or found != _MOSAIC_CAPABILITY:
-        return (
-            f"GPUs of compute capability {_MOSAIC_CAPABILITY}, got "
-            f"{device.device_kind} {found}".rstrip()
-        )
-    if hidden_size % _MOSAIC_MULTIPLE or intermediate_size % _MOSAIC_MULTIPLE:
-        return (
-            f"hidden_size and intermediate_size in multiples of {_MOSAIC_MULTIPLE}, "
-            f"got {hidden_size} and {intermediate_size}"
-        )
-    try:
-        grouped.kernels()
-    except (ImportError, AttributeError) as error:
-        # Pallas of older JAX imports absl-py, which JAX does not require.
-        return f"all that its kernels import, such as absl-py, got {error}"
-    return None
+    return select.obstacle(hidden_size, intermediate_size, device)
+
+
+# Names from when Pallas' Mosaic compiled these kernels.
+mosaic = hopper
+mosaic_obstacle = hopper_obstacle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -529,7 +519,7 @@ def fp8(
             activation,
             port is not None,
             None if masters is None else (masters[0].dtype, masters[1].dtype),
-            _operations.operations(),
+            select.operations(),
         )
         biases = _fp8.Biases(gate_bias, up_bias, down_bias)
         return _fp8.apply(
@@ -590,7 +580,7 @@ def quantize_weights(
     _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
 
     def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
-        compute = _operations.operations()
+        compute = select.operations()
         return compute.quantize_weights(gate_up, down, format, backward)
 
     with jax.named_scope("jax_ep.quantize_weights"):
@@ -650,6 +640,10 @@ def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
             operand="quantized",
         )
     wanted = _quantized.layout(weights.format, *shapes)
+    for name in _quantized.TURNED:
+        if getattr(weights, name) is not None:
+            dtype, (group, contracted, *rest) = wanted[name.removesuffix("_turned")]
+            wanted[name] = dtype, (group, *rest, contracted)
     for name, (dtype, shape) in wanted.items():
         array = as_array(function, name, getattr(weights, name))
         if array.dtype != dtype or array.shape != shape:

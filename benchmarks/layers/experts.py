@@ -11,14 +11,14 @@ __all__ = ["available", "default", "grouped_matmul", "make"]
 
 def available(name, sizes):
     """Whether the devices here can run it for these sizes."""
-    obstacle = experts.mosaic_obstacle(sizes["hidden"], sizes["inner"])
-    return name != "mosaic" or obstacle is None
+    obstacle = experts.hopper_obstacle(sizes["hidden"], sizes["inner"])
+    return name != "hopper" or obstacle is None
 
 
 def default(sizes):
     """What `jax_ep.experts.auto` is here, for bfloat16 rows."""
     dense = experts.ragged_dot_is_dense("bfloat16")
-    return "mosaic" if dense and available("mosaic", sizes) else "ragged_dot"
+    return "hopper" if dense and available("hopper", sizes) else "ragged_dot"
 
 
 def make(name, largest):

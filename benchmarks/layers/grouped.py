@@ -1,23 +1,21 @@
-"""Times the grouped matmuls of `jax_ep.experts.mosaic` on one Hopper GPU.
+"""Times the grouped matmuls of `jax_ep.experts.hopper` and `fp8` on one Hopper GPU.
 
     python -m benchmarks.layers.grouped [--cases large-256] [--room 1 4]
 
-For each size, each of an expert's matrices and each way to multiply: microseconds and
-teraflops of the rows that groups hold. `ours` are the kernels, `jax` is
-`jax.experimental.pallas.ops.gpu`'s, `batched` is one matmul with equally many rows per
-expert, as cuBLAS does it. `--room` is how many rows the operand has for each that a
-group holds, `--set _PANEL=8` changes a constant of hopper.py. Results are compared.
-Leaves
-benchmarks/results/grouped-<device>x1-<date>.json. With --tiny, on a machine without
-such a GPU, the kernels are lowered for one.
+For each size and each way to multiply: microseconds, and teraflops of the rows that
+groups hold. Of single matmuls (gate and up, down): forward, gradients of rows, and of
+matrices. Of whole experts with SwiGLU: forward, and forward with all gradients.
+`hopper` are the kernels, `jax` is `jax.lax.ragged_dot`, `batched` is one matmul with
+equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs whole experts
+on codes of rows and weights that were made beforehand; `quantize` is how long those of
+the weights take. `--room` is how many rows the operand has for each that a group holds.
+Results are compared. Leaves benchmarks/results/grouped-<device>x1-<date>.json. With
+--tiny, on a machine without such a GPU, the kernels are lowered for one.
 """
 
-import functools
-import math
 import statistics
 import sys
 import time
-import types
 import typing
 from unittest import mock
 
@@ -25,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_ep
 from benchmarks.common import arguments as common
 from benchmarks.common import recording, timing
-from jax_ep._experts import hopper
-from jax_ep._experts.grouped_outer import grouped_outer
-from jax_ep._experts.grouped_rows import grouped_rows
+from jax_ep import experts
+from jax_ep._experts import grouped, kernels, select
 
 
 class Case(typing.NamedTuple):
@@ -50,41 +48,21 @@ CASES = {
 }
 SMALL = {"tiny": Case(128, 128, 2, 256)}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
-WAYS = ("ours", "jax", "batched")
-MULTIPROCESSORS = 132  # of the GPU that kernels are lowered for where there is none
-TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4}
+WAYS = ("hopper", "jax", "batched", "fp8")
 CALLS = 5  # of a time
-# A sum of products in bfloat16, over the largest element.
-BOUND = 0.02
+IN_FLIGHT = 2  # whose results need memory: gradients of large-256 are 6 GB
+# Errors of results, over the largest element: of products in bfloat16, and of codes.
+BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 
 
-def jax_kernels():
-    from jax.experimental.pallas.ops.gpu import (
-        ragged_dot_mgpu,
-        transposed_ragged_dot_mgpu,
-    )
-
-    def tiles(columns):
-        return TILES | {"grid_block_n": math.gcd(columns // TILES["block_n"], 8)}
-
-    def rows(x, w, sizes, transposed):
-        columns = w.shape[1 if transposed else 2]
-        return ragged_dot_mgpu.ragged_dot(
-            x, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(columns)
-        )
-
-    def outer(x, y, sizes):
-        return transposed_ragged_dot_mgpu.transposed_ragged_dot(
-            x, y, group_sizes=sizes, **tiles(y.shape[1])
-        )
-
-    return rows, outer
+# ---- Single matmuls -------------------------------------------------------------
 
 
-def programs(op, groups):
+def products(op, groups):
     """By name, each taking (left, right, group sizes)."""
-    of_rows, of_outer = jax_kernels()
     transposed = op == "to rows"
+    hopper = grouped.Hopper()
+    ragged = grouped.Ragged(None)
 
     def batched(x, w, _):
         x = x[: len(x) // groups * groups].reshape(groups, -1, x.shape[1])
@@ -93,83 +71,226 @@ def programs(op, groups):
             return jnp.einsum("gna,gnb->gab", x, w)
         return jnp.einsum("gna,gba->gnb" if transposed else "gna,gab->gnb", x, w)
 
+    def by(how):
+        if op == "to matrices":
+            return lambda x, y, sizes: how.outer(x, y, sizes, x.dtype)
+        return lambda x, w, sizes: how.rows(x, w, sizes, transposed)
+
+    return {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
+
+
+class Random:
+    """Operands on the device, from one seed."""
+
+    def __init__(self, rng):
+        """Takes what sizes are drawn from, too."""
+        self.rng = rng
+        self.key = jax.random.key(int(rng.integers(2**31)))
+
+    def normal(self, shape, scale=1.0, held=None):
+        """In bfloat16, with zeros where no group has a row."""
+        self.key, key = jax.random.split(self.key)
+        values = jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(scale)
+        return values if held is None else values.at[held:].set(0)
+
+    def sizes(self, groups, held):
+        """As many rows per group as chance gives."""
+        found = self.rng.multinomial(held, np.full(groups, 1 / groups))
+        return jnp.asarray(found, jnp.int32)
+
+
+def product_operands(random, op, rows, a, b, groups, held):
+    """Rows, and matrices or other rows."""
+    left = random.normal((rows, a), held=held)
     if op == "to matrices":
-        ours = lambda x, y, sizes: grouped_outer(x, y, group_sizes=sizes)  # noqa: E731
-        return {"ours": ours, "jax": of_outer, "batched": batched}
-    return {
-        "ours": lambda x, w, sizes: grouped_rows(
-            x, w, group_sizes=sizes, transpose_rhs=transposed
-        ),
-        "jax": functools.partial(of_rows, transposed=transposed),
-        "batched": batched,
-    }
-
-
-def operands(op, rows, a, b, groups, held, rng):
-    """Random ones, with zeros where no group has a row."""
-    keys = iter(jax.random.split(jax.random.key(int(rng.integers(2**31))), 2))
-
-    def normal(shape):
-        return jax.random.normal(next(keys), shape, jnp.bfloat16)
-
-    left = normal((rows, a)).at[held:].set(0)
-    if op == "to matrices":
-        right = normal((rows, b)).at[held:].set(0)
+        right = random.normal((rows, b), held=held)
     else:
-        right = normal((groups, b, a) if op == "to rows" else (groups, a, b))
-    sizes = rng.multinomial(held, np.full(groups, 1 / groups))
-    return left, right, jnp.asarray(sizes, jnp.int32)
+        right = random.normal((groups, b, a) if op == "to rows" else (groups, a, b))
+    return left, right, random.sizes(groups, held)
+
+
+# ---- Whole experts --------------------------------------------------------------
+
+
+def batched_experts(groups):
+    """SwiGLU by batched matmuls, of equally many rows per expert."""
+
+    def run(rows, gate_up, down, _):
+        x = rows[: len(rows) // groups * groups].reshape(groups, -1, rows.shape[1])
+        both = jnp.einsum("gna,gacb->gncb", x, gate_up)
+        h = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+        return jnp.einsum("gnb,gba->gna", h, down).reshape(-1, rows.shape[1])
+
+    return run
+
+
+class Coded(typing.NamedTuple):
+    """What has gradients, and codes of it: of rows or of weights."""
+
+    plain: typing.Any
+    codes: typing.Any
+
+
+def fp8(rows, gate_up, down, sizes):
+    """`jax_ep.experts.fp8`; rows and gate_up are `Coded`."""
+    none: typing.Any = None  # experts read no route
+    d = jax_ep.Dispatched(
+        tokens=rows.codes[0],
+        scales=rows.codes[1],
+        row_offsets=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes)]),
+        group_sizes=sizes,
+        expert_counts=sizes,
+        expert_ids=jnp.arange(len(sizes), dtype=jnp.int32),
+        src_info=jnp.zeros((len(rows.plain), 3), jnp.int32),
+        router_weights=jnp.ones(len(rows.plain), jnp.float32),
+        num_dropped=jnp.zeros(1, jnp.int32),
+        num_invalid=jnp.zeros(1, jnp.int32),
+        route=none,
+        grad_port=rows.plain,
+        format="fp8_block128",
+        rows_dtype="bfloat16",
+    )
+    return experts.fp8(d, gate_up.plain, down, quantized=gate_up.codes)
+
+
+def with_gradients(run):
+    """The results of experts, and gradients of rows and of both matrices."""
+
+    def both(rows, gate_up, down, sizes):
+        def of_plain(*plain):
+            given = (
+                Coded(one, each.codes) if isinstance(each, Coded) else one
+                for one, each in zip(plain, (rows, gate_up), strict=False)
+            )
+            return run(*given, plain[2], sizes)
+
+        firsts = (e.plain if isinstance(e, Coded) else e for e in (rows, gate_up))
+        y, back = jax.vjp(of_plain, *firsts, down)
+        return y, *back(y)
+
+    return both
+
+
+# ---- Measuring ------------------------------------------------------------------
 
 
 def median_us(run, args, seconds):
     jax.block_until_ready(run(*args))
     times, end = [], time.monotonic() + seconds
     while time.monotonic() < end or len(times) < 3:
-        times.append(timing.seconds(lambda _: run(*args), CALLS, CALLS))
+        times.append(timing.seconds(lambda _: run(*args), CALLS, IN_FLIGHT))
     return statistics.median(times) * 1e6
 
 
 def difference(found, wanted, held):
-    """Of the largest element; `held` rows count."""
-    found, wanted = (x[:held].astype(jnp.float32) for x in (found, wanted))
-    return float(jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted)))
+    """Of the largest element; of arrays of rows `held` count."""
+    largest = 0.0
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        got, want = (x[:held].astype(jnp.float32) for x in (got, want))
+        ratio = jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want))
+        largest = max(largest, float(ratio))
+    return largest
 
 
 def lowered(program, args):
-    """What XLA gets of a program for a GPU that is not there."""
-    gpus = [types.SimpleNamespace(core_count=MULTIPROCESSORS)]
-    with mock.patch.multiple(jax, devices=lambda: gpus, local_devices=lambda: gpus):
-        traced = jax.jit(program).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    """How many kernels XLA gets of a program, for a GPU that is not there."""
+    with mock.patch.object(select, "device_obstacle", return_value=None):
+        # Of a function that nothing was traced of before.
+        traced = jax.jit(lambda *given: program(*given)).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @ep_")
 
 
-def measure(case, room, rng, names, seconds):
-    on_gpu = jax.default_backend() == "gpu"
+def timed(name, program, args, flops, seconds):
+    """What a row says of a way, besides its place; and its results, or None."""
+    if name in ("hopper", "fp8") and jax.default_backend() != "gpu":
+        return {"kernels": lowered(program, args)}, None
+    run = jax.jit(program)
+    try:
+        us = median_us(run, args, seconds)
+        return {"us": us, "tflops": flops / us / 1e6}, run(*args)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"error": "out of memory"}, None
+
+
+def compared(name, row, results, wanted, held):
+    """`row`, with how far results are from `wanted`."""
+    if results is None or wanted is None:
+        return row
+    row["difference"] = difference(results, wanted, held)
+    row["wrong"] = not row["difference"] < BOUNDS[name]
+    return row
+
+
+def measure_products(case, room, random, names, seconds):
+    """Rows of single matmuls."""
     hidden, inner, groups, held = (CASES | SMALL)[case]
     shapes = {"gate and up": (hidden, 2 * inner), "down": (inner, hidden)}
     for matrix, (a, b) in shapes.items():
         for op in ("forward", "to rows", "to matrices"):
             one, other = (b, a) if op == "to rows" else (a, b)
-            args = operands(op, room * held, one, other, groups, held, rng)
-            kept, results = (groups if op == "to matrices" else held), {}
-            for name, program in programs(op, groups).items():
+            args = product_operands(random, op, room * held, one, other, groups, held)
+            kept = groups if op == "to matrices" else held
+            found = results = None
+            for name, program in products(op, groups).items():
                 if name not in names or (name == "batched" and room > 1):
                     continue
-                row = {"case": case, "matrix": matrix, "op": op, "way": name}
-                row |= {"room": room}
-                if name != "batched" and not on_gpu:
-                    text = lowered(program, args)
-                    yield row | {"kernels": text.count("custom_call @mosaic_gpu")}
-                    continue
-                run = jax.jit(program)
-                row |= {"us": median_us(run, args, seconds)}
-                row["tflops"] = 2 * held * a * b / row["us"] / 1e6
-                if name != "batched":
-                    results[name] = run(*args)
-                if name == "jax" and len(results) == 2:
-                    row["difference"] = difference(*results.values(), kept)
-                    row["wrong"] = not row["difference"] < BOUND
-                yield row
+                place = {"case": case, "matrix": matrix, "op": op, "way": name}
+                place["room"] = room
+                row, results = timed(name, program, args, 2 * held * a * b, seconds)
+                if name == "jax":
+                    compared("hopper", row, found, results, kept)
+                found = results if name == "hopper" else None
+                yield place | row
+            # Before the next ones: large ones do not fit twice.
+            del args, found, results
+
+
+def measure_experts(case, room, random, names, seconds):
+    """Rows of whole experts, and of the codes of their weights."""
+    hidden, inner, groups, held = (CASES | SMALL)[case]
+    rows = random.normal((room * held, hidden), held=held)
+    gate_up = random.normal((groups, hidden, 2, inner), hidden**-0.5)
+    down = random.normal((groups, inner, hidden), inner**-0.5)
+    sizes = random.sizes(groups, held)
+    flops = 2 * 3 * held * hidden * inner
+    ways = {
+        "hopper": experts.hopper,
+        "jax": experts.ragged_dot,
+        "batched": batched_experts(groups),
+    }
+    coded: typing.Any = None
+    if "fp8" in names:
+        place = {"case": case, "matrix": "experts", "op": "quantize", "way": "fp8"}
+        row, codes = timed("fp8", experts.quantize_weights, (gate_up, down), 0, seconds)
+        row.pop("tflops", None)
+        yield place | {"room": room} | row
+        if codes is None:
+            codes = jax.jit(experts.quantize_weights)(gate_up, down)
+        of_rows = jax.jit(jax_ep.formats.quantize, static_argnums=1)
+        coded = Coded(rows, of_rows(rows, "fp8_block128")), Coded(gate_up, codes)
+        ways["fp8"] = fp8
+    for op in ("forward", "gradients"):
+        wanted = None
+        for name, run in ways.items():
+            if name not in names or (name == "batched" and room > 1):
+                continue
+            given = (*(coded if name == "fp8" else (rows, gate_up)), down, sizes)
+            program, done = run, flops
+            if op == "gradients":
+                program, done = with_gradients(run), 3 * flops
+            row, results = timed(name, program, given, done, seconds)
+            if name == "hopper":
+                wanted = results
+            elif name == "jax":
+                compared("hopper", row, wanted, results, held)
+            elif name == "fp8":
+                compared("fp8", row, results, wanted, held)
+            del results
+            place = {"case": case, "matrix": "experts", "op": op, "way": name}
+            yield place | {"room": room} | row
 
 
 def parse(arguments):
@@ -178,7 +299,9 @@ def parse(arguments):
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--set", nargs="*", default=[], help="constants of hopper.py")
+    parser.add_argument(
+        "--what", nargs="+", default=PARTS, choices=PARTS, help="single or whole"
+    )
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, at least"
     )
@@ -187,30 +310,34 @@ def parse(arguments):
     return common.parsed(parser, arguments, TINY)
 
 
+PARTS = {"products": measure_products, "experts": measure_experts}
+
+
 def main(arguments=None):
     args = parse(arguments)
     if jax.default_backend() != "gpu" and not args.tiny:
         sys.exit("grouped.py: kernels need a Hopper GPU, got none; run it with --tiny")
-    for setting in args.set:
-        name, _, value = setting.partition("=")
-        setattr(hopper, name, int(value))
-    rng, rows = np.random.default_rng(args.seed), []
+    if jax.default_backend() == "gpu" and not kernels.built():
+        sys.exit("grouped.py: this jax_ep has no kernels; build it with nvcc on PATH")
+    random, rows = Random(np.random.default_rng(args.seed)), []
     for case in args.cases:
         for room in args.room:
-            for row in measure(case, room, rng, args.ways, args.seconds):
-                rows.append(row)
-                print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
-    if not args.set:
-        record = recording.head(
-            "grouped",
-            device=jax.devices()[0].device_kind,
-            count=1,
-            jax=jax.__version__,
-            command=recording.command("layers.grouped", arguments),
-            cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
-            results=rows,
-        )
-        recording.write(recording.of("grouped", record), record, args.results)
+            for part in args.what:
+                for row in PARTS[part](case, room, random, args.ways, args.seconds):
+                    rows.append(row)
+                    print(
+                        *(f"{v:.4g}" if type(v) is float else v for v in row.values())
+                    )
+    record = recording.head(
+        "grouped",
+        device=jax.devices()[0].device_kind,
+        count=1,
+        jax=jax.__version__,
+        command=recording.command("layers.grouped", arguments),
+        cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
+        results=rows,
+    )
+    recording.write(recording.of("grouped", record), record, args.results)
     return int(any(row.get("wrong") for row in rows))
 
 

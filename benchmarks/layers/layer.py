@@ -51,7 +51,7 @@ SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", "fp8_block128")
 # For experts.make. Surest first; a way that is slow comes last.
-MATMULS = ("padded", "mosaic", "ragged_dot")
+MATMULS = ("padded", "hopper", "ragged_dot")
 # As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
 _OF_LARGE = MATMULS[:2]
 WORKER = "benchmarks.layers.worker"

@@ -60,7 +60,7 @@ class Batches:
         )
         self.eps = (transport.ep, self.other)
         sizes = {"hidden": hidden, "inner": inner}
-        self.way = "mosaic" if layer_experts.available("mosaic", sizes) else "matmul"
+        self.way = "hopper" if layer_experts.available("hopper", sizes) else "matmul"
         # A matmul of all rows by one matrix stands for the experts elsewhere.
         each = 1 if self.way == "matmul" else self.eps[0].local_experts
         count = self.case.mesh.size * each
@@ -78,7 +78,7 @@ class Batches:
         self.other.close()
 
     def _experts(self, params, rows, group_sizes):
-        if self.way == "mosaic":
+        if self.way == "hopper":
             multiply = layer_experts.grouped_matmul
             inside = jax.nn.silu(multiply(rows, params[0], group_sizes))
             # Past the last group there may be anything.

@@ -65,12 +65,12 @@ def fitted_matmul(mesh, size, us, exchange_us):
 def grouped(mesh, case, group_sizes, inner, way):
     """The first grouped matmul of the experts, on rows as a dispatch groups them.
 
-    `way` is "ragged_dot", `jax.lax.ragged_dot`, or "mosaic", JAX's own for Hopper.
+    `way` is "ragged_dot", `jax.lax.ragged_dot`, or "hopper", the kernels.
     """
     hidden = case.config.hidden_size
     if not experts.available(way, {"hidden": hidden, "inner": inner}):
         raise ValueError(f"{way} is not for this device or these sizes")
-    run = experts.grouped_matmul if way == "mosaic" else lax.ragged_dot
+    run = experts.grouped_matmul if way == "hopper" else lax.ragged_dot
     rows = _normal(mesh, 3, (case.expert_out.shape[0], hidden))
     weights = _normal(mesh, 4, (case.config.num_experts, hidden, inner))
     shape = [case.expert_out.shape[0] // mesh.size, hidden, inner]

@@ -8,7 +8,7 @@ and both in one program, in calls that do not depend on each other. The other wo
 
 * "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": with so many rows that it
   takes 1.2 times as long as the exchange;
-* "mosaic" and, where asked for, "ragged_dot": the first grouped matmul of the experts,
+* "hopper" and, where asked for, "ragged_dot": the first grouped matmul of the experts,
   of rows as dispatch groups them, by JAX's own kernel for Hopper and, with fewer
   columns, by `jax.lax.ragged_dot`, which XLA may do as one dense matmul per expert;
 * "attention": causal, of one sequence of T tokens;
@@ -50,7 +50,7 @@ from jax_ep._cli.bench.measure import GRAPHS as GRAPHS_ON
 
 # The last only where asked for: it may take all of the time there is.
 BESIDE = (
-    *("matmul", "matmul_fitted", "mosaic", "elementwise", "attention"),
+    *("matmul", "matmul_fitted", "hopper", "elementwise", "attention"),
     *("two_batches", "ragged_dot"),
 )
 ARRANGEMENTS = tuple(report.COLUMNS)

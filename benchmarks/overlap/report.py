@@ -196,7 +196,7 @@ def batches(record):
 BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
 
 
-_TIMELINES = ("matmul", "mosaic", "ragged_dot", "elementwise", "attention")
+_TIMELINES = ("matmul", "hopper", "mosaic", "ragged_dot", "elementwise", "attention")
 TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from to us")
 
 

@@ -203,7 +203,7 @@ class Worker:
             "attention": lambda: cases.attention(mesh, self.case),
             "elementwise": lambda: cases.elementwise(mesh, spec["megabytes"]),
         }
-        for way in ("ragged_dot", "mosaic"):
+        for way in ("ragged_dot", "hopper"):
             make[way] = functools.partial(self.grouped, way)
         for name in spec["beside"]:
             if name == overlap_batches.NAME:

@@ -1,1 +1,1 @@
-"""Grouped matmuls: XLA's, and Pallas kernels for Hopper GPUs."""
+"""Grouped matmuls, in 16 bits and of codes: XLA's, and kernels for Hopper GPUs."""

@@ -159,7 +159,7 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
         to_gate_up = _wgrad(
             static,
             rows,
-            to_both.reshape(to_both.shape[0], -1),
+            to_both.reshape(to_both.shape[0], 2 * to_both.shape[2]),
             sizes,
             static.masters[0],
         )

@@ -78,6 +78,9 @@ class Operations:
     and so may their results, but they change no others. Products are summed in float32.
     """
 
+    # Whether `quantize_weights` adds turned codes.
+    turns_weights = False
+
     def __eq__(self, other: object) -> bool:
         """Whether programs traced with either are the same."""
         return type(self) is type(other)
@@ -155,7 +158,7 @@ class Operations:
             `[N, 2, F]`, or None.
         """
         both = self.product(rows, weights, "gate_up", sizes, jnp.float32)
-        both = both.reshape(both.shape[0], 2, -1)
+        both = both.reshape(both.shape[0], 2, both.shape[1] // 2)
         gate = with_bias(both[:, 0], inner.gate_bias, sizes)
         up = with_bias(both[:, 1], inner.up_bias, sizes)
         h = inner(gate, up)
@@ -221,16 +224,11 @@ class Operations:
         left = jnp.where(real, rows.to("bfloat16").astype(jnp.float32), 0)
         right = cotangent.astype(jnp.bfloat16).astype(jnp.float32)
         right = jnp.where(real, right, 0)
-        return _exact().outer(left, right, sizes).astype(dtype)
+        return _exact().outer(left, right, sizes, dtype)
 
     def quantize_cotangents(self, values: jax.Array) -> Rows:
         """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
         return Rows(*quantized.quantize_cotangents(values))
-
-
-def operations() -> Operations:
-    """Returns the operations of this process's devices."""
-    return Operations()
 
 
 def real_rows(sizes: jax.Array, count: int) -> jax.Array:

@@ -44,19 +44,28 @@ _E2M1_BOUNDS = (
 )
 
 
+# Those of `QuantizedWeights` that it has on every device.
+CANONICAL = ("gate_up", "gate_up_scales", "down", "down_scales")
+TURNED = ("gate_up_turned", "down_turned")
+
+
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("gate_up", "gate_up_scales", "down", "down_scales"),
+    data_fields=(*CANONICAL, *TURNED),
     meta_fields=("format",),
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
     """The weights of L experts as codes and scales, a pytree of four arrays.
 
-    `jax_ep.experts.quantize_weights` makes one. The arrays are in the order of the
+    `jax_ep.experts.quantize_weights` makes one. The four arrays are in the order of the
     weights themselves, on every device: dimension 0 is the expert, dimension 1 the
     contracted one. A checkpoint can hold them, and `jax.tree.map` shards or gathers
     them along dimension 0 or 1.
+
+    On Hopper GPUs there may be two more, in which kernels read the codes of forward
+    products. `canonical()` leaves them out: save that in checkpoints. Where they are
+    missing, each call makes them again.
 
     Attributes:
         gate_up: "fp8_block128": float8_e4m3fn `[L, H, 2, F]`. "mxfp4": uint8
@@ -68,6 +77,8 @@ class QuantizedWeights:
         down_scales: float32 `[L, F / 128, H / 128]` or float8_e8m0fnu
             `[L, F / 32, H]`.
         format: "fp8_block128" or "mxfp4" (static).
+        gate_up_turned: the codes of gate_up as `[L, 2, F, H]`, or None.
+        down_turned: the codes of down as `[L, H, F]`, or None.
     """
 
     gate_up: jax.Array
@@ -75,6 +86,12 @@ class QuantizedWeights:
     down: jax.Array
     down_scales: jax.Array
     format: WeightFormat = "fp8_block128"
+    gate_up_turned: jax.Array | None = None
+    down_turned: jax.Array | None = None
+
+    def canonical(self) -> QuantizedWeights:
+        """Returns the same weights as the four arrays that every device has."""
+        return dataclasses.replace(self, gate_up_turned=None, down_turned=None)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -109,6 +126,21 @@ def layout(
     }
 
 
+def turn(codes: jax.Array) -> jax.Array:
+    """Moves the contracted dimension, of gate_up or down, to the end."""
+    return jnp.moveaxis(codes, 1, -1)
+
+
+def concatenate(first: QuantizedWeights, rest: QuantizedWeights) -> QuantizedWeights:
+    """Returns the experts of `first` and then those of `rest`."""
+    # One of them may come from a checkpoint.
+    for name in TURNED:
+        if getattr(first, name) is None or getattr(rest, name) is None:
+            first = dataclasses.replace(first, **{name: None})
+            rest = dataclasses.replace(rest, **{name: None})
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), first, rest)
+
+
 def multiple_of(name: WeightFormat) -> int:
     """Returns what H and F must be multiples of."""
     return PER_SCALE if name == "mxfp4" else BLOCK
@@ -118,7 +150,7 @@ def quantize(
     gate_up: jax.Array, down: jax.Array, name: WeightFormat
 ) -> QuantizedWeights:
     """Returns the weights in format `name`; H and F suit `multiple_of`."""
-    to_codes = _to_e2m1 if name == "mxfp4" else _to_blocks
+    to_codes = _to_e2m1 if name == "mxfp4" else to_blocks
     return QuantizedWeights(*to_codes(gate_up), *to_codes(down), format=name)
 
 
@@ -135,7 +167,7 @@ def quantize_cotangents(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _merge(codes, 1), scales
 
 
-def _to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+def to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises `[L, A, ..., B]` per 128 x 128 of A and B."""
     last = matrices.ndim - 1
     blocks = _split(_split(matrices.astype(jnp.float32), last, BLOCK), 1, BLOCK)

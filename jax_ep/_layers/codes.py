@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -16,15 +16,33 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_ep import experts as _experts
 from jax_ep._core import errors, traces
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
-from jax_ep._experts import quantized
+from jax_ep._experts import quantized, select
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._layers.params import Param
 
-FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(QuantizedWeights)
-    if field.name != "format"
-)
+FIELDS = quantized.CANONICAL
+
+
+class Form(NamedTuple):
+    """The kind of a `QuantizedWeights`: its format, and which codes it has turned."""
+
+    format: WeightFormat
+    turned: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, codes: QuantizedWeights) -> Form:
+        """Returns that of `codes`."""
+        names = (n for n in quantized.TURNED if getattr(codes, n) is not None)
+        return cls(codes.format, tuple(names))
+
+    @classmethod
+    def made(cls, params: Mapping[str, Param], name: WeightFormat) -> Form:
+        """Returns that of what `made` returns."""
+        if name != "fp8_block128" or not select.operations().turns_weights:
+            return cls(name)
+        # Those that are gathered are turned afterwards: fewer bytes cross.
+        whole = (n for n in quantized.TURNED if params[_matrix(n)].gathered is None)
+        return cls(name, tuple(whole))
 
 
 def require_format(function: str, name: Any) -> None:
@@ -64,13 +82,21 @@ def in_place(params: Mapping[str, Param], name: WeightFormat) -> dict[str, Param
 
 
 def _matrix(field: str) -> str:
-    return field.removesuffix("_scales")
+    return field.removesuffix("_scales").removesuffix("_turned")
 
 
-def specs(params: Mapping[str, Param], name: WeightFormat) -> Any:
+def specs(params: Mapping[str, Param], form: Form) -> Any:
     """Returns a `QuantizedWeights` of the specs of its arrays."""
     each: Any = [PartitionSpec(*params[_matrix(field)].spec) for field in FIELDS]
-    return QuantizedWeights(*each, format=name)
+    turned: Any = {}
+    for field in form.turned:
+        param = params[_matrix(field)]
+        group, contracted, *rest = (
+            *param.spec,
+            *(None,) * (len(param.shape) - len(param.spec)),
+        )
+        turned[field] = PartitionSpec(group, *rest, contracted)
+    return QuantizedWeights(*each, format=form.format, **turned)
 
 
 def checked(function: str, codes: Any, params: Mapping[str, Param]) -> QuantizedWeights:
@@ -100,16 +126,19 @@ def made(
 ) -> QuantizedWeights:
     """Quantises gate_up and down, global arrays, each rank its own part."""
     whole = [params[field] for field in ("gate_up", "down")]
+    form = Form.made(params, name)
+    dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
 
     def quantize(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
         with errors.told_of(function):
-            return _experts.quantize_weights(gate_up, down, name, backward)
+            codes = _experts.quantize_weights(gate_up, down, name, backward)
+        return dataclasses.replace(codes, **dropped)
 
     run = jax.shard_map(
         quantize,
         mesh=mesh,
         in_specs=tuple(PartitionSpec(*param.spec) for param in whole),
-        out_specs=specs(params, name),
+        out_specs=specs(params, form),
         # JAX batches a shard_map over a mesh axis without this check only.
         check_vma=not traces.spmd_axis_names(),
     )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax_ep._core import errors
 from jax_ep._core.arrays import in_bytes
 from jax_ep._core.varying import vary_alike
-from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._experts.quantized import CANONICAL, TURNED, QuantizedWeights
 from jax_ep._layers.params import Param, entry_axes
 
 # The name of gathered weights for remat policies. One that does not save it gathers
@@ -208,10 +208,11 @@ def gather_codes(
             found = jax.lax.bitcast_convert_type(found, value.dtype)
         return found
 
-    names = [
-        field.name for field in dataclasses.fields(codes) if field.name != "format"
-    ]
-    return dataclasses.replace(codes, **{name: whole(name) for name in names})
+    # Half as many bytes cross as with turned codes, which each rank makes again.
+    split = (name for name in TURNED if params[name.removesuffix("_turned")].gathered)
+    return dataclasses.replace(
+        codes, **{name: whole(name) for name in CANONICAL}, **dict.fromkeys(split)
+    )
 
 
 class _How(NamedTuple):

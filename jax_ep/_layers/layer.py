@@ -352,7 +352,7 @@ class Layer(Arguments):
         )
         values = self._with_codes(values, quantized)
         names = tuple(values)
-        form = values["experts"].format if "experts" in values else None
+        form = codes.Form.of(values["experts"]) if "experts" in values else None
         specs = self._specs(self._layouts()[0], names, form)
         arrays = (values, x.astype(self.config.dtype), mask, input_scale)
         operands = (*arrays, placement)
@@ -390,7 +390,7 @@ class Layer(Arguments):
         self,
         layout: Mapping[str, Param],
         names: Sequence[str],
-        form: WeightFormat | None,
+        form: codes.Form | None,
     ) -> dict[str, Any]:
         """Returns the specs of parameters by name; `form` is that of codes."""
         entries = {name: param.spec for name, param in layout.items()}
@@ -405,7 +405,7 @@ class Layer(Arguments):
         self,
         ep: EPHandle,
         names: tuple[str, ...],
-        form: WeightFormat | None,
+        form: codes.Form | None,
         spec: PartitionSpec,
     ) -> Callable[..., Any]:
         """Returns the shard_map of `_body`, with what it needs of global arrays."""
@@ -414,7 +414,8 @@ class Layer(Arguments):
         # Weights are quantised by expert, before anything of them crosses.
         quantizes = self.experts is _experts.fp8 and form is None
         if quantizes:
-            names, form = (*names, "experts"), "fp8_block128"
+            names = (*names, "experts")
+            form = codes.Form.made(by_expert, "fp8_block128")
         mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
@@ -443,7 +444,7 @@ class Layer(Arguments):
         self,
         ep: EPHandle,
         names: tuple[str, ...],
-        form: WeightFormat | None,
+        form: codes.Form | None,
         spec: PartitionSpec,
     ) -> Callable[..., Any]:
         """Returns `_mapped` for any number of tokens: it adds masked ones.

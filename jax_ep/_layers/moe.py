@@ -20,6 +20,7 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
+from jax_ep._experts import quantized
 from jax_ep._layers import columns, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
@@ -148,7 +149,7 @@ def moe_ffn(
             keywords of these names. With "experts" in `params` alone, it comes in place
             of "gate_up", and None of "down"; beside them it is passed as the keyword
             `quantized`. None means `jax_ep.experts.auto`: SwiGLU by
-            `jax.lax.ragged_dot`, or by Pallas kernels on Hopper GPUs if XLA's
+            `jax.lax.ragged_dot`, or by kernels on Hopper GPUs if XLA's
             ragged_dot is dense there. `jax_ep.experts` has more; a grouped matmul of
             your own works, too.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
@@ -273,7 +274,7 @@ def _expert_rows(
         if codes is not None:
             shared = (each[None] for each in first)
             shared = _experts.quantize_weights(*shared, format=codes.format)
-            codes = jax.tree.map(lambda *parts: jnp.concatenate(parts), shared, codes)
+            codes = quantized.concatenate(shared, codes)
         for name, bias in options.items():
             options[name] = _in_front(jnp.zeros_like(bias[0]), bias, dtype)
     if codes is not None and gate_up is not None:

@@ -107,7 +107,7 @@ def gathered(
         name: PartitionSpec(*layout[name].spec) for name in moved if name in layout
     }
     if "experts" in moved:
-        specs["experts"] = codes.specs(layout, moved["experts"].format)
+        specs["experts"] = codes.specs(layout, codes.Form.of(moved["experts"]))
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,

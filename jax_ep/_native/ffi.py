@@ -34,6 +34,11 @@ def target_names() -> tuple[str, ...]:
     return tuple(sorted({name for name, _, _ in _targets()}))
 
 
+def gpu_target_names() -> frozenset[str]:
+    """The names of the targets on GPUs; none where no CUDA module is installed."""
+    return frozenset() if native_cuda is None else frozenset(native_cuda.targets())
+
+
 def native_for(platform: str) -> ModuleType:
     """The native module that serves devices of `platform` ("cpu" or "gpu").
 

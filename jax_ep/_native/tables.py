@@ -29,7 +29,8 @@ class Row:
 
     Attributes:
         name: the keyword, or the field.
-        dtype: of the elements; "token", "payload" and "scale" depend on the call.
+        dtype: of the elements; "token", "output", "payload" and "scale" depend on the
+            call.
         shape: sizes by dimension.
         form: "exact", or how `shape` is to be read: "any" shape with an element,
             "longer" in the last dimension, "leading" dimensions that count as one,
@@ -324,6 +325,8 @@ class _Call:
         dtype = row.dtype_with(self.flags)
         if dtype == "token":
             return self.like.dtype
+        if dtype == "output":
+            return self.values["out_dtype"]
         if dtype == "payload":
             return self.format["payload_dtype"] or self.like.dtype
         if dtype == "scale":

@@ -348,6 +348,117 @@ class CombineSendAsideAttributes(TypedDict):
     by_entry: bool
     combine_dtype: str
 
+class Rows(NamedTuple):
+    out: jax.Array
+
+class RowsOperands(TypedDict):
+    rows: jax.Array
+    matrices: jax.Array
+    group_sizes: jax.Array
+
+class RowsAttributes(TypedDict): ...
+
+class RowsTransposed(NamedTuple):
+    out: jax.Array
+
+class RowsTransposedOperands(TypedDict):
+    rows: jax.Array
+    matrices: jax.Array
+    group_sizes: jax.Array
+
+class RowsTransposedAttributes(TypedDict): ...
+
+class GateUp(NamedTuple):
+    h: jax.Array
+    both: jax.Array | None
+
+class GateUpOperands(TypedDict):
+    rows: jax.Array
+    matrices: jax.Array
+    group_sizes: jax.Array
+
+class GateUpAttributes(TypedDict):
+    keep: bool
+
+class DownBack(NamedTuple):
+    to_both: jax.Array
+
+class DownBackOperands(TypedDict):
+    cotangents: jax.Array
+    matrices: jax.Array
+    both: jax.Array
+    group_sizes: jax.Array
+
+class DownBackAttributes(TypedDict): ...
+
+class Outer(NamedTuple):
+    out: jax.Array
+
+class OuterOperands(TypedDict):
+    left: jax.Array
+    right: jax.Array
+    group_sizes: jax.Array
+
+class OuterAttributes(TypedDict):
+    out_dtype: str
+
+class CodeRows(NamedTuple):
+    out: jax.Array
+
+class CodeRowsOperands(TypedDict):
+    rows: jax.Array
+    row_scales: jax.Array
+    matrices: jax.Array
+    matrix_scales: jax.Array
+    group_sizes: jax.Array
+
+class CodeRowsAttributes(TypedDict):
+    turned: bool
+    out_dtype: str
+
+class CodeGateUp(NamedTuple):
+    h: jax.Array
+    h_scales: jax.Array
+    both: jax.Array | None
+
+class CodeGateUpOperands(TypedDict):
+    rows: jax.Array
+    row_scales: jax.Array
+    matrices: jax.Array
+    matrix_scales: jax.Array
+    group_sizes: jax.Array
+
+class CodeGateUpAttributes(TypedDict):
+    keep: bool
+    out_dtype: str
+
+class CodeDownBack(NamedTuple):
+    codes: jax.Array
+    code_scales: jax.Array
+    to_both: jax.Array
+
+class CodeDownBackOperands(TypedDict):
+    cotangents: jax.Array
+    cotangent_scales: jax.Array
+    matrices: jax.Array
+    matrix_scales: jax.Array
+    both: jax.Array
+    group_sizes: jax.Array
+
+class CodeDownBackAttributes(TypedDict):
+    out_dtype: str
+
+class QuantizeMatrices(NamedTuple):
+    codes: jax.Array
+    scales: jax.Array
+    turned: jax.Array | None
+
+class QuantizeMatricesOperands(TypedDict):
+    matrices: jax.Array
+
+class QuantizeMatricesAttributes(TypedDict):
+    turned: bool
+
 @overload
 def call(
     target: Literal["ep_pack"],
@@ -468,6 +579,78 @@ def call(
     operands: CombineSendAsideOperands,
     attributes: CombineSendAsideAttributes,
 ) -> CombineSendAside: ...
+@overload
+def call(
+    target: Literal["ep_rows"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: RowsOperands,
+    attributes: RowsAttributes,
+) -> Rows: ...
+@overload
+def call(
+    target: Literal["ep_rows_transposed"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: RowsTransposedOperands,
+    attributes: RowsTransposedAttributes,
+) -> RowsTransposed: ...
+@overload
+def call(
+    target: Literal["ep_gate_up"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: GateUpOperands,
+    attributes: GateUpAttributes,
+) -> GateUp: ...
+@overload
+def call(
+    target: Literal["ep_down_back"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: DownBackOperands,
+    attributes: DownBackAttributes,
+) -> DownBack: ...
+@overload
+def call(
+    target: Literal["ep_outer"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: OuterOperands,
+    attributes: OuterAttributes,
+) -> Outer: ...
+@overload
+def call(
+    target: Literal["ep_code_rows"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: CodeRowsOperands,
+    attributes: CodeRowsAttributes,
+) -> CodeRows: ...
+@overload
+def call(
+    target: Literal["ep_code_gate_up"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: CodeGateUpOperands,
+    attributes: CodeGateUpAttributes,
+) -> CodeGateUp: ...
+@overload
+def call(
+    target: Literal["ep_code_down_back"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: CodeDownBackOperands,
+    attributes: CodeDownBackAttributes,
+) -> CodeDownBack: ...
+@overload
+def call(
+    target: Literal["ep_quantize_matrices"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: QuantizeMatricesOperands,
+    attributes: QuantizeMatricesAttributes,
+) -> QuantizeMatrices: ...
 @overload
 def unpack(
     target: Literal["ep_dispatch_send"], results: jax.Array, dims: Mapping[str, int]

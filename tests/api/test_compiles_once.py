@@ -20,7 +20,6 @@ def test_second_calls_compile_nothing() -> None:
     package = pathlib.Path(jax_ep.__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": str(package)}
     if not HAS_GPUS:
-        # A build with CUDA would import Pallas, in case.
         env["JAX_PLATFORMS"] = "cpu"
     worker = str(WORKERS / "compiles_once_worker.py")
     done = subprocess.run(

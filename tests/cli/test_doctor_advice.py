@@ -64,7 +64,7 @@ def test_advice_on_gpus_is_of_what_is_not_there(
     ("dense", "obstacle", "dtype", "named"),
     [
         (False, None, "bfloat16", None),
-        (True, None, "bfloat16", "jax_ep.experts.mosaic"),
+        (True, None, "bfloat16", "jax_ep.experts.hopper"),
         (True, None, "float32", "jax_ep.experts.Padded(largest)"),
         (True, "another GPU", "bfloat16", "jax_ep.experts.Padded(largest)"),
     ],
@@ -73,11 +73,11 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     experts = jax_ep.experts
     monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda dtype: dense)
-    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *sizes: obstacle)
+    monkeypatch.setattr(experts, "hopper_obstacle", lambda *sizes: obstacle)
     config = helpers.make_config(dtype=dtype)
     found = {"memory": findings.memory(config, 2), "devices": []}
     lines = [line for line in advice.advice(found, [gpu], config) if "dense" in line]
-    found = [line.partition("; mosaic must have ")[::2] for line in lines]
+    found = [line.partition("; hopper must have ")[::2] for line in lines]
     assert [why for _, why in found] == ([obstacle or ""] if named else [])
     assert all(named in way for way, _ in found)
 

@@ -135,7 +135,7 @@ def test_codes_are_no_rows(name: str) -> None:
     for where, function in (
         ("auto", experts.auto),
         ("ragged_dot", experts.ragged_dot),
-        ("mosaic", experts.mosaic),
+        ("hopper", experts.hopper),
         ("Padded", experts.Padded(8)),
     ):
         with raises() as caught:
@@ -155,9 +155,9 @@ def test_codes_are_no_rows(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int16", "bool", "float8_e5m2"])
 def test_rows_that_are_no_values(dtype: str) -> None:
-    """Of types that no format has, 16 bits among them, which `mosaic` takes."""
+    """Of types that no format has, 16 bits among them, which `hopper` takes."""
     rows, sizes = jnp.ones((4, 16)).astype(dtype), jnp.array([4], jnp.int32)
-    for name in ("auto", "ragged_dot", "mosaic"):
+    for name in ("auto", "ragged_dot", "hopper"):
         with raises() as caught:
             function = getattr(jax_ep.experts, name)
             function(rows, jnp.ones((1, 16, 2, 8)), jnp.ones((1, 8, 16)), sizes)

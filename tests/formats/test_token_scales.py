@@ -12,7 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from support import format_values, helpers, moe, quantizer
+from support import (
+    compare_transports,
+    format_values,
+    fp8_experts,
+    helpers,
+    moe,
+    quantizer,
+)
 from support.errors import check_form, raises
 from support.quantized import check, codes_of, config_of, each_format
 from support.quantized_grads import HIDDEN
@@ -116,6 +123,13 @@ def grads(s: moe.Setup, fn: Any, *operands: Any, **options: Any) -> Any:
     return program(*operands), program
 
 
+def assert_same(found: Any, wanted: Any) -> None:
+    """Bit for bit on CPUs; GPUs choose algorithms of products for each program."""
+    on_cpu = jax.default_backend() == "cpu"
+    same = helpers.assert_bits if on_cpu else compare_transports.assert_near
+    jax.tree.map(same, found, wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "halves", "check_vma"),
     [
@@ -132,7 +146,7 @@ def test_gradients(name: str, halves: bool, check_vma: bool) -> None:
     wanted, _ = grads(s, fn, w, p, x, None, ids)
     fn = functools.partial(layer, s.ep, halves=halves)
     found, _ = grads(s, fn, w, p, codes, scales, ids, check_vma=check_vma)
-    jax.tree.map(helpers.assert_bits, found, wanted)
+    assert_same(found, wanted)
     assert all(np.asarray(each).any() for each in found)
 
 
@@ -204,8 +218,8 @@ def test_loops_remat_and_vmap(wrap: str) -> None:
     found, wanted = (
         grads(s, fn, w, p, codes, scales, ids)[0] for fn in (wrapped, in_a_row)
     )
-    for got, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    # Elements are sums of much larger ones.
+    jax.tree.map(compare_transports.assert_near, found, wanted)
 
 
 def test_fp8_experts_of_codes() -> None:
@@ -230,7 +244,12 @@ def test_fp8_experts_of_codes() -> None:
         grads(s, fn, w, (gate_up, down), *sent, ids)[0]
         for sent in ((codes, scales), (x, None))
     )
-    jax.tree.map(helpers.assert_bits, found, wanted)
+    if jax.default_backend() == "cpu":
+        jax.tree.map(helpers.assert_bits, found, wanted)
+        return
+    # Other sums may give a code's neighbour.
+    for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert fp8_experts.distance(got, want) < 3e-3
 
 
 # ---- Errors --------------------------------------------------------------------------

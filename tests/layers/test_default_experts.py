@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 def test_default_experts(sizes, zero_tail, faked, monkeypatch):
-    """On Hopper Pallas kernels; what they read past the rows is no matter."""
+    """On Hopper its kernels; what rows past the groups hold is no matter."""
     mesh = helpers.make_mesh(helpers.fit(sizes))
     size, devices = 128, []
     fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}
@@ -53,7 +53,7 @@ def test_default_experts(sizes, zero_tail, faked, monkeypatch):
 
     found, wanted = run(), run(experts=jax_ep.experts.ragged_dot)
     assert devices
-    assert taken is None or set(taken) == {"rows", "weights"}
+    assert taken is None or set(taken) == {"gate_up", "rows", "down_back", "outer"}
     assert all(device in mesh.local_devices for device in devices)
     for each, want in zip(found, wanted, strict=True):
         each, want = (np.asarray(array, np.float32) for array in (each, want))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import types
 
 import jax
@@ -13,20 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
-from jax_ep._experts import grouped as _grouped
+from jax_ep._experts import kernels
 from support import grouped_kernels, helpers
-from support.grouped_kernels import (
-    F,
-    H,
-    needs_interpreter,
-    needs_kernels,
-    skip_without_mosaic,
-)
+from support.grouped_kernels import F, H, skip_without_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 L, N = 3, 64
-MOSAIC_SIZES = [
+HOPPER_SIZES = [
     ((10, 0, 30), N),
     ((1,) * 8, 100),
     ((7, 0, 3, 70, 64, 0, 1, 50), 200),
@@ -34,10 +27,6 @@ MOSAIC_SIZES = [
     ((512, 512), 1024),
     ((0, 0, 5), 5),
 ]
-try:
-    from jax.experimental.pallas import mosaic_gpu
-except ImportError:  # it imports absl, which JAX does not require
-    mosaic_gpu = None
 
 
 def formula(rows, gate_up, down, sizes, largest=N):
@@ -105,31 +94,45 @@ def test_largest_must_be_positive(largest):
         experts.Padded(largest)
 
 
-def test_mosaic_names_what_its_kernels_lack(monkeypatch):
-    def kernels():
-        raise ModuleNotFoundError("No module named 'absl'")
-
+def test_hopper_names_what_it_lacks(monkeypatch):
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(_grouped, "kernels", dict)
-    assert experts.mosaic_obstacle(H, F, hopper) is None
-    monkeypatch.setattr(_grouped, "kernels", kernels)
-    found = experts.mosaic_obstacle(H, F, hopper)
+    monkeypatch.setattr(kernels, "built", lambda: True)
+    assert experts.hopper_obstacle(H, F, hopper) is None
+    assert experts.hopper_obstacle(136, 72, hopper) is None
+    for sizes in ((H, 100), (100, F)):
+        found = experts.hopper_obstacle(*sizes, hopper)
+        assert found == (
+            "hidden_size and intermediate_size in multiples of 8, got "
+            f"{sizes[0]} and {sizes[1]}"
+        )
+    monkeypatch.setattr(kernels, "built", lambda: False)
+    found = experts.hopper_obstacle(H, F, hopper)
     assert found is not None
-    assert found.endswith("such as absl-py, got No module named 'absl'")
+    assert found.startswith("a CUDA module with its kernels")
+    assert found.endswith("got none")
+    newer = types.SimpleNamespace(
+        platform="gpu", compute_capability="10.0", device_kind="NVIDIA B200"
+    )
+    found = experts.hopper_obstacle(H, F, newer)
+    assert found == "GPUs of compute capability 9.0, got NVIDIA B200 10.0"
 
 
-def test_mosaic_says_where_it_does_not_run():
-    obstacle = experts.mosaic_obstacle(H, 96)
-    assert obstacle is not None
+def test_older_names_of_hopper():
+    assert experts.mosaic is experts.hopper
+    assert experts.mosaic_obstacle is experts.hopper_obstacle
+
+
+def test_hopper_says_where_it_does_not_run():
+    assert experts.hopper_obstacle(H, 100) is not None
     rows, gate_up, down = operands((1, 1, 1), "bfloat16")
-    with pytest.raises(ValueError, match=r"^jax_ep.experts.mosaic: must have .*, got"):
-        experts.mosaic(rows, gate_up[..., :96], down[:, :96], jnp.ones(L, jnp.int32))
+    with pytest.raises(ValueError, match=r"^jax_ep.experts.hopper: must have .*, got"):
+        experts.hopper(rows, gate_up[..., :100], down[:, :100], jnp.ones(L, jnp.int32))
 
 
-def test_mosaic_refuses_float32(monkeypatch):
-    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
-    with pytest.raises(ValueError, match=r"^jax_ep.experts.mosaic: rows .*got float32"):
-        experts.mosaic(*operands((1, 1, 1)), jnp.ones(L, jnp.int32))
+def test_hopper_refuses_float32(monkeypatch):
+    grouped_kernels.pretend(monkeypatch)
+    with pytest.raises(ValueError, match=r"^jax_ep.experts.hopper: rows .*got float32"):
+        experts.hopper(*operands((1, 1, 1)), jnp.ones(L, jnp.int32))
 
 
 def largest_error(name, sizes, count):
@@ -170,12 +173,12 @@ def formula_of(sizes):
 
 
 # JAX has no second derivatives of ragged_dot.
-@pytest.mark.parametrize("name", ["mosaic", "padded"])
+@pytest.mark.parametrize("name", ["hopper", "padded"])
 def test_second_derivatives_equal_the_formulas(name, monkeypatch):
-    if name == "mosaic":
+    if name == "hopper":
         grouped_kernels.fake(monkeypatch)
     run = experts.Padded(32) if name == "padded" else getattr(experts, name)
-    dtype, bound = ("bfloat16", 0.05) if name == "mosaic" else ("float32", 1e-5)
+    dtype, bound = ("bfloat16", 0.05) if name == "hopper" else ("float32", 1e-5)
     assert max(curvature(run, (10, 0, 30), dtype, N)) < bound
 
 
@@ -199,58 +202,26 @@ def test_no_derivative_reads_cotangents_past_the_end():
         assert np.any(found)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES, ids=str)
-def test_mosaic_equals_the_formula(sizes, count):
-    skip_without_mosaic()
-    assert largest_error("mosaic", sizes, count) < 0.03
+@pytest.mark.parametrize(("sizes", "count"), HOPPER_SIZES, ids=str)
+def test_hopper_equals_the_formula(sizes, count, monkeypatch):
+    """With its gradients; on GPUs by the kernels, elsewhere by JAX in their place."""
+    if jax.default_backend() == "cpu":
+        grouped_kernels.fake(monkeypatch)
+    skip_without_hopper()
+    assert largest_error("hopper", sizes, count) < 0.03
 
 
 @pytest.mark.gpu
 def test_second_derivatives_on_hopper():
-    skip_without_mosaic()
+    skip_without_hopper()
     assert max(curvature(experts.auto, (7, 0, 3, 70), "bfloat16", 100)) < 0.05
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("sizes", "count"), MOSAIC_SIZES[2:3], ids=str)
-def test_mosaic_equals_the_formula_interpreted(sizes, count, monkeypatch):
-    grouped_kernels.pretend(monkeypatch)
-    with mosaic_gpu.force_gpu_interpret_mode():
-        assert largest_error("mosaic", sizes, count) < 0.03
-
-
-@needs_kernels
-@pytest.mark.parametrize("count", [5, 100, 1000])
-def test_mosaic_lowers_for_hopper(count, monkeypatch):
-    """With its derivatives, which have kernels of their own."""
-    grouped_kernels.pretend(monkeypatch)
-
-    def both(*args):
-        y, back = jax.vjp(experts.mosaic, *args)
-        return y, back(y)
-
-    args = (*operands((1, 0, 2), "bfloat16", count), jnp.ones(3, jnp.int32))
-    traced = jax.jit(both).trace(*args)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"custom_call @mosaic_gpu\w*", text)) == 6
-
-
-@pytest.mark.parametrize("end", [0, 1, 100, 299, 300])
-@pytest.mark.parametrize("count", [300, 128, 5])
-def test_rows_after_the_end_become_zeros(end, count):
-    rows = np.arange(1, 2 * count + 1, dtype=np.float32).reshape(count, 2)
-    end = min(end, count)
-    found = np.asarray(_grouped._zero_after(jnp.asarray(rows), jnp.int32(end)))
-    np.testing.assert_array_equal(found[:end], rows[:end])
-    assert not found[end : end + 64].any()
 
 
 @pytest.mark.parametrize(
     ("dtype", "obstacle", "dense", "wanted"),
     [
-        ("bfloat16", None, True, "mosaic"),
-        ("float16", None, True, "mosaic"),
+        ("bfloat16", None, True, "hopper"),
+        ("float16", None, True, "hopper"),
         ("bfloat16", None, False, "ragged_dot"),
         ("bfloat16", "another GPU", True, "ragged_dot"),
         ("float32", None, True, "ragged_dot"),
@@ -267,9 +238,9 @@ def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch
         assert (name, where) == (dtype, device)
         return dense
 
-    monkeypatch.setattr(experts, "mosaic_obstacle", obstacle_of)
+    monkeypatch.setattr(experts, "hopper_obstacle", obstacle_of)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", is_dense)
-    for name, function in (("mosaic", "_by_mosaic"), ("ragged_dot", "ragged_dot")):
+    for name, function in (("hopper", "_by_hopper"), ("ragged_dot", "ragged_dot")):
         monkeypatch.setattr(experts, function, lambda *_, name=name, **__: name)
     args = operands((10, 0, 30), dtype)
     found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)

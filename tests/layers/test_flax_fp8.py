@@ -17,6 +17,7 @@ from jax_ep import experts
 from support import helpers
 from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, distance
+from support.grouped_kernels import either_operations as either_operations
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
@@ -135,6 +136,7 @@ def agree(found, wanted):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("either_operations")
 def test_layouts_and_codes_beside_weights_agree(kind, sizes, codes, changes):
     """Shards of experts or of H; codes made in the call, or once before."""
     program = {"nnx": nnx_program, "linen": linen_program}[kind]
@@ -183,6 +185,7 @@ def test_codes_cross_the_data_axis_and_weights_do_not(kind, codes):
         assert f"f32[{','.join(map(str, shape))}]" in scattered
 
 
+@pytest.mark.usefixtures("either_operations")
 def test_a_placement_moves_codes():
     mesh = helpers.make_mesh({"fsdp": 2, "ep": 2})
     placed = jax_ep.placement.balance([1, 9, 2, 3], 8, ep_size=2)

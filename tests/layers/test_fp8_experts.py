@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_ep import experts
-from jax_ep._experts import operations
+from jax_ep._experts import operations, select
 from support import fp8_experts as formula
 from support import helpers, quantizer
 from support.errors import check_form, raises
@@ -170,15 +170,15 @@ def test_nothing_reads_rows_past_the_groups(monkeypatch):
 
         return jax.grad(loss)(1.5)
 
-    def reaching(self, left, right, sizes):
+    def reaching(self, left, right, sizes, dtype):
         whole = sizes.at[-1].add(left.shape[0] - jnp.sum(sizes))
-        return outer(self, left, right, whole)
+        return outer(self, left, right, whole, dtype)
 
     want, wanted = run(1.5)
     wanted_slope = slope_grad()
     outer = operations.Ragged.outer
     monkeypatch.setattr(operations.Ragged, "outer", reaching)
-    monkeypatch.setattr(operations, "operations", Untidy)
+    monkeypatch.setattr(select, "operations", Untidy)
     y, grads = run(1.5)
     helpers.assert_bits(y, want)
     for name, got in grads.items():
@@ -215,7 +215,7 @@ def test_the_activation_is_quantised_unrounded():
     made = operations.quantized_rows(jnp.asarray(rows, jnp.bfloat16))
     inner = operations.Inner(None, None, (), None)
     weights = experts.quantize_weights(gate_up, down)
-    h, both = operations.operations().gate_up(
+    h, both = select.operations().gate_up(
         made, weights, jnp.array(SIZES), inner, True, jnp.bfloat16
     )
     assert both.dtype == jnp.bfloat16
@@ -479,7 +479,7 @@ def test_a_derivative_needs_the_port():
     check_form(caught, "experts.fp8", "grad_port")
 
 
-@pytest.mark.parametrize("name", ["auto", "ragged_dot", "mosaic"])
+@pytest.mark.parametrize("name", ["auto", "ragged_dot", "hopper"])
 def test_others_take_no_codes(name):
     with raises() as caught:
         getattr(experts, name)(ROWS, coded(), None, np.array([4], np.int32))

@@ -16,6 +16,7 @@ from jax_ep import experts
 from support import helpers
 from support.errors import check_form, raises
 from support.fp8_experts import cosine, distance
+from support.grouped_kernels import either_operations as either_operations
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -207,6 +208,7 @@ def test_no_gather_of_masters_beside_codes():
     assert not masters.search(program("beside"))
 
 
+@pytest.mark.usefixtures("either_operations")
 def test_codes_alone_and_a_fused_shared_expert():
     fields = {"fused_shared_expert": True}
     params = parameters(shared=True)

@@ -488,8 +488,8 @@ def test_a_layer_with_copies_is_the_layer_without(sizes):
     by_expert = np.asarray(before.expert_counts).reshape(groups, -1).sum(0)
     np.testing.assert_array_equal(placed.to_logical(by_place), by_expert)
     if ranks > 1:
-        rows = by_place.reshape(ranks, -1).sum(1)
-        assert rows.max() < by_expert.reshape(ranks, -1).sum(1).max()
+        # Ranks may have been as even before, by chance; the hottest place never.
+        assert by_place.max() < by_expert.max()
     # Invalid ids of a router of one's own are still told.
     ids = jnp.full((N, moe_dense.TOP_K), 3, jnp.int32).at[1, 0].set(moe_dense.EXPERTS)
     zeros = jnp.zeros((N, moe_dense.EXPERTS))

@@ -1,105 +1,197 @@
-"""Grouped matmuls for Hopper on CPUs: interpreted, or as NumPy would do them."""
+"""The kernels for Hopper in plain JAX, so that CPUs run what is made of them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
-try:
-    from jax.experimental.pallas import mosaic_gpu
-except ImportError:  # it imports absl, which JAX does not require
-    mosaic_gpu = None
+import jax_ep
+from jax_ep import experts, formats
+from jax_ep._experts import kernels, quantized, select
+from jax_ep._experts.kernels import Codes
+from jax_ep._layers import layer
 
-from jax_ep import experts
-from jax_ep._experts import grouped, hopper
-
-_TILE = 64  # rows that the kernel for matrices loads at once
-
-
-def of_rows(rows: Any, matrices: Any, sizes: Any, transposed: bool) -> Any:
-    """Where there is no group nothing is written, NaN for that."""
-    wide = matrices.astype(np.float32)
-    wide = wide.swapaxes(1, 2) if transposed else wide
-    out = np.full((len(rows), wide.shape[2]), np.nan, np.float32)
-    for matrix, size, end in zip(wide, sizes, np.cumsum(sizes), strict=True):
-        out[end - size : end] = rows[end - size : end].astype(np.float32) @ matrix
-    return out.astype(rows.dtype)
-
-
-def _of_matrices(rows: Any, others: Any, sizes: Any) -> Any:
-    """Whole tiles, of which rows of others count 0 times."""
-    out = []
-    for size, end in zip(sizes, np.cumsum(sizes), strict=True):
-        first = (end - size) // _TILE * _TILE
-        at = np.arange(first, min(-(-end // _TILE) * _TILE, len(rows)))
-        own = ((at >= end - size) & (at < end) & (size > 0))[:, None]
-        left, right = (each[at].astype(np.float32) for each in (rows, others))
-        out.append((left * own).T @ right)
-    return np.stack(out).astype(rows.dtype)
+H, F = 128, 128  # of tests' matrices
+BLOCK = kernels.BLOCK
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `mosaic` take this for a Hopper GPU, to lower for one or to interpret."""
-    monkeypatch.setattr(hopper, "multiprocessors", lambda: 3)
-    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
+    """Takes this for a Hopper GPU, to lower for one."""
+    monkeypatch.setattr(select, "device_obstacle", lambda *_: None)
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has `mosaic` run by these; skips on GPUs, which may have the kernels.
+    """Has experts run by these; skips on GPUs, which may have the kernels.
 
     Returns a list that gets the name of each one that a trace takes.
     """
     if jax.default_backend() != "cpu":
         pytest.skip("the kernels may be real here")
-    monkeypatch.setattr(experts, "mosaic_obstacle", lambda *_: None)
+    pretend(monkeypatch)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
     taken: list[str] = []
-    monkeypatch.setattr(grouped, "kernels", lambda: _Seen(_kernels(), taken))
+    for stand_in in STAND_INS:
+        name = stand_in.__name__
+        # As the true ones are called.
+        assert list(inspect.signature(getattr(kernels, name)).parameters) == list(
+            inspect.signature(stand_in).parameters
+        )
+        monkeypatch.setattr(kernels, name, _seen(stand_in, taken))
     return taken
 
 
-class _Seen(dict):
-    def __init__(self, kernels: dict[str, Any], taken: list[str]) -> None:
-        super().__init__(kernels)
-        self.taken = taken
-
-    def __getitem__(self, name: str) -> Any:
-        self.taken.append(name)
-        return super().__getitem__(name)
-
-
-def _kernels() -> dict[str, Callable[..., jax.Array]]:
-    """As of the true ones, the types of these results do not say that they vary."""
-
-    def rows_kernel(rows, matrices, *, group_sizes, transpose_rhs=False, **_):
-        columns = matrices.shape[1 if transpose_rhs else 2]
-        result = jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype)
-        run = functools.partial(of_rows, transposed=transpose_rhs)
-        return jax.pure_callback(run, result, rows, matrices, group_sizes)
-
-    def matrices_kernel(rows, others, *, group_sizes, **_):
-        shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
-        result = jax.ShapeDtypeStruct(shape, rows.dtype)
-        return jax.pure_callback(_of_matrices, result, rows, others, group_sizes)
-
-    return {"rows": rows_kernel, "weights": matrices_kernel}
+@pytest.fixture(params=["reference", "kernels"])
+def either_operations(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """fp8 experts by the reference, or by the stand-ins of kernels."""
+    if request.param == "reference":
+        yield
+        return
+    # Programs of layers are kept for equal layers.
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    taken = fake(monkeypatch)
+    yield
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    jax.clear_caches()
+    assert "code_gate_up" in taken
 
 
-H, F = 128, 128  # of tests' matrices
-needs_kernels = pytest.mark.skipif(mosaic_gpu is None, reason="needs absl-py")
-needs_interpreter = pytest.mark.skipif(
-    jax.default_backend() != "cpu"
-    or not hasattr(mosaic_gpu, "force_gpu_interpret_mode"),
-    reason="needs absl-py, a CPU and a JAX that interprets its kernels for GPUs",
-)
+def _seen(stand_in: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
+    @functools.wraps(stand_in)
+    def run(*args: Any, **options: Any) -> Any:
+        taken.append(stand_in.__name__)
+        return stand_in(*args, **options)
+
+    return run
 
 
-def skip_without_mosaic():
-    obstacle = experts.mosaic_obstacle(H, F)
+def skip_without_hopper() -> None:
+    """Skips where the kernels do not run."""
+    obstacle = experts.hopper_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
+
+
+def group_masks(sizes: jax.Array, count: int) -> jax.Array:
+    """Bool `[L, count]`: whether each row is of each group."""
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(count)
+    return (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
+
+
+def product(left: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows `[N, A]` by `[L, A, B]` in float32; NaN where there is no group."""
+    left, matrices = left.astype(jnp.float32), matrices.astype(jnp.float32)
+    out = jnp.full((left.shape[0], matrices.shape[2]), jnp.nan) + 0 * _zero(left)
+    for own, matrix in zip(group_masks(sizes, len(left)), matrices, strict=True):
+        out = jnp.where(own[:, None], jnp.dot(left, matrix, precision="highest"), out)
+    return out
+
+
+def _zero(like: jax.Array) -> jax.Array:
+    """A zero that varies as `like`, of which no value matters."""
+    return jnp.zeros_like(like, shape=(1, 1))
+
+
+def rows(rows, matrices, sizes, transposed=False):
+    assert rows.dtype == matrices.dtype
+    assert rows.dtype.itemsize == 2
+    matrices = matrices.swapaxes(1, 2) if transposed else matrices
+    return product(rows, matrices, sizes).astype(rows.dtype)
+
+
+def gate_up(rows, matrices, sizes, keep):
+    assert rows.dtype == matrices.dtype
+    count, inner = len(rows), matrices.shape[3]
+    both = product(rows, matrices.reshape(*matrices.shape[:2], -1), sizes)
+    both = both.reshape(count, 2, inner)
+    h = jax.nn.silu(both[:, 0]) * both[:, 1]
+    return h.astype(rows.dtype), both.astype(rows.dtype) if keep else None
+
+
+def swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
+    """Cotangents of gate and up in float32, by JAX's own derivative."""
+    gate, up = (each.astype(jnp.float32) for each in (both[:, 0], both[:, 1]))
+    _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    return jnp.stack(back(to_h), 1)
+
+
+def down_back(cotangents, matrices, both, sizes):
+    assert cotangents.dtype == matrices.dtype == both.dtype
+    to_h = product(cotangents, matrices.swapaxes(1, 2), sizes)
+    return swiglu_back(to_h, both).astype(both.dtype)
+
+
+def outer(left, right, sizes, dtype):
+    assert left.dtype == right.dtype
+    assert dtype in (left.dtype, jnp.float32)
+    found = []
+    for own in group_masks(sizes, len(left)):
+        pair = (
+            jnp.where(own[:, None], each.astype(jnp.float32), 0)
+            for each in (left, right)
+        )
+        found.append(jnp.dot(next(pair).T, next(pair), precision="highest"))
+    return jnp.stack(found).astype(dtype)
+
+
+def _spread(scales: jax.Array, *axes: int) -> jax.Array:
+    for axis in axes:
+        scales = jnp.repeat(scales, BLOCK, axis)
+    return scales
+
+
+def _values(rows: Codes) -> jax.Array:
+    assert rows.scales.dtype == jnp.float32
+    return rows.values.astype(jnp.float32) * _spread(rows.scales, 1)
+
+
+def code_rows(rows, matrices, scales, sizes, dtype, turned):
+    scales = _spread(scales.swapaxes(1, 2) if turned else scales, 1, 2)
+    values = matrices.astype(jnp.float32) * scales
+    return product(_values(rows), values.swapaxes(1, 2), sizes).astype(dtype)
+
+
+def code_gate_up(rows, matrices, scales, sizes, keep):
+    groups, _, inner, _ = matrices.shape
+    scales = _spread(scales.transpose(0, 2, 3, 1), 2, 3)
+    values = (matrices.astype(jnp.float32) * scales).reshape(groups, 2 * inner, -1)
+    both = product(_values(rows), values.swapaxes(1, 2), sizes)
+    both = both.reshape(-1, 2, inner)
+    h = formats.quantize(jax.nn.silu(both[:, 0]) * both[:, 1], "fp8_block128")
+    return Codes(*h), both.astype(jnp.bfloat16) if keep else None
+
+
+def code_down_back(cotangents, matrices, scales, both, sizes):
+    values = matrices.astype(jnp.float32) * _spread(scales, 1, 2)
+    to_h = product(_values(cotangents), values.swapaxes(1, 2), sizes)
+    back = swiglu_back(to_h, both)
+    codes, code_scales = quantized.quantize_cotangents(back.reshape(len(back), -1))
+    code_scales = code_scales.reshape(len(back), 2, -1)
+    return codes.reshape(both.shape), code_scales, back.astype(both.dtype)
+
+
+def quantize_matrices(matrices):
+    codes, scales = quantized.to_blocks(matrices)
+    return codes, scales, jnp.transpose(codes, (0, 2, 3, 1))
+
+
+STAND_INS = (
+    rows,
+    gate_up,
+    down_back,
+    outer,
+    code_rows,
+    code_gate_up,
+    code_down_back,
+    quantize_matrices,
+)

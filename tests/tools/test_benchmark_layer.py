@@ -161,10 +161,10 @@ def test_errors_are_seen(ours):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group_sizes", [[100, 0, 130, 282], [0, 5, 0, 500]])
-def test_mosaic_equals_ragged_dot(group_sizes):
+def test_hopper_equals_ragged_dot(group_sizes):
     sizes = {"hidden": 256, "inner": 128}
     assert layer_experts.available("padded", sizes)
-    if not layer_experts.available("mosaic", sizes):
+    if not layer_experts.available("hopper", sizes):
         pytest.skip("needs compute capability 9.0")
     keys = jax.random.split(jax.random.key(0), 4)
     real = jnp.arange(512)[:, None] < sum(group_sizes)
@@ -177,7 +177,7 @@ def test_mosaic_equals_ragged_dot(group_sizes):
     cotangent = jnp.where(real, normal(keys[3], 512, 256), 0)
     counts = jnp.array(group_sizes, jnp.int32)
     found = []
-    for name in ("mosaic", "ragged_dot"):
+    for name in ("hopper", "ragged_dot"):
 
         def run(rows, gate_up, down, name=name):
             return layer_experts.make(name, 512)(rows, gate_up, down, counts)

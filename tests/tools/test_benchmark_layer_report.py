@@ -44,7 +44,7 @@ def record():
         row("dense", 6.0),
         row(layer_report.default_experts(), 9.0, exchange_share=None),
         row(layer_report.counted(), 4.04),
-        {"case": "mid", "layer": "experts", "matmul": "mosaic", "error": "no"},
+        {"case": "mid", "layer": "experts", "matmul": "hopper", "error": "no"},
     ]
     return {
         "cases": {"mid": layer.CASES["mid"] | {"tokens": 4096, "top_k": 8}},
@@ -100,15 +100,15 @@ def test_failures_are_wrong_results_and_what_jax_ep_lacks():
 
 
 def test_later_workers_multiply_as_the_first():
-    offered = {"mid": ["padded", "mosaic"], "large-64": ["padded", "mosaic"]}
-    rows = [row("p2p", 4.0, matmul="mosaic")]
-    assert layer.chosen_matmuls(rows, offered) == offered | {"mid": ["mosaic"]}
+    offered = {"mid": ["padded", "hopper"], "large-64": ["padded", "hopper"]}
+    rows = [row("p2p", 4.0, matmul="hopper")]
+    assert layer.chosen_matmuls(rows, offered) == offered | {"mid": ["hopper"]}
 
 
 @pytest.mark.parametrize(
     ("words", "large", "mid"),
     [
-        ("", ["padded", "mosaic"], ["padded", "mosaic", "ragged_dot"]),
+        ("", ["padded", "hopper"], ["padded", "hopper", "ragged_dot"]),
         ("--matmul ragged_dot", ["ragged_dot"], ["ragged_dot"]),
     ],
 )
@@ -123,8 +123,8 @@ def test_large_cases_take_ragged_dot_where_asked_for(words, large, mid):
     [
         ("ragged_dot", ["padded", "ragged_dot"], "padded", ["ragged_dot"]),
         ("ragged_dot", ["padded"], "padded", []),
-        ("mosaic", ["padded", "mosaic"], "padded", ["mosaic"]),
-        ("mosaic", ["padded", "mosaic"], "mosaic", []),
+        ("hopper", ["padded", "hopper"], "padded", ["hopper"]),
+        ("hopper", ["padded", "hopper"], "hopper", []),
     ],
 )
 def test_the_default_experts_are_measured_where_they_are_offered(

@@ -121,17 +121,17 @@ def test_what_is_missing_is_said_and_the_rest_shown():
     late = {"error": process.NO_TIME}
     lost = {key: v for key, v in row(0.0, arrangement="halves").items() if key != "us"}
     lost |= {"exposed_us": None}
-    unmade = lost | {"op": None, "arrangement": None, "beside": "mosaic"}
+    unmade = lost | {"op": None, "arrangement": None, "beside": "hopper"}
     results = [
         row(1500.0),
         lost | {"error": "RuntimeError: out of memory"},
         lost | late | {"arrangement": "whole"},
-        unmade | {"error": "ValueError: mosaic is not for this device"},
+        unmade | {"error": "ValueError: hopper is not for this device"},
     ]
     data = record(results=results, problems=[{"problem": "worker killed"}])
-    matmul, mosaic = overlap_report.cells(data)
+    matmul, hopper = overlap_report.cells(data)
     assert matmul[4:7] == ("no time", "failed", "100 (80%)")
-    assert mosaic[1:5] == ("mosaic", "", "", "failed")
+    assert hopper[1:5] == ("hopper", "", "", "failed")
     assert overlap_report.failures(data) == []
     assert len(overlap_report.missing(data)) == 4
     assert not overlap_report.unfit(data)

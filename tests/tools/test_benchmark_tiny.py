@@ -9,8 +9,10 @@ what needs a new JAX is in test_tiny_newest.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
+import pathlib
 import re
 import shlex
 import subprocess
@@ -28,6 +30,7 @@ from benchmarks.calls import (
     cpu_steps,
     draw,
     format_errors,
+    host_time,
     nodes,
     options_cost,
     options_report,
@@ -70,7 +73,7 @@ def over(*names):
 
 
 def test_layer(tmp_path):
-    """Left to GPUs: `mosaic`, which test_experts.py lowers for them."""
+    """Left to GPUs: `hopper`, which test_hopper_experts.py lowers for them."""
     layers = ["--layers", *over("collective"), "dense", "ragged"]
     record = tiny(layer, tmp_path, *layers, "--transport", helpers.TRANSPORT)
     assert record["problems"] == []
@@ -87,7 +90,7 @@ def test_layer(tmp_path):
     assert found.keys() == {(*k, each) for k in kinds for each in layer_cases.PASSES}
     assert all(row["tokens_with_drops"] == 0 for row in rows if row["layer"] != "dense")
     ways = {row["matmul"] for row in record["results"] if row["layer"] == "experts"}
-    assert ways >= {name for name in layer.MATMULS if name != "mosaic"}
+    assert ways >= {name for name in layer.MATMULS if name != "hopper"}
     assert all("%" in each[-1] for each in layer_report.stats_cost(record))
     assert len(list(layer_report.stats_cost(record))) == len(layer_cases.PASSES)
     layer_tables.all_layers(record, generate.table)
@@ -150,13 +153,13 @@ def test_p2p_in_every_format(tmp_path, capsys):
 
 
 def test_overlap_beside_everything(tmp_path):
-    """Left to GPUs: `mosaic`, which test_experts.py lowers for them; their traces."""
+    """Left to GPUs: `hopper`, which test_hopper_experts.py lowers; their traces."""
     asked = ["--arrangements", "halves", "--beside", *overlap.BESIDE, *TRACE]
     asked += ["--transport", helpers.TRANSPORT]
     record = tiny(overlap, tmp_path, *asked)
     seen = {row["beside"] for row in record["results"]} - {None}
     assert seen == set(overlap.BESIDE)
-    assert unmeasured(record) == ({"mosaic"} if ON_CPU else set())
+    assert unmeasured(record) == ({"hopper"} if ON_CPU else set())
     beside = [row for row in record["results"] if row.get("exposed_us") is not None]
     for row in beside:
         assert row["exposed_us"] == row["us"] - row["beside_us"]
@@ -181,6 +184,86 @@ def test_options(tmp_path, capsys):
     assert all(row["us"] > 0 for row in record["results"])
     performance_tables.options(record, generate.table)
     performance_tables.halves(record, generate.table)
+
+
+def host_rows(record):
+    assert record["problems"] == []
+    rows = rows_by(record["results"], *host_time.KEYS)
+    ops = ("dispatch", "combine")
+    transports, tokens = record["transports"], record["tokens"]
+    assert rows.keys() == set(itertools.product(transports, ops, tokens))
+    return rows.values()
+
+
+def test_host_time(tmp_path, capsys):
+    """Left to GPUs: p2p beside collective, and times that end before the results."""
+    asked = ["--transports", *over("collective"), "--processes", "2"]
+    record = tiny(host_time, tmp_path, *asked)
+    assert record["old_commit"] is None
+    for row in host_rows(record):
+        assert 0 < row["this_us_least"] <= row["this_us"]
+        assert row["this_launched_us"] <= row["this_done_us"]
+        assert (row["this_processes"], row["wrong"]) == (2, False)
+        assert not any("ratio" in name or name.startswith("old") for name in row)
+    assert len(capsys.readouterr().out.splitlines()) > len(record["results"])
+
+
+def test_host_time_of_other_results(tmp_path, monkeypatch, capsys):
+    """Both builds are this one here, of which one has another result once."""
+    given = host_time.worker.measured
+    seen = []
+
+    def measured(case, op, spec):
+        seen.append(op)
+        row = given(case, op, spec)
+        return row | {"checksum": row["checksum"] + (seen == ["dispatch"])}
+
+    monkeypatch.setattr(host_time.worker, "measured", measured)
+    words = ["--tiny", "--results", str(tmp_path), "--devices", str(RANKS)]
+    words += ["--processes", "1", "--transports", helpers.TRANSPORT]
+    words += ["--old", str(ROOT), "--old-commit", "abc"]
+    # An installed jax_ep has its native modules elsewhere.
+    monkeypatch.setattr(host_time, "foreign", lambda head, folder: [])
+    assert host_time.main(words) == 1
+    record = written(tmp_path)
+    assert record["old_commit"] == "abc"
+    assert {row["op"]: row["wrong"] for row in host_rows(record)} == {
+        "dispatch": True,
+        "combine": False,
+    }
+    assert capsys.readouterr().out.count("RESULTS DIFFER") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_host_time_beside_an_older_build(tmp_path, capfd):
+    """In processes. The older build is this one in another folder."""
+    old = tmp_path / "old"
+    old.mkdir()
+    for folder in jax_ep.__path__:
+        for path in pathlib.Path(folder).iterdir():
+            (old / "jax_ep").mkdir(exist_ok=True)
+            link = old / "jax_ep" / path.name
+            if not link.exists():
+                link.symlink_to(path)
+    words = ["--platform", "cpu", "--processes", "1", "--old-commit", "abc"]
+    words += [*host_time.TINY, "--results", str(tmp_path / "results")]
+    assert host_time.main([*words, "--old", str(old)]) == 0
+    record = written(tmp_path / "results")
+    assert (record["device"], record["count"]) == ("cpu", 2)
+    for row in host_rows(record):
+        assert row["ratio"] == row["this_us"] / row["old_us"]
+        assert row["ratio_least"] == row["this_us_least"] / row["old_us_least"]
+        assert row["wrong"] is False
+    # A folder without a build finds another one, or none.
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    host_time.main([*words, "--old", str(empty)])
+    record = written(tmp_path / "results")
+    (problem,) = record["problems"]
+    assert problem.startswith("old: ")
+    assert all("old_us" not in row for row in record["results"])
+    assert "MISSING: old: " in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -497,23 +580,13 @@ def test_fuzz(compiler, tmp_path):
 
 HERE = {
     *(collective, cpu_steps, cutlass_grouped, draw, format_errors, fuzz, gpu_limits),
-    *(
-        grouped,
-        launch_waits,
-        layer,
-        nodes,
-        options_cost,
-        overlap,
-        p2p,
-        record_suite,
-        soak,
-    ),
-    *(soak_processes, window_kernels),
+    *(grouped, host_time, launch_waits, layer, nodes, options_cost, overlap, p2p),
+    *(record_suite, soak, soak_processes, window_kernels),
 }
 # By those above.
 WORKERS = {
     *("layers.worker", "overlap.worker", "calls.nodes_process"),
-    "calls.options_worker",
+    *("calls.options_worker", "calls.host_time_worker"),
 }
 
 

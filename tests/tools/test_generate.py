@@ -73,11 +73,18 @@ def test_suite_of_some_files_says_so(tmp_path, monkeypatch):
     assert "2 processes that share it, of dispatch and mesh alone" in row
 
 
-def grouped(**changes):
+def grouped(name="hopper", **changes):
     rows = [
         {"case": "one", "op": "forward", "room": 1, "way": way, "us": us}
-        for way, us in (("ours", 3.0), ("ours", 2.0), ("jax", 6.0), ("jax", 1.5))
+        for way, us in ((name, 3.0), (name, 2.0), ("jax", 6.0), ("jax", 1.5))
     ]
+    if name == "hopper":
+        whole = {"case": "one", "matrix": "experts", "room": 1}
+        rows += [
+            whole | {"op": "forward", "way": "hopper", "us": 7.0},
+            whole | {"op": "forward", "way": "fp8", "us": 4.0},
+            whole | {"op": "forward", "way": "jax", "error": "out of memory"},
+        ]
     return {
         "device": "made up",
         "count": 1,
@@ -93,7 +100,12 @@ def grouped(**changes):
 def test_grouped_matmuls():
     """Times of both matrices add up; 30 million operations in 5 us are 6 a ps."""
     text = layer_tables.grouped(grouped(), generate.table)
-    assert "| one | rows | 1 | 5 | 6 | 8 |  | 1.50 |" in text.splitlines()
+    assert "| one | rows | 1 | 5 | 6 | 8 |  | 1.50 |  |" in text.splitlines()
+    assert "| one | forward | 1 | 7 | 4 |  |  |" in text.splitlines()
+    assert "matmuls of `hopper`" in text
+    older = layer_tables.grouped(grouped("ours"), generate.table)
+    assert "matmuls of `mosaic`" in older
+    assert "Whole experts" not in older
     with pytest.raises(SystemExit, match="unfit"):
         layer_tables.grouped(grouped(wrong=True), generate.table)
 

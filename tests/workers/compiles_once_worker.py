@@ -127,10 +127,6 @@ def bystander(x: jax.Array) -> jax.Array:
 def main() -> None:
     sys.meta_path.insert(0, NoFlax())
     jax.monitoring.register_event_duration_secs_listener(note)
-    if ON_GPUS:
-        # It imports Pallas, so that nothing does later: what was jitted before jax_ep
-        # was imported compiles again.
-        import jax_ep  # noqa: F401
     call = functools.partial(bystander, np.ones(4, np.float32))
     first = during(call)
     calls_of_ranks()

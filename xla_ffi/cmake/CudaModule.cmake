@@ -40,7 +40,14 @@ list(FILTER jax_ep_windows_for EXCLUDE REGEX "^[5-8][0-9]")
 if(jax_ep_windows_for)
   set_target_properties(jax_ep_windows PROPERTIES CUDA_ARCHITECTURES "${jax_ep_windows_for}")
 endif()
-foreach(part jax_ep_cuda jax_ep_windows)
+# Tensor-core instructions that Hopper alone has: this code runs on 9.0, and nothing compiles it for
+# newer GPUs.
+add_library(
+  jax_ep_matmul OBJECT
+  cuda/matmul/codes.cu cuda/matmul/gate_up.cu cuda/matmul/grouped_matmul.cc cuda/matmul/outer.cu
+  cuda/matmul/quantize_matrices.cu cuda/matmul/rows.cu cuda/matmul/tensor_map.cc)
+set_target_properties(jax_ep_matmul PROPERTIES CUDA_ARCHITECTURES 90a-real)
+foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul)
   set_target_properties(${part} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${part} PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
   target_compile_options(
@@ -53,6 +60,7 @@ nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cud
                     ffi/cuda_reports.cc ffi/window_group.cc)
 target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
 target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
-target_link_libraries(_native_cuda PRIVATE jax_ep_cuda jax_ep_windows Threads::Threads)
+target_link_libraries(_native_cuda PRIVATE jax_ep_cuda jax_ep_windows jax_ep_matmul
+                                           Threads::Threads)
 jax_ep_link_portably(_native_cuda)
 install(TARGETS _native_cuda LIBRARY DESTINATION "${JAX_EP_DESTINATION}")

@@ -78,4 +78,13 @@ inline bool DecodeElement(ffi::DataType dtype, ElementType& element) {
   }
 }
 
+// The same by the name that Python has for it.
+inline bool DecodeElement(std::string_view name, ElementType& element) {
+  const ffi::DataType dtype = name == "float32"    ? ffi::F32
+                              : name == "bfloat16" ? ffi::BF16
+                              : name == "float16"  ? ffi::F16
+                                                   : ffi::DataType::INVALID;
+  return DecodeElement(dtype, element);
+}
+
 }  // namespace jax_ep::ffi_layer

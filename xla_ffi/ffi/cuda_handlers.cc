@@ -16,6 +16,8 @@
 #include "cuda/collective/steps.h"
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
+#include "cuda/matmul/quantize_matrices.h"
+#include "cuda/matmul/step.h"
 #include "cuda/window/calls.h"
 #include "ffi/window_group.h"
 
@@ -72,6 +74,13 @@ cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
     if constexpr (QuantizedFormat<F>) return cuda::Dequantize<F>(call.step, stream);
     return cudaErrorNotSupported;
   });
+}
+
+cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
+  return cuda::GroupedMatmul(call.step, stream);
+}
+cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
+  return cuda::QuantizeMatrices(call.step, stream);
 }
 
 ffi::Error Precondition(const char* target, const std::string& message) {
@@ -273,6 +282,48 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
   }
 }
 
+// Of the calling thread, for a scope.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int32_t ordinal) : error_(cudaGetDevice(&before_)) {
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(ordinal);
+  }
+  ~CurrentDevice() { cudaSetDevice(before_); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+cudaError_t PreloadMatmuls() {
+  const cudaError_t error = cuda::PreloadMatmulKernels();
+  return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
+}
+
+// XLA runs this before each execution of a program, and before it captures one: experts need no
+// ep_init, which loads the kernels of all other calls.
+ffi::Error InitializeMatmul(int32_t ordinal) {
+  static std::atomic<uint64_t> loaded{0};  // by ordinal
+  const uint64_t bit = uint64_t{1} << (ordinal & 63);
+  // Relaxed: CUDA itself orders loads, and another one does no harm.
+  if (ordinal < 64 && (loaded.load(std::memory_order_relaxed) & bit) != 0) {
+    return ffi::Error::Success();
+  }
+  const CurrentDevice device(ordinal);
+  cudaError_t error = device.error();
+  // On other devices the call itself says that it cannot run.
+  if (error == cudaSuccess && cuda::MatmulSupported()) error = PreloadMatmuls();
+  if (error == cudaSuccess && ordinal < 64) loaded.fetch_or(bit, std::memory_order_relaxed);
+  return FromCuda("jax_ep's matmuls", error);
+}
+
+XLA_FFI_DEFINE_HANDLER(kInitializeMatmul, InitializeMatmul,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>());
+
 auto Context() {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
 }
@@ -304,6 +355,9 @@ std::vector<Target> CudaTargets() {
   AddTargets(targets, StepCalls{}, handler_of);
   AddTargets(targets, WindowCalls{}, handler_of);
   AddTargets(targets, AsideCalls{}, streamed_of);
+  const size_t others = targets.size();
+  AddTargets(targets, MatmulCalls{}, handler_of);
+  for (size_t i = others; i < targets.size(); ++i) targets[i].initialize = kInitializeMatmul;
   return targets;
 }
 

@@ -60,6 +60,7 @@ class TableDecoder {
  private:
   bool CheckDtype(const BufferRow& row, ffi::DataType dtype);
   bool CheckElement(const BufferRow& row, ffi::DataType dtype);
+  bool CheckOutput(const BufferRow& row, ffi::DataType dtype);
   void InferSizes(const BufferRow& row, View& view);
   void HoldShape(const BufferRow& row, View& view);
 
@@ -97,10 +98,29 @@ inline bool TableDecoder::CheckElement(const BufferRow& row, ffi::DataType dtype
   return check_.ok();
 }
 
+inline bool TableDecoder::CheckOutput(const BufferRow& row, ffi::DataType dtype) {
+  ElementType wanted{}, element{};
+  if (!DecodeElement(call_.out_dtype, wanted)) {
+    check_.Fail("unknown out_dtype " + std::string(call_.out_dtype));
+  } else if (!DecodeElement(dtype, element) || element != wanted) {
+    check_.Fail(row.title() + " must have the out_dtype " + std::string(call_.out_dtype) +
+                ", got " + DtypeText(dtype));
+  }
+  return check_.ok();
+}
+
 inline bool TableDecoder::CheckDtype(const BufferRow& row, ffi::DataType dtype) {
   const Kind kind = IsSet(row.when) ? row.other_kind : row.kind;
   const bool is_scale = kind == Kind::kScale;
   if (kind == Kind::kToken) return CheckElement(row, dtype);
+  if (kind == Kind::kOutput) return CheckOutput(row, dtype);
+  if (kind == Kind::kCode) {
+    if (dtype != ffi::F8E4M3FN) {
+      check_.Fail(row.title() + " must be " + DtypeText(ffi::F8E4M3FN) + ", got " +
+                  DtypeText(dtype));
+    }
+    return check_.ok();
+  }
   if (kind != Kind::kPayload && !is_scale) return true;  // XLA has checked it
   if (!call_.quantized) return is_scale || CheckElement(row, dtype);
   const ffi::DataType own = is_scale ? call_.encoding.scale_dtype : call_.encoding.payload_dtype;
@@ -252,6 +272,7 @@ template <typename Step>
 void FillStep(Checker& check, const CallState& call, Step& step) {
   if constexpr (requires { step.shape; }) step.shape = call.shape;
   if constexpr (requires { step.element; }) step.element = call.element;
+  if constexpr (requires { step.out_element; }) DecodeElement(call.out_dtype, step.out_element);
   if constexpr (requires { step.site; }) step.site = call.site;
   if constexpr (requires { step.zero_tail; }) step.zero_tail = call.zero_tail;
   if constexpr (requires { step.by_entry; }) step.by_entry = call.by_entry;

@@ -23,13 +23,24 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
   m.def(
       "targets",
       [targets] {
+        const auto capsule = [](XLA_FFI_Handler* handler) {
+          return nb::capsule(reinterpret_cast<void*>(handler));
+        };
         nb::dict result;
         for (const Target& target : targets) {
-          result[target.name] = nb::capsule(reinterpret_cast<void*>(target.handler));
+          if (target.initialize == nullptr) {
+            result[target.name] = capsule(target.handler);
+            continue;
+          }
+          nb::dict stages;
+          stages["execute"] = capsule(target.handler);
+          stages["initialize"] = capsule(target.initialize);
+          result[target.name] = stages;
         }
         return result;
       },
-      "Custom-call target name -> handler capsule, for jax.ffi.register_ffi_target.");
+      "Custom-call target name -> handler capsule, or a dict of capsules by stage, for "
+      "jax.ffi.register_ffi_target.");
   m.def(
       "open_group",
       [](int64_t key, const std::vector<int32_t>& ordinals, const std::vector<int32_t>& ranks) {

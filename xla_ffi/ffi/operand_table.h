@@ -30,10 +30,11 @@ namespace jax_ep::ffi_layer {
 
 // The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a
 // region, V tiles of scales and C their column words, A lines of B scales where there are no tiles,
-// I input scales. kOne is no dimension.
-enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I };
-inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P",
-                                            "S", "W", "V", "C", "A", "B", "I"};
+// I input scales. In matmuls A is the contracted dimension and B the other one of a matrix, X and Y
+// are their blocks of 128, and Z is the sides of a matrix. kOne is no dimension.
+enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I, X, Y, Z };
+inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P", "S",
+                                            "W", "V", "C", "A", "B", "I", "X", "Y", "Z"};
 
 // A size in a shape: first * second + plus.
 struct Term {
@@ -84,8 +85,10 @@ struct CallState {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
   bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
   bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
-  bool coded = false;  // tokens come as codes and scales
-  std::string_view format, scale_layout = "rows", combine_dtype;
+  bool coded = false;   // tokens come as codes and scales
+  bool keep = false;    // gate and up are a result
+  bool turned = false;  // matrices of codes have the contracted dimension last, unlike their scales
+  std::string_view format, scale_layout = "rows", combine_dtype, out_dtype;
 
   bool with_weights = false;              // weights travel along a route
   bool quantized = false, plain = false;  // whether the format has scales, or not
@@ -164,6 +167,9 @@ inline constexpr auto kWithEntryWeights =
     Attr("with_entry_weights", &CallState::with_entry_weights);
 inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared);
 inline constexpr auto kCoded = Attr("coded", &CallState::coded);
+inline constexpr auto kKeep = Attr("keep", &CallState::keep);
+inline constexpr auto kTurned = Attr("turned", &CallState::turned);
+inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
 
 // What shapes depend on: a bool among the attributes, or one of these that follow from others.
@@ -175,17 +181,21 @@ inline constexpr Flag kTiled = Attr("tiled", &CallState::tiled);
 
 // ---- Operands and results -----------------------------------------------------------------------
 
-enum class Kind : int8_t { kInt32, kFloat32, kWord, kToken, kPayload, kScale };
+enum class Kind : int8_t { kInt32, kFloat32, kWord, kCode, kToken, kOutput, kPayload, kScale };
 
-// The buffers of rows: I32, F32 and Wire, or one of these, whose dtype the call determines: that of
-// tokens, and those of its format.
+// The buffers of rows: I32, F32 and Wire; e4m3 codes, which XLA has no buffer for; or one whose
+// dtype the call determines: that of tokens, its `out_dtype`, and those of its format.
+struct Code {};
 struct Token {};
+struct Output {};
 struct Payload {};
 struct Scale {};
 template <typename T>
 inline constexpr Kind kKindOf = std::is_same_v<T, I32>       ? Kind::kInt32
                                 : std::is_same_v<T, F32>     ? Kind::kFloat32
                                 : std::is_same_v<T, Wire>    ? Kind::kWord
+                                : std::is_same_v<T, Code>    ? Kind::kCode
+                                : std::is_same_v<T, Output>  ? Kind::kOutput
                                 : std::is_same_v<T, Payload> ? Kind::kPayload
                                 : std::is_same_v<T, Scale>   ? Kind::kScale
                                                              : Kind::kToken;

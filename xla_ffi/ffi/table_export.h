@@ -29,8 +29,8 @@ inline nb::tuple ExportShape(const Shape& shape) {
 }
 
 inline nb::dict ExportRow(const BufferRow& row) {
-  static constexpr const char* kKinds[] = {"int32", "float32", "uint32",
-                                           "token", "payload", "scale"};
+  static constexpr const char* kKinds[] = {"int32", "float32", "uint32",  "float8_e4m3fn",
+                                           "token", "output",  "payload", "scale"};
   static constexpr const char* kForms[] = {"exact", "any", "longer", "leading", "flat"};
   const auto named = [](const char* name) { return name ? nb::object(nb::str(name)) : nb::none(); };
   nb::dict made;
@@ -80,6 +80,7 @@ inline nb::dict OperandTables() {
   ForEachCall(StepCalls{}, add);
   ForEachCall(WindowCalls{}, add);
   ForEachCall(AsideCalls{}, add);
+  ForEachCall(MatmulCalls{}, add);
   return tables;
 }
 

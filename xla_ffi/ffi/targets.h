@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ffi/collective_calls.h"
+#include "ffi/matmul_calls.h"
 #include "ffi/window_calls.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -12,6 +13,7 @@ namespace jax_ep::ffi_layer {
 struct Target {
   const char* name;
   XLA_FFI_Handler* handler;
+  XLA_FFI_Handler* initialize = nullptr;  // of XLA's stage of that name, where there is one
 };
 
 template <typename... Calls>
@@ -23,6 +25,9 @@ using WindowCalls =
     CallList<WindowDispatchCall, WindowCachedDispatchCall, WindowCombineCall, DispatchSendCall,
              DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
+// Of the CUDA module alone.
+using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
+                             CodeRowsCall, CodeGateUpCall, CodeDownBackCall, QuantizeMatricesCall>;
 
 // `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

@@ -14,7 +14,7 @@ from jax_ep._setup import capacity
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
-_MOSAIC_SIZE = 128  # an intermediate size that mosaic supports
+_INNER = 128  # an intermediate size that experts.hopper takes
 
 
 def _install() -> str:
@@ -37,10 +37,10 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
         only = "only CPU devices, which are fine for tests and small runs; "
         advice.append((only if devices else "") + _for_gpus(found["versions"]))
     if on_gpu and _dense_experts(config):
-        obstacle = _experts.mosaic_obstacle(config.hidden_size, _MOSAIC_SIZE)
+        obstacle = _experts.hopper_obstacle(config.hidden_size, _INNER)
         runs = obstacle is None and config.element_bytes == 2
-        way = "mosaic, as layers do if they can" if runs else "Padded(largest)"
-        why = f"; mosaic must have {obstacle}" if obstacle else ""
+        way = "hopper, as layers do if they can" if runs else "Padded(largest)"
+        why = f"; hopper must have {obstacle}" if obstacle else ""
         advice.append(
             "jax.lax.ragged_dot is dense here, multiplying each row by all local "
             f"experts: use jax_ep.experts.{way}{why}"

@@ -157,6 +157,14 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return shift % 32 == 0 ? high : high << shift % 32 | low >> (32 - shift % 32);
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) {
+    found |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  }
+  return found;
+}
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);
 }

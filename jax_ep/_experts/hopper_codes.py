@@ -1,0 +1,210 @@
+"""fp8 experts on Hopper: `Operations` by kernels that multiply codes.
+
+Kernels contract the last dimension of both operands, so forward products need weights
+that were turned; products with transposed weights take the codes as they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_ep._core.literals import WeightFormat
+from jax_ep._experts import kernels, quantized
+from jax_ep._experts.operations import Inner, Operations, Rows
+from jax_ep._experts.quantized import QuantizedWeights, Which
+
+
+class HopperOperations(Operations):
+    """Kernels, and the reference for what these do not know.
+
+    SwiGLU without biases is part of them. Other activations, and biases, are applied
+    outside of products of codes. Weights in "mxfp4" are left to the reference.
+    """
+
+    turns_weights = True
+
+    def quantize_weights(
+        self,
+        gate_up: jax.Array,
+        down: jax.Array,
+        name: WeightFormat,
+        backward: bool,
+    ) -> QuantizedWeights:
+        """As `Operations.quantize_weights`; the codes are turned in the same pass."""
+        if name != "fp8_block128" or not _few_bits(gate_up, down):
+            return super().quantize_weights(gate_up, down, name, backward)
+        first, second = _quantize(gate_up), _quantize(down[:, :, None])
+        return QuantizedWeights(
+            first[0],
+            first[1],
+            jnp.squeeze(second[0], 2),
+            jnp.squeeze(second[1], 2),
+            gate_up_turned=first[2],
+            down_turned=jnp.squeeze(second[2], 1),
+        )
+
+    def product(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        which: Which,
+        sizes: jax.Array,
+        dtype: Any,
+        transposed: bool = False,
+    ) -> jax.Array:
+        """As `Operations.product`."""
+        codes = _codes(rows, weights)
+        if codes is None:
+            return super().product(rows, weights, which, sizes, dtype, transposed)
+        if transposed:
+            matrices = getattr(weights, which)
+            matrices = matrices.reshape(*matrices.shape[:2], -1)
+        else:
+            matrices = _turned(weights, which)
+            matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
+        scales = getattr(weights, f"{which}_scales")
+        scales = scales.reshape(*scales.shape[:2], -1)
+        return kernels.code_rows(codes, matrices, scales, sizes, dtype, not transposed)
+
+    def gate_up(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        keep: bool,
+        dtype: Any,
+    ) -> tuple[Rows, jax.Array | None]:
+        """As `Operations.gate_up`."""
+        codes = _codes(rows, weights)
+        if codes is None or not _is_swiglu(inner):
+            return super().gate_up(rows, weights, sizes, inner, keep, dtype)
+        h, both = kernels.code_gate_up(
+            codes, _turned(weights, "gate_up"), weights.gate_up_scales, sizes, keep
+        )
+        return Rows(*h), both
+
+    def down_dgrad(
+        self,
+        cotangent: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        both: jax.Array,
+    ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
+        """As `Operations.down_dgrad`."""
+        given = _codes(cotangent, weights)
+        # `both` has biases in it, so they are no obstacle here.
+        if given is None or inner.activation is not None:
+            return super().down_dgrad(cotangent, weights, sizes, inner, both)
+        codes, scales, plain = kernels.code_down_back(
+            given, weights.down, weights.down_scales, both, sizes
+        )
+        return Rows(_side_by_side(codes), _side_by_side(scales)), plain, ()
+
+    def wgrad(
+        self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """As `Operations.wgrad`."""
+        left, right = rows.to("bfloat16"), cotangent.astype(jnp.bfloat16)
+        # The kernel writes bfloat16 or the sums as they are.
+        out = dtype if dtype == jnp.bfloat16 else jnp.float32
+        return kernels.outer(left, right, sizes, out).astype(dtype)
+
+    def quantize_cotangents(self, values: jax.Array) -> Rows:
+        """As `Operations.quantize_cotangents`."""
+        return Rows(*kernels.quantize_cotangents(values))
+
+
+def _side_by_side(values: jax.Array) -> jax.Array:
+    """Merges the last two dimensions of `[N, 2, ...]`."""
+    count, sides, columns = values.shape
+    return values.reshape(count, sides * columns)
+
+
+def _few_bits(*matrices: jax.Array) -> bool:
+    """Whether kernels read these: float64 they do not."""
+    return all(matrix.dtype.itemsize <= 4 for matrix in matrices)
+
+
+def _is_swiglu(inner: Inner) -> bool:
+    biases = (inner.gate_bias, inner.up_bias)
+    return inner.activation is None and biases == (None, None)
+
+
+def _codes(rows: Rows, weights: QuantizedWeights) -> kernels.Codes | None:
+    """Returns the rows as kernels take them, or None if they do not multiply them."""
+    if rows.scales is None or weights.format != "fp8_block128":
+        return None
+    return kernels.Codes(rows.values, rows.scales.astype(jnp.float32))
+
+
+def _turned(weights: QuantizedWeights, which: Which) -> jax.Array:
+    found = getattr(weights, f"{which}_turned")
+    return quantized.turn(getattr(weights, which)) if found is None else found
+
+
+def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
+    """`kernels.quantize_matrices`, which each device runs on its own part.
+
+    Outside of shard_map XLA knows nothing of a custom call, and would gather its
+    operand; with explicit axes JAX has no rule for one, so XLA's own code quantises.
+    """
+    if any(entry is not None for entry in jax.typeof(matrices).sharding.spec):
+        codes, scales = quantized.to_blocks(matrices)
+        return codes, scales, quantized.turn(codes)
+    mesh = jax.sharding.get_abstract_mesh()
+    # Arrays may be sharded without a mesh that is set.
+    unknown = mesh.empty or AxisType.Auto in mesh.axis_types
+    return (_partitioned if unknown else kernels.quantize_matrices)(matrices)
+
+
+@custom_partitioning
+def _partitioned(matrices: jax.Array) -> Any:
+    return kernels.quantize_matrices(matrices)
+
+
+def _partition(mesh: Any, given: Any, result: Any) -> Any:
+    del result
+    (matrices,) = given
+    spec = _whole_blocks(mesh, matrices.shape, matrices.sharding.spec)
+    group, row, side, column = spec
+    outs = (spec, spec, (group, side, column, row))
+    placed = [NamedSharding(mesh, PartitionSpec(*each)) for each in outs]
+    return mesh, kernels.quantize_matrices, tuple(placed), (placed[0],)
+
+
+def _whole_blocks(mesh: Any, shape: Any, spec: Any) -> tuple[Any, ...]:
+    """Returns `spec` without the entries that would cut blocks of 128 x 128."""
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+
+    def kept(dim: int) -> Any:
+        entry, size = entries[dim], shape[dim]
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        parts = 1
+        for name in names:
+            parts *= mesh.shape[name]
+        unit = kernels.BLOCK if dim in (1, 3) else 1
+        return entry if size % (unit * parts) == 0 else None
+
+    return tuple(kept(dim) for dim in range(len(shape)))
+
+
+def _infer(mesh: Any, given: Any, result: Any) -> Any:
+    return _partition(mesh, given, result)[2]
+
+
+_partitioned.def_partition(
+    partition=_partition,
+    infer_sharding_from_operands=_infer,
+    # a and b are blocks of 128 x 128, which are not cut.
+    sharding_rule="g (a i) s (b j) -> g (a i) s (b j), g a s b, g s (b j) (a i)",
+    need_replication_factors=("i", "j"),
+    i=kernels.BLOCK,
+    j=kernels.BLOCK,
+)

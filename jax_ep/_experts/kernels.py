@@ -1,0 +1,262 @@
+"""The grouped matmuls of `_native_cuda` for Hopper, as custom calls.
+
+N rows lie in L groups of `sizes`, and each group has a matrix of its own. Sums are
+float32. Rows past the groups may hold anything: they change no result, and their own
+results are whatever the memory held. None of these has a derivative or a batching rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._native import ffi, tables
+
+BLOCK = 128  # rows and columns of a matrix of codes that share a scale
+ALIGNED = 8  # what A and B must be multiples of without codes: 16 bytes
+# The input scale that asks "fp8_block128" for the floor of gradients.
+_OF_GRADIENTS = 2.0**-80
+_TARGETS = frozenset(
+    {
+        "ep_rows",
+        "ep_rows_transposed",
+        "ep_gate_up",
+        "ep_down_back",
+        "ep_outer",
+        "ep_code_rows",
+        "ep_code_gate_up",
+        "ep_code_down_back",
+        "ep_quantize_matrices",
+    }
+)
+
+
+class Codes(NamedTuple):
+    """e4m3 codes `[N, A]` and float32 scales `[N, A / 128]`."""
+
+    values: jax.Array
+    scales: jax.Array
+
+
+def built() -> bool:
+    """Whether a CUDA module is installed that has them."""
+    return ffi.gpu_target_names() >= _TARGETS
+
+
+def rows(
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, transposed: bool = False
+) -> jax.Array:
+    """Multiplies `[N, A]` by `[L, A, B]` (`transposed`: `[L, B, A]`) to `[N, B]`."""
+    # Of one target or the other: their names are part of their types.
+    call: Any = tables.call
+    target = "ep_rows_transposed" if transposed else "ep_rows"
+    operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
+    return call(target, rows, {}, operands, {}).out
+
+
+def gate_up(
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, keep: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Multiplies `[N, A]` by `[L, A, 2, B]`, gate first, and applies SwiGLU.
+
+    Args:
+        rows: 16-bit.
+        matrices: of the same dtype.
+        sizes: int32 `[L]`.
+        keep: whether gate and up are wanted.
+
+    Returns:
+        `silu(gate) * up`, `[N, B]`, and gate and up `[N, 2, B]` or None, in the dtype
+        of rows, each rounded once from the float32 sums.
+    """
+    found = tables.call(
+        "ep_gate_up",
+        rows,
+        {},
+        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
+        {"keep": keep},
+    )
+    return found.h, found.both
+
+
+def down_back(
+    cotangents: jax.Array, matrices: jax.Array, both: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Goes back through down and SwiGLU.
+
+    Args:
+        cotangents: of down's rows, `[N, A]`.
+        matrices: down, `[L, B, A]`.
+        both: gate and up, `[N, 2, B]`, whose memory the result takes.
+        sizes: int32 `[L]`.
+
+    Returns:
+        The cotangents of gate and up, `[N, 2, B]`.
+    """
+    found = tables.call(
+        "ep_down_back",
+        cotangents,
+        {},
+        {
+            "cotangents": cotangents,
+            "matrices": matrices,
+            "both": both,
+            "group_sizes": sizes,
+        },
+        {},
+    )
+    return found.to_both
+
+
+def outer(left: jax.Array, right: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
+    found = tables.call(
+        "ep_outer",
+        left,
+        {},
+        {"left": left, "right": right, "group_sizes": sizes},
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def code_rows(
+    rows: Codes,
+    matrices: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    dtype: Any,
+    turned: bool,
+) -> jax.Array:
+    """Multiplies rows of codes by codes of matrices `[L, B, A]`, to `[N, B]`.
+
+    Args:
+        rows: `[N, A]`.
+        matrices: codes.
+        scales: those of the weights in their own order: with `turned` codes
+            `[L, A / 128, B / 128]`, else `[L, B / 128, A / 128]`.
+        sizes: int32 `[L]`.
+        dtype: of the result.
+        turned: whether the codes were turned.
+    """
+    found = tables.call(
+        "ep_code_rows",
+        rows.values,
+        {},
+        {
+            "rows": rows.values,
+            "row_scales": rows.scales,
+            "matrices": matrices,
+            "matrix_scales": scales,
+            "group_sizes": sizes,
+        },
+        {"turned": turned, "out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def code_gate_up(
+    rows: Codes, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, keep: bool
+) -> tuple[Codes, jax.Array | None]:
+    """`gate_up` of codes; SwiGLU's float32 result is quantised as rows are.
+
+    Args:
+        rows: `[N, A]`.
+        matrices: turned codes, `[L, 2, B, A]`.
+        scales: `[L, A / 128, 2, B / 128]`.
+        sizes: int32 `[L]`.
+        keep: whether gate and up are wanted.
+
+    Returns:
+        h `[N, B]`; gate and up in bfloat16 `[N, 2, B]`, or None.
+    """
+    found = tables.call(
+        "ep_code_gate_up",
+        rows.values,
+        {},
+        {
+            "rows": rows.values,
+            "row_scales": rows.scales,
+            "matrices": matrices,
+            "matrix_scales": scales,
+            "group_sizes": sizes,
+        },
+        {"keep": keep, "out_dtype": "bfloat16"},
+    )
+    return Codes(found.h, found.h_scales), found.both
+
+
+def code_down_back(
+    cotangents: Codes,
+    matrices: jax.Array,
+    scales: jax.Array,
+    both: jax.Array,
+    sizes: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`down_back` of codes.
+
+    Args:
+        cotangents: `[N, A]`.
+        matrices: codes of down as they lie, `[L, B, A]`.
+        scales: `[L, B / 128, A / 128]`.
+        both: bfloat16 `[N, 2, B]`, whose memory the last result takes.
+        sizes: int32 `[L]`.
+
+    Returns:
+        The cotangents of gate and up: quantised from float32 as cotangents are, codes
+        `[N, 2, B]` and scales `[N, 2, B / 128]`; and in bfloat16 `[N, 2, B]`.
+    """
+    found = tables.call(
+        "ep_code_down_back",
+        cotangents.values,
+        {},
+        {
+            "cotangents": cotangents.values,
+            "cotangent_scales": cotangents.scales,
+            "matrices": matrices,
+            "matrix_scales": scales,
+            "both": both,
+            "group_sizes": sizes,
+        },
+        {"out_dtype": "bfloat16"},
+    )
+    return found.codes, found.code_scales, found.to_both
+
+
+def quantize_matrices(
+    matrices: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantises `[L, A, Z, B]` per 128 x 128 of A and B.
+
+    Returns:
+        Codes in the same order; scales `[L, A / 128, Z, B / 128]`; the codes turned,
+        `[L, Z, B, A]`.
+    """
+    found = tables.call(
+        "ep_quantize_matrices",
+        matrices,
+        {"X": matrices.shape[1] // BLOCK, "Y": matrices.shape[3] // BLOCK},
+        {"matrices": matrices},
+        {"turned": True},
+    )
+    assert found.turned is not None
+    return found.codes, found.scales, found.turned
+
+
+def quantize_cotangents(values: jax.Array) -> Codes:
+    """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
+    count, columns = values.shape
+    floor = jax.lax.full_like(values, _OF_GRADIENTS, dtype=jnp.float32, shape=(1,))
+    codes, scales = ffi.call(
+        "ep_quantize",
+        (
+            tables.struct(values, values.shape, jnp.float8_e4m3fn),
+            tables.struct(values, (count, columns // BLOCK), jnp.float32),
+        ),
+        values,
+        floor,
+        format="fp8_block128",
+    )
+    return Codes(codes, scales)

@@ -1,0 +1,137 @@
+"""SwiGLU experts of 16 bits on Hopper, with the activation inside the matmuls.
+
+gate_up's kernel applies SwiGLU to its float32 sums, and the kernel that goes back
+through down applies its derivative to the float32 cotangents. Their derivatives are
+those of the same formula in grouped matmuls, so derivatives of any order work.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._core import batching
+from jax_ep._experts import grouped, kernels
+from jax_ep._ops.remat import GATE_UP_NAME
+
+_HOPPER = grouped.Hopper()
+
+
+def apply(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Applies experts; rows past the groups are unspecified, and may hold anything.
+
+    Args:
+        rows: `[N, H]`, bfloat16 or float16.
+        gate_up: `[L, H, 2, F]`, of any floating dtype: it is multiplied in that of the
+            rows, and gets gradients in its own.
+        down: `[L, F, H]`, likewise.
+        sizes: int32 `[L]`.
+
+    Returns:
+        `[N, H]` in the dtype of the rows.
+    """
+    dtypes = gate_up.dtype, down.dtype
+    return _apply(*grouped.varied(rows, gate_up, down, sizes), dtypes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _apply(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
+    del dtypes
+    h, _ = _run_gate_up(rows, gate_up.astype(rows.dtype), sizes, False)
+    return grouped.by_rows(h, down.astype(rows.dtype), sizes, _HOPPER, False)
+
+
+def _forward(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
+    del dtypes
+    gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
+    # One name, so that a policy that saves it repeats no product.
+    h, both = (
+        checkpoint_name(part, GATE_UP_NAME) for part in _hidden(rows, gate_up, sizes)
+    )
+    out = grouped.by_rows(h, down, sizes, _HOPPER, False)
+    return out, (rows, gate_up, down, sizes, h, both)
+
+
+def _backward(dtypes: Any, kept: Any, cotangent: Any) -> Any:
+    rows, gate_up, down, sizes, h, both = kept
+    to_both = _side_by_side(_down_back(cotangent, down, both, sizes))
+    to_rows = grouped.by_rows(to_both, _side_by_side(gate_up), sizes, _HOPPER, True)
+    to_gate_up: Any = grouped.by_groups(rows, to_both, sizes, _HOPPER, dtypes[0])
+    to_down = grouped.by_groups(h, cotangent, sizes, _HOPPER, dtypes[1])
+    return to_rows, to_gate_up.reshape(gate_up.shape), to_down, None
+
+
+_apply.defvjp(_forward, _backward)
+
+
+def _run_gate_up(rows: Any, gate_up: Any, sizes: Any, keep: bool) -> Any:
+    return batching.in_turn(partial(kernels.gate_up, keep=keep))(rows, gate_up, sizes)
+
+
+@jax.custom_vjp
+def _hidden(rows: Any, gate_up: Any, sizes: Any) -> Any:
+    """Returns h `[N, F]`, and gate and up `[N, 2, F]`."""
+    return _run_gate_up(rows, gate_up, sizes, True)
+
+
+def _hidden_forward(rows: Any, gate_up: Any, sizes: Any) -> Any:
+    h, both = _hidden(rows, gate_up, sizes)
+    return (h, both), (rows, gate_up, sizes, both)
+
+
+def _hidden_backward(kept: Any, cotangents: Any) -> Any:
+    rows, gate_up, sizes, both = kept
+    to_h, to_both = cotangents
+    back = _side_by_side(_swiglu_back(to_h, both) + to_both)
+    to_rows = grouped.by_rows(back, _side_by_side(gate_up), sizes, _HOPPER, True)
+    to_gate_up: Any = grouped.by_groups(rows, back, sizes, _HOPPER, gate_up.dtype)
+    return to_rows, to_gate_up.reshape(gate_up.shape), None
+
+
+_hidden.defvjp(_hidden_forward, _hidden_backward)
+
+
+@jax.custom_vjp
+def _down_back(cotangent: Any, down: Any, both: Any, sizes: Any) -> Any:
+    """Returns the cotangents of gate and up, from those of down's rows."""
+    return batching.in_turn(kernels.down_back)(cotangent, down, both, sizes)
+
+
+def _down_back_forward(cotangent: Any, down: Any, both: Any, sizes: Any) -> Any:
+    given = (cotangent, down, both, sizes)
+    return _down_back(*given), given
+
+
+def _down_back_backward(kept: Any, cotangents: Any) -> Any:
+    *given, sizes = kept
+
+    def plain(cotangent: Any, down: Any, both: Any) -> Any:
+        to_h: Any = grouped.by_rows(cotangent, down, sizes, _HOPPER, True)
+        return _swiglu_back(to_h, both)
+
+    _, back = jax.vjp(plain, *given)
+    return *back(cotangents), None
+
+
+_down_back.defvjp(_down_back_forward, _down_back_backward)
+
+
+def _swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
+    """Returns the cotangents of gate and up `[N, 2, F]`, from those of h `[N, F]`."""
+    gate, up, to = (each.astype(jnp.float32) for each in (both[:, 0], both[:, 1], to_h))
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    to_gate = to * up * (sigmoid + silu * (1 - sigmoid))
+    return jnp.stack([to_gate, to * silu], 1).astype(both.dtype)
+
+
+def _side_by_side(values: jax.Array) -> jax.Array:
+    """Merges the last two dimensions: gate's columns, then up's."""
+    *leading, sides, columns = values.shape
+    return values.reshape(*leading, sides * columns)

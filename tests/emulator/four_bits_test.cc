@@ -1,0 +1,237 @@
+// Products of few rows with matrices of four bits (cuda/matmul/four_bits) on emulated GPUs against
+// sums in float64. Rows past the groups hold NaN and must stay as they are. Takes the seed of its
+// draws and their number.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../cc/check.h"
+#include "asked.h"
+#include "cuda/matmul/four_bits.h"
+#include "cuda_runtime.h"
+#include "formats/e4m3.h"
+#include "formats/numbers.h"
+
+namespace jax_ep {
+namespace {
+
+using cuda::FourBitStep;
+
+constexpr double kUlp = 0x1p-24;
+constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+
+template <typename T>
+T* Made(int64_t count) {
+  T* data = nullptr;
+  CHECK(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)) == cudaSuccess);
+  return data;
+}
+
+struct Draws {
+  bool gate_up, codes, as_float;
+  int64_t rows, k, columns;
+  std::vector<int32_t> sizes;
+  bool extremes;  // scales that bfloat16 cannot hold at once, NaN among rows and scales
+
+  int64_t sides() const { return gate_up ? 2 : 1; }
+  int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
+};
+
+Draws Draw(Random& random) {
+  Draws draws{};
+  draws.gate_up = random.OneIn(2), draws.codes = random.OneIn(2), draws.as_float = random.OneIn(2);
+  draws.extremes = random.OneIn(3);
+  // Fewer and more units than a block has warps.
+  draws.k = 128 * (random.OneIn(4) ? random.In(7, 18) : random.In(1, 4));
+  draws.columns = (draws.gate_up ? 64 : 128) * random.In(1, 2);
+  const int64_t groups = random.OneIn(8) ? random.In(31, 40) : random.In(1, 5);
+  // Each of the kernels' numbers of rows.
+  const int64_t most = int64_t{4} << random.In(0, 3);
+  int64_t rows = 0;
+  for (int64_t i = 0; i < groups; ++i) {
+    int32_t size = random.OneIn(3) ? 0 : static_cast<int32_t>(random.In(1, groups > 5 ? 3 : most));
+    if (random.OneIn(20)) size = -size;
+    draws.sizes.push_back(size);
+    rows += std::max(size, 0);
+  }
+  draws.rows = rows + (random.OneIn(2) ? 0 : random.In(0, 20));
+  if (random.OneIn(6)) draws.rows = random.In(0, rows);
+  return draws;
+}
+
+std::string Text(const Draws& draws) {
+  std::string text = draws.gate_up ? "gate_up" : "rows";
+  text += draws.codes ? " codes" : " bf16";
+  text += draws.as_float ? " float32" : "";
+  text += draws.extremes ? " extremes" : "";
+  for (const int64_t size : {draws.rows, draws.k, draws.columns})
+    text += ' ' + std::to_string(size);
+  text += " sizes";
+  for (const int32_t size : draws.sizes) text += ' ' + std::to_string(size);
+  return text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
+}
+
+struct Weights {
+  uint8_t* laid;
+  std::vector<double> values;  // [L, K, sides, B]
+};
+
+// Random codes and scales, as four_bits.h lays them out.
+Weights MadeWeights(Random& random, const Draws& draws) {
+  const int64_t sides = draws.sides(), b = draws.columns, k = draws.k;
+  const int64_t tiles = sides * b / cuda::kFourBitColumns, atoms = k / cuda::kFourBitSteps;
+  const int64_t bytes = draws.groups() * tiles * atoms * cuda::kFourBitAtomBytes;
+  Weights weights{Made<uint8_t>(bytes), {}};
+  weights.values.resize(static_cast<size_t>(draws.groups() * k * sides * b));
+  std::memset(weights.laid, 0, static_cast<size_t>(bytes));
+  for (int64_t at = 0; at < draws.groups() * tiles * atoms; ++at) {
+    uint8_t* atom = weights.laid + at * cuda::kFourBitAtomBytes;
+    const int64_t group = at / (tiles * atoms), tile = at / atoms % tiles;
+    for (int64_t c = 0; c < cuda::kFourBitColumns; ++c) {
+      const int64_t m = c / 16, h = c / 8 % 2, r = c % 8;
+      uint32_t scale = static_cast<uint32_t>(random.In(115, 128));
+      if (draws.extremes && random.OneIn(8)) scale = static_cast<uint32_t>(random.In(100, 140));
+      if (draws.extremes && random.OneIn(4000)) scale = 255;
+      atom[2048 + 16 * r + 2 * m + h] = static_cast<uint8_t>(scale);
+      const int64_t per_side = cuda::kFourBitColumns / sides;
+      const int64_t side = c / per_side, column = tile * per_side + c % per_side;
+      for (int64_t i = 0; i < cuda::kFourBitSteps; ++i) {
+        const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
+        const int64_t q = i / 8, bit = (i % 2 * 4 + i % 8 / 2) * 4;
+        const int64_t byte = 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h + bit / 8;
+        atom[byte] = static_cast<uint8_t>(atom[byte] | code << bit % 8);
+        const double value = (code & 8 ? -1.0 : 1.0) * double{kMagnitudes[code & 7]};
+        const int64_t step = at % atoms * cuda::kFourBitSteps + i;
+        weights.values[static_cast<size_t>(((group * k + step) * sides + side) * b + column)] =
+            scale == 255 ? std::nan("") : std::ldexp(value, static_cast<int>(scale) - 127);
+      }
+    }
+  }
+  return weights;
+}
+
+// What must come out of one row and column, and how far off it may be.
+struct About {
+  double value, error;
+};
+
+About Sum(const Draws& draws, const std::vector<double>& row, const Weights& weights, int64_t group,
+          int64_t side, int64_t column) {
+  double sum = 0, absolute = 0;
+  for (int64_t k = 0; k < draws.k; ++k) {
+    const double weight = weights.values[static_cast<size_t>(
+        ((group * draws.k + k) * draws.sides() + side) * draws.columns + column)];
+    sum += row[static_cast<size_t>(k)] * weight;
+    absolute += std::fabs(row[static_cast<size_t>(k)] * weight);
+  }
+  return {sum, absolute * static_cast<double>(draws.k + 64) * kUlp + 0x1p-110};
+}
+
+void Run(const Draws& draws, Random& random) {
+  CurrentCase() = Text(draws);
+  const int64_t n = draws.rows, k = draws.k, b = draws.columns;
+  FourBitStep step{};
+  step.gate_up = draws.gate_up;
+  step.out_element = draws.as_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+  step.rows = n, step.groups = draws.groups(), step.left_columns = k, step.columns = b;
+  int32_t* sizes = Made<int32_t>(draws.groups());
+  std::copy(draws.sizes.begin(), draws.sizes.end(), sizes);
+  step.sizes = sizes;
+  std::vector<int64_t> starts = {0};
+  for (const int32_t size : draws.sizes) {
+    starts.push_back(std::min(n, starts.back() + std::max(size, 0)));
+  }
+  const Weights weights = MadeWeights(random, draws);
+  step.right = weights.laid;
+  uint8_t* left = Made<uint8_t>(n * k * 2);
+  float* scales = draws.codes ? Made<float>(n * k / 128) : nullptr;
+  std::vector<std::vector<double>> rows(static_cast<size_t>(n));
+  for (int64_t row = 0; row < n; ++row) {
+    const bool nan = row >= starts.back() || (draws.extremes && random.OneIn(20));
+    for (int64_t block = 0; draws.codes && block < k / 128; ++block) {
+      const float scale = std::ldexp(1.0f + static_cast<float>(random.In(0, 99)) / 100,
+                                     static_cast<int>(random.In(-12, 0)));
+      scales[row * (k / 128) + block] = nan ? std::nanf("") : scale;
+    }
+    for (int64_t i = 0; i < k; ++i) {
+      double value;
+      if (draws.codes) {
+        const uint8_t code =
+            static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
+        left[row * k + i] = code;
+        value = double{E4M3::Decode(code)} * scales[row * (k / 128) + i / 128];
+      } else {
+        const float drawn = static_cast<float>(random.In(-1000, 1000)) / 256;
+        const BFloat16 element = nan ? BFloat16{0x7FC0} : FromFloat<BFloat16>(drawn);
+        std::memcpy(left + (row * k + i) * 2, &element, 2);
+        value = double{ToFloat(element)};
+      }
+      rows[static_cast<size_t>(row)].push_back(value);
+    }
+  }
+  step.left = left, step.left_scales = scales;
+  const int64_t bytes = draws.as_float ? 4 : 2;
+  uint8_t* out = Made<uint8_t>(n * b * bytes);
+  const std::vector<uint8_t> before(out, out + n * b * bytes);
+  step.out = out;
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  CHECK(cuda::MultiplyFourBits(step, stream) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+  const int64_t held = starts.back();
+  CHECK(std::equal(before.begin() + held * b * bytes, before.end(), out + held * b * bytes));
+  for (int64_t group = 0; group < draws.groups(); ++group) {
+    for (int64_t row = starts[static_cast<size_t>(group)];
+         row < starts[static_cast<size_t>(group) + 1]; ++row) {
+      for (int64_t column = 0; column < b; ++column) {
+        const auto& values = rows[static_cast<size_t>(row)];
+        About want = Sum(draws, values, weights, group, 0, column);
+        if (draws.gate_up) {
+          const About up = Sum(draws, values, weights, group, 1, column);
+          const double silu = want.value / (1 + std::exp(-want.value));
+          want.error = 1.1 * want.error * (std::fabs(up.value) + up.error) +
+                       std::fabs(silu) * up.error +
+                       std::fabs(silu * up.value) * (std::fabs(want.value) + 8) * 4 * kUlp;
+          want.value = silu * up.value;
+        }
+        double got;
+        if (draws.as_float) {
+          float value;
+          std::memcpy(&value, out + (row * b + column) * 4, 4);
+          got = value;
+        } else {
+          BFloat16 value;
+          std::memcpy(&value, out + (row * b + column) * 2, 2);
+          got = ToFloat(value);
+        }
+        const double rounding = std::fabs(want.value) * (draws.as_float ? kUlp : 0x1p-8);
+        const bool right = std::isnan(want.value) ? std::isnan(got)
+                                                  : std::fabs(got - want.value) <=
+                                                        (want.error + rounding) * 1.01 + 0x1p-100;
+        if (!right) {
+          std::fprintf(stderr, "group %lld, row %lld, column %lld: %.9g, not %.9g (by %.3g)\n",
+                       static_cast<long long>(group), static_cast<long long>(row),
+                       static_cast<long long>(column), got, want.value, want.error);
+          CHECK(!"as in float64");
+        }
+      }
+    }
+  }
+  emulator::Reset();
+}
+
+int Main(int argc, char** argv) {
+  const auto [only, seed, draws] = Asked(argc, argv, 30);
+  Random random(seed);
+  CHECK(cuda::PreloadFourBitKernels() == cudaSuccess);
+  for (int64_t i = 0; i < draws; ++i) Run(Draw(random), random);
+  std::printf("%lld matmuls of four bits: right\n", static_cast<long long>(draws));
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main(int argc, char** argv) { return jax_ep::Main(argc, argv); }

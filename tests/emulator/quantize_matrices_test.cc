@@ -1,0 +1,113 @@
+// Quantising matrices (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for bit as the
+// format says, with denormals, NaN and infinities. Takes the seed of its draws and their number.
+#include <cstring>
+#include <vector>
+
+#include "../cc/check.h"
+#include "asked.h"
+#include "calls_draws.h"
+#include "cuda/matmul/quantize_matrices.h"
+#include "cuda_runtime.h"
+#include "formats/element_type.h"
+#include "formats/fp8_block128.h"
+
+namespace jax_ep {
+namespace {
+
+using Format = Fp8Block128Format;
+constexpr int64_t kBlock = Format::kBlock;
+
+template <typename T>
+T* Allocate(int64_t count) {
+  T* data = nullptr;
+  CHECK(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)) == cudaSuccess);
+  return data;
+}
+
+// Numbers of all sizes, some of them in one block much smaller than in others.
+float DrawNumber(Random& random) {
+  const auto bits = static_cast<uint32_t>(random.Bits());
+  switch (random.In(0, 400)) {
+    case 0:
+      return BitsFloat(bits & 0x80000000u);
+    case 1:
+      return BitsFloat(bits & 0x807FFFFFu);
+    default:
+      return BitsFloat((bits & 0x807FFFFFu) | static_cast<uint32_t>(random.In(100, 130)) << 23);
+  }
+}
+
+template <typename Element>
+void Run(Random& random, ElementType type) {
+  QuantizeMatricesStep step{};
+  step.element = type;
+  step.groups = random.In(1, 2), step.sides = random.In(1, 2);
+  step.rows = kBlock * random.In(1, 3), step.columns = kBlock * random.In(1, 3);
+  const int64_t count = step.groups * step.rows * step.sides * step.columns;
+  auto* matrices = Allocate<Element>(count);
+  for (int64_t i = 0; i < count; ++i) matrices[i] = FromFloat<Element>(DrawNumber(random));
+  if (random.OneIn(2)) {
+    matrices[random.In(0, count - 1)] = FromFloat<Element>(BitsFloat(0x7FC00000));
+    matrices[random.In(0, count - 1)] = FromFloat<Element>(BitsFloat(0xFF800000));
+  }
+  // One block below the floor.
+  for (int64_t row = 0; row < kBlock; ++row) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      Element& value = matrices[row * step.sides * step.columns + i];
+      value = FromFloat<Element>(ToFloat(value) * 0x1p-40f);
+    }
+  }
+  const bool turned = !random.OneIn(4);
+  step.matrices = matrices;
+  step.codes = Allocate<uint8_t>(count);
+  step.scales = Allocate<float>(count / kBlock / kBlock);
+  step.turned = turned ? Allocate<uint8_t>(count) : nullptr;
+  CHECK(cuda::QuantizeMatrices(step, nullptr) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
+
+  const int64_t across = step.columns / kBlock, down = step.rows / kBlock;
+  const int64_t line = step.sides * step.columns;
+  for (int64_t block = 0; block < count / kBlock / kBlock; ++block) {
+    const int64_t x = block % across, side = block / across % step.sides;
+    const int64_t y = block / across / step.sides % down;
+    const int64_t group = block / across / step.sides / down;
+    const int64_t first =
+        (group * step.rows + y * kBlock) * line + side * step.columns + x * kBlock;
+    uint32_t amax_bits = 0;
+    for (int64_t i = 0; i < kBlock * kBlock; ++i) {
+      const float value = ToFloat(matrices[first + i / kBlock * line + i % kBlock]);
+      amax_bits = std::max(amax_bits, FloatBits(value) & 0x7FFFFFFFu);
+    }
+    const float scale = Format::ScaleOf(amax_bits, kNoInputScale);
+    CHECK(FloatBits(step.scales[block]) == FloatBits(scale));
+    for (int64_t i = 0; i < kBlock * kBlock; ++i) {
+      const int64_t row = i / kBlock, column = i % kBlock, at = first + row * line + column;
+      const uint32_t code = E4M3::Encode(Divide(ToFloat(matrices[at]), scale));
+      CHECK(step.codes[at] == code);
+      const int64_t there =
+          ((group * step.sides + side) * step.columns + x * kBlock + column) * step.rows +
+          y * kBlock + row;
+      if (turned) CHECK(step.turned[there] == code);
+    }
+  }
+  step.columns -= 1;
+  CHECK(cuda::QuantizeMatrices(step, nullptr) == cudaErrorInvalidValue);
+  emulator::Reset();
+}
+
+int Main(int argc, char** argv) {
+  const auto [only, seed, draws] = Asked(argc, argv, 12);
+  Random random(seed);
+  CHECK(cuda::PreloadQuantizeMatrices() == cudaSuccess);
+  for (int64_t i = 0; i < draws; ++i) {
+    const ElementType type = kElementTypes[i % std::size(kElementTypes)];
+    VisitElement(type, [&]<typename Element>(Element) { Run<Element>(random, type); });
+  }
+  std::printf("%lld quantised: right\n", static_cast<long long>(draws));
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main(int argc, char** argv) { return jax_ep::Main(argc, argv); }

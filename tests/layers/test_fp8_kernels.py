@@ -1,0 +1,548 @@
+"""The kernels of fp8 experts for Hopper, and the operations that are made of them.
+
+On a Hopper GPU tests of kernels run the true ones. On CPUs they hold the stand-ins of
+support/grouped_kernels.py to the same, with which the rest is computed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import experts, formats
+from jax_ep._experts import kernels, operations, quantized, select
+from jax_ep._experts.hopper_codes import HopperOperations
+from jax_ep._experts.kernels import Codes
+from jax_ep._experts.operations import Inner, Operations, Rows
+from support import fp8_experts as formula
+from support import grouped_kernels, helpers
+from support.fp8_experts import dispatched, distance
+from support.grouped_kernels import group_masks, skip_without_hopper
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Groups, rows of the operand, A, B.
+CASES = [
+    ((10, 0, 25), 48, 256, 128),
+    ((1,) * 8, 104, 128, 256),
+    ((7, 0, 3, 70, 64, 0, 1, 50), 200, 128, 128),
+    ((0, 0), 16, 128, 128),
+]
+LARGE = [
+    ((700, 0, 3, 129, 64, 0, 1, 100), 1000, 1536, 640),
+    ((512, 512), 1024, 512, 1024),
+    ((300, 0, 20), 2048, 1024, 256),
+    (tuple(range(0, 330, 10)), 6000, 256, 512),
+]
+ALL = [
+    *CASES,
+    *(pytest.param(*case, marks=pytest.mark.gpu, id=str(case)) for case in LARGE),
+]
+# The tensor cores keep some 14 bits of the sums of 128 products.
+SUMS = 3e-4
+
+
+@pytest.fixture
+def ready(monkeypatch):
+    """The true kernels on Hopper; elsewhere their names, as they are taken."""
+    if jax.default_backend() == "cpu":
+        return grouped_kernels.fake(monkeypatch)
+    return skip_without_hopper()
+
+
+def codes_and_values(values, axes):
+    """Codes, scales and float64 values of float32, per 128 along `axes`."""
+    shape, at = [], []
+    for axis, size in enumerate(values.shape):
+        if axis in axes:
+            at.append(len(shape) + 1)
+            shape += [size // 128, 128]
+        else:
+            shape.append(size)
+    codes, scales = formula.block_codes(values.reshape(shape), tuple(at), 1e-4)
+    exact = codes.astype(np.float64) * scales
+    return (
+        jnp.asarray(codes.reshape(values.shape)),
+        jnp.asarray(np.squeeze(scales, tuple(at))),
+        exact.reshape(values.shape),
+    )
+
+
+def rows_of(rng, sizes, count, columns):
+    """Codes and values; rows past the groups are NaN in both."""
+    values = rng.standard_normal((count, columns)).astype(np.float32)
+    values *= np.exp2(rng.integers(-3, 4, (count, 1))).astype(np.float32)
+    codes, scales, exact = codes_and_values(values, (1,))
+    past = np.arange(count) >= sum(sizes)
+    codes = codes.at[past].set(jnp.nan)
+    scales = scales.at[past].set(jnp.nan)
+    return Codes(codes, scales), exact
+
+
+def matrices_of(rng, *shape):
+    """Codes, scales and values of `[L, A, ..., B]`."""
+    values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[1] ** 0.5)
+    values[:, :128] *= 4  # scales differ
+    return codes_and_values(values, (1, len(shape) - 1))
+
+
+def products(rows, matrices, sizes):
+    """Of rows in groups by `[L, A, B]`, and the same of magnitudes."""
+    out = np.zeros((2, sum(sizes), matrices.shape[2]))
+    ends = np.cumsum(sizes)
+    for group, end in enumerate(ends):
+        own = slice(end - sizes[group], end)
+        out[0, own] = rows[own] @ matrices[group]
+        out[1, own] = np.abs(rows[own]) @ np.abs(matrices[group])
+    return out
+
+
+def assert_within(found, want, bound):
+    excess = np.abs(np.asarray(found).astype(np.float64) - want) - bound
+    assert np.all(excess <= 0), excess.max(initial=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [("bfloat16", 2.0**-8), ("float32", 2.0**-23), ("float16", 2.0**-10)],
+)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
+def test_code_rows(sizes, count, a, b, turned, dtype, unit, ready):
+    """By turned codes, and by the transposed matrices as they lie."""
+    rng = np.random.default_rng(0)
+    rows, values = rows_of(rng, sizes, count, a)
+    shape = (len(sizes), a, b) if turned else (len(sizes), b, a)
+    codes, scales, matrices = matrices_of(rng, *shape)
+    given = quantized.turn(codes) if turned else codes
+    run = jax.jit(kernels.code_rows, static_argnames=("dtype", "turned"))
+    groups = jnp.array(sizes, jnp.int32)
+    found = run(rows, given, scales, groups, dtype=jnp.dtype(dtype), turned=turned)
+    assert found.dtype == jnp.dtype(dtype)
+    assert found.shape == (count, b)
+    matrices = matrices if turned else matrices.swapaxes(1, 2)
+    want, magnitudes = products(values, matrices, sizes)
+    bound = SUMS * magnitudes + unit * np.abs(want)
+    assert_within(found[: sum(sizes)], want, bound)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
+def test_code_gate_up(sizes, count, a, b, keep, ready):
+    rng = np.random.default_rng(0)
+    rows, values = rows_of(rng, sizes, count, a)
+    codes, scales, matrices = matrices_of(rng, len(sizes), a, 2, b)
+    run = jax.jit(functools.partial(kernels.code_gate_up, keep=keep))
+    groups, total = jnp.array(sizes, jnp.int32), sum(sizes)
+    h, both = run(rows, quantized.turn(codes), scales, groups)
+    assert h.values.shape == (count, b)
+    side_by_side = matrices.reshape(len(sizes), a, 2 * b)
+    sums, magnitudes = products(values, side_by_side, sizes)
+    (gate, up), (gates, ups) = (np.split(e, 2, axis=1) for e in (sums, magnitudes))
+    want = gate / (1 + np.exp(-gate)) * up
+    bound = 2 * SUMS * (gates * np.abs(up) + ups * np.abs(gate) + SUMS * gates * ups)
+    bound += 1e-6 * np.abs(want)
+    # A code is off by half a unit: 1 / 16 of its value, or of the least normal's.
+    spread = np.repeat(np.asarray(h.scales, np.float64), 128, 1)[:total]
+    found = np.asarray(h.values, np.float64)[:total] * spread
+    assert_within(found, want, 1.01 * bound + np.abs(want) / 16 + spread * 2.0**-10)
+    largest, widest = (
+        each.reshape(total, b // 128, 128).max(2) for each in (np.abs(want), bound)
+    )
+    floor = np.maximum(largest, 1e-4)
+    assert_within(h.scales[:total] * 448.0, floor, widest + 1e-6 * floor)
+    assert (both is not None) == keep
+    if both is not None:
+        assert both.dtype == jnp.bfloat16
+        flat = both[:total].reshape(total, 2 * b)
+        assert_within(flat, sums, SUMS * magnitudes + 2.0**-8 * np.abs(sums))
+
+
+def whole_numbers(rng, sizes, count, a, b):
+    """Rows and matrices `[L, A, 2, B]` of small integers, with a scale of 1.
+
+    Gate is from 64 to 448, so that its sigmoid is 1, and h the product of two integers.
+    """
+    rows = rng.integers(-1, 2, (count, a)).astype(np.float32)
+    matrices = rng.integers(-1, 2, (len(sizes), a, 2, b)).astype(np.float32)
+    rows[:, 0], matrices[:, 0, 0] = 16, 16
+    # Few others in gate.
+    matrices[:, 1:, 0] *= rng.random((len(sizes), a - 1, b)) < 0.25
+    parts = products(rows, matrices.reshape(len(sizes), a, -1), sizes)[0]
+    gate, up = np.split(parts, 2, axis=1)
+    assert gate.min(initial=256) > 100
+    assert gate.max(initial=256) < 448
+    scales = jnp.ones((count, a // 128), jnp.float32)
+    of_matrices = jnp.ones((len(sizes), a // 128, 2, b // 128), jnp.float32)
+    rows = Codes(jnp.asarray(rows, E4M3), scales)
+    return rows, jnp.asarray(matrices, E4M3), of_matrices, gate, up
+
+
+@pytest.mark.parametrize("count", [35, 200])
+def test_h_is_quantised_as_rows_are(count, ready):
+    """Bit for bit what `formats.quantize` makes of its float32."""
+    rng = np.random.default_rng(0)
+    sizes, a, b = (10, 0, 25), 256, 384
+    rows, matrices, scales, gate, up = whole_numbers(rng, sizes, count, a, b)
+    up_scale = np.float32(2.0**-16)  # the last blocks are below the floor
+    scales = scales.at[:, :, 1, 2].set(up_scale)
+    h, both = kernels.code_gate_up(
+        rows, quantized.turn(matrices), scales, jnp.array(sizes, jnp.int32), True
+    )
+    assert both is not None
+    up[:, 256:] *= up_scale
+    want = (gate * up).astype(np.float32)
+    codes, want_scales = formats.quantize(want, "fp8_block128")
+    helpers.assert_bits(h.values[: sum(sizes)], codes)
+    helpers.assert_bits(h.scales[: sum(sizes)], want_scales)
+    kept = np.stack([gate, up], 1).astype(np.float32).astype(BF16)
+    helpers.assert_bits(both[: sum(sizes)], kept)
+
+
+@pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
+def test_code_down_back(sizes, count, a, b, ready):
+    rng = np.random.default_rng(0)
+    rows, values = rows_of(rng, sizes, count, a)
+    codes, scales, matrices = matrices_of(rng, len(sizes), b, a)
+    both = rng.standard_normal((count, 2, b)).astype(BF16)
+    groups, total = jnp.array(sizes, jnp.int32), sum(sizes)
+    found, found_scales, plain = jax.jit(kernels.code_down_back)(
+        rows, codes, scales, jnp.asarray(both), groups
+    )
+    to_h, magnitudes = products(values, matrices.swapaxes(1, 2), sizes)
+    gate, up = np.moveaxis(both[:total].astype(np.float64), 1, 0)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    slopes = np.stack([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid], 1)
+    want = to_h[:, None] * slopes
+    bound = SUMS * magnitudes[:, None] * np.abs(slopes)
+    bound += 2e-6 * np.abs(to_h[:, None]) * (1 + np.abs(up[:, None]))
+    assert plain.dtype == jnp.bfloat16
+    assert_within(plain[:total], want, bound + 2.0**-8 * np.abs(want))
+    spread = np.repeat(np.asarray(found_scales, np.float64), 128, 2)[:total]
+    decoded = np.asarray(found, np.float64)[:total] * spread
+    assert_within(decoded, want, 1.01 * bound + np.abs(want) / 16 + spread * 2.0**-10)
+
+
+@pytest.mark.parametrize("exponent", [0, -33, -70, -118])
+def test_cotangents_are_quantised_with_their_own_floor(exponent, ready):
+    """Bit for bit; of 2^-33, some 1e-10, nothing is lost."""
+    rng = np.random.default_rng(0)
+    sizes, count, a, b = (10, 0, 25), 48, 128, 256
+    cotangents = rng.integers(-3, 4, (count, a)).astype(np.float32)
+    matrices = rng.integers(-1, 2, (3, b, a)).astype(np.float32)
+    both = np.stack(
+        [rng.integers(64, 128, (count, b)), rng.integers(-8, 9, (count, b))], 1
+    ).astype(np.float32)
+    size = np.float32(2.0**exponent)
+    given = Codes(
+        jnp.asarray(cotangents, E4M3), jnp.full((count, a // 128), size, jnp.float32)
+    )
+    found, scales, plain = kernels.code_down_back(
+        given,
+        jnp.asarray(matrices, E4M3),
+        jnp.ones((3, b // 128, a // 128), jnp.float32),
+        jnp.asarray(both, BF16),
+        jnp.array(sizes, jnp.int32),
+    )
+    total = sum(sizes)
+    to_h = products(cotangents, matrices.swapaxes(1, 2), sizes)[0] * size
+    # The slope of silu is 1 there.
+    want = (to_h[:, None] * both[:total, ::-1]).astype(np.float32)
+    blocks = want.reshape(total, 2, b // 128, 128)
+    codes, want_scales = formula.block_codes(blocks, (3,), 2.0**-80)
+    helpers.assert_bits(found[:total], codes.reshape(want.shape))
+    helpers.assert_bits(scales[:total], want_scales[..., 0])
+    helpers.assert_bits(plain[:total], want.astype(BF16))
+    assert np.any(codes.astype(np.float32)) == (exponent > -90)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("amax", [0.0, 1e-30, 1e-10, 3.0])
+def test_rows_of_cotangents(amax, dtype):
+    """`ep_quantize` knows their floor on every device."""
+    rng = np.random.default_rng(0)
+    values = rng.uniform(-amax, amax, (5, 384)).astype(dtype)
+    values[1, 130] = np.nan
+    made = jax.jit(kernels.quantize_cotangents)(jnp.asarray(values))
+    blocks = values.astype(np.float32).reshape(5, 3, 128)
+    codes, scales = formula.block_codes(blocks, (2,), 2.0**-80)
+    helpers.assert_bits(made.values, codes.reshape(values.shape))
+    helpers.assert_bits(made.scales, scales[..., 0])
+
+
+def test_nan_stays_in_its_row(ready):
+    sizes, count, a, b = (10, 0, 25), 48, 128, 128
+    rng = np.random.default_rng(0)
+    rows, _ = rows_of(rng, sizes, count, a)
+    codes, scales, _ = matrices_of(rng, 3, a, 2, b)
+    bad = Codes(rows.values.at[3].set(jnp.nan), rows.scales.at[3].set(jnp.nan))
+    groups = jnp.array(sizes, jnp.int32)
+    run = jax.jit(functools.partial(kernels.code_gate_up, keep=True))
+    (want, both), (found, bad_both) = (
+        run(each, quantized.turn(codes), scales, groups) for each in (rows, bad)
+    )
+    others = np.delete(np.arange(sum(sizes)), 3)
+    for got, one in ((found.values, want.values), (found.scales, want.scales)):
+        helpers.assert_bits(got[others], one[others])
+        assert np.isnan(np.asarray(got[3], np.float32)).all()
+    assert np.all(np.asarray(found.values[3]).view(np.uint8) == 0x7F)
+    assert np.all(np.asarray(found.scales[3]).view(np.uint32) == 0x7FC00000)
+    helpers.assert_bits(bad_both[others], both[others])
+
+
+@pytest.mark.gpu
+def test_sums_of_one_sign_lose_nothing():
+    """Without promotion to float32 the sum of 7168 products would end far too low."""
+    skip_without_hopper()
+    rng = np.random.default_rng(0)
+    sizes, a, b = (200, 0, 56), 7168, 256
+    given = rng.uniform(0.5, 1.5, (256, a)).astype(np.float32)
+    codes, row_scales, values = codes_and_values(given, (1,))
+    weights = rng.uniform(0.5, 1.5, (3, a, b)).astype(np.float32)
+    matrices, matrix_scales, exact = codes_and_values(weights, (1, 2))
+    found = kernels.code_rows(
+        Codes(codes, row_scales),
+        quantized.turn(matrices),
+        matrix_scales,
+        jnp.array(sizes, jnp.int32),
+        jnp.float32,
+        True,
+    )
+    want, _ = products(values, exact, sizes)
+    assert abs(np.sum(np.asarray(found, np.float64)) / np.sum(want) - 1) < 5e-4
+
+
+def odd_matrices(dtype, *shape):
+    """Blocks of many sizes, with denormals, NaN, infinities and -0."""
+    rng = np.random.default_rng(0)
+    values = helpers.normal(rng, shape, np.float32, spread=8)
+    values[0, :, :, 128:] *= np.float32(1e-7)
+    values[-1, :32] *= np.float32(2.0**-130)
+    values[-1, 70, 0, 3] = np.inf
+    values[0, 2, -1, 5] = np.nan
+    values[0, 40] = -0.0
+    values[-1, 128:, -1] = 0.0
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "shape", [(2, 256, 2, 384), (1, 128, 1, 128), (3, 384, 1, 256)], ids=str
+)
+def test_matrices_become_codes(shape, dtype, ready):
+    """Bit for bit as NumPy, in both orders."""
+    matrices = odd_matrices(dtype, *shape)
+    codes, scales, turned = jax.jit(kernels.quantize_matrices)(jnp.asarray(matrices))
+    for group in range(shape[0]):
+        for side in range(shape[2]):
+            want = formula.matrix_codes(matrices[group, :, side])
+            helpers.assert_bits(codes[group, :, side], want[0])
+            helpers.assert_bits(scales[group, :, side], want[1])
+            helpers.assert_bits(turned[group, side], np.ascontiguousarray(want[0].T))
+
+
+# ---- Operations made of them ----------------------------------------------------
+
+SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
+
+
+def weights_of():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    made = HopperOperations().quantize_weights(gate_up, down, "fp8_block128", True)
+    values = np.nan_to_num(rows).astype(np.float32)
+    return operations.quantized_rows(jnp.asarray(values)), made
+
+
+def test_weights_are_turned_in_one_pass(ready):
+    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    made = experts.quantize_weights(gate_up, down)
+    plain = quantized.quantize(jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128")
+    jax.tree.map(helpers.assert_bits, made.canonical(), plain)
+    assert made.canonical().gate_up_turned is None
+    helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
+    helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))
+    if ready is not None:
+        assert ready == ["quantize_matrices"] * 2
+    assert len(jax.tree.leaves(made)) == 6
+    assert len(jax.tree.leaves(made.canonical())) == 4
+    four = experts.quantize_weights(gate_up, down, format="mxfp4")
+    assert four.gate_up_turned is None
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_operations_equal_the_reference(canonical, ready):
+    """Every one of them; codes from a checkpoint are turned in the call."""
+    rows, weights = weights_of()
+    weights = weights.canonical() if canonical else weights
+    sizes = jnp.array(SIZES, jnp.int32)
+    real = slice(sum(SIZES))
+    inner = Inner(None, None, (), None)
+    here, there = HopperOperations(), Operations()
+    h, both = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
+    want, wanted = there.gate_up(rows, weights, sizes, inner, True, "bfloat16")
+    assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
+    assert distance(both[real], wanted[real]) < 3e-3
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((COUNT, H)), jnp.float32)
+    cotangents = here.quantize_cotangents(dy)
+    jax.tree.map(helpers.assert_bits, cotangents, there.quantize_cotangents(dy))
+    found = here.down_dgrad(cotangents, weights, sizes, inner, both)
+    reference = there.down_dgrad(cotangents, weights, sizes, inner, both)
+    assert found[2] == reference[2] == ()
+    assert distance(found[1][real], reference[1][real]) < 3e-3
+    codes, others = (each[0].to("float32")[real] for each in (found, reference))
+    assert codes.shape == others.shape == (sum(SIZES), 2 * F)
+    assert distance(codes, others) < 3e-3
+    for which, operand, transposed in (
+        ("gate_up", rows, False),
+        ("gate_up", found[0], True),
+        ("down", h, False),
+        ("down", cotangents, True),
+    ):
+        got, one = (
+            each.product(operand, weights, which, sizes, jnp.float32, transposed)
+            for each in (here, there)
+        )
+        assert got.shape == one.shape
+        assert distance(got[real], one[real]) < 3e-3, (which, transposed)
+    for dtype in ("float32", "bfloat16", "float16"):
+        got, one = (
+            each.wgrad(rows, dy, sizes, jnp.dtype(dtype)) for each in (here, there)
+        )
+        assert got.dtype == one.dtype == jnp.dtype(dtype)
+        assert distance(got, one) < 3e-3
+
+
+def test_what_kernels_do_not_know_is_left_to_the_reference(ready):
+    rows, weights = weights_of()
+    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    sizes = jnp.array(SIZES, jnp.int32)
+    real, taken = slice(sum(SIZES)), ready if ready is not None else []
+    here, there = HopperOperations(), Operations()
+    bias = jnp.ones((3, F), jnp.float32)
+    four = experts.quantize_weights(gate_up, down, format="mxfp4")
+    plain = Rows(rows.to("bfloat16"), None)
+    for inner, operand, codes, wanted in (
+        (Inner(bias, None, (), None), rows, weights, {"code_rows"}),
+        (Inner(None, None, (), lambda g, u: g * u), rows, weights, {"code_rows"}),
+        (Inner(None, None, (), None), plain, four, set()),
+        (Inner(None, None, (), None), rows, four, set()),
+    ):
+        taken.clear()
+        given = (operand, codes, sizes, inner, True, "bfloat16")
+        (h, both), (want, kept) = here.gate_up(*given), there.gate_up(*given)
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
+        assert distance(both[real], kept[real]) < 3e-3
+        assert ready is None or set(taken) == wanted
+
+
+def test_which_operations_a_device_has(monkeypatch):
+    if jax.default_backend() == "cpu":
+        assert type(select.operations()) is Operations
+    monkeypatch.setattr(select, "device_obstacle", lambda *_: None)
+    assert type(select.operations()) is HopperOperations
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128", "fp8_block128_e8m0"])
+def test_experts_equal_the_formula(name, ready):
+    """Forward and all gradients, by the kernels that they should take."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, name)
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    real = (np.arange(COUNT) < sum(SIZES))[:, None]
+    port = jnp.asarray(d.tokens if name == "bf16" else d.grad_port)
+    field = "tokens" if name == "bf16" else "grad_port"
+
+    def run(port, gate_up, down):
+        own = dataclasses.replace(d, **{field: port})
+        return experts.fp8(own, gate_up, down)
+
+    y, back = jax.vjp(jax.jit(run), port, gate_up, down)
+    if ready is not None:
+        # JAX traces what is partitioned once for all tests.
+        assert set(ready) - {"quantize_matrices"} == {"code_gate_up", "code_rows"}
+    grads = jax.jit(back)(jnp.asarray(np.where(real, dy, np.nan), y.dtype))
+    want = formula.experts(
+        rows,
+        gate_up,
+        down,
+        SIZES,
+        row_format="fp8_block128" if name == "bf16" else name,
+        dy=dy[: sum(SIZES)],
+        biases=(None, None, None),
+        activation=formula.SWIGLU,
+    )
+    assert distance(y[: sum(SIZES)], want.y) < 3e-3
+    assert distance(grads[0][: sum(SIZES)], want.rows) < 3e-3
+    assert distance(grads[1], want.gate_up) < 3e-3
+    assert distance(grads[2], want.down) < 3e-3
+    if ready is not None:
+        assert {"code_down_back", "outer"} <= set(ready)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vmap(batch, ready):
+    """Codes are made entry by entry; experts run entry by entry."""
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    stacked = [
+        np.stack([each * (1 + i) for i in range(batch)]) for each in (gate_up, down)
+    ]
+
+    def run(gate_up, down):
+        codes = experts.quantize_weights(gate_up, down, backward=True)
+        return experts.fp8(d, gate_up, down, quantized=codes)[: sum(SIZES)]
+
+    found = jax.jit(jax.vmap(run))(*stacked)
+    for i, got in enumerate(found):
+        helpers.assert_bits(got, jax.jit(run)(*(each[i] for each in stacked)))
+
+
+def devices():
+    return helpers.make_mesh(helpers.fit({"ep": 2, "fsdp": 2}), kind=AxisType.Auto)
+
+
+@pytest.mark.parametrize("hidden", [512, 384])
+def test_weights_that_are_sharded(hidden, ready):
+    """Outside of shard_map each device quantises its part; blocks are not cut."""
+    mesh = devices()
+    if mesh.shape["fsdp"] < 2:
+        pytest.skip("needs two devices along an axis")
+    rng = np.random.default_rng(0)
+    gate_up = rng.standard_normal((2, hidden, 2, 256)).astype(np.float32)
+    down = rng.standard_normal((2, 256, hidden)).astype(np.float32)
+    specs = P("ep", "fsdp"), P("ep", None, "fsdp")
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip((gate_up, down), specs, strict=True)
+    ]
+    program = jax.jit(experts.quantize_weights).lower(*placed).compile()
+    made = program(*placed)
+    plain = quantized.quantize(jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128")
+    jax.tree.map(helpers.assert_bits, made.canonical(), plain)
+    helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
+    helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))
+    whole = hidden % (128 * mesh.shape["fsdp"]) == 0
+    # A cut block is gathered, and nothing else is.
+    assert ("all-gather" in program.as_text()) == (not whole)
+    if whole:
+        assert made.gate_up.sharding.spec == specs[0]
+        assert made.gate_up_turned.sharding.spec == P("ep", None, None, "fsdp")
+
+
+def test_masks_of_groups():
+    masks = np.asarray(group_masks(jnp.array([2, 0, 1]), 4))
+    assert masks.tolist() == [
+        [True, True, False, False],
+        [False] * 4,
+        [False, False, True, False],
+    ]

@@ -1,0 +1,75 @@
+// Grouped matmuls on Hopper: what a call multiplies.
+//
+// N rows lie in L groups of `sizes`, one after the other; group g has a matrix of its own. Sums are
+// float32. Rows past the groups are neither written nor do they change any result, whatever they
+// hold; a NaN stays in its row. Sizes that are negative or reach past N are cut.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/steps.h"
+
+namespace jax_ep {
+
+// Shapes are in the order of memory. K is left_columns, B is columns; 16-bit operands are of
+// `element`, codes are e4m3 with a float32 scale per 128.
+enum class MatmulKind {
+  kRows,            // [N, K] x [L, K, B] -> [N, B]
+  kRowsTransposed,  // [N, K] x [L, B, K] -> [N, B]
+  kGateUp,          // [N, K] x [L, K, 2, B] -> h [N, B] = silu(gate) * up
+  kDownBack,        // [N, K] x [L, B, K], cotangents of h -> those of gate and up [N, 2, B]
+  kOuter,           // [N, K] x [N, B] -> [L, K, B], sums over each group's rows
+  kCodeRows,        // kRowsTransposed of codes
+  kCodeGateUp,      // [N, K] x [L, 2, B, K] -> h [N, B] as codes
+  kCodeDownBack,    // kDownBack of codes -> [N, 2, B] as codes, and as they are
+};
+
+JAX_EP_HOST_DEVICE constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
+
+struct MatmulStep {
+  MatmulKind kind;
+  ElementType element;      // of 16-bit operands and results: bfloat16 or float16
+  ElementType out_element;  // of `out` of kCodeRows and kOuter: `element` or float32
+  int64_t rows;             // N
+  int64_t groups;           // L
+  int64_t left_columns;     // K
+  int64_t columns;          // B
+  const int32_t* sizes;     // [L]
+  const void* left;
+  const float* left_scales;  // of codes: [N, K / 128]
+  const void* right;
+  // Of codes, per 128 x 128 of a matrix. The scale of block k of K and block b of B (and of side s
+  // in kCodeGateUp) is at g * scales_per_group + k * scales_per_k + s * scales_per_side + b *
+  // scales_per_b, so that both orientations of the codes share an array.
+  const float* right_scales;
+  int64_t scales_per_group;
+  int64_t scales_per_k;
+  int64_t scales_per_side;
+  int64_t scales_per_b;
+  // [N, 2, B] of `element`. kGateUp and kCodeGateUp write gate and up there unless it is null;
+  // kDownBack and kCodeDownBack read them from there.
+  void* both;
+  void* out;          // codes in kCodeGateUp and kCodeDownBack
+  float* out_scales;  // of those, per 128
+  // kDownBack and kCodeDownBack: the cotangents of gate and up in `element`, [N, 2, B]; may be
+  // `both`.
+  void* to_both;
+};
+
+// Columns are in multiples of this: 16 bytes of 16-bit elements, or a block of codes.
+constexpr int64_t ColumnsAlign(MatmulKind kind) { return OfCodes(kind) ? 128 : 8; }
+
+// Quantises matrices per 128 x 128 block by the rule of "fp8_block128", with amax over the block.
+struct QuantizeMatricesStep {
+  ElementType element;
+  int64_t groups;        // G
+  int64_t rows;          // A, a multiple of 128
+  int64_t sides;         // Z: 2 where gate and up lie side by side
+  int64_t columns;       // B, a multiple of 128
+  const void* matrices;  // [G, A, Z, B]
+  uint8_t* codes;        // [G, A, Z, B]
+  float* scales;         // [G, A / 128, Z, B / 128]
+  uint8_t* turned;       // [G, Z, B, A], the same codes; or nullptr
+};
+
+}  // namespace jax_ep
