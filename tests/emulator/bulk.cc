@@ -246,15 +246,16 @@ void LoadLines(Block& block, uint8_t* to, const TensorMap& map, const int32_t (&
   const auto offset = static_cast<uint32_t>(to - block.shared.at);
   // In pieces, of which each comes by itself.
   for (uint32_t first = 0; first < lines;) {
-    const uint32_t count = Random() % 2 == 0
-                               ? lines - first
-                               : 1 + static_cast<uint32_t>(Random()) % (lines - first);
+    const uint32_t count =
+        Random() % 2 == 0 ? lines - first : 1 + static_cast<uint32_t>(Random()) % (lines - first);
     Copy copy = CopyOf(to + first * kLineBytes, nullptr, count * kLineBytes);
     copy.block = &block;
     copy.barrier = barrier;
-    copy.lines = std::make_unique<BoxLines>(
-        BoxLines{map, {at[0], at[1], at[2], at[3]}, first,
-                 block.cluster->start + offset + first * kLineBytes});
+    copy.lines =
+        std::make_unique<BoxLines>(BoxLines{map,
+                                            {at[0], at[1], at[2], at[3]},
+                                            first,
+                                            block.cluster->start + offset + first * kLineBytes});
     ForEachLine(*copy.lines, count, [&](uint32_t, const uint8_t* from, size_t, size_t in_line) {
       CheckGlobal(from, in_line, 1, "tensor copy");
     });

@@ -28,7 +28,8 @@ void ClusterSync() {
 uint32_t SharedAddress(const void* shared) {
   const Block& block = *current->block;
   const auto offset = static_cast<const uint8_t*>(shared) - block.shared.at;
-  if (block.cluster == nullptr || offset < 0 || offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
+  if (block.cluster == nullptr || offset < 0 ||
+      offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
     Die("the address of %p, which is not in the shared memory of a block in a cluster", shared);
   }
   return block.cluster->start + static_cast<uint32_t>(offset);

@@ -29,6 +29,15 @@ const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind, bool o
   return values;
 }
 
+const std::array<uint32_t, 6>* ExchangeWords(const std::array<uint32_t, 6>& words,
+                                             const char* kind) {
+  Warp& warp = current->block->warps[current->thread.x / kWarpLanes];
+  auto* all = warp.words[warp.generation % 2];
+  all[current->thread.x % kWarpLanes] = words;
+  Exchange(~0u, 0, kind);
+  return all;
+}
+
 bool Sync(uint32_t id, uint32_t threads, bool value, bool wait) {
   static constexpr const char* kNames[kBarriers] = {
       "__syncthreads", "barrier 1",  "barrier 2",  "barrier 3", "barrier 4",  "barrier 5",

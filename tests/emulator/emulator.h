@@ -2,6 +2,7 @@
 // CMakeLists.txt beside this file says what is checked and what cannot be.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -55,6 +56,7 @@ const Settings& GetSettings();
 struct Warp {
   // By parity of the generation: a lane may be one collective ahead of those that still read.
   uint64_t values[2][kWarpLanes];
+  std::array<uint32_t, 6> words[2][kWarpLanes];
   uint32_t generation = 0, arrived = 0;
   const char* kind = nullptr;
 };
@@ -184,6 +186,9 @@ const std::vector<Block*>& RunningBlocks();
 // What each lane of the warp came with. With `orders` accesses before it come before those behind
 // it.
 const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind, bool orders = false);
+// The same with more of each.
+const std::array<uint32_t, 6>* ExchangeWords(const std::array<uint32_t, 6>& words,
+                                             const char* kind);
 // Whether all came with true. Without `wait` the thread only arrives.
 bool Sync(uint32_t barrier, uint32_t threads, bool value, bool wait);
 void ExpectNoArrivals(const Block& block);

@@ -138,9 +138,8 @@ class Array {
   T* data() const { return data_; }
   T& operator[](int64_t i) const { return data_[i]; }
   bool unchanged(int64_t from, int64_t to) const {
-    return from >= to ||
-           std::memcmp(data_ + from, first_.data() + from,
-                       static_cast<size_t>(to - from) * sizeof(T)) == 0;
+    return from >= to || std::memcmp(data_ + from, first_.data() + from,
+                                     static_cast<size_t>(to - from) * sizeof(T)) == 0;
   }
   bool unchanged() const { return unchanged(0, count_); }
 
@@ -362,8 +361,8 @@ About BackToGate(About cotangent, double gate, double up) {
   const double slope = sigmoid + gate * sigmoid * (1 - sigmoid), value = by * slope;
   const double slope_error = (1 + std::fabs(gate)) * SigmoidError(gate);
   return {value, std::fabs(up * slope) * cotangent.error + std::fabs(by) * slope_error +
-                     std::fabs(up) * cotangent.error * slope_error +
-                     std::fabs(value) * kFewUlps + kTiny};
+                     std::fabs(up) * cotangent.error * slope_error + std::fabs(value) * kFewUlps +
+                     kTiny};
 }
 
 // What `element` may make of it.
@@ -376,9 +375,9 @@ double RoundingOf(ElementType element, double value) {
 void CheckElement(const Array<uint8_t>& array, ElementType element, int64_t at, const About& want,
                   const char* what, int64_t row, int64_t column) {
   const double got = FloatAt(array, element, at);
-  if (want.nan() ? std::isnan(got)
-                 : std::fabs(got - want.value) <=
-                       (want.error + RoundingOf(element, want.value)) * 1.01) {
+  if (want.nan()
+          ? std::isnan(got)
+          : std::fabs(got - want.value) <= (want.error + RoundingOf(element, want.value)) * 1.01) {
     return;
   }
   std::fprintf(stderr, "%s at row %lld, column %lld: %.9g, not %.9g (by %.3g)\n", what,
@@ -398,9 +397,11 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
     error = std::max(error, want[i].error);
   }
   const auto fails = [&](int64_t i, double by) {
-    std::fprintf(stderr, "block %lld of row %lld: scale %.9g, largest %.9g; code %lld %d, not %.9g by %.3g\n",
-                 static_cast<long long>(block), static_cast<long long>(row), scale, amax,
-                 static_cast<long long>(i), c.out[block * kBlock + i], want[i].value, by);
+    std::fprintf(
+        stderr,
+        "block %lld of row %lld: scale %.9g, largest %.9g; code %lld %d, not %.9g by %.3g\n",
+        static_cast<long long>(block), static_cast<long long>(row), scale, amax,
+        static_cast<long long>(i), c.out[block * kBlock + i], want[i].value, by);
     CHECK(!"codes and scales as in float64");
   };
   if (nan) {
@@ -516,8 +517,8 @@ void CheckRest(const Case& c) {
     if (array.data() != nullptr) CHECK(array.unchanged(first * row, n * row));
   };
   const int64_t bytes = c.draws.codes() && c.draws.kind != MatmulKind::kCodeRows ? 1
-                        : c.draws.gate_up()                                      ? 2
-                                                            : ElementBytes(c.draws.out);
+                        : c.draws.gate_up() ? 2
+                                            : ElementBytes(c.draws.out);
   const int64_t sides = c.draws.kind == MatmulKind::kCodeDownBack ? 2 : 1;
   check(c.out, sides * b * bytes);
   check(c.out_scales, sides * b / kBlock);

@@ -73,7 +73,8 @@ struct Warpgroup {
   uint64_t of_thread[kWarpgroupThreads] = {}, through[kWarpgroupThreads] = {};
   // As of the last action.
   bool fenced = false;
-  std::vector<std::pair<std::shared_ptr<Sums>, uint64_t>> under_way;  // and the last product's number
+  std::vector<std::pair<std::shared_ptr<Sums>, uint64_t>>
+      under_way;                 // and the last product's number
   std::vector<uint64_t> groups;  // that are committed: numbers of the actions behind
   // Products are carried out up to this one; and how many are.
   uint64_t next = 0, wanted = 0;

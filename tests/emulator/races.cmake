@@ -1,5 +1,5 @@
 # Tests of a build for races. ThreadSanitizer, which is told what orders the accesses of CUDA
-# threads, bulk copies and puts to other nodes (races.h, puts.cc), ends them with status 66 where
+# threads, bulk copies, products and puts to other nodes (races.h, products.cc, puts.cc), ends them with status 66 where
 # two race. It knows of no proxies, so not of the fences between ordinary accesses and bulk copies
 # (.ci/check_sass.py looks at those). For more than CI has time for:
 #   EMULATED_GPUS=3 EMULATED_SMS=2 EMULATED_RESIDENT=2 build/races/calls_test 7 100
@@ -24,6 +24,8 @@ foreach(TOKENS IN ITEMS 5 25)
                PROPERTY FAIL_REGULAR_EXPRESSION "ThreadSanitizer")
 endforeach()
 
+emulated_test(races_matmul "EMULATED_SEED=1 EMULATED_SMS=3" matmul_test 1 16)
+
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")
 mutant(race_release common/signal_memory.cuh "FenceAcqRelSystem();" "" window/dispatch.cu "${RACE}"
@@ -39,6 +41,22 @@ mutant(race_helpers window/team.cuh
        window/dispatch.cu "${RACE}" "2 7")
 mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
        "if (!arrived) return;" low_latency/dispatch.cu "${RACE}" "1 7")
+
+# ---- Of matmuls ----
+
+# What scales are read by, tiles, and the lines of a drain; who zeros what a copy has brought; and
+# blocks that end while the other one still arrives.
+mutant(race_matmul_scales matmul/kernel.cuh
+       "    // Other lanes may still read scales, or miss the end of the phase that they wait for.
+    __syncwarp();" "" matmul/codes.cu "${RACE}" "matmul code_down_back 1 12")
+mutant(race_matmul_tiles matmul/units.cuh
+       "    const Tile tile = ring_.tiles[at_.slot()];\n    __syncwarp();"
+       "    const Tile tile = ring_.tiles[at_.slot()];" matmul/outer.cu "${RACE}" "matmul outer 1 12")
+mutant(race_matmul_drain matmul/drain.cuh
+       "int64_t end) const {\n    __syncwarp();\n    if (byte" "int64_t end) const {\n    if (byte"
+       matmul/rows.cu "${RACE}" "matmul rows 1 12")
+mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
+       matmul/outer.cu "${RACE}|emulator: .*which has ended" "matmul outer 1 12")
 
 # ---- Between nodes ----
 

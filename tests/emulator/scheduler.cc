@@ -218,15 +218,36 @@ bool BeginBlocks() {
   return later;
 }
 
+// Of blocks in clusters one, or none, becomes much slower than the others, and some lanes of a
+// warp.
+const Block* slow_block = nullptr;
+struct {
+  const Block* block = nullptr;
+  uint64_t warp, first, end;
+} slow_lanes;
+void DrawSlow() {
+  if (blocks.empty() || blocks.front()->cluster == nullptr) return;
+  constexpr uint64_t kRounds = 100;
+  if (OneIn(kRounds)) slow_block = OneIn(2) ? nullptr : blocks[Random() % blocks.size()];
+  if (!OneIn(kRounds / 4)) return;
+  slow_lanes.block = blocks[Random() % blocks.size()];
+  slow_lanes.warp = Random() % slow_lanes.block->warps.size();
+  slow_lanes.first = Random() % kWarpLanes;
+  slow_lanes.end = slow_lanes.first + 1 + Random() % kWarpLanes;
+}
+
 // Whether a thread ran or was held back.
 bool RunWarp(Block* block, uint32_t warp) {
   const uint32_t first = static_cast<uint32_t>(Random() % kWarpLanes);
   // Lanes go apart where nothing holds them together.
   const uint32_t lanes = OneIn(4) ? static_cast<uint32_t>(Random() % kWarpLanes) : kWarpLanes;
   bool ran = lanes < kWarpLanes;
+  const bool slow = block == slow_lanes.block && warp == slow_lanes.warp && !OneIn(32);
   for (uint32_t i = 0; i < lanes; ++i) {
-    Fiber* fiber = block->fibers[warp * kWarpLanes + (first + i) % kWarpLanes].get();
+    const uint32_t lane = (first + i) % kWarpLanes;
+    Fiber* fiber = block->fibers[warp * kWarpLanes + lane].get();
     if (fiber->done) continue;
+    if (slow && lane >= slow_lanes.first && lane < slow_lanes.end) continue;
     if (fiber->wait_on != nullptr && *fiber->wait_on == fiber->wait_value) continue;
     fiber->wait_on = nullptr;
     ran = true;
@@ -248,14 +269,6 @@ void DrawSlowRank() {
   if (!OneIn(kRounds)) return;
   const int gpus = GetSettings().gpus;
   slow_rank = static_cast<int>(Random() % static_cast<uint64_t>(2 * gpus)) - gpus;
-}
-
-// And of blocks in clusters one, or none.
-const Block* slow_block = nullptr;
-void DrawSlowBlock() {
-  constexpr uint64_t kRounds = 100;
-  if (blocks.empty() || blocks.front()->cluster == nullptr || !OneIn(kRounds)) return;
-  slow_block = OneIn(2) ? nullptr : blocks[Random() % blocks.size()];
 }
 
 // Whether a thread ran or was held back.
@@ -357,7 +370,7 @@ void RunAll() {
   static uint64_t runs = 0;
   runs += std::any_of(launches.begin(), launches.end(), [](Launch* l) { return l->on_stream; });
   random_draws.seed(GetSettings().seed + (runs << 32));
-  slow_block = nullptr;
+  slow_block = slow_lanes.block = nullptr;
   // Who is held back gets a turn in that many rounds.
   constexpr uint64_t kRoundsForAll = 5000;
   uint64_t idle_rounds = 0;
@@ -366,7 +379,7 @@ void RunAll() {
     if (FirstLaunches().empty()) return;
     ++rounds;
     DrawSlowRank();
-    DrawSlowBlock();
+    DrawSlow();
     bool goes_on = BeginBlocks();
     goes_on |= CopiesUnderWay() || PutsUnderWay() || ProductsUnderWay();
     idle_rounds = goes_on ? 0 : idle_rounds + 1;

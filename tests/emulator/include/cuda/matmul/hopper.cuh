@@ -84,17 +84,10 @@ inline void WgmmaCodes(float (&sums)[32], uint64_t left, uint64_t right, bool ad
 // ---- A warp's registers to shared memory --------------------------------------------------------
 
 inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
+  const auto* all = emulator::ExchangeWords({words[0], words[1], words[2], words[3]}, "stmatrix");
   const uint32_t lane = emulator::Lane();
-  uint32_t row[4] = {};
-  for (uint32_t pair = 0; pair < 2; ++pair) {
-    const uint64_t own = words[2 * pair] | uint64_t{words[2 * pair + 1]} << 32;
-    const uint64_t* all = emulator::Exchange(~0u, own, "stmatrix");
-    if (lane / 16 != pair) continue;
-    for (uint32_t i = 0; i < 4; ++i) {
-      row[i] = static_cast<uint32_t>(all[lane % 8 * 4 + i] >> lane / 8 % 2 * 32);
-    }
-  }
-  *static_cast<uint4*>(line) = make_uint4(row[0], row[1], row[2], row[3]);
+  const auto word = [&](uint32_t i) { return all[lane % 8 * 4 + i][lane / 8]; };
+  *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
 }
 
 // Several threads may store the same zeros while products read those of another one, so races are
@@ -107,9 +100,7 @@ inline void StoreZeros(void* to) {
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-inline float NoDenormal(float x) {
-  return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
-}
+inline float NoDenormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float ExpTwo(float x) { return NoDenormal(std::exp2(NoDenormal(x))); }
 inline float FastReciprocal(float x) { return NoDenormal(1.0f / NoDenormal(x)); }
 
