@@ -66,7 +66,9 @@ def has_call(table: tables.Table) -> bool:
 
 def class_of(name: str, base: str, fields: list[tuple[str, str]]) -> str:
     """A class of annotated names."""
-    lines = [f"    {field}: {kind}" for field, kind in fields] or ["    ..."]
+    if not fields:
+        return f"class {name}({base}): ..."
+    lines = [f"    {field}: {kind}" for field, kind in fields]
     return "\n".join([f"class {name}({base}):", *lines])
 
 

@@ -587,6 +587,31 @@ def quantize_weights(
         return batching.in_turn(run)(*map(jax.lax.stop_gradient, given))
 
 
+def prepare(weights: QuantizedWeights) -> QuantizedWeights:
+    """Adds what kernels of this process's GPUs read, to codes of a checkpoint.
+
+    Codes that `quantize_weights` made have it already. Others work as well, but every
+    call makes it again, a pass over all codes: prepare them once. Elsewhere than on
+    Hopper GPUs there is nothing to add. `QuantizedWeights.canonical` is the inverse.
+
+    Args:
+        weights: those of L experts, of one rank.
+
+    Returns:
+        The same weights.
+
+    Raises:
+        TypeError, ValueError: `weights` is no `QuantizedWeights` of one layer.
+    """
+    _checked_codes("experts.prepare", weights)
+
+    def run(weights: QuantizedWeights) -> QuantizedWeights:
+        return select.operations().prepare(weights)
+
+    with jax.named_scope("jax_ep.prepare"):
+        return batching.in_turn(run)(weights)
+
+
 def _checked_matrices(
     function: str, gate_up: Any, down: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -640,10 +665,11 @@ def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
             operand="quantized",
         )
     wanted = _quantized.layout(weights.format, *shapes)
+    turned = _quantized.turned_layout(weights.format, *shapes)
     for name in _quantized.TURNED:
         if getattr(weights, name) is not None:
-            dtype, (group, contracted, *rest) = wanted[name.removesuffix("_turned")]
-            wanted[name] = dtype, (group, *rest, contracted)
+            # Of sizes that kernels do not know there are none.
+            wanted[name] = turned.get(name, (jnp.uint8, ()))
     for name, (dtype, shape) in wanted.items():
         array = as_array(function, name, getattr(weights, name))
         if array.dtype != dtype or array.shape != shape:

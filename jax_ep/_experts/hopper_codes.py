@@ -1,11 +1,14 @@
 """fp8 experts on Hopper: `Operations` by kernels that multiply codes.
 
 Kernels contract the last dimension of both operands, so forward products need weights
-that were turned; products with transposed weights take the codes as they lie.
+that were turned; products with transposed weights take the codes as they lie. Codes of
+four bits have an order of their own for kernels (four_bits.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,16 +17,22 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core.literals import WeightFormat
-from jax_ep._experts import kernels, quantized
-from jax_ep._experts.operations import Inner, Operations, Rows
+from jax_ep._experts import four_bits, kernels, quantized
+from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
+
+# Rows per group up to which weights of four bits are multiplied as they are. Beyond it
+# reading them is less work than multiplying, which wgmma does better.
+FEW_ROWS = 64
+
+_BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 
 class HopperOperations(Operations):
     """Kernels, and the reference for what these do not know.
 
     SwiGLU without biases is part of them. Other activations, and biases, are applied
-    outside of products of codes. Weights in "mxfp4" are left to the reference.
+    outside of products of codes.
     """
 
     turns_weights = True
@@ -36,7 +45,10 @@ class HopperOperations(Operations):
         backward: bool,
     ) -> QuantizedWeights:
         """As `Operations.quantize_weights`; the codes are turned in the same pass."""
-        if name != "fp8_block128" or not _few_bits(gate_up, down):
+        if name == "mxfp4":
+            codes = super().quantize_weights(gate_up, down, name, backward)
+            return self.prepare(codes)
+        if not _few_bits(gate_up, down):
             return super().quantize_weights(gate_up, down, name, backward)
         first, second = _quantize(gate_up), _quantize(down[:, :, None])
         return QuantizedWeights(
@@ -48,6 +60,12 @@ class HopperOperations(Operations):
             down_turned=jnp.squeeze(second[2], 1),
         )
 
+    def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
+        """As `Operations.prepare`."""
+        find = _tiles if weights.format == "mxfp4" else _turned
+        found = {f"{which}_turned": find(weights, which) for which in _BOTH}
+        return dataclasses.replace(weights, **found)
+
     def product(
         self,
         rows: Rows,
@@ -58,6 +76,11 @@ class HopperOperations(Operations):
         transposed: bool = False,
     ) -> jax.Array:
         """As `Operations.product`."""
+        if weights.format == "mxfp4":
+            plain = None if transposed else _four_bits(rows, weights, which, sizes)
+            if plain is not None:
+                out = jnp.float32 if dtype != jnp.bfloat16 else jnp.bfloat16
+                return plain(out).astype(dtype)
         codes = _codes(rows, weights)
         if codes is None:
             return super().product(rows, weights, which, sizes, dtype, transposed)
@@ -81,6 +104,12 @@ class HopperOperations(Operations):
         dtype: Any,
     ) -> tuple[Rows, jax.Array | None]:
         """As `Operations.gate_up`."""
+        if weights.format == "mxfp4" and _is_swiglu(inner) and not keep:
+            fused = _four_bits(rows, weights, "gate_up", sizes, gate_up=True)
+            if fused is not None and rows.scales is None and dtype == jnp.bfloat16:
+                return Rows(fused(jnp.bfloat16), None), None
+            if fused is not None and rows.scales is not None:
+                return quantized_rows(fused(jnp.float32)), None
         codes = _codes(rows, weights)
         if codes is None or not _is_swiglu(inner):
             return super().gate_up(rows, weights, sizes, inner, keep, dtype)
@@ -142,6 +171,62 @@ def _codes(rows: Rows, weights: QuantizedWeights) -> kernels.Codes | None:
     if rows.scales is None or weights.format != "fp8_block128":
         return None
     return kernels.Codes(rows.values, rows.scales.astype(jnp.float32))
+
+
+def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
+    """Returns the codes of a matrix as kernels for few rows read them, if they do."""
+    found = getattr(weights, f"{which}_turned")
+    matrix = weights.shapes[which == "down"]
+    if found is not None or four_bits.shape(matrix) is None:
+        return found
+    return four_bits.tiles(getattr(weights, which), getattr(weights, f"{which}_scales"))
+
+
+def _four_bits(
+    rows: Rows,
+    weights: QuantizedWeights,
+    which: Which,
+    sizes: jax.Array,
+    gate_up: bool = False,
+) -> Callable[[Any], jax.Array] | None:
+    """Returns a function of the dtype of the result that multiplies by "mxfp4".
+
+    None if kernels do not know the rows or the sizes.
+
+    Args:
+        rows: `[N, A]`.
+        weights: in "mxfp4".
+        which: the matrix.
+        sizes: int32 `[L]`.
+        gate_up: whether SwiGLU follows.
+    """
+    plain = rows.scales is None
+    if plain and rows.values.dtype != jnp.bfloat16:
+        return None
+    tiles = _tiles(weights, which)
+    if tiles is None:
+        return None
+    groups, _, *rest = weights.shapes[which == "down"]
+    scales = rows.scales if rows.scales is None else rows.scales.astype(jnp.float32)
+
+    def multiply(dtype: Any) -> jax.Array:
+        many = plain and rows.values.shape[0] > FEW_ROWS * groups
+        # The kernels for many rows round sums to 16 bits.
+        if many and dtype == jnp.bfloat16:
+            # Exact in bfloat16, so both ways sum the same products.
+            matrices = quantized.dequantize(weights, which).astype(jnp.bfloat16)
+            if gate_up:
+                return kernels.gate_up(rows.values, matrices, sizes, False)[0]
+            merged = matrices.reshape(*matrices.shape[:2], -1)
+            return kernels.rows(rows.values, merged, sizes)
+        both = which == "gate_up" and not gate_up
+        columns = rest[-1] * (2 if both else 1)
+        out = kernels.four_bits(
+            rows.values, scales, tiles, sizes, columns, dtype, gate_up
+        )
+        return four_bits.side_by_side(out) if both else out
+
+    return multiply
 
 
 def _turned(weights: QuantizedWeights, which: Which) -> jax.Array:

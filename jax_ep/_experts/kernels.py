@@ -28,6 +28,8 @@ _TARGETS = frozenset(
         "ep_code_rows",
         "ep_code_gate_up",
         "ep_code_down_back",
+        "ep_four_bit_rows",
+        "ep_four_bit_gate_up",
         "ep_quantize_matrices",
     }
 )
@@ -223,6 +225,41 @@ def code_down_back(
         {"out_dtype": "bfloat16"},
     )
     return found.codes, found.code_scales, found.to_both
+
+
+def four_bits(
+    rows: jax.Array,
+    scales: jax.Array | None,
+    tiles: jax.Array,
+    sizes: jax.Array,
+    columns: int,
+    dtype: Any,
+    gate_up: bool,
+) -> jax.Array:
+    """Multiplies rows by matrices of four bits, which are read once for few rows.
+
+    Args:
+        rows: bfloat16 `[N, A]`, or codes.
+        scales: of codes, `[N, A / 128]`; None without them.
+        tiles: of `four_bits.tiles`.
+        sizes: int32 `[L]`.
+        columns: B.
+        dtype: of the result, bfloat16 or float32.
+        gate_up: whether the tiles are of gate and up, to which SwiGLU is applied.
+
+    Returns:
+        `[N, B]`, rounded once from the float32 sums.
+    """
+    # Of one target or the other: their names are part of their types.
+    call: Any = tables.call
+    found = call(
+        "ep_four_bit_gate_up" if gate_up else "ep_four_bit_rows",
+        rows,
+        {"B": columns},
+        {"rows": rows, "row_scales": scales, "tiles": tiles, "group_sizes": sizes},
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
 
 
 def quantize_matrices(

@@ -104,6 +104,10 @@ class Operations:
         del backward
         return quantized.quantize(gate_up, down, name)
 
+    def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
+        """Adds what `quantize_weights` would have for kernels, to canonical weights."""
+        return weights
+
     def product(
         self,
         rows: Rows,

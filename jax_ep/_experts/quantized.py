@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._core.literals import WeightFormat
+from jax_ep._experts import four_bits
 
 Which = Literal["gate_up", "down"]
 
@@ -44,7 +45,8 @@ _E2M1_BOUNDS = (
 )
 
 
-# Those of `QuantizedWeights` that it has on every device.
+# Those of `QuantizedWeights` that it has on every device, and those in the order of
+# kernels.
 CANONICAL = ("gate_up", "gate_up_scales", "down", "down_scales")
 TURNED = ("gate_up_turned", "down_turned")
 
@@ -77,8 +79,10 @@ class QuantizedWeights:
         down_scales: float32 `[L, F / 128, H / 128]` or float8_e8m0fnu
             `[L, F / 32, H]`.
         format: "fp8_block128" or "mxfp4" (static).
-        gate_up_turned: the codes of gate_up as `[L, 2, F, H]`, or None.
-        down_turned: the codes of down as `[L, H, F]`, or None.
+        gate_up_turned: "fp8_block128": the codes of gate_up as `[L, 2, F, H]`. "mxfp4":
+            its codes and scales in the tiles of kernels, uint8. Or None.
+        down_turned: "fp8_block128": the codes of down as `[L, H, F]`. "mxfp4": as
+            gate_up_turned. Or None.
     """
 
     gate_up: jax.Array
@@ -129,6 +133,28 @@ def layout(
 def turn(codes: jax.Array) -> jax.Array:
     """Moves the contracted dimension, of gate_up or down, to the end."""
     return jnp.moveaxis(codes, 1, -1)
+
+
+def turned_layout(
+    name: WeightFormat, gate_up: tuple[int, ...], down: tuple[int, ...]
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns the dtype and shape of turned fields; kernels may not know all sizes."""
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for field, matrix in zip(TURNED, (gate_up, down), strict=True):
+        group, contracted, *rest = matrix
+        if name == "fp8_block128":
+            found[field] = E4M3, (group, *rest, contracted)
+        elif (tiles := four_bits.shape(matrix)) is not None:
+            found[field] = jnp.uint8, tiles
+    return found
+
+
+def turned_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the dimensions of a turned field have for those of its matrix."""
+    group, contracted, *rest = matrix
+    if name == "fp8_block128":
+        return (group, *rest, contracted)
+    return group, rest[-1], contracted, None
 
 
 def concatenate(first: QuantizedWeights, rest: QuantizedWeights) -> QuantizedWeights:

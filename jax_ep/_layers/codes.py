@@ -7,6 +7,7 @@ not parameters cross between ranks; a part therefore consists of whole blocks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax_ep._core import errors, traces
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
 from jax_ep._experts import quantized, select
 from jax_ep._experts.quantized import QuantizedWeights
-from jax_ep._layers.params import Param
+from jax_ep._layers.params import Param, entry_axes
 
 FIELDS = quantized.CANONICAL
 
@@ -36,12 +37,17 @@ class Form(NamedTuple):
         return cls(codes.format, tuple(names))
 
     @classmethod
-    def made(cls, params: Mapping[str, Param], name: WeightFormat) -> Form:
+    def made(cls, params: Mapping[str, Param], name: WeightFormat, mesh: Mesh) -> Form:
         """Returns that of what `made` returns."""
-        if name != "fp8_block128" or not select.operations().turns_weights:
+        if not select.operations().turns_weights:
             return cls(name)
+        parts = (_part(params[field], mesh) for field in ("gate_up", "down"))
         # Those that are gathered are turned afterwards: fewer bytes cross.
-        whole = (n for n in quantized.TURNED if params[_matrix(n)].gathered is None)
+        whole = (
+            n
+            for n in quantized.turned_layout(name, *parts)
+            if params[_matrix(n)].gathered is None
+        )
         return cls(name, tuple(whole))
 
 
@@ -85,17 +91,24 @@ def _matrix(field: str) -> str:
     return field.removesuffix("_scales").removesuffix("_turned")
 
 
+def _part(param: Param, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the shape of a rank's part."""
+    spec = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
+    return tuple(
+        size // math.prod(mesh.shape[axis] for axis in entry_axes(entry))
+        for size, entry in zip(param.shape, spec, strict=True)
+    )
+
+
 def specs(params: Mapping[str, Param], form: Form) -> Any:
     """Returns a `QuantizedWeights` of the specs of its arrays."""
     each: Any = [PartitionSpec(*params[_matrix(field)].spec) for field in FIELDS]
     turned: Any = {}
     for field in form.turned:
         param = params[_matrix(field)]
-        group, contracted, *rest = (
-            *param.spec,
-            *(None,) * (len(param.shape) - len(param.spec)),
-        )
-        turned[field] = PartitionSpec(group, *rest, contracted)
+        spec = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
+        entries = quantized.turned_entries(form.format, spec)
+        turned[field] = PartitionSpec(*entries)
     return QuantizedWeights(*each, format=form.format, **turned)
 
 
@@ -126,7 +139,7 @@ def made(
 ) -> QuantizedWeights:
     """Quantises gate_up and down, global arrays, each rank its own part."""
     whole = [params[field] for field in ("gate_up", "down")]
-    form = Form.made(params, name)
+    form = Form.made(params, name, mesh)
     dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
 
     def quantize(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
@@ -167,3 +180,25 @@ def require_blocks(
         f"{inner}, which is {inner / parts:g} per rank",
         remedy,
     )
+
+
+def prepared(
+    function: str, mesh: Mesh, params: Mapping[str, Param], held: QuantizedWeights
+) -> QuantizedWeights:
+    """Adds what kernels read to `held`, canonical codes, each rank to its own part."""
+    form = Form.made(params, held.format, mesh)
+    dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
+
+    def prepare(codes: QuantizedWeights) -> QuantizedWeights:
+        with errors.told_of(function):
+            return dataclasses.replace(_experts.prepare(codes), **dropped)
+
+    run = jax.shard_map(
+        prepare,
+        mesh=mesh,
+        in_specs=(specs(params, Form(held.format)),),
+        out_specs=specs(params, form),
+        # As in `made`.
+        check_vma=not traces.spmd_axis_names(),
+    )
+    return run(held)

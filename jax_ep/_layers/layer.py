@@ -267,6 +267,25 @@ class Layer(Arguments):
         program = _quantizer(layer, name, backward, traces.spmd_axis_names())
         return program(*operands)
 
+    def _held(self, values: Mapping[str, Any]) -> QuantizedWeights:
+        """Returns the codes that a layer with a `weights_format` has as parameters."""
+        assert self.weights_format is not None
+        own = [values[field] for field in codes.FIELDS]
+        return QuantizedWeights(*own, format=self.weights_format)
+
+    def prepared(self, values: Mapping[str, Any]) -> QuantizedWeights:
+        """Returns the codes among parameters with what kernels read besides."""
+        if self.weights_format is None:
+            raise errors.unusable(
+                self.function,
+                "the layer holds no codes, because it has no weights_format",
+                "call quantize_weights, which returns codes that are prepared",
+            )
+        layout = codes.in_place(self._layouts()[0], self.weights_format)
+        specs = {n: PartitionSpec(*layout[n].spec) for n in codes.FIELDS}
+        held = self._held(self._placed({n: values[n] for n in specs}, specs))
+        return _preparer(self, traces.spmd_axis_names())(held)
+
     def initial_codes(
         self, keys: Callable[[], jax.Array], dtype: Any
     ) -> QuantizedWeights:
@@ -369,18 +388,19 @@ class Layer(Arguments):
     def _with_codes(self, values: Mapping[str, Any], quantized: Any) -> dict[str, Any]:
         """Returns `values` with all codes and scales as "experts", if there are any."""
         if self.weights_format is not None:
-            if quantized is not None:
-                raise errors.invalid(
-                    self.function,
-                    "quantized must be None in a layer with a weights_format",
-                    f"a {type(quantized).__name__}",
-                    "leave it out; such a layer holds codes",
-                )
-            own = [values[field] for field in codes.FIELDS]
             rest = {n: value for n, value in values.items() if n not in codes.FIELDS}
-            return rest | {
-                "experts": QuantizedWeights(*own, format=self.weights_format)
-            }
+            if quantized is None:
+                return rest | {"experts": self._held(values)}
+            found = codes.checked(self.function, quantized, self._layouts()[0])
+            errors.require(
+                found.format == self.weights_format,
+                self.function,
+                f"quantized must be in the layer's weights_format "
+                f"{self.weights_format!r}",
+                repr(found.format),
+                "pass what `prepared` of this layer returned, or leave it out",
+            )
+            return rest | {"experts": found}
         if quantized is None:
             return dict(values)
         found = codes.checked(self.function, quantized, self._layouts()[0])
@@ -415,7 +435,7 @@ class Layer(Arguments):
         quantizes = self.experts is _experts.fp8 and form is None
         if quantizes:
             names = (*names, "experts")
-            form = codes.Form.made(by_expert, "fp8_block128")
+            form = codes.Form.made(by_expert, "fp8_block128", self.mesh)
         mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
@@ -556,6 +576,20 @@ def _quantizer(
     def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
         both = gate_up, down
         return codes.made(layer.function, layer.mesh, layout, both, name, backward)
+
+    return jax.jit(context.under(layer.mesh, run))
+
+
+@functools.lru_cache(maxsize=256)
+def _preparer(
+    layer: Layer, stages: frozenset[str]
+) -> Callable[[QuantizedWeights], QuantizedWeights]:
+    """Returns a jitted function of global codes, as `_quantizer` does."""
+    del stages
+    layout = layer._layouts()[0]
+
+    def run(held: QuantizedWeights) -> QuantizedWeights:
+        return codes.prepared(layer.function, layer.mesh, layout, held)
 
     return jax.jit(context.under(layer.mesh, run))
 

@@ -448,6 +448,30 @@ class CodeDownBackOperands(TypedDict):
 class CodeDownBackAttributes(TypedDict):
     out_dtype: str
 
+class FourBitRows(NamedTuple):
+    out: jax.Array
+
+class FourBitRowsOperands(TypedDict):
+    rows: jax.Array
+    row_scales: NotRequired[jax.Array | None]
+    tiles: jax.Array
+    group_sizes: jax.Array
+
+class FourBitRowsAttributes(TypedDict):
+    out_dtype: str
+
+class FourBitGateUp(NamedTuple):
+    out: jax.Array
+
+class FourBitGateUpOperands(TypedDict):
+    rows: jax.Array
+    row_scales: NotRequired[jax.Array | None]
+    tiles: jax.Array
+    group_sizes: jax.Array
+
+class FourBitGateUpAttributes(TypedDict):
+    out_dtype: str
+
 class QuantizeMatrices(NamedTuple):
     codes: jax.Array
     scales: jax.Array
@@ -643,6 +667,22 @@ def call(
     operands: CodeDownBackOperands,
     attributes: CodeDownBackAttributes,
 ) -> CodeDownBack: ...
+@overload
+def call(
+    target: Literal["ep_four_bit_rows"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: FourBitRowsOperands,
+    attributes: FourBitRowsAttributes,
+) -> FourBitRows: ...
+@overload
+def call(
+    target: Literal["ep_four_bit_gate_up"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: FourBitGateUpOperands,
+    attributes: FourBitGateUpAttributes,
+) -> FourBitGateUp: ...
 @overload
 def call(
     target: Literal["ep_quantize_matrices"],

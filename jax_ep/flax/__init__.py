@@ -20,6 +20,7 @@ except ModuleNotFoundError as _error:
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
+from jax_ep._layers import codes as _codes
 from jax_ep._layers import params as _layer_params
 from jax_ep._layers.layer import Layer
 from jax_ep._layers.moe import MoEAux
@@ -228,6 +229,23 @@ class MoE(nnx.Module):
         copy._hold(codes)
         return copy
 
+    def prepared(self) -> QuantizedWeights:
+        """Returns the codes of a layer with a `weights_format`, ready for kernels.
+
+        Pass them as `quantized=` in every call of a loop. On Hopper GPUs kernels read
+        codes in orders of their own, which a checkpoint does not hold; without this
+        each call brings all codes into that order again.
+
+        Returns:
+            Global arrays, sharded like the codes.
+
+        Raises:
+            ValueError: the layer has no `weights_format`.
+        """
+        has_codes = self._layer.weights_format is not None
+        names = _codes.FIELDS if has_codes else ()
+        return self._layer.prepared({n: getattr(self, n).get_value() for n in names})
+
     @overload
     def __call__(
         self,
@@ -287,7 +305,8 @@ class MoE(nnx.Module):
                 placement compiles nothing. None puts expert e at place e, or spreads
                 experts over the places evenly if there are more of these.
             quantized: what `quantize_weights` returned. The codes multiply, and the
-                weights get the gradients.
+                weights get the gradients. In a layer with a `weights_format` what
+                `prepared` returned.
             return_aux: whether to return a `jax_ep.MoEAux`, too.
 
         Returns:

@@ -119,6 +119,19 @@ class MoE(nn.Module):
         found = {**whole, "params": rest, "codes": held}
         return self.clone(weights_format=format), found
 
+    @nn.nowrap
+    def prepared(self, variables: Mapping[str, Any]) -> QuantizedWeights:
+        """Returns the codes of a layer with a `weights_format`; see `jax_ep.flax.MoE`.
+
+        Args:
+            variables: those of this layer, with "codes", boxed or not.
+
+        Raises:
+            ValueError: the layer has no `weights_format`.
+        """
+        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
+        return layer.prepared(nn.unbox(dict(variables)).get("codes", {}))
+
     @overload
     def __call__(
         self,

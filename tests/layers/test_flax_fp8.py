@@ -18,6 +18,7 @@ from support import helpers
 from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, distance
 from support.grouped_kernels import either_operations as either_operations
+from support.grouped_kernels import fake_kernels as fake_kernels
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
 
@@ -311,6 +312,35 @@ def test_codes_alone(kind, form):
     assert distance(y, want) < (0.01 if form == "mxfp4" else 0.06)
 
 
+@pytest.mark.parametrize("form", ["fp8_block128", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_prepared_codes(kind, form, fake_kernels):
+    """They have what kernels read; a call with them makes nothing again."""
+    mesh = helpers.make_mesh({"ep": 2, "tp": 2})
+    told = fields(mesh, **FP8)
+    layer = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0))
+    x = inputs()
+    if kind == "nnx":
+        serving = layer.quantized(form)
+        codes, call = serving.prepared(), serving
+    else:
+        linen = jax_ep.flax.linen.MoE(**told)
+        state = nnx.to_pure_dict(nnx.state(layer))
+        state["router_kernel"] = state.pop("router")
+        serving, variables = linen.quantized({"params": state}, form)
+        codes = serving.prepared(variables)
+        call = functools.partial(serving.apply, variables)
+    assert codes.gate_up_turned is not None
+    assert codes.down_turned is not None
+    y = call(x, quantized=codes)
+    assert distance(y, call(x)) < 6e-3
+    own = codes.canonical()
+    assert distance(y, call(x, quantized=own)) < 6e-3
+    text = str(jax.make_jaxpr(lambda x, c: call(x, quantized=c))(x, codes))
+    whole = str(jax.make_jaxpr(lambda x, c: call(x, quantized=c))(x, own))
+    assert text.count("transpose") < whole.count("transpose")
+
+
 def state_names(kind):
     return ["router" if kind == "nnx" else "router_kernel"]
 
@@ -421,12 +451,12 @@ def test_misused_codes():
     layer = jax_ep.flax.MoE(**fields(mesh, **FP8), rngs=nnx.Rngs(0))
     codes = layer.quantize_weights()
     half = jax.tree.map(lambda leaf: leaf[:2], codes)
-    alone = layer.quantized()
+    alone, four = layer.quantized(), layer.quantize_weights("mxfp4")
     default = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     for call, words in (
         (lambda: layer(inputs(), quantized=codes.gate_up), "quantized must be"),
         (lambda: layer(inputs(), quantized=half), "codes of (2, 256, 2, 256)"),
-        (lambda: alone(inputs(), quantized=codes), "quantized must be None"),
+        (lambda: alone(inputs(), quantized=four), "weights_format 'fp8_block128'"),
         (lambda: default(inputs(), quantized=codes), "experts=jax_ep.experts.fp8"),
         (lambda: layer.quantize_weights("mxfp4", True), "backward must be False"),
     ):
@@ -436,3 +466,6 @@ def test_misused_codes():
     with raises() as caught:
         alone.quantize_weights()
     check_state(caught, "flax.MoE", "holds codes already")
+    with raises() as caught:
+        layer.prepared()
+    check_state(caught, "flax.MoE", "holds no codes")

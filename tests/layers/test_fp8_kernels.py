@@ -18,10 +18,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts, formats
-from jax_ep._experts import kernels, operations, quantized, select
+from jax_ep._experts import (
+    four_bits,
+    hopper_codes,
+    kernels,
+    operations,
+    quantized,
+    select,
+)
 from jax_ep._experts.hopper_codes import HopperOperations
 from jax_ep._experts.kernels import Codes
 from jax_ep._experts.operations import Inner, Operations, Rows
+from jax_ep._native import tables
 from support import fp8_experts as formula
 from support import grouped_kernels, helpers
 from support.fp8_experts import dispatched, distance
@@ -166,6 +174,55 @@ def test_code_gate_up(sizes, count, a, b, keep, ready):
         assert both.dtype == jnp.bfloat16
         flat = both[:total].reshape(total, 2 * b)
         assert_within(flat, sums, SUMS * magnitudes + 2.0**-8 * np.abs(sums))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("gate_up", [False, True])
+@pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
+def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
+    rng = np.random.default_rng(0)
+    rows, values = rows_of(rng, sizes, count, a)
+    scales = rows.scales
+    if not coded:
+        plain = jnp.asarray(np.where(np.isnan(values), 0, values), jnp.bfloat16)
+        past = np.arange(count) >= sum(sizes)
+        rows, scales = Codes(plain.at[past].set(jnp.nan), scales), None
+        values = np.asarray(plain, np.float64)
+    sides = (2,) if gate_up else ()
+    codes = rng.integers(0, 256, (len(sizes), a // 2, *sides, b)).astype(np.uint8)
+    exponents = rng.integers(112, 128, (len(sizes), a // 32, *sides, b))
+    powers = jnp.asarray(exponents, jnp.uint8)
+    powers = jax.lax.bitcast_convert_type(powers, jnp.float8_e8m0fnu)
+    tiles = four_bits.tiles(jnp.asarray(codes), powers)
+    nibbles = np.stack([codes & 15, codes >> 4], 2).reshape(len(sizes), a, *sides, b)
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7]
+    matrices = np.where(nibbles & 8, -magnitudes, magnitudes)
+    matrices = matrices * np.repeat(np.exp2(exponents - 127.0), 32, 1)
+    total = sum(sizes)
+    sums, sizes_of_sums = products(values, matrices.reshape(len(sizes), a, -1), sizes)
+    for dtype, unit in ((jnp.float32, 2.0**-23), (jnp.bfloat16, 2.0**-8)):
+        found = kernels.four_bits(
+            rows.values,
+            scales,
+            tiles,
+            jnp.array(sizes, jnp.int32),
+            b,
+            dtype,
+            gate_up,
+        )
+        assert found.dtype == dtype
+        assert found.shape == (count, b)
+        # Nothing but the order of float32 sums.
+        off = 1e-5 * sizes_of_sums
+        want, bound = sums, off
+        if gate_up:
+            (gate, up), (gate_off, up_off) = (
+                np.split(x, 2, axis=1) for x in (sums, off)
+            )
+            want = gate / (1 + np.exp(-gate)) * up
+            bound = 2 * (gate_off * np.abs(up) + up_off * np.abs(gate))
+            bound += 2 * gate_off * up_off + 1e-5 * np.abs(want)
+        assert_within(found[:total], want, bound + unit * np.abs(want) + 1e-30)
 
 
 def whole_numbers(rng, sizes, count, a, b):
@@ -376,7 +433,10 @@ def test_weights_are_turned_in_one_pass(ready):
     assert len(jax.tree.leaves(made)) == 6
     assert len(jax.tree.leaves(made.canonical())) == 4
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
-    assert four.gate_up_turned is None
+    assert four.gate_up_turned.shape == (3, 2 * F // 128, H // 32, 2176)
+    assert four.down_turned.shape == (3, H // 128, F // 32, 2176)
+    odd = experts.quantize_weights(gate_up[..., :96], down[:, :96], format="mxfp4")
+    assert odd.gate_up_turned is odd.down_turned is None
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -420,6 +480,53 @@ def test_operations_equal_the_reference(canonical, ready):
         )
         assert got.dtype == one.dtype == jnp.dtype(dtype)
         assert distance(got, one) < 3e-3
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+@pytest.mark.parametrize("form", ["codes", "bfloat16", "float16"])
+@pytest.mark.parametrize("many", [False, True])
+def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
+    """Few rows and many, of every kind, with SwiGLU and without."""
+    if many:
+        monkeypatch.setattr(hopper_codes, "FEW_ROWS", 1)
+    rows, _ = weights_of()
+    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    sizes = jnp.array(SIZES, jnp.int32)
+    real, taken = slice(sum(SIZES)), ready if ready is not None else []
+    here, there = HopperOperations(), Operations()
+    weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
+    weights = weights.canonical() if canonical else weights
+    dtype = "bfloat16" if form == "codes" else form
+    operand = rows if form == "codes" else Rows(rows.to(dtype), None)
+    known = form != "float16"
+    wgmma = many and form == "bfloat16"
+    bias = jnp.ones((3, F), jnp.float32)
+    for inner in (Inner(None, None, (), None), Inner(bias, None, (), None)):
+        taken.clear()
+        given = (operand, weights, sizes, inner, False, jnp.dtype(dtype))
+        (h, _), (want, _) = here.gate_up(*given), there.gate_up(*given)
+        assert h.values.dtype == want.values.dtype
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
+        if ready is not None:
+            fused = wgmma and inner.gate_bias is None
+            assert set(taken) == (
+                {"gate_up" if fused else "four_bits"} if known else set()
+            )
+        for out in (jnp.bfloat16, jnp.float32, jnp.float16):
+            taken.clear()
+            given = (h, weights, "down", sizes, out)
+            got, one = here.product(*given), there.product(*given)
+            assert got.dtype == one.dtype == out
+            assert distance(got[real], one[real]) < 3e-3
+            if ready is not None and known:
+                rounded = wgmma and out == jnp.bfloat16
+                assert set(taken) == {"rows" if rounded else "four_bits"}
+
+
+def test_tiles_are_those_of_the_table():
+    table = tables.TABLES["ep_four_bit_rows"].operands
+    (row,) = (row for row in table if row.name == "tiles")
+    assert row.shape[-1] == ((), four_bits.ATOM)
 
 
 def test_what_kernels_do_not_know_is_left_to_the_reference(ready):
@@ -505,6 +612,30 @@ def test_vmap(batch, ready):
     found = jax.jit(jax.vmap(run))(*stacked)
     for i, got in enumerate(found):
         helpers.assert_bits(got, jax.jit(run)(*(each[i] for each in stacked)))
+
+
+def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
+    """What it gives back multiplies as well, turned in the call."""
+    pytest.importorskip("orbax.checkpoint")
+    from orbax import checkpoint
+
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    made = experts.quantize_weights(gate_up, down)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "codes", made.canonical())
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+        made.canonical(),
+    )
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "codes", like)
+    assert isinstance(restored, experts.QuantizedWeights)
+    assert restored.gate_up_turned is None
+    d = dispatched(rows, SIZES, "fp8_block128")
+    want, found = (
+        jax.jit(experts.fp8)(d, codes, None)[: sum(SIZES)] for codes in (made, restored)
+    )
+    helpers.assert_bits(found, want)
 
 
 def devices():

@@ -17,6 +17,7 @@ from support import helpers
 from support.errors import check_form, raises
 from support.fp8_experts import cosine, distance
 from support.grouped_kernels import either_operations as either_operations
+from support.grouped_kernels import fake_kernels as fake_kernels
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -46,22 +46,30 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Layers by the stand-ins of kernels; the names of those that traces take."""
+    _forget_layers()
+    yield fake(monkeypatch)
+    _forget_layers()
+    jax.clear_caches()
+
+
+def _forget_layers() -> None:
+    """Programs of layers are kept for equal layers."""
+    jax_ep.close_shared_handles()
+    layer._quantizer.cache_clear()
+    layer._preparer.cache_clear()
+
+
 @pytest.fixture(params=["reference", "kernels"])
-def either_operations(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def either_operations(request: pytest.FixtureRequest) -> Iterator[None]:
     """fp8 experts by the reference, or by the stand-ins of kernels."""
     if request.param == "reference":
         yield
         return
-    # Programs of layers are kept for equal layers.
-    jax_ep.close_shared_handles()
-    layer._quantizer.cache_clear()
-    taken = fake(monkeypatch)
+    taken = request.getfixturevalue("fake_kernels")
     yield
-    jax_ep.close_shared_handles()
-    layer._quantizer.cache_clear()
-    jax.clear_caches()
     assert "code_gate_up" in taken
 
 
@@ -180,6 +188,42 @@ def code_down_back(cotangents, matrices, scales, both, sizes):
     return codes.reshape(both.shape), code_scales, back.astype(both.dtype)
 
 
+def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
+    """Float32 `[L, A, sides * B]` of what `four_bits.tiles` made."""
+    groups, across, steps, _ = tiles.shape
+    codes = tiles[..., :2048].reshape(groups, across, steps, 4, 8, 4, 2, 2, 2, 2)
+    nibbles = jnp.stack([codes & 0xF, codes >> 4], -1)
+    # pair, r, q, odd, half, j, i / 2, i % 2 to q, i / 2, i % 2, j, pair, odd, half, r.
+    order = (5, 9, 10, 8, 3, 6, 7, 4)
+    nibbles = jnp.transpose(nibbles, (0, 1, 2, *order))
+    nibbles = nibbles.reshape(groups, across, steps, 32, 128)
+    bytes_ = tiles[..., 2048:].reshape(groups, across, steps, 8, 8, 2)
+    bytes_ = jnp.transpose(bytes_, (0, 1, 2, 4, 5, 3)).reshape(
+        groups, across, steps, 1, 128
+    )
+    magnitude = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)[nibbles & 7]
+    values = jnp.where(nibbles & 8, -magnitude, magnitude)
+    values = values * 2.0 ** (bytes_.astype(jnp.float32) - 127)
+    values = values.reshape(groups, across, steps * 32, sides, 128 // sides)
+    values = values.transpose(0, 2, 3, 1, 4)
+    return values.reshape(groups, steps * 32, -1)
+
+
+def four_bits(rows, scales, tiles, sizes, columns, dtype, gate_up):
+    assert dtype in (jnp.bfloat16, jnp.float32)
+    if scales is None:
+        assert rows.dtype == jnp.bfloat16
+        values = rows
+    else:
+        values = _values(Codes(rows, scales))
+    sums = product(values, values_of_tiles(tiles, 2 if gate_up else 1), sizes)
+    if gate_up:
+        gate, up = jnp.split(sums, 2, axis=1)
+        sums = jax.nn.silu(gate) * up
+    assert sums.shape[1] == columns
+    return sums.astype(dtype)
+
+
 def quantize_matrices(matrices):
     codes, scales = quantized.to_blocks(matrices)
     return codes, scales, jnp.transpose(codes, (0, 2, 3, 1))
@@ -193,5 +237,6 @@ STAND_INS = (
     code_rows,
     code_gate_up,
     code_down_back,
+    four_bits,
     quantize_matrices,
 )

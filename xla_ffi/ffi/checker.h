@@ -13,6 +13,7 @@ namespace jax_ep::ffi_layer {
 namespace ffi = xla::ffi;
 using I32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
+using U8 = ffi::Buffer<ffi::U8>;
 using Wire = ffi::Buffer<ffi::U32>;
 using AnyBuffer = ffi::AnyBuffer;
 template <typename B>

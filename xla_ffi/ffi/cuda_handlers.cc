@@ -16,6 +16,7 @@
 #include "cuda/collective/steps.h"
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
+#include "cuda/matmul/four_bits.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda/matmul/step.h"
 #include "cuda/window/calls.h"
@@ -78,6 +79,9 @@ cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
   return cuda::GroupedMatmul(call.step, stream);
+}
+cudaError_t Enqueue(Call<FourBitStep>& call, int32_t, cudaStream_t stream) {
+  return cuda::MultiplyFourBits(call.step, stream);
 }
 cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
   return cuda::QuantizeMatrices(call.step, stream);
@@ -258,6 +262,46 @@ cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
   return cuda::PreloadWindowKernels();
 }
 
+// Of the calling thread, for a scope.
+class CurrentDevice {
+ public:
+  // A negative ordinal leaves it as it is.
+  explicit CurrentDevice(int32_t ordinal) : error_(cudaGetDevice(&before_)) {
+    if (error_ == cudaSuccess && ordinal >= 0) error_ = cudaSetDevice(ordinal);
+  }
+  ~CurrentDevice() { cudaSetDevice(before_); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+// On the current device, if it has these kernels; on others a call says that it cannot run.
+cudaError_t PreloadMatmuls() {
+  if (!cuda::MatmulSupported()) return cudaSuccess;
+  cudaError_t error = cuda::PreloadMatmulKernels();
+  if (error == cudaSuccess) error = cuda::PreloadFourBitKernels();
+  return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
+}
+
+// XLA runs this before each execution of a program, and before it captures one: experts are used
+// without ep_init, too.
+ffi::Error InitializeMatmul(int32_t ordinal) {
+  static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
+  const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
+  // Relaxed: CUDA itself orders loads, and another one does no harm.
+  if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();
+  const CurrentDevice device(ordinal);
+  cudaError_t error = device.error();
+  if (error == cudaSuccess) error = PreloadMatmuls();
+  if (error == cudaSuccess) loaded.fetch_or(bit, std::memory_order_relaxed);
+  return FromCuda("jax_ep's matmuls", error);
+}
+
 ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
                 Out<I32> my_rank, int64_t key) {
   try {
@@ -271,6 +315,7 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
     }
     results.rank = *rank;
     cudaError_t error = cuda::PreloadKernels();
+    if (error == cudaSuccess) error = PreloadMatmuls();
     const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
     if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
     if (error == cudaSuccess) {
@@ -280,45 +325,6 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("ep_init: ") + e.what());
   }
-}
-
-// Of the calling thread, for a scope.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int32_t ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ == cudaSuccess) error_ = cudaSetDevice(ordinal);
-  }
-  ~CurrentDevice() { cudaSetDevice(before_); }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  cudaError_t error_;
-};
-
-cudaError_t PreloadMatmuls() {
-  const cudaError_t error = cuda::PreloadMatmulKernels();
-  return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
-}
-
-// XLA runs this before each execution of a program, and before it captures one: experts need no
-// ep_init, which loads the kernels of all other calls.
-ffi::Error InitializeMatmul(int32_t ordinal) {
-  static std::atomic<uint64_t> loaded{0};  // by ordinal
-  const uint64_t bit = uint64_t{1} << (ordinal & 63);
-  // Relaxed: CUDA itself orders loads, and another one does no harm.
-  if (ordinal < 64 && (loaded.load(std::memory_order_relaxed) & bit) != 0) {
-    return ffi::Error::Success();
-  }
-  const CurrentDevice device(ordinal);
-  cudaError_t error = device.error();
-  // On other devices the call itself says that it cannot run.
-  if (error == cudaSuccess && cuda::MatmulSupported()) error = PreloadMatmuls();
-  if (error == cudaSuccess && ordinal < 64) loaded.fetch_or(bit, std::memory_order_relaxed);
-  return FromCuda("jax_ep's matmuls", error);
 }
 
 XLA_FFI_DEFINE_HANDLER(kInitializeMatmul, InitializeMatmul,

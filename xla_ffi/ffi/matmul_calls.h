@@ -189,6 +189,46 @@ struct CodeDownBackCall : MatmulCall<MatmulKind::kCodeDownBack> {
   }
 };
 
+// ---- Of four bits -------------------------------------------------------------------------------
+
+// Rows in bfloat16, or `coded`; kSides: of gate and up, to which SwiGLU is applied.
+template <int64_t kSides>
+struct FourBitCall : Call<FourBitStep> {
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &FourBitStep::left)
+                     .If(kCoded, {Dim::N, Dim::A}, Kind::kCode),
+                 Arg<F32>("row_scales", {Dim::N, Dim::X}, &FourBitStep::left_scales).When(kCoded),
+                 Arg<U8>("tiles", {Dim::G, Dim::Y, Dim::Z, kFourBitAtomBytes}, &FourBitStep::right),
+                 Arg<I32>("group_sizes", {Dim::G}, &FourBitStep::sizes));
+  static constexpr auto kResults =
+      std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &FourBitStep::out));
+  static constexpr auto kAttributes = std::tuple(kCoded, kOutDtype);
+
+  void Infer(Checker& check) {
+    CheckSizes(check, *this, true);
+    RequireMultiple(check, *this, kFourBitColumns / kSides);
+    check.Require(sizes[Dim::A] % kFourBitAlign == 0, "A must be a multiple of 128");
+    sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
+    sizes.Set(Dim::Y, sizes[Dim::B] * kSides / kFourBitColumns);
+    sizes.Set(Dim::Z, sizes[Dim::A] / kFourBitSteps);
+  }
+  void Size(Checker& check) {
+    step.gate_up = kSides == 2;
+    step.rows = sizes[Dim::N];
+    step.groups = sizes[Dim::G];
+    step.left_columns = sizes[Dim::A];
+    step.columns = sizes[Dim::B];
+    check.Require(coded || element == ElementType::kBFloat16, "rows must be bfloat16");
+    check.Require(step.out_element != ElementType::kFloat16, "out must be bfloat16 or float32");
+  }
+};
+struct FourBitRowsCall : FourBitCall<1> {
+  static constexpr const char* kTarget = "ep_four_bit_rows";
+};
+struct FourBitGateUpCall : FourBitCall<2> {
+  static constexpr const char* kTarget = "ep_four_bit_gate_up";
+};
+
 // ---- Their weights ------------------------------------------------------------------------------
 
 struct QuantizeMatricesCall : Call<QuantizeMatricesStep> {

@@ -181,9 +181,19 @@ inline constexpr Flag kTiled = Attr("tiled", &CallState::tiled);
 
 // ---- Operands and results -----------------------------------------------------------------------
 
-enum class Kind : int8_t { kInt32, kFloat32, kWord, kCode, kToken, kOutput, kPayload, kScale };
+enum class Kind : int8_t {
+  kInt32,
+  kFloat32,
+  kByte,
+  kWord,
+  kCode,
+  kToken,
+  kOutput,
+  kPayload,
+  kScale
+};
 
-// The buffers of rows: I32, F32 and Wire; e4m3 codes, which XLA has no buffer for; or one whose
+// The buffers of rows: I32, F32, U8 and Wire; e4m3 codes, which XLA has no buffer for; or one whose
 // dtype the call determines: that of tokens, its `out_dtype`, and those of its format.
 struct Code {};
 struct Token {};
@@ -193,6 +203,7 @@ struct Scale {};
 template <typename T>
 inline constexpr Kind kKindOf = std::is_same_v<T, I32>       ? Kind::kInt32
                                 : std::is_same_v<T, F32>     ? Kind::kFloat32
+                                : std::is_same_v<T, U8>      ? Kind::kByte
                                 : std::is_same_v<T, Wire>    ? Kind::kWord
                                 : std::is_same_v<T, Code>    ? Kind::kCode
                                 : std::is_same_v<T, Output>  ? Kind::kOutput

@@ -29,7 +29,7 @@ inline nb::tuple ExportShape(const Shape& shape) {
 }
 
 inline nb::dict ExportRow(const BufferRow& row) {
-  static constexpr const char* kKinds[] = {"int32", "float32", "uint32",  "float8_e4m3fn",
+  static constexpr const char* kKinds[] = {"int32", "float32", "uint8",   "uint32", "float8_e4m3fn",
                                            "token", "output",  "payload", "scale"};
   static constexpr const char* kForms[] = {"exact", "any", "longer", "leading", "flat"};
   const auto named = [](const char* name) { return name ? nb::object(nb::str(name)) : nb::none(); };

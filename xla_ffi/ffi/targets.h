@@ -27,7 +27,8 @@ using WindowCalls =
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 // Of the CUDA module alone.
 using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
-                             CodeRowsCall, CodeGateUpCall, CodeDownBackCall, QuantizeMatricesCall>;
+                             CodeRowsCall, CodeGateUpCall, CodeDownBackCall, FourBitRowsCall,
+                             FourBitGateUpCall, QuantizeMatricesCall>;
 
 // `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

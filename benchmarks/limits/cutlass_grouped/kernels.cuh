@@ -173,6 +173,7 @@ template <typename Gemm, bool kFp8>
 class Grouped : public Way {
  public:
   using Kernel = typename Gemm::GemmKernel;
+  static_assert(Kernel::SharedStorageSize <= 227 * 1024);  // of a block on Hopper
 
   explicit Grouped(std::string_view named, const Problem& problem) : problem_(problem) {
     name = named;

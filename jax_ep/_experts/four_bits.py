@@ -1,0 +1,78 @@
+"""Weights of "mxfp4" in the order in which kernels for few rows read them.
+
+xla_ffi/protocol/matmul_steps.h describes it: tiles of 128 columns, or 64 of gate and of
+up, by 32 of the contracted dimension, each with its codes and scales side by side.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+COLUMNS = 128  # of a tile, both sides together
+STEPS = 32  # of the contracted dimension
+ATOM = COLUMNS * STEPS // 2 + COLUMNS  # bytes of codes and scales
+ALIGNED = 128  # what the contracted dimension must be a multiple of
+
+
+def shape(matrix: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape of the tiles of `[L, A, 2, B]` or `[L, A, B]`.
+
+    None where the kernels do not take such sizes.
+    """
+    groups, contracted, *sides, columns = matrix
+    per_tile = COLUMNS // 2 if sides else COLUMNS
+    if contracted % ALIGNED or columns % per_tile:
+        return None
+    return groups, columns // per_tile, contracted // STEPS, ATOM
+
+
+def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns uint8 `[L, tiles, A / 32, ATOM]`.
+
+    Args:
+        codes: uint8 `[L, A / 2, 2, B]` or `[L, A / 2, B]`, as in `QuantizedWeights`.
+        scales: float8_e8m0fnu `[L, A / 32, 2, B]` or `[L, A / 32, B]`.
+    """
+    groups, halves, *sides, columns = codes.shape
+    count = sides[0] if sides else 1
+    across = columns * count // COLUMNS
+    steps = halves * 2 // STEPS
+
+    def by_tile(values: jax.Array) -> jax.Array:
+        """Splits `[L, steps, ..., columns]` to `[L, tiles, steps, ..., COLUMNS]`."""
+        per_side = COLUMNS // count
+        inner = values.shape[2 : values.ndim - 1 - len(sides)]
+        values = values.reshape(groups, steps, *inner, count, across, per_side)
+        values = jnp.moveaxis(values, -2, 1)
+        return values.reshape(groups, across, steps, *inner, COLUMNS)
+
+    # Contracted element 8 q + 2 i + j of 32 is nibble 4 j + i of word q.
+    pairs = codes.reshape(groups, steps, 4, 4, *sides, columns)
+    pairs = by_tile(pairs)  # [L, tiles, steps, q, i, columns]
+    pairs = pairs.reshape(groups, across, steps, 4, 2, 2, COLUMNS)
+    low, high = pairs & 0xF, pairs >> 4
+    nibbles = jnp.stack([low, high], 4)  # [L, tiles, steps, q, j, i / 2, i % 2, ..]
+    packed = nibbles[..., 0, :] | nibbles[..., 1, :] << 4
+    # Column 16 (2 pair + odd) + 8 half + r.
+    packed = packed.reshape(groups, across, steps, 4, 2, 2, 4, 2, 2, 8)
+    # To pair, r, q, odd, half, j, i / 2.
+    order = (6, 9, 3, 7, 8, 4, 5)
+    packed = jnp.transpose(packed, (0, 1, 2, *order)).reshape(
+        groups, across, steps, COLUMNS * STEPS // 2
+    )
+    bytes_ = by_tile(jax.lax.bitcast_convert_type(scales, jnp.uint8))
+    bytes_ = bytes_.reshape(groups, across, steps, 8, 2, 8)  # 16 m + 8 half + r
+    bytes_ = jnp.transpose(bytes_, (0, 1, 2, 5, 3, 4))
+    bytes_ = bytes_.reshape(groups, across, steps, COLUMNS)
+    return jnp.concatenate([packed, bytes_], axis=-1)
+
+
+def side_by_side(products: jax.Array) -> jax.Array:
+    """Brings products with all columns of tiles of gate and up, `[N, 2 * B]`, in order.
+
+    Each tile has 64 columns of gate, then the same of up.
+    """
+    count, columns = products.shape
+    split = products.reshape(count, columns // COLUMNS, 2, COLUMNS // 2)
+    return jnp.moveaxis(split, 2, 1).reshape(count, columns)
