@@ -25,6 +25,8 @@ foreach(TOKENS IN ITEMS 5 25)
 endforeach()
 
 emulated_test(races_matmul "EMULATED_SEED=1 EMULATED_SMS=3" matmul_test 1 16)
+emulated_test(races_four_bits "EMULATED_SEED=1 EMULATED_SMS=2" four_bits_test 1 4)
+emulated_test(races_quantize_matrices "EMULATED_SEED=1 EMULATED_SMS=2" quantize_matrices_test 1 2)
 
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")
@@ -57,6 +59,9 @@ mutant(race_matmul_drain matmul/drain.cuh
        matmul/rows.cu "${RACE}" "matmul rows 1 12")
 mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
        matmul/outer.cu "${RACE}|emulator: .*which has ended" "matmul outer 1 12")
+mutant(race_four_bits matmul/four_bits.cuh
+       "FenceProxyAsyncShared();\n    __syncwarp();\n    Issue();"
+       "FenceProxyAsyncShared();\n    Issue();" matmul/four_bits.cu "${RACE}" "four_bits 1 12")
 
 # ---- Between nodes ----
 
