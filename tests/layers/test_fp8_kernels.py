@@ -529,7 +529,8 @@ def test_tiles_are_those_of_the_table():
     assert row.shape[-1] == ((), four_bits.ATOM)
 
 
-def test_what_kernels_do_not_know_is_left_to_the_reference(ready):
+def test_what_lies_between_products_is_applied_by_the_reference(ready):
+    """Other activations, biases, and what the backward pass keeps of four bits."""
     rows, weights = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -541,8 +542,8 @@ def test_what_kernels_do_not_know_is_left_to_the_reference(ready):
     for inner, operand, codes, wanted in (
         (Inner(bias, None, (), None), rows, weights, {"code_rows"}),
         (Inner(None, None, (), lambda g, u: g * u), rows, weights, {"code_rows"}),
-        (Inner(None, None, (), None), plain, four, set()),
-        (Inner(None, None, (), None), rows, four, set()),
+        (Inner(None, None, (), None), plain, four, {"four_bits"}),
+        (Inner(None, None, (), None), rows, four, {"four_bits"}),
     ):
         taken.clear()
         given = (operand, codes, sizes, inner, True, "bfloat16")
