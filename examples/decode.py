@@ -1,14 +1,16 @@
-"""Decodes with a stack of expert layers whose tokens travel quantised.
+"""Decodes with a stack of expert layers whose tokens travel, or weights lie, quantised.
 
     python examples/decode.py [--format nvfp4] [--steps 32] [--no-graphs]
+    python examples/decode.py --format bf16 --weights mxfp4
 
-A few tokens a rank and a step, as in serving: one jitted `lax.scan` over the steps
+A few tokens per rank and step, as in serving: one jitted `lax.scan` over the steps
 holds the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static and
 nothing asks the host, so that on GPUs XLA captures a step in CUDA graphs; --no-graphs
-shows what that saves. Weights are random: what is shown is the loop, its speed, and
-how far the format's rounding moves the logits from those of unquantised dispatch. Most
-move little. Those of a token move far where it turns a near tie of a router, so that
-another expert answers: these are counted apart.
+shows what that saves. With `--weights` experts' weights are codes, quantised once.
+Weights are random: what is shown is the loop, its speed and where the time goes, and
+how far rounding moves the logits from those of the model in bfloat16. Most move little.
+Those of a token move far where it turns a near tie of a router, so that another expert
+answers: these are counted apart.
 """
 
 import argparse
@@ -25,11 +27,11 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-BYTES, HIDDEN, INNER, HEADS, BLOCKS, TOP_K = 256, 128, 64, 4, 2, 2
+BYTES, HIDDEN, INNER, HEADS, BLOCKS, TOP_K = 256, 128, 128, 4, 2, 2
 
 
 def make_params(key, experts):
-    """Random bfloat16 parameters of the whole model, and how they lie on the mesh."""
+    """Random bfloat16 parameters of the whole model."""
 
     def normal(shape, fan_in):
         nonlocal key
@@ -47,14 +49,29 @@ def make_params(key, experts):
             },
         }
 
-    params = {
+    return {
         "embed": normal((BYTES, HIDDEN), 1),
         "head": normal((HIDDEN, BYTES), HIDDEN),
         "blocks": [block() for _ in range(BLOCKS)],
     }
+
+
+def with_codes(mesh, params, weights):
+    """The parameters with experts' weights in a format, and how all lie on the mesh."""
     specs = jax.tree_util.tree_map_with_path(
         lambda path, _: P("ep") if path[-1].key in ("gate_up", "down") else P(), params
     )
+    if weights == "bf16":
+        return params, specs
+    quantize = functools.partial(jax_ep.experts.quantize_weights, format=weights)
+    # Each rank its own experts, once.
+    quantize = jax.jit(
+        jax.shard_map(quantize, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    )
+    for block, spec in zip(params["blocks"], specs["blocks"], strict=True):
+        moe = block["moe"]
+        moe["experts"] = quantize(moe.pop("gate_up"), moe.pop("down"))
+        spec["moe"] = {"router": P(), "experts": P("ep")}
     return params, specs
 
 
@@ -82,11 +99,12 @@ def choose(block, rows):
     return jax_ep.router.route(logits, TOP_K)
 
 
-def decode(ep, steps, params, prompt, given=None):
+def decode(ep, steps, moe_ffn, params, prompt, given=None):
     """Inside shard_map: of bytes `[n]` what follows, by sequence and step.
 
     Bytes `[n, steps]`, logits `[n, steps, 256]` and experts `[n, steps, BLOCKS, K]`.
     With `given` `[n, steps]` these follow, whatever the logits say.
+    `moe_ffn(ep, rows, params, routing)` is a layer's.
     """
     n = prompt.shape[0]
     shape = (BLOCKS, 2, n, steps, HEADS, HIDDEN // HEADS)
@@ -100,8 +118,7 @@ def decode(ep, steps, params, prompt, given=None):
             x, cache = attend(block, x, cache, step)
             rows = normalise(x)
             routing = choose(block, rows)
-            y, _ = jax_ep.moe_ffn(ep, rows, block["moe"], routing=routing)
-            x = x + y
+            x = x + moe_ffn(ep, rows, block["moe"], routing)
             kept.append(cache)
             experts.append(routing.ids)
         logits = (normalise(x) @ params["head"]).astype(jnp.float32)
@@ -115,10 +132,45 @@ def decode(ep, steps, params, prompt, given=None):
     return tuple(jnp.moveaxis(each, 0, 1) for each in out)
 
 
-def run(mesh, name, steps, n, given=None, seed=0):
-    """Decodes; returns the bytes, every step's logits and experts, and us a step."""
+def whole(ep, rows, params, routing):
+    """A layer."""
+    quantised = "experts" in params
+    run = jax_ep.experts.fp8 if quantised else None
+    return jax_ep.moe_ffn(ep, rows, params, routing=routing, experts=run)[0]
+
+
+def exchange_alone(ep, rows, params, routing):
+    """A layer whose experts do nothing."""
+    local = ep.config.num_experts // ep.ep_size
+    # Of any F: nothing reads them.
+    none = {
+        "router": params["router"],
+        "gate_up": jnp.zeros((local, HIDDEN, 2, 1), rows.dtype),
+        "down": jnp.zeros((local, 1, HIDDEN), rows.dtype),
+    }
+
+    def experts(rows, gate_up, down, group_sizes):
+        del gate_up, down, group_sizes
+        return rows
+
+    return jax_ep.moe_ffn(ep, rows, none, routing=routing, experts=experts)[0]
+
+
+def no_layer(ep, rows, params, routing):
+    """What the rest of the model costs."""
+    del ep, params, routing
+    return rows
+
+
+def run(mesh, name, steps, n, given=None, seed=0, weights="bf16", parts=False):
+    """Decodes; returns the bytes, every step's logits and experts, and us per step.
+
+    `name` is the dispatch format, `weights` that of experts' weights. With `parts` the
+    time is a dict: of the whole, of its layers' exchange and of their experts.
+    """
     experts = 4 * mesh.size
-    params, specs = make_params(jax.random.key(seed), experts)
+    params = make_params(jax.random.key(seed), experts)
+    params, specs = with_codes(mesh, params, weights)
     prompt = jax.random.randint(jax.random.key(1), (n * mesh.size,), 0, BYTES)
     config = jax_ep.EPConfig(
         num_experts=experts,
@@ -127,11 +179,11 @@ def run(mesh, name, steps, n, given=None, seed=0):
         max_tokens_per_rank=n,
         dispatch_format=name,
     )
-    with jax_ep.init(mesh, "ep", config) as ep:
-        print(f"{name}: {ep.ep_size} ranks, transport {ep.transport}")
+
+    def timed(ep, layer):
         loop = jax.jit(
             jax.shard_map(
-                functools.partial(decode, ep, steps),
+                functools.partial(decode, ep, steps, layer),
                 mesh=mesh,
                 in_specs=(specs, P("ep"), P("ep")),
                 out_specs=P("ep"),
@@ -143,9 +195,16 @@ def run(mesh, name, steps, n, given=None, seed=0):
             start = time.perf_counter()
             jax.block_until_ready(loop(params, prompt, given))
             times.append(time.perf_counter() - start)
-        microseconds = min(times) / steps * 1e6
+        return out, min(times) / steps * 1e6
+
+    with jax_ep.init(mesh, "ep", config) as ep:
+        print(f"{name}, weights {weights}: {ep.ep_size} ranks, {ep.transport}")
+        out, us = timed(ep, whole)
+        if parts:
+            crossing, rest = (timed(ep, each)[1] for each in (exchange_alone, no_layer))
+            us = {"all": us, "exchange": crossing - rest, "experts": us - crossing}
         ep.check()
-    return *map(np.asarray, out), microseconds
+    return *map(np.asarray, out), us
 
 
 def compare(logits, experts, other_logits, other_experts):
@@ -183,17 +242,30 @@ def ask_for_graphs(wanted):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--format", default="nvfp4", choices=jax_ep.formats.names())
+    parser.add_argument(
+        "--weights",
+        default="bf16",
+        choices=("bf16", "fp8_block128", "mxfp4"),
+        help="of experts; rows follow the dispatch format, which must suit experts.fp8",
+    )
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=4, help="a rank and step")
+    parser.add_argument("--tokens", type=int, default=4, help="per rank and step")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(arguments)
     ask_for_graphs(args.graphs)
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
-    plain = run(mesh, "bf16", args.steps, args.tokens)
+    sizes = args.steps, args.tokens
+    plain = run(mesh, "bf16", *sizes, parts=True)
     # With the same bytes, so that every step can be compared.
-    quantised = run(mesh, args.format, args.steps, args.tokens, plain[0])
-    for name, (tokens, *_, us) in (("bf16", plain), (args.format, quantised)):
-        print(f"{name:>12}: {us:8.0f} us a step, {tokens[0, :8]} ...")
+    quantised = run(
+        mesh, args.format, *sizes, plain[0], weights=args.weights, parts=True
+    )
+    label = f"{args.format}, weights {args.weights}"
+    for name, (tokens, *_, us) in (("bf16", plain), (label, quantised)):
+        rate = args.tokens * mesh.size / us["all"] * 1e6
+        print(f"{name}: {us['all']:.0f} us per step, {rate:.0f} tokens per second")
+        shares = (f"{part} {us[part] / us['all']:.0%}" for part in us if part != "all")
+        print(f"    of it {', '.join(shares)}; {tokens[0, :8]} ...")
     errors, rerouted = compare(*plain[1:3], *quantised[1:3])
     print("\n".join(describe(errors, rerouted)))
     # Of 4-bit formats it is 8%; a wrong row moves a token's logits by their own size.

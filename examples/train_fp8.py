@@ -9,7 +9,8 @@ rematerialised layer. The command prints the curves and the cosines between the
 gradients of every parameter, and exits 1 where the final losses, of batches that none
 has seen, differ by more than 0.25% or a cosine is below 0.95. One pair of runs parts by
 chance, some 0.5% to either side, so the losses are means over seeds of parameters and
-data. --control trains in float32, too. Needs pip install 'jax_ep[flax]' optax.
+data. --control trains in float32, too. What was trained in bfloat16 is then served with
+weights of 8 and of 4 bits, on the same batches. Needs pip install 'jax_ep[flax]' optax.
 """
 
 import argparse
@@ -41,6 +42,7 @@ KINDS = {
     "fp8": {"experts": jax_ep.experts.fp8, "dispatch_format": "fp8_block128"},
 }
 CONTROL = {"float32": {"dtype": "float32"}}
+SERVED = ("fp8_block128", "mxfp4")
 # A rematerialised layer exchanges nothing twice, and keeps what the backward pass needs
 # of gate and up.
 POLICY = jax.checkpoint_policies.save_from_both_policies(
@@ -105,6 +107,14 @@ def final_loss(model, data):
     return float(np.mean([nats(model, text) for parts in data for text in parts]))
 
 
+def served_loss(model, data, weights_format):
+    """`final_loss` of the model with codes in place of experts' weights."""
+    serving = nnx.clone(model)
+    for block in serving.blocks:
+        block.moe = block.moe.quantized(weights_format)
+    return final_loss(serving, data)
+
+
 def cosines(one, other, parts):
     """Between the gradients of two models at the parameters of the first, by name."""
     nnx.update(other, nnx.state(one))
@@ -159,6 +169,7 @@ def main(arguments=None):
     kinds = [*KINDS, *CONTROL] if args.control else [*KINDS]
     seeds = range(args.seed, args.seed + args.seeds)
     finals, every = {kind: [] for kind in kinds}, {kind: [] for kind in kinds}
+    served = {name: [] for name in SERVED}
     for seed in seeds:
         models = {
             kind: make_model(sizes, mesh, kind, args.microbatches, seed)
@@ -171,6 +182,9 @@ def main(arguments=None):
             every[kind].append(train(model, data(seed), kind, steps))
             finals[kind].append(final_loss(model, data(seed + 1000, HELD_OUT)))
             model.blocks[0].moe.ep.check()
+        for name, losses in served.items():
+            held_out = data(seed + 1000, HELD_OUT)
+            losses.append(served_loss(models["bf16"], held_out, name))
         if seed == args.seed:
             at_last = cosines(models["bf16"], models["fp8"], first)
         told = ", ".join(f"{finals[kind][-1]:.4f} in {kind}" for kind in kinds)
@@ -187,6 +201,9 @@ def main(arguments=None):
     for kind in kinds:
         apart = f", {gaps[kind]:+.3%}" if kind in gaps else ""
         print(f"final loss in {kind}, mean of {len(seeds)}: {final[kind]:.4f}{apart}")
+    for name, losses in served.items():
+        apart = np.mean(losses) / final["bf16"] - 1
+        print(f"served with weights in {name}: {np.mean(losses):.4f}, {apart:+.3%}")
     least = min(*at_first.values(), *at_last.values())
     same = abs(gap) <= TOLERANCE and least >= LEAST_COSINE
     print(f"least cosine {least:.4f}: {'the same' if same else 'WRONG'}")
@@ -207,6 +224,7 @@ def main(arguments=None):
             "commit": commit(),
             "finals": finals,
             "gaps": gaps,
+            "served": served,
             "cosines": {"first": at_first, "last": at_last},
             "curves": curves,
         }

@@ -17,8 +17,6 @@
 namespace jax_ep {
 namespace {
 
-using cuda::FourBitStep;
-
 constexpr double kUlp = 0x1p-24;
 constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
@@ -81,29 +79,29 @@ struct Weights {
 // Random codes and scales, as four_bits.h lays them out.
 Weights MadeWeights(Random& random, const Draws& draws) {
   const int64_t sides = draws.sides(), b = draws.columns, k = draws.k;
-  const int64_t tiles = sides * b / cuda::kFourBitColumns, atoms = k / cuda::kFourBitSteps;
-  const int64_t bytes = draws.groups() * tiles * atoms * cuda::kFourBitAtomBytes;
+  const int64_t tiles = sides * b / kFourBitColumns, atoms = k / kFourBitSteps;
+  const int64_t bytes = draws.groups() * tiles * atoms * kFourBitAtomBytes;
   Weights weights{Made<uint8_t>(bytes), {}};
   weights.values.resize(static_cast<size_t>(draws.groups() * k * sides * b));
   std::memset(weights.laid, 0, static_cast<size_t>(bytes));
   for (int64_t at = 0; at < draws.groups() * tiles * atoms; ++at) {
-    uint8_t* atom = weights.laid + at * cuda::kFourBitAtomBytes;
+    uint8_t* atom = weights.laid + at * kFourBitAtomBytes;
     const int64_t group = at / (tiles * atoms), tile = at / atoms % tiles;
-    for (int64_t c = 0; c < cuda::kFourBitColumns; ++c) {
+    for (int64_t c = 0; c < kFourBitColumns; ++c) {
       const int64_t m = c / 16, h = c / 8 % 2, r = c % 8;
       uint32_t scale = static_cast<uint32_t>(random.In(115, 128));
       if (draws.extremes && random.OneIn(8)) scale = static_cast<uint32_t>(random.In(100, 140));
       if (draws.extremes && random.OneIn(4000)) scale = 255;
       atom[2048 + 16 * r + 2 * m + h] = static_cast<uint8_t>(scale);
-      const int64_t per_side = cuda::kFourBitColumns / sides;
+      const int64_t per_side = kFourBitColumns / sides;
       const int64_t side = c / per_side, column = tile * per_side + c % per_side;
-      for (int64_t i = 0; i < cuda::kFourBitSteps; ++i) {
+      for (int64_t i = 0; i < kFourBitSteps; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
         const int64_t q = i / 8, bit = (i % 2 * 4 + i % 8 / 2) * 4;
         const int64_t byte = 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h + bit / 8;
         atom[byte] = static_cast<uint8_t>(atom[byte] | code << bit % 8);
         const double value = (code & 8 ? -1.0 : 1.0) * double{kMagnitudes[code & 7]};
-        const int64_t step = at % atoms * cuda::kFourBitSteps + i;
+        const int64_t step = at % atoms * kFourBitSteps + i;
         weights.values[static_cast<size_t>(((group * k + step) * sides + side) * b + column)] =
             scale == 255 ? std::nan("") : std::ldexp(value, static_cast<int>(scale) - 127);
       }

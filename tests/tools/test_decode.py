@@ -48,7 +48,7 @@ def decode(monkeypatch):
 def test_the_loop_equals_whole_sequences(decode):
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     found, logits, experts, _ = decode.run(mesh, "bf16", STEPS, N)
-    params, _ = decode.make_params(jax.random.key(0), 4 * mesh.size)
+    params = decode.make_params(jax.random.key(0), 4 * mesh.size)
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), params)
     prompt = jax.random.randint(jax.random.key(1), (len(found),), 0, decode.BYTES)
     inputs = np.column_stack([prompt, found[:, :-1]])

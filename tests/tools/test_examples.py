@@ -150,15 +150,23 @@ def test_fewer_ranks():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["nvfp4", "fp8_block128"])
-def test_decoding(name):
-    done = run("decode.py", "--format", name, "--steps", "4", "--tokens", "2")
+@pytest.mark.parametrize(
+    ("name", "weights", "most"),
+    [
+        ("nvfp4", "bf16", 12),
+        ("fp8_block128", "fp8_block128", 8),
+        ("bf16", "mxfp4", 20),
+    ],
+)
+def test_decoding(name, weights, most):
+    words = ("--format", name, "--weights", weights)
+    done = run("decode.py", *words, "--steps", "4", "--tokens", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"us a step", done.stdout)) == 2
+    assert len(re.findall(r"us per step, \d+ tokens per second", done.stdout)) == 2
     line = r"(?m)^ *(\d+) (?:all|of them) .*?(?:: median (.*)%, at most (.*)%)?$"
     every, same, other = re.findall(line, done.stdout)
     assert int(every[0]) == int(same[0]) + int(other[0]) > 2 * int(other[0])
-    assert 0 < float(same[1]) < {"nvfp4": 12, "fp8_block128": 4}[name]
+    assert 0 < float(same[1]) < most
     assert float(same[1]) <= float(same[2]) < 25
     assert float(same[1]) / 2 < float(every[1]) <= float(every[2])
 
@@ -197,6 +205,10 @@ def test_training_in_fp8(tmp_path):
     assert curves["fp8"] != curves["bf16"]
     np.testing.assert_allclose(curves["fp8"], curves["bf16"], rtol=0.01)
     assert curves["fp8"][-1] < curves["fp8"][0] - 1
+    (plain,), served = record["finals"]["bf16"], record["served"]
+    off = {name: abs(loss / plain - 1) for name, (loss,) in served.items()}
+    assert 0 < off["fp8_block128"] < 2e-3
+    assert 0 < off["mxfp4"] < 2e-2
     for each in record["cosines"].values():
         assert len(each) == 11
         assert 0.98 < min(each.values()) < max(each.values()) < 1

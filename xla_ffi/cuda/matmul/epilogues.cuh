@@ -113,6 +113,17 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   });
 }
 
+// Fills a warp's rows of a result, all of their columns, with bytes that make a NaN of every type.
+__device__ __forceinline__ void FillWithNans(const ResultPlace& place, const ResultArguments& to,
+                                             int64_t column_bytes) {
+  const int64_t row_bytes = to.columns * column_bytes;
+  uint8_t* at = (to.out != nullptr ? to.out : to.to_both) + place.row * row_bytes;
+  const int64_t end = Min<int64_t>(place.rows, kWarpRows) * row_bytes;
+  for (int64_t byte = Lane() * 16; byte < end; byte += kWarpSize * 16) {
+    *reinterpret_cast<uint4*>(at + byte) = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+}
+
 // What `out` of StoreSums may be.
 enum class Out { kElement, kFloat32, kEither };
 

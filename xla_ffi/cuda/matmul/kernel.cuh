@@ -164,7 +164,7 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUte
       StageCursor at{tile.stage};
       JAX_EP_NO_UNROLL
       for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
-        Await(&shared.free[at.slot()], at.parity() ^ 1);
+        Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
         LoadStage<Traits>(left, right, tile, step, rank, memory.stages + at.slot() * kStageBytes,
                           &shared.full[at.slot()]);
       }
@@ -207,7 +207,7 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(ahead[i], i);
     const auto store = [&](float (&from)[kPerLane + 1], int32_t step) {
-      Await(&shared.free[at.slot()], at.parity() ^ 1);
+      Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
       StageScales& to = memory.scales[at.slot()];
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) to.rows[lane + i * kWarpSize] = from[i];
@@ -235,7 +235,9 @@ class Stages {
       : memory_(memory), shared_(shared), at_{tile.stage} {}
 
   // Waits for the operands of the next step.
-  __device__ void Await() { cuda::Await(&shared_.full[at_.slot()], at_.parity()); }
+  __device__ void Await() {
+    cuda::Await(&shared_.full[at_.slot()], at_.parity(), &shared_.ring.given_up);
+  }
   // Says to both blocks that this warp has read stage `stage`.
   __device__ void Free(uint32_t stage) {
     // Other lanes may still read scales, or miss the end of the phase that they wait for.
@@ -422,6 +424,11 @@ template <typename Traits>
 __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
                                               const MatmulMemory& memory, MatmulShared& shared,
                                               uint32_t warpgroup) {
+  // Of `out`, or of `to_both` where that is the only result.
+  const int64_t column_bytes = Traits::kDownBack                   ? (Traits::kCodes ? 2 : 4)
+                               : Traits::kCodes && Traits::kGateUp ? 1
+                               : arguments.result.out_element == ElementType::kFloat32 ? 4
+                                                                                       : 2;
   const uint32_t warp = threadIdx.x / kWarpSize % 4;
   Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrainBytes);
   TileReader tiles(shared.ring);
@@ -450,6 +457,11 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
       MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
     } else {
       MultiplyTile<Traits>(sums, tile, stages, left_box);
+    }
+    if (*static_cast<volatile uint32_t*>(&shared.ring.given_up) != 0) {
+      // Nobody may take what was summed for a result.
+      FillWithNans(place, arguments.result, column_bytes);
+      continue;
     }
     if (place.column < arguments.result.columns) {
       Traits::Epilogue::template Run<typename Traits::Type>(sums, arguments.result, place, drain);

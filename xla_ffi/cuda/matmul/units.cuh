@@ -190,25 +190,35 @@ class UnitWalk {
 // Tiles on their way from the warp that finds them to those that work on them.
 struct TileRing {
   static constexpr uint32_t kSlots = 4;
+  static constexpr uint32_t kWarps = 12;
 
   Tile tiles[kSlots];
   uint64_t filled[kSlots];
   uint64_t read[kSlots];
+  uint32_t taken[kWarps];  // by each warp
+  uint32_t given_up;  // whether a thread of this block waited too long, so that results are wrong
 };
 
 inline constexpr uint32_t kWarpsOfMath = 8;
 
 // Called by one thread.
 __device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
+  ring.given_up = 0;
   for (uint32_t slot = 0; slot < TileRing::kSlots; ++slot) {
     MbarrierInit(&ring.filled[slot], 1);
     MbarrierInit(&ring.read[slot], readers);
   }
 }
 
-// Without a time limit: the threads of one cluster wait for each other and for copies alone.
-__device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity) {
-  while (!MbarrierTryWait(barrier, parity)) {
+// Waits for the end of a phase. The threads of one cluster wait for each other and for copies
+// alone, so only a fault of theirs could make it long: they then give up, for seconds of spinning,
+// and say so in `given_up`, a word of the block's shared memory.
+__device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity,
+                                      volatile uint32_t* given_up) {
+  constexpr uint32_t kMostTries = 1 << 22;
+  for (uint32_t tries = 0; !MbarrierTryWait(barrier, parity); ++tries) {
+    if (tries == kMostTries) *given_up = 1;
+    if (*given_up != 0) return;
   }
 }
 
@@ -232,7 +242,7 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
   for (bool more = true; more; ++at.passed) {
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
-    Await(&ring.read[at.slot()], at.parity() ^ 1);
+    Await(&ring.read[at.slot()], at.parity() ^ 1, &ring.given_up);
     // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on.
     __syncwarp();
     if (Lane() == 0) {
@@ -244,24 +254,33 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
   }
 }
 
-// Called by a whole warp, which counts as one reader.
+// Called by a whole warp, which counts as one reader. Where it is in the ring is kept in shared
+// memory: a register that lives as long as this would be spilled.
 class TileReader {
  public:
-  __device__ explicit TileReader(TileRing& ring) : ring_(ring) {}
+  __device__ explicit TileReader(TileRing& ring) : ring_(ring) {
+    if (Lane() == 0) *taken() = 0;
+    __syncwarp();
+  }
 
   __device__ Tile Next() {
-    Await(&ring_.filled[at_.slot()], at_.parity());
-    const Tile tile = ring_.tiles[at_.slot()];
+    const RingCursor<TileRing::kSlots> at{*taken()};
+    Await(&ring_.filled[at.slot()], at.parity(), &ring_.given_up);
+    const Tile tile = ring_.tiles[at.slot()];
     __syncwarp();
-    // Release; pairs with the wait in FindTiles.
-    if (Lane() == 0) MbarrierArrive(&ring_.read[at_.slot()]);
-    ++at_.passed;
+    if (Lane() == 0) {
+      *taken() = at.passed + 1;
+      // Release; pairs with the wait in FindTiles.
+      MbarrierArrive(&ring_.read[at.slot()]);
+    }
+    __syncwarp();
     return tile;
   }
 
  private:
+  __device__ uint32_t* taken() const { return &ring_.taken[threadIdx.x / kWarpSize]; }
+
   TileRing& ring_;
-  RingCursor<TileRing::kSlots> at_;
 };
 
 }  // namespace jax_ep::cuda

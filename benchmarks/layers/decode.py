@@ -1,0 +1,340 @@
+"""Times the experts of a decode step, few rows each, on one Hopper GPU.
+
+    python -m benchmarks.layers.decode [--rows 1024 16] [--layer]
+
+64 experts of hidden 7168 and inner 2048, and tokens of 8 distinct experts each, drawn
+uniformly. The ways: `bf16` is `jax_ep.experts.hopper`; `fp8` and `mxfp4` are
+`jax_ep.experts.fp8` with weights in these formats, on rows that are codes for `fp8`,
+bfloat16 for `mxfp4`, and codes for `mxfp4-fp8`; `batched` is one matmul with equally
+many rows for every expert, in bfloat16, as cuBLAS does it. The limit is `read`: XLA's
+maximum over as many bytes as the weights of the experts that are hit have in a format,
+the faster of two forms. Microseconds of a step, the rate at which weights of experts
+that are hit were read, and the time over that of `read`. Everything with as many rows
+is timed by turns, and rows of the results are compared with float32 products of the
+same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs: for each kind of
+weights its time, and that of the same program with experts that return their rows
+unchanged, `exchange`. Leaves benchmarks/results/decode-<device>x<n>-<date>.json. With
+--tiny, on a machine without such a GPU, what runs everywhere replaces the kernels.
+"""
+
+import functools
+import math
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from benchmarks.common import arguments as common
+from benchmarks.common import recording, timing
+from benchmarks.layers import decode_steps as steps
+from benchmarks.layers import grouped, kinds
+from benchmarks.layers.decode_steps import DRAWS, FORMATS, READS, WAYS, Sizes
+from jax_ep import experts
+from jax_ep._cli.bench import process
+from jax_ep._experts import select
+
+SIZES = Sizes(7168, 2048, 64, 8)
+SMALL = Sizes(128, 128, 8, 2)
+ROWS = (1024, 256, 64, 16, 8)
+TOKENS = (1, 8, 32, 128)  # per rank, of whole layers
+TINY = ("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0")
+STEPS = 40  # of a time, so that the host's wait for its end does not count
+IN_FLIGHT = 16
+# Of a row's norm: codes of the activation differ where it is near a tie, and `batched`
+# rounds gate and up.
+BOUND = 0.02
+
+
+def by_turns(runs, seconds):
+    """Microseconds of a step, by name.
+
+    `runs` are functions of a call's number, and the steps of a call.
+    """
+    times = {name: [] for name in runs}
+    for run, _ in runs.values():
+        jax.block_until_ready([run(call) for call in range(2)])
+    turns, end = 0, time.monotonic() + seconds * len(runs)
+    while turns < 3 or time.monotonic() < end:
+        turns += 1
+        for name, (run, count) in runs.items():
+            calls = math.ceil(STEPS / count)
+            times[name].append(timing.seconds(run, calls, IN_FLIGHT) / count)
+    return {name: statistics.median(each) * 1e6 for name, each in times.items()}
+
+
+def tried(make):
+    """What `make` returns, a row's first entries and runs; of an error no runs."""
+    try:
+        return make()
+    except Exception as error:  # of one way of many
+        return {"error": process.error_text(error)}, {}
+
+
+def checked(difference):
+    """Entries of a row for how far results are from what they should be."""
+    return {"difference": difference, "wrong": not difference < BOUND}
+
+
+# ---- Experts ------------------------------------------------------------------------
+
+
+def prepare_reads(words, hit, bytes_):
+    """Runs of `read`; by format what its row says."""
+    runs, facts = {}, {}
+    for name in FORMATS:
+        count = min(steps.rounded(hit * bytes_[name] / 4), len(words))
+        facts[name] = {"bytes": 4 * count, "wrong": False}
+        for how in READS:
+            run = steps.reading(how, words, count)
+            facts[name]["wrong"] |= steps.read_wrongly(how, run(0), count)
+            runs["read", name, how] = run, 1
+    return runs, facts
+
+
+def prepare_way(way, draws, weights):
+    """What its row says, and its run."""
+    program = jax.jit(steps.in_turn(functools.partial(steps.run_way, way)))
+    outs = program(draws, weights)
+    facts = checked(steps.difference(way, outs, draws, weights))
+    return facts, {way: (lambda _: program(draws, weights), len(draws))}
+
+
+def measure_experts(sizes, args):
+    """Rows of `read` and of each way."""
+    random = grouped.Random(np.random.default_rng(args.seed))
+    weights = steps.make_weights(sizes, args.seed)
+    bytes_ = {name: steps.bytes_of_expert(each) for name, each in weights.items()}
+    words = steps.make_words(sizes.groups * max(bytes_.values()) / 4)
+    for rows in args.rows:
+        draws = steps.make_draws(random, sizes, rows)
+        hit = float(np.mean([np.count_nonzero(draw.sizes) for draw in draws]))
+        place = {"part": "experts", "rows": rows, "hit": hit}
+        runs, reads = prepare_reads(words, hit, bytes_)
+        facts = {}
+        for way, (name, _) in WAYS.items():
+            if way not in args.ways or (way == "batched" and rows < sizes.groups):
+                continue
+            make = functools.partial(prepare_way, way, draws, weights[name])
+            facts[way], more = tried(make)
+            runs |= more
+        us = by_turns(runs, args.seconds)
+        limits = {}
+        for name, found in reads.items():
+            how = min(READS, key=lambda how, name=name: us["read", name, how])
+            limits[name] = us["read", name, how]
+            row = place | {"way": "read", "format": name, "how": how}
+            rate = found["bytes"] / limits[name] / 1e3
+            yield row | {"us": limits[name], "gb_s": rate, "wrong": found["wrong"]}
+        for way, found in facts.items():
+            name = WAYS[way][0]
+            row = place | {"way": way, "format": name, **found}
+            if way in us:
+                row["us"] = us[way]
+                row["gb_s"] = hit * bytes_[name] / us[way] / 1e3
+                row["of_read"] = us[way] / limits[name]
+            yield row
+
+
+# ---- Whole layers -------------------------------------------------------------------
+
+
+@experts.takes_dispatched
+def unchanged(d, *_, **__):
+    """Experts that return their rows."""
+    return d.tokens if d.scales is None else jax_ep.dequantize(d)
+
+
+def layer_params(router, weights):
+    """As `jax_ep.moe_ffn` takes them, and their specifications."""
+    if isinstance(weights, experts.QuantizedWeights):
+        params = {"router": router, "experts": weights}
+    else:
+        params = {"router": router, "gate_up": weights[0], "down": weights[1]}
+    return params, {name: P() if name == "router" else P("ep") for name in params}
+
+
+def of_rank(array, rank, ranks):
+    """What a rank holds of an array."""
+    start = rank * (array.shape[0] // ranks)
+    shards = array.addressable_shards
+    (found,) = (one.data for one in shards if (one.index[0].start or 0) == start)
+    return found
+
+
+def layer_difference(outs, draws, router, weights, coded, ranks, top_k):
+    """Of the first token of each draw."""
+    largest, router = [], np.asarray(router)
+    for out, tokens in zip(outs, draws, strict=True):
+        token = np.asarray(of_rank(tokens, 0, ranks)[0])
+        routing = kinds.route(token[None], router, top_k)
+        want = 0.0
+        for expert, weight in zip(
+            np.asarray(routing.ids[0]), np.asarray(routing.weights[0]), strict=True
+        ):
+            rank, own = divmod(int(expert), router.shape[1] // ranks)
+            there = jax.tree.map(lambda a, r=rank: of_rank(a, r, ranks), weights)
+            row = steps.wanted(there, np.int32(own), token, coded=coded)
+            want = want + np.asarray(row, np.float64) * float(weight)
+        largest.append(steps.distance(of_rank(out, 0, ranks)[0], want))
+    return float(np.max(largest))
+
+
+def prepare_layer(kind, mesh, sizes, tokens, draws, router, weights, handles):
+    """What its row says, and the runs of layer and exchange."""
+    name, coded = WAYS[kind]
+    config = jax_ep.EPConfig(
+        num_experts=router.shape[1],
+        top_k=sizes.top_k,
+        hidden_size=sizes.hidden,
+        max_tokens_per_rank=tokens,
+        dispatch_format="fp8_block128" if coded else "bf16",
+    )
+    ep = jax_ep.init(mesh, "ep", config)
+    handles.append(ep)
+    params, specs = layer_params(router, weights)
+    own = steps.plain_experts() if name == "bf16" else experts.fp8
+
+    def program(function):
+        def step(tokens, params):
+            return jax_ep.moe_ffn(ep, tokens, params, experts=function)[0]
+
+        run = jax.shard_map(
+            steps.in_turn(step), mesh=mesh, in_specs=(P("ep"), specs), out_specs=P("ep")
+        )
+        return jax.jit(run)
+
+    runs = {}
+    for part, function in (("layer", own), ("exchange", unchanged)):
+        run = program(function)
+        outs = jax.block_until_ready(run(draws, params))
+        runs[kind, part] = (lambda _, run=run: run(draws, params)), len(draws)
+        if part == "layer":
+            given = draws, router, weights, coded, mesh.size
+            facts = checked(layer_difference(outs, *given, sizes.top_k))
+    return {"transport": ep.transport, **facts}, runs
+
+
+def measure_layers(sizes, args):
+    """Rows of whole layers, by kind of weights."""
+    mesh = process.ep_mesh(args.devices)
+    weights = steps.make_weights(sizes, args.seed, mesh)
+    keys = jax.random.split(jax.random.key(args.seed + 1), 1 + DRAWS)
+    router = jax.random.normal(keys[0], (sizes.hidden, sizes.groups * mesh.size))
+    router = jax.device_put(router * sizes.hidden**-0.5, NamedSharding(mesh, P()))
+    for tokens in args.tokens:
+        shape = tokens * mesh.size, sizes.hidden
+        draws = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
+        draws = jax.device_put(draws, NamedSharding(mesh, P("ep")))
+        runs, facts, handles = {}, {}, []
+        try:
+            for kind, (name, _) in WAYS.items():
+                if kind not in args.ways or kind == "batched":
+                    continue
+                given = mesh, sizes, tokens, draws, router, weights[name], handles
+                make = functools.partial(prepare_layer, kind, *given)
+                facts[kind], more = tried(make)
+                runs |= more
+            us = by_turns(runs, args.seconds)
+            for ep in handles:
+                ep.check()
+        finally:
+            for ep in handles:
+                ep.close()
+        for kind, found in facts.items():
+            row = {"part": "layer", "tokens": tokens, "way": kind, **found}
+            if (kind, "layer") in us:
+                whole, exchange = us[kind, "layer"], us[kind, "exchange"]
+                row |= {"us": whole, "exchange_us": exchange}
+                row["exchange_share"] = exchange / whole
+            yield row
+
+
+# ---- The program --------------------------------------------------------------------
+
+
+def line(row):
+    """A row in words."""
+    if "rows" in row:
+        head = f"{row['rows']} rows, {row['hit']:g} experts, {row['way']}"
+        head += "" if row["way"] in WAYS else f" {row['format']}"
+    else:
+        head = f"layer, {row.get('tokens')} tokens per rank, {row.get('way')}"
+    parts = []
+    if "error" in row:
+        parts.append(row["error"].partition("\n")[0][:150])
+    if "us" in row:
+        parts.append(f"{row['us']:.1f} us")
+    if "gb_s" in row:
+        parts.append(f"{row['gb_s']:.0f} GB/s")
+    if "of_read" in row:
+        parts.append(f"{row['of_read']:.2f} of read")
+    if "exchange_share" in row:
+        parts.append(f"exchange {row['exchange_share']:.0%}")
+    if "difference" in row:
+        parts.append(f"difference {row['difference']:.4f}")
+    return f"{head}: " + ", ".join(parts + ["WRONG"] * bool(row.get("wrong")))
+
+
+def unfit(rows):
+    """Whether something is wrong, or was not measured."""
+    return any(row.get("wrong") or "us" not in row for row in rows)
+
+
+def parse(arguments):
+    parser = common.parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of a step")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--layer", action="store_true", help="whole layers as well")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=TOKENS, help="per rank, of a layer"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="of a time, on average"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and rows")
+    common.add_place(parser)
+    args = common.parsed(parser, arguments, TINY)
+    top_k = (SMALL if args.tiny else SIZES).top_k
+    if any(rows % top_k or rows < top_k for rows in args.rows):
+        parser.error(f"--rows must be multiples of {top_k}, the experts of a token")
+    return args
+
+
+PARTS = (measure_experts, measure_layers)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    obstacle = select.device_obstacle()
+    if obstacle is not None and not args.tiny:
+        sys.exit(f"decode.py: must have {obstacle}; or run it with --tiny")
+    sizes, rows = SMALL if args.tiny else SIZES, []
+    count = process.ep_mesh(args.devices).size if args.layer else 1
+    record = recording.head(
+        "decode",
+        device=jax.devices()[0].device_kind,
+        count=count,
+        jax=jax.__version__,
+        command=recording.command("layers.decode", arguments),
+        sizes=sizes._asdict(),
+        kernels=obstacle is None,
+        results=rows,
+    )
+    try:
+        for part in PARTS[: 1 + args.layer]:
+            for row in part(sizes, args):
+                rows.append(row)
+                print(line(row), flush=True)
+    finally:
+        recording.write(recording.of("decode", record), record, args.results)
+    return int(unfit(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,210 @@
+"""benchmarks/layers/decode.py on CPUs: by stand-ins of the kernels, and what is wrong.
+
+Left to GPUs: the kernels, their times, and whether a read is as fast as memory.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.layers import decode
+from benchmarks.layers import decode_steps as steps
+from support.grouped_kernels import fake_kernels as fake_kernels
+from support.tiny import ON_CPU, RANKS, rows_by, tiny, written
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compiles"),
+    pytest.mark.skipif(not ON_CPU, reason="a GPU has the kernels or refuses"),
+]
+KINDS = [way for way in steps.WAYS if way != "batched"]
+HIDDEN = decode.SMALL.hidden
+PARAMETERS = 3 * HIDDEN * decode.SMALL.inner
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch):
+    for module in (decode, steps):
+        monkeypatch.setattr(module, "DRAWS", 2)
+
+
+def run(folder, *words):
+    """The exit status, and the rows of the record."""
+    words = ["--tiny", "--devices", str(RANKS), "--results", str(folder), *words]
+    status = decode.main(words)
+    return status, written(folder)["results"]
+
+
+def changed(monkeypatch, change):
+    """Has `change` make the result of each way from (way, result)."""
+    run_way = steps.run_way
+
+    def other(way, draw, weights):
+        return change(way, run_way(way, draw, weights))
+
+    monkeypatch.setattr(steps, "run_way", other)
+
+
+@pytest.mark.thorough
+def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
+    taken = fake_kernels
+    record = tiny(decode, tmp_path)
+    assert record["kernels"] is True
+    assert record["count"] == RANKS
+    assert record["sizes"] == decode.SMALL._asdict()
+    assert {"rows", "gate_up", "code_rows", "code_gate_up", "four_bits"} <= set(taken)
+    assert "quantize_matrices" in taken
+    rows = record["results"]
+    assert not decode.unfit(rows)
+    parts = rows_by(rows, "part", "rows", "tokens", "way", "format")
+    expected = {
+        ("experts", count, None, way, name)
+        for count in (16, 4)
+        for way, name in [
+            *(("read", name) for name in steps.FORMATS),
+            *((way, name) for way, (name, _) in steps.WAYS.items()),
+        ]
+        if way != "batched" or count >= decode.SMALL.groups
+    }
+    layers = {("layer", None, 3, way, None) for way in KINDS}
+    assert parts.keys() == expected | layers
+    for row in rows:
+        if row["part"] == "layer":
+            assert row["exchange_share"] == row["exchange_us"] / row["us"]
+        elif row["way"] != "read":
+            limit = parts["experts", row["rows"], None, "read", row["format"]]
+            assert row["of_read"] == row["us"] / limit["us"]
+        assert row["us"] > 0
+    # Of experts that are hit: two of each token's own.
+    assert all(2 <= row["hit"] <= 4 for row in rows if row.get("rows") == 4)
+    printed = capsys.readouterr().out
+    assert "16 rows" in printed
+    assert "of read" in printed
+    assert "exchange" in printed
+    assert "WRONG" not in printed
+
+
+@pytest.mark.usefixtures("fake_kernels")
+def test_bytes_that_a_step_reads():
+    weights = steps.make_weights(decode.SMALL, 0)
+    found = {name: steps.bytes_of_expert(each) for name, each in weights.items()}
+    assert found == {
+        "bf16": 2 * PARAMETERS,
+        "fp8_block128": PARAMETERS + 3 * 4,
+        "mxfp4": PARAMETERS // 2 + PARAMETERS // 32,
+    }
+
+
+@pytest.mark.thorough
+def test_without_kernels_what_runs_everywhere(tmp_path):
+    words = ["--rows", "4", "--ways", "bf16", "mxfp4"]
+    status, rows = run(tmp_path, *words)
+    assert status == 0
+    assert written(tmp_path)["kernels"] is False
+    ways = [row["way"] for row in rows if row["way"] != "read"]
+    assert ways == ["bf16", "mxfp4", "bf16", "mxfp4"]
+
+
+def test_wrong_rows_are_seen(tmp_path, monkeypatch, capsys):
+    """Of one way: what belongs to another row, and NaN."""
+    for way, change in (
+        ("mxfp4", lambda out: jnp.roll(out, 1, axis=0)),
+        ("batched", lambda out: out.at[-1, 0].set(jnp.nan)),
+    ):
+        with monkeypatch.context() as patch:
+            changed(
+                patch, lambda w, out, way=way, f=change: f(out) if w == way else out
+            )
+            patch.setattr(decode, "PARTS", decode.PARTS[:1])
+            words = ["--rows", "16", "--ways", "mxfp4", "bf16", "batched"]
+            status, rows = run(tmp_path / way, *words)
+        assert status == 1
+        assert {row["way"] for row in rows if row.get("wrong")} == {way}
+        assert capsys.readouterr().out.count("WRONG") == 1
+
+
+def test_wrong_layers_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "plain_experts", lambda: lambda rows, *_: rows)
+    monkeypatch.setattr(decode, "PARTS", [lambda *_: (), decode.measure_layers])
+    status, rows = run(tmp_path, "--ways", "bf16", "fp8")
+    assert status == 1
+    assert {row["way"]: row["wrong"] for row in rows} == {"bf16": True, "fp8": False}
+
+
+def test_a_way_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
+    def change(way, out):
+        if way == "mxfp4":
+            raise RuntimeError("made up\nmore")
+        return out
+
+    changed(monkeypatch, change)
+    monkeypatch.setattr(decode, "PARTS", decode.PARTS[:1])
+    status, rows = run(tmp_path, "--rows", "4", "--ways", "mxfp4", "bf16")
+    assert status == 1
+    errors = {row["way"]: row["error"] for row in rows if "us" not in row}
+    assert errors == {"mxfp4": "RuntimeError: made up\nmore"}
+    assert "mxfp4: RuntimeError: made up\n" in capsys.readouterr().out
+
+
+def test_a_part_that_ends_leaves_what_was_measured(tmp_path, monkeypatch):
+    def part(*_):
+        yield {"part": "layer", "us": 1.0}
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(decode, "PARTS", [part])
+    with pytest.raises(RuntimeError, match="made up"):
+        run(tmp_path)
+    assert [row["us"] for row in written(tmp_path)["results"]] == [1.0]
+
+
+@pytest.mark.parametrize("how", steps.READS)
+def test_reads_are_of_all_words(how):
+    words = steps.make_words(2.2 * steps.WORDS * steps.STREAMS)
+    assert len(words) == 2 * steps.WORDS * steps.STREAMS
+    count = len(words) // 2
+    read = steps.reading(how, words, count)
+    first, last = np.asarray(read(0)), np.asarray(read(1))
+    assert not steps.read_wrongly(how, first, count)
+    assert first.max() == count - 1
+    np.testing.assert_array_equal(last, first + count)
+    assert steps.read_wrongly(how, last, count)
+    # Any word counts.
+    for at in (0, count // 2, count - 1):
+        large = words.at[at].set(2**31 - 1)
+        assert steps.read_wrongly(how, steps.reading(how, large, count)(0), count)
+
+
+def test_experts_of_a_token_are_distinct():
+    rng = np.random.default_rng(0)
+    for rows in (8, 16, 1024):
+        sizes = steps.draw_sizes(rng, decode.SIZES, rows)
+        assert sizes.sum() == rows
+        assert sizes.max() <= rows // decode.SIZES.top_k
+        assert len(sizes) == decode.SIZES.groups
+
+
+def test_what_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="must have GPUs of compute capability"):
+        decode.main(["--rows", "8"])
+    with pytest.raises(SystemExit):
+        decode.main(["--rows", "12"])
+    assert "--rows must be multiples of 8" in capsys.readouterr().err
+
+
+def test_times_are_by_turns():
+    called = []
+
+    def way(name):
+        def run(call):
+            called.append((name, call))
+            return jnp.zeros(1)
+
+        return run
+
+    us = decode.by_turns({"a": (way("a"), 4), "b": (way("b"), 1)}, 0)
+    assert us.keys() == {"a", "b"}
+    burst = [("a", call) for call in range(decode.STEPS // 4)]
+    burst += [("b", call) for call in range(decode.STEPS)]
+    warm = [(name, call) for name in "ab" for call in range(2)]
+    assert called == warm + 3 * burst
