@@ -5,14 +5,17 @@
 For each size and each way to multiply: microseconds, and teraflops of the rows that
 groups hold. Of single matmuls (gate and up, down): forward, gradients of rows, and of
 matrices. Of whole experts with SwiGLU: forward, and forward with all gradients.
-`hopper` are the kernels, `jax` is `jax.lax.ragged_dot`, `batched` is one matmul with
-equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs whole experts
-on codes of rows and weights that were made beforehand; `quantize` is how long those of
-the weights take. `--room` is how many rows the operand has for each that a group holds.
-Results are compared. Leaves benchmarks/results/grouped-<device>x1-<date>.json. With
+`hopper` are the kernels, `jax` is `jax.lax.ragged_dot` under whatever XLA_FLAGS say,
+`tokamax`, on request and for single matmuls, that library's; `batched` is one matmul
+with equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs whole
+experts on codes of rows and weights that were made beforehand; `quantize` is how long
+those of the weights take. `--room` is how many rows the operand has for each that a
+group holds. Results are compared.
+Leaves benchmarks/results/grouped-<device>x1-<date>.json. With
 --tiny, on a machine without such a GPU, the kernels are lowered for one.
 """
 
+import os
 import statistics
 import sys
 import time
@@ -49,6 +52,7 @@ CASES = {
 SMALL = {"tiny": Case(128, 128, 2, 256)}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
 WAYS = ("hopper", "jax", "batched", "fp8")
+MORE_WAYS = ("tokamax",)  # of libraries that not everyone has
 CALLS = 5  # of a time
 IN_FLIGHT = 2  # whose results need memory: gradients of large-256 are 6 GB
 # Errors of results, over the largest element: of products in bfloat16, and of codes.
@@ -56,6 +60,25 @@ BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 
 
 # ---- Single matmuls -------------------------------------------------------------
+
+
+class Tokamax:
+    """That library's ragged dot, by the implementation that it chooses."""
+
+    def rows(self, rows, matrices, sizes, transposed):
+        contracting = ((1,), (2 if transposed else 1,))
+        return self._general(rows, matrices, sizes, contracting, [0])
+
+    def outer(self, left, right, sizes, dtype):
+        return self._general(left, right, sizes, ((0,), (0,)), []).astype(dtype)
+
+    def _general(self, left, right, sizes, contracting, groups):
+        import tokamax
+
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            (contracting, ((), ())), [0], groups
+        )
+        return tokamax.ragged_dot_general(left, right, sizes, numbers)
 
 
 def products(op, groups):
@@ -76,7 +99,8 @@ def products(op, groups):
             return lambda x, y, sizes: how.outer(x, y, sizes, x.dtype)
         return lambda x, w, sizes: how.rows(x, w, sizes, transposed)
 
-    return {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
+    ways = {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
+    return ways | {"tokamax": by(Tokamax())}
 
 
 class Random:
@@ -209,6 +233,10 @@ def timed(name, program, args, flops, seconds):
     try:
         us = median_us(run, args, seconds)
         return {"us": us, "tflops": flops / us / 1e6}, run(*args)
+    except (ImportError, NotImplementedError) as error:
+        if name not in MORE_WAYS:
+            raise
+        return {"error": str(error).partition("\n")[0]}, None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -240,9 +268,9 @@ def measure_products(case, room, random, names, seconds):
                 place = {"case": case, "matrix": matrix, "op": op, "way": name}
                 place["room"] = room
                 row, results = timed(name, program, args, 2 * held * a * b, seconds)
-                if name == "jax":
+                if name in ("jax", "tokamax"):
                     compared("hopper", row, found, results, kept)
-                found = results if name == "hopper" else None
+                found = results if name == "hopper" else found
                 yield place | row
             # Before the next ones: large ones do not fit twice.
             del args, found, results
@@ -298,7 +326,7 @@ def parse(arguments):
     known = [*CASES, *SMALL]
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=known)
     parser.add_argument("--room", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=(*WAYS, *MORE_WAYS))
     parser.add_argument(
         "--what", nargs="+", default=PARTS, choices=PARTS, help="single or whole"
     )
@@ -334,6 +362,7 @@ def main(arguments=None):
         count=1,
         jax=jax.__version__,
         command=recording.command("layers.grouped", arguments),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
         cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
         results=rows,
     )
