@@ -85,8 +85,11 @@ void CheckShared(const void* at, size_t bytes, size_t align, const char* what) {
 
 void CheckMbarrier(const uint64_t* barrier, const char* what) {
   const auto* byte = reinterpret_cast<const uint8_t*>(barrier);
-  for (const auto& [type, memory] : current->block->objects) {
-    if (byte >= memory.at && byte + sizeof *barrier <= memory.at + memory.bytes) return;
+  const Block& block = *current->block;
+  if (byte < block.shared.at || byte >= block.shared.at + block.shared.bytes) {
+    for (const auto& [type, memory] : block.objects) {
+      if (byte >= memory.at && byte + sizeof *barrier <= memory.at + memory.bytes) return;
+    }
   }
   CheckShared(barrier, sizeof *barrier, alignof(uint64_t), what);
 }
@@ -118,8 +121,9 @@ void StoreShared(Block& block, uint8_t* to, const uint8_t* from, size_t bytes) {
 }
 
 void MarkUnderWay(Block& block, uint8_t* to, uint32_t bytes) {
-  const std::vector<uint8_t> mark(bytes, kUnderWay);
-  StoreShared(block, to, mark.data(), bytes);
+  std::memset(to, kUnderWay, bytes);
+  if (block.cluster == nullptr) return;
+  std::memset(block.fenced.data() + (to - block.shared.at), kUnderWay, bytes);
 }
 
 // What the thread that begins a copy did comes before it.

@@ -221,7 +221,7 @@ void Run(const Draws& draws, Random& random) {
 }
 
 int Main(int argc, char** argv) {
-  const auto [only, seed, draws] = Asked(argc, argv, 30);
+  const auto [only, seed, draws] = Asked(argc, argv, 16);
   Random random(seed);
   CHECK(cuda::PreloadFourBitKernels() == cudaSuccess);
   for (int64_t i = 0; i < draws; ++i) Run(Draw(random), random);

@@ -247,7 +247,10 @@ bool RunWarp(Block* block, uint32_t warp) {
     const uint32_t lane = (first + i) % kWarpLanes;
     Fiber* fiber = block->fibers[warp * kWarpLanes + lane].get();
     if (fiber->done) continue;
-    if (slow && lane >= slow_lanes.first && lane < slow_lanes.end) continue;
+    if (slow && lane >= slow_lanes.first && lane < slow_lanes.end) {
+      ran = true;
+      continue;
+    }
     if (fiber->wait_on != nullptr && *fiber->wait_on == fiber->wait_value) continue;
     fiber->wait_on = nullptr;
     ran = true;
