@@ -79,7 +79,7 @@ class HopperOperations(Operations):
         if weights.format == "mxfp4":
             plain = None if transposed else _four_bits(rows, weights, which, sizes)
             if plain is not None:
-                out = jnp.float32 if dtype != jnp.bfloat16 else jnp.bfloat16
+                out = jnp.bfloat16 if _is_bfloat16(dtype) else jnp.float32
                 return plain(out).astype(dtype)
         codes = _codes(rows, weights)
         if codes is None:
@@ -106,7 +106,7 @@ class HopperOperations(Operations):
         """As `Operations.gate_up`."""
         if weights.format == "mxfp4" and _is_swiglu(inner) and not keep:
             fused = _four_bits(rows, weights, "gate_up", sizes, gate_up=True)
-            if fused is not None and rows.scales is None and dtype == jnp.bfloat16:
+            if fused is not None and rows.scales is None and _is_bfloat16(dtype):
                 return Rows(fused(jnp.bfloat16), None), None
             if fused is not None and rows.scales is not None:
                 return quantized_rows(fused(jnp.float32)), None
@@ -159,6 +159,11 @@ def _side_by_side(values: jax.Array) -> jax.Array:
 def _few_bits(*matrices: jax.Array) -> bool:
     """Whether kernels read these: float64 they do not."""
     return all(matrix.dtype.itemsize <= 4 for matrix in matrices)
+
+
+def _is_bfloat16(dtype: Any) -> bool:
+    """Whether it is, by whatever name: a string equals no type."""
+    return jnp.dtype(dtype) == jnp.bfloat16
 
 
 def _is_swiglu(inner: Inner) -> bool:

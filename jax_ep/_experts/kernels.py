@@ -255,7 +255,8 @@ def four_bits(
     found = call(
         "ep_four_bit_gate_up" if gate_up else "ep_four_bit_rows",
         rows,
-        {"B": columns},
+        # X also without scales, whose placeholder has so many columns.
+        {"B": columns, "X": rows.shape[1] // BLOCK},
         {"rows": rows, "row_scales": scales, "tiles": tiles, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -521,6 +522,28 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
             if ready is not None and known:
                 rounded = wgmma and out == jnp.bfloat16
                 assert set(taken) == {"rows" if rounded else "four_bits"}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("bf16", ["ep_four_bit_gate_up", "ep_four_bit_rows"]),
+        ("fp8_block128", ["ep_four_bit_gate_up", "ep_quantize", "ep_four_bit_rows"]),
+    ],
+)
+def test_what_four_bits_are_lowered_to(name, targets, monkeypatch):
+    """By the true kernels' tables; SwiGLU is part of the first product."""
+    grouped_kernels.pretend(monkeypatch)
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(np.nan_to_num(rows), SIZES, name, "bfloat16")
+
+    def run(d, gate_up, down):
+        weights = experts.quantize_weights(gate_up, down, format="mxfp4")
+        return experts.fp8(d, weights, None)
+
+    lowered = jax.jit(run).trace(d, gate_up, down)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @(ep_\w+)", text) == targets
 
 
 def test_tiles_are_those_of_the_table():

@@ -5,6 +5,9 @@ Left to GPUs: the kernels, their times, and whether a read is as fast as memory.
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from benchmarks.layers import decode
 from benchmarks.layers import decode_steps as steps
 from support.grouped_kernels import fake_kernels as fake_kernels
+from support.grouped_kernels import pretend
 from support.tiny import ON_CPU, RANKS, rows_by, tiny, written
 
 pytestmark = [
@@ -94,6 +98,39 @@ def test_bytes_that_a_step_reads():
         "fp8_block128": PARAMETERS + 3 * 4,
         "mxfp4": PARAMETERS // 2 + PARAMETERS // 32,
     }
+
+
+def test_ways_of_the_true_sizes_are_lowered(monkeypatch):
+    """For a GPU that is not there; how many kernels a step is."""
+    pretend(monkeypatch)
+    groups, hidden, inner = (
+        getattr(decode.SIZES, name) for name in ("groups", "hidden", "inner")
+    )
+    struct = jax.ShapeDtypeStruct
+    matrices = (
+        struct((groups, hidden, 2, inner), jnp.bfloat16),
+        struct((groups, inner, hidden), jnp.bfloat16),
+    )
+    weights = {
+        name: jax.eval_shape(functools.partial(steps.in_format, name), *matrices)
+        for name in steps.FORMATS
+    }
+    rows = 8
+    draw = steps.Draw(
+        struct((rows, hidden), jnp.bfloat16),
+        struct((rows, hidden), jnp.float8_e4m3fn),
+        struct((rows, hidden // 128), jnp.float32),
+        struct((groups,), jnp.int32),
+    )
+    found = {}
+    for way in KINDS:
+        step = functools.partial(steps.run_way, way)
+        given = [draw] * 2, weights[steps.WAYS[way][0]]
+        lowered = jax.jit(steps.in_turn(step)).trace(*given)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        found[way] = text.count("custom_call @ep_")
+    # Of codes, four bits leave the activation's result to the quantiser.
+    assert found == {"bf16": 4, "fp8": 4, "mxfp4": 4, "mxfp4-fp8": 6}
 
 
 @pytest.mark.thorough

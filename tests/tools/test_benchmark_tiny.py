@@ -580,18 +580,8 @@ def test_fuzz(compiler, tmp_path):
 
 HERE = {
     *(collective, cpu_steps, cutlass_grouped, decode, draw, format_errors, fuzz),
-    *(
-        gpu_limits,
-        grouped,
-        host_time,
-        launch_waits,
-        layer,
-        nodes,
-        options_cost,
-        overlap,
-        p2p,
-    ),
-    *(record_suite, soak, soak_processes, window_kernels),
+    *(gpu_limits, grouped, grouped_kernels, host_time, launch_waits, layer, nodes),
+    *(options_cost, overlap, p2p, record_suite, soak, soak_processes, window_kernels),
 }
 # By those above.
 WORKERS = {
