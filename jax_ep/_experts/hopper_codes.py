@@ -21,9 +21,10 @@ from jax_ep._experts import four_bits, kernels, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-# Rows per group up to which weights of four bits are multiplied as they are. Beyond it
-# reading them is less work than multiplying, which wgmma does better.
-FEW_ROWS = 64
+# Room for rows per group up to which weights of four bits are multiplied as they are.
+# Beyond it reading them is less work than multiplying, which wgmma does better. With
+# several ranks there is room for more rows than arrive, often several times as many.
+FEW_ROWS = 256
 
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
