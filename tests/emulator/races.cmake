@@ -51,9 +51,8 @@ mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
 mutant(race_matmul_scales matmul/kernel.cuh
        "    // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();" "" matmul/codes.cu "${RACE}" "matmul code_down_back 1 12")
-mutant(race_matmul_tiles matmul/units.cuh
-       "    const Tile tile = ring_.tiles[at.slot()];\n    __syncwarp();"
-       "    const Tile tile = ring_.tiles[at.slot()];" matmul/outer.cu "${RACE}" "matmul outer 1 12")
+mutant(race_matmul_tiles matmul/units.cuh "    if (HasGivenUp(ring_)) tile.steps = -1;\n" ""
+       matmul/outer.cu "${RACE}" "matmul outer 1 12")
 mutant(race_matmul_drain matmul/drain.cuh
        "int64_t end) const {\n    __syncwarp();\n    if (byte" "int64_t end) const {\n    if (byte"
        matmul/rows.cu "${RACE}" "matmul rows 1 12")

@@ -165,6 +165,7 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUte
       JAX_EP_NO_UNROLL
       for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
         Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
+        if (*static_cast<volatile uint32_t*>(&shared.ring.given_up) != 0) break;
         LoadStage<Traits>(left, right, tile, step, rank, memory.stages + at.slot() * kStageBytes,
                           &shared.full[at.slot()]);
       }
@@ -458,7 +459,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
     } else {
       MultiplyTile<Traits>(sums, tile, stages, left_box);
     }
-    if (*static_cast<volatile uint32_t*>(&shared.ring.given_up) != 0) {
+    if (HasGivenUp(shared.ring)) {
       // Nobody may take what was summed for a result.
       FillWithNans(place, arguments.result, column_bytes);
       continue;

@@ -233,6 +233,12 @@ struct RingCursor {
   __device__ uint32_t parity() const { return passed / kCount % 2; }
 };
 
+// The same in all lanes, which meet here as in __syncwarp.
+__device__ __forceinline__ bool HasGivenUp(const TileRing& ring) {
+  __syncwarp();
+  return __any_sync(kFullWarp, *static_cast<const volatile uint32_t*>(&ring.given_up) != 0);
+}
+
 // Called by a whole warp: finds all tiles of this block.
 template <bool kOuter>
 __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
@@ -243,8 +249,9 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
     Await(&ring.read[at.slot()], at.parity() ^ 1, &ring.given_up);
-    // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on.
-    __syncwarp();
+    // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on: all
+    // meet here.
+    if (HasGivenUp(ring)) return;
     if (Lane() == 0) {
       ring.tiles[at.slot()] = tile;
       // Release; pairs with the wait in TileReader.
@@ -266,8 +273,9 @@ class TileReader {
   __device__ Tile Next() {
     const RingCursor<TileRing::kSlots> at{*taken()};
     Await(&ring_.filled[at.slot()], at.parity(), &ring_.given_up);
-    const Tile tile = ring_.tiles[at.slot()];
-    __syncwarp();
+    Tile tile = ring_.tiles[at.slot()];
+    // All lanes have read it. Nobody may have written it if there was no end to wait for.
+    if (HasGivenUp(ring_)) tile.steps = -1;
     if (Lane() == 0) {
       *taken() = at.passed + 1;
       // Release; pairs with the wait in FindTiles.
