@@ -312,8 +312,15 @@ def test_codes_alone(kind, form):
     assert distance(y, want) < (0.01 if form == "mxfp4" else 0.06)
 
 
-@pytest.mark.parametrize("form", ["fp8_block128", "mxfp4"])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("nnx", "mxfp4"),
+        ("linen", "fp8_block128"),
+        pytest.param("nnx", "fp8_block128", marks=pytest.mark.thorough),
+        pytest.param("linen", "mxfp4", marks=pytest.mark.thorough),
+    ],
+)
 def test_prepared_codes(kind, form, fake_kernels):
     """They have what kernels read; a call with them makes nothing again."""
     mesh = helpers.make_mesh({"ep": 2, "tp": 2})

@@ -38,6 +38,7 @@ from support.grouped_kernels import group_masks, skip_without_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
+THOROUGH = pytest.mark.thorough
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Groups, rows of the operand, A, B.
@@ -53,10 +54,7 @@ LARGE = [
     ((300, 0, 20), 2048, 1024, 256),
     (tuple(range(0, 330, 10)), 6000, 256, 512),
 ]
-ALL = [
-    *CASES,
-    *(pytest.param(*case, marks=pytest.mark.gpu, id=str(case)) for case in LARGE),
-]
+ALL = grouped_kernels.weighed(CASES, LARGE)
 # The tensor cores keep some 14 bits of the sums of 128 products.
 SUMS = 3e-4
 
@@ -483,9 +481,11 @@ def test_operations_equal_the_reference(canonical, ready):
         assert distance(got, one) < 3e-3
 
 
-@pytest.mark.parametrize("canonical", [False, True])
-@pytest.mark.parametrize("form", ["codes", "bfloat16", "float16"])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("canonical", [False, pytest.param(True, marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "form", ["codes", "bfloat16", pytest.param("float16", marks=THOROUGH)]
+)
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
 def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
     """Few rows and many, of every kind, with SwiGLU and without."""
     if many:

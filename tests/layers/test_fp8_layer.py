@@ -151,8 +151,8 @@ def test_gradients_are_nearly_those_of_bfloat16():
     ("sizes", "codes"),
     [
         ({"ep": 2, "tp": 2}, None),
-        ({"ep": 2}, "beside"),
-        ({"fsdp": 2, "ep": 2}, "beside"),
+        pytest.param({"ep": 2}, "beside", marks=pytest.mark.thorough),
+        pytest.param({"fsdp": 2, "ep": 2}, "beside", marks=pytest.mark.thorough),
     ],
 )
 def test_layouts_agree(sizes, codes):

@@ -38,8 +38,7 @@ LARGE = [
     (tuple(range(0, 330, 10)), 6000, 256, 520),
     ((4096,) * 4, 16384, 2048, 1024),
 ]
-on_gpu = pytest.mark.gpu
-ALL = [*CASES, *(pytest.param(*case, marks=on_gpu, id=str(case)) for case in LARGE)]
+ALL = grouped_kernels.weighed(CASES, LARGE)
 # A result is rounded once, to this.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23}
 # Of a float32 sum, over the sum of magnitudes.

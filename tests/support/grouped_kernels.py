@@ -46,6 +46,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
+def weighed(cases: list[Any], large: list[Any]) -> list[Any]:
+    """Cases of kernels as parameters: all on GPUs, `large` ones there alone.
+
+    On CPUs the stand-ins compute them, for which one case is as good as any.
+    """
+    thorough, on_gpu = pytest.mark.thorough, pytest.mark.gpu
+    return [
+        cases[0],
+        *(pytest.param(*case, marks=thorough, id=str(case)) for case in cases[1:]),
+        *(pytest.param(*case, marks=on_gpu, id=str(case)) for case in large),
+    ]
+
+
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Layers by the stand-ins of kernels; the names of those that traces take."""

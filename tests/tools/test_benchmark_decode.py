@@ -19,6 +19,7 @@ from support.grouped_kernels import pretend
 from support.tiny import ON_CPU, RANKS, rows_by, tiny, written
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.usefixtures("quick_compiles"),
     pytest.mark.skipif(not ON_CPU, reason="a GPU has the kernels or refuses"),
 ]
