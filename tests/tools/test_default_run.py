@@ -20,8 +20,10 @@ BARE = ["-o", f"testpaths={FILE}"]
     ("words", "left_out", "processes"),
     [
         (BARE, True, not HAS_GPUS),
-        ([*BARE, "-n", "0"], True, False),
-        ([FILE, "--collect-only"], False, False),
+        pytest.param([*BARE, "-n", "0"], True, False, marks=pytest.mark.thorough),
+        pytest.param(
+            [FILE, "--collect-only"], False, False, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:

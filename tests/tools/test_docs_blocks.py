@@ -255,6 +255,7 @@ def test_placement_page(quick_compiles, capsys):
     names["ep"].close()
 
 
+@pytest.mark.slow
 def test_fp8_page(quick_compiles):
     pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
     names: dict = {}
