@@ -148,6 +148,7 @@ def router_gradient(mesh, top_k: int, router: Router | None) -> np.ndarray:
     return np.abs(np.asarray(grads["router"])).max()
 
 
+@pytest.mark.slow
 def test_single_expert_trains_its_router(mesh):
     """Its weight is a probability; divided by itself it would be 1 for any router."""
     one, two = (router_gradient(mesh, top_k, None) for top_k in (1, 2))

@@ -121,6 +121,7 @@ def test_own_policy(two: moe.Setup) -> None:
     assert everything == plain < nothing
 
 
+@pytest.mark.slow
 def test_policies_of_sharp_bits(two: moe.Setup) -> None:
     """Five exchanges with a user's policy alone, four with what the page adds to it."""
     names: dict = {"jax": jax, "jax_ep": jax_ep}

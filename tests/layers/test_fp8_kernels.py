@@ -419,6 +419,7 @@ def weights_of():
     return operations.quantized_rows(jnp.asarray(values)), made
 
 
+@pytest.mark.slow
 def test_weights_are_turned_in_one_pass(ready):
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     made = experts.quantize_weights(gate_up, down)

@@ -262,6 +262,7 @@ def test_codes_of_another_rank_are_refused():
         check_form(caught, "moe_ffn", *words)
 
 
+@pytest.mark.slow
 def test_training_ends_where_that_in_bfloat16_does():
     """A layer that learns a function from noisy examples, each seen once."""
     rng = np.random.default_rng(3)

@@ -103,6 +103,7 @@ def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_rebalancing(tmp_path):
     """Ranks get even each time, while the losses stay those without copies."""

@@ -142,6 +142,7 @@ def test_results_and_exchanges_are_the_same(
     assert set(runs) == {"int32[1]"}
 
 
+@pytest.mark.slow
 def test_eager(mesh, ep, runs) -> None:
     def body(x: Any, ids: Any) -> Any:
         gradient = jax.grad(lambda x: square(layer(ep, x, ids)))(x)

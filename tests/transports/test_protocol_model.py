@@ -51,6 +51,7 @@ def test_three_ranks(program: str, design: Design) -> None:
     assert result.states > 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("roles", ["split", "helping", "send_first"])
 def test_route_items_and_chunks(roles: str, workers: int) -> None:
