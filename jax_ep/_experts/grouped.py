@@ -47,7 +47,7 @@ class How(Protocol):
     """An implementation of both matmuls, without derivatives; hashable."""
 
     def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        """Computes `_by_rows`."""
+        """Computes `by_rows`."""
 
     def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
         """Computes `by_groups`."""

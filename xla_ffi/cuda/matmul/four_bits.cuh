@@ -128,7 +128,7 @@ class FewRowsWalk {
 
 // ---- Numbers ------------------------------------------------------------------------------------
 
-// Turns scale bytes into factors of codes as EightCodes makes them, which are 2^-126 of their
+// Turns scale bytes into factors of codes as TwoOfCodes makes them, which are 2^-126 of their
 // values.
 struct CodeFactor {
   uint32_t first;   // two bfloat16

@@ -211,8 +211,8 @@ __device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
 }
 
 // Waits for the end of a phase. The threads of one cluster wait for each other and for copies
-// alone, so only a fault of theirs could make it long: they then give up, for seconds of spinning,
-// and say so in `given_up`, a word of the block's shared memory.
+// alone, so only a fault of theirs could make it long. After seconds of spinning a thread gives up
+// and says so in `given_up`, a word of the block's shared memory that ends all the block's waits.
 __device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity,
                                       volatile uint32_t* given_up) {
   constexpr uint32_t kMostTries = 1 << 22;
