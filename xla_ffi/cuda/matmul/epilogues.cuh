@@ -124,6 +124,21 @@ __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Res
   }
 }
 
+// Stores 64 * kParts columns of rows of 16-bit elements from `column` on, but none from `end` on.
+template <int kParts, typename Type>
+__device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& rows, Type type,
+                                              const float* sums, int64_t column, int64_t end) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t at = column + part * 64;
+    if (at >= end) break;
+    drain.Store16(rows, at * 2, end * 2, [&](uint32_t c, uint32_t r) {
+      const float* two = sums + part * 32 + 4 * c + 2 * r;
+      return RoundTwo(type, two[0], two[1]);
+    });
+  }
+}
+
 // What `out` of StoreSums may be.
 enum class Out { kElement, kFloat32, kEither };
 
@@ -162,17 +177,8 @@ struct StoreSums {
       }
       return;
     }
-    const Type type(to.out_element);
-    const DrainRows rows = place.Of(to.out, to.columns * 2);
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const int64_t column = place.column + part * 64;
-      if (column >= to.columns) break;
-      drain.Store16(rows, column * 2, to.columns * 2, [&](uint32_t c, uint32_t r) {
-        const int at = part * 32 + 4 * c + 2 * r;
-        return RoundTwo(type, sums[at], sums[at + 1]);
-      });
-    }
+    StoreElements<4>(drain, place.Of(to.out, to.columns * 2), Type(to.out_element), sums,
+                     place.column, to.columns);
   }
 };
 
@@ -188,16 +194,8 @@ struct SwiGlu {
     const Type type(to.element);
     if (to.both != nullptr) {
       const DrainRows rows = place.Of(to.both, to.columns * 4);
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const int64_t side = part / 2, column = place.column + part % 2 * 64;
-        if (column >= to.columns) continue;
-        drain.Store16(rows, (side * to.columns + column) * 2, (side + 1) * to.columns * 2,
-                      [&](uint32_t c, uint32_t r) {
-                        const int at = part * 32 + 4 * c + 2 * r;
-                        return RoundTwo(type, sums[at], sums[at + 1]);
-                      });
-      }
+      StoreElements<2>(drain, rows, type, sums, place.column, to.columns);
+      StoreElements<2>(drain, rows, type, sums + 64, to.columns + place.column, 2 * to.columns);
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i] = Multiply(Swish(sums[i]).silu, sums[64 + i]);
@@ -205,16 +203,8 @@ struct SwiGlu {
       StoreCodes(drain, place, sums, kNoInputScale, to.out, to.out_scales, to.columns,
                  place.column);
     } else {
-      const DrainRows rows = place.Of(to.out, to.columns * 2);
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const int64_t column = place.column + part * 64;
-        if (column >= to.columns) break;
-        drain.Store16(rows, column * 2, to.columns * 2, [&](uint32_t c, uint32_t r) {
-          const int at = part * 32 + 4 * c + 2 * r;
-          return RoundTwo(type, sums[at], sums[at + 1]);
-        });
-      }
+      StoreElements<2>(drain, place.Of(to.out, to.columns * 2), type, sums, place.column,
+                       to.columns);
     }
   }
 };
@@ -299,13 +289,7 @@ struct SwiGluBack {
                                    const ResultArguments& to, const ResultPlace& place,
                                    Drain& drain) {
     const int64_t at = side * to.columns + place.column;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      drain.Store16(rows, (at + half * 64) * 2, to.columns * 4, [&](uint32_t c, uint32_t r) {
-        const int i = half * 32 + 4 * c + 2 * r;
-        return RoundTwo(type, values[i], values[i + 1]);
-      });
-    }
+    StoreElements<2>(drain, rows, type, values, at, 2 * to.columns);
     StoreCodes(drain, place, values, kOfGradients, to.out, to.out_scales, 2 * to.columns, at);
   }
 

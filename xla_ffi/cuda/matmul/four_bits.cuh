@@ -12,6 +12,7 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/matmul/four_bits.h"
+#include "cuda/matmul/group_pieces.cuh"
 #include "cuda/matmul/warp_products.cuh"
 #include "formats/e4m3.h"
 
@@ -50,80 +51,38 @@ struct FewRowsTile {
   int32_t column_tile;
 };
 
-// Finds this block's tiles, one after the other. Called by a whole warp, each lane of which looks
-// after one of 32 neighbouring groups.
+// Finds this block's tiles, one after the other. Called by a whole warp.
 class FewRowsWalk {
  public:
   __device__ FewRowsWalk(const FourBitStep& step, int32_t tile_rows, int32_t column_tiles)
-      : step_(step), tile_rows_(tile_rows), column_tiles_(column_tiles), next_(blockIdx.x) {
+      : pieces_(step), tile_rows_(tile_rows), column_tiles_(column_tiles), next_(blockIdx.x) {
     Load();
   }
 
   __device__ FewRowsTile Next() {
-    while (next_ >= before_ + tiles_of_chunk_) {
-      if (base_ + kWarpSize >= step_.groups) return {-1, 0, 0, 0};
-      before_ += tiles_of_chunk_;
-      rows_before_ = end_of_chunk_;
-      base_ += kWarpSize;
+    while (next_ >= pieces_.end()) {
+      if (!pieces_.Advance()) return {-1, 0, 0, 0};
       Load();
     }
-    const uint32_t within = next_ - before_;
-    const int lane = __ffs(static_cast<int>(__ballot_sync(kFullWarp, within < tiles_end_))) - 1;
-    const uint32_t first = __shfl_sync(kFullWarp, tiles_end_ - tiles_, lane);
-    const int32_t start = __shfl_sync(kFullWarp, start_, lane);
-    const int32_t size = __shfl_sync(kFullWarp, size_, lane);
-    const int32_t index = static_cast<int32_t>(within - first);
+    const GroupPiece tile = pieces_.Find(next_);
     // Tiles of the same columns follow each other: weights come from L2 after the first.
-    const int32_t row_tiles = RowTiles(size);
-    const int32_t row = index % row_tiles * tile_rows_;
+    const int32_t row_tiles = RowTiles(tile.size);
+    const int32_t row = tile.index % row_tiles * tile_rows_;
     next_ += gridDim.x;
-    return {base_ + lane, start + row, Min(size - row, tile_rows_), index / row_tiles};
+    return {tile.group, tile.start + row, Min(tile.size - row, tile_rows_), tile.index / row_tiles};
   }
 
  private:
   __device__ int32_t RowTiles(int32_t rows) const { return (rows + tile_rows_ - 1) / tile_rows_; }
 
-  // Reads the sizes of 32 groups from base_ on. Whatever they are, no row past N is in a group.
   __device__ void Load() {
-    const int32_t group = base_ + Lane();
-    const uint32_t all = static_cast<uint32_t>(step_.rows);
-    const int32_t given = group < step_.groups ? step_.sizes[group] : 0;
-    uint32_t rows_end = given < 0 ? 0 : min(static_cast<uint32_t>(given), all);
-#pragma unroll
-    for (int by = 1; by < kWarpSize; by *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, rows_end, by);
-      if (Lane() >= by) rows_end = min(rows_end + other, all);
-    }
-    rows_end = min(rows_end + rows_before_, all);
-    uint32_t rows_start = __shfl_up_sync(kFullWarp, rows_end, 1);
-    if (Lane() == 0) rows_start = rows_before_;
-    end_of_chunk_ = __shfl_sync(kFullWarp, rows_end, kWarpSize - 1);
-    start_ = static_cast<int32_t>(rows_start);
-    size_ = static_cast<int32_t>(rows_end - rows_start);
-    tiles_ = static_cast<uint32_t>(RowTiles(size_) * column_tiles_);
-    tiles_end_ = tiles_;
-#pragma unroll
-    for (int by = 1; by < kWarpSize; by *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, tiles_end_, by);
-      if (Lane() >= by) tiles_end_ += other;
-    }
-    tiles_of_chunk_ = __shfl_sync(kFullWarp, tiles_end_, kWarpSize - 1);
+    pieces_.Load([&](int32_t, int32_t size) { return RowTiles(size) * column_tiles_; });
   }
 
-  const FourBitStep& step_;
+  GroupPieces<FourBitStep> pieces_;
   const int32_t tile_rows_;
   const int32_t column_tiles_;
   uint32_t next_;
-  int32_t base_ = 0;
-  uint32_t before_ = 0;       // tiles of the groups before base_
-  uint32_t rows_before_ = 0;  // and their rows
-  uint32_t end_of_chunk_;
-  uint32_t tiles_of_chunk_;
-  // This lane's group.
-  int32_t start_;
-  int32_t size_;
-  uint32_t tiles_;
-  uint32_t tiles_end_;
 };
 
 // ---- Numbers ------------------------------------------------------------------------------------

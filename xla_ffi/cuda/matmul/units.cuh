@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/common/primitives.cuh"
+#include "cuda/matmul/group_pieces.cuh"
 #include "cuda/matmul/hopper.cuh"
 
 namespace jax_ep::cuda {
@@ -48,13 +49,14 @@ struct UnitPlan {
   int32_t steps;         // but in kOuter
 };
 
-// Finds the units of this block's cluster, one after the other. All methods are called by a whole
-// warp, each lane of which looks after one of 32 neighbouring groups.
+// Finds the units of this block's cluster, one after the other. All methods are called by a
+// whole warp.
 template <bool kOuter>
 class UnitWalk {
  public:
   __device__ UnitWalk(const UnitPlan& plan, uint32_t step_rows)
       : plan_(plan),
+        pieces_(plan),
         step_rows_(step_rows),
         cluster_(blockIdx.x / 2),
         clusters_(gridDim.x / 2),
@@ -65,33 +67,22 @@ class UnitWalk {
     Tile tile{};
     tile.steps = -1;
     while (true) {
-      if (stale_) Load();
-      stale_ = false;
-      if (unit_ < before_ + units_of_chunk_) break;
-      stale_ = true;
-      if (base_ + static_cast<int32_t>(kWarpSize) < plan_.groups) {
-        before_ += units_of_chunk_;
-        rows_before_ = end_of_chunk_;
-        base_ += kWarpSize;
-      } else if (!halves_) {
-        // The clusters after those that took one whole unit more begin.
-        const uint32_t whole = before_ + units_of_chunk_;
-        unit_ = (cluster_ + clusters_ - whole % clusters_) % clusters_;
-        halves_ = true;
-        base_ = 0;
-        before_ = 0;
-        rows_before_ = 0;
-      } else {
-        return tile;
+      if (stale_) {
+        pieces_.Load([&](int32_t group, int32_t size) {
+          return group < plan_.groups ? Units(RowsOf(size)) : 0;
+        });
       }
+      stale_ = false;
+      if (unit_ < pieces_.end()) break;
+      stale_ = true;
+      if (pieces_.Advance()) continue;
+      if (halves_) return tile;
+      // The clusters after those that took one whole unit more begin.
+      unit_ = (cluster_ + clusters_ - pieces_.end() % clusters_) % clusters_;
+      halves_ = true;
+      pieces_.Restart();
     }
-    const uint32_t within_chunk = unit_ - before_;
-    const uint32_t lane = __ffs(__ballot_sync(kFullWarp, within_chunk < units_end_)) - 1;
-    const uint32_t first_unit = __shfl_sync(kFullWarp, units_end_ - units_, lane);
-    const int32_t start = __shfl_sync(kFullWarp, start_, lane);
-    const int32_t size = __shfl_sync(kFullWarp, size_, lane);
-    tile.group = base_ + static_cast<int32_t>(lane);
-    Place(tile, start, size, static_cast<int32_t>(within_chunk - first_unit));
+    Place(tile, pieces_.Find(unit_));
     tile.warpgroup = taken_++ % 2;
     tile.stage = stage_;
     stage_ += static_cast<uint32_t>(tile.steps);
@@ -108,34 +99,6 @@ class UnitWalk {
   }
   __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
 
-  // Reads the sizes of 32 groups from base_ on. Whatever they are, no row past N is in a group.
-  __device__ void Load() {
-    const int32_t group = base_ + static_cast<int32_t>(Lane());
-    const uint32_t all = static_cast<uint32_t>(plan_.rows);
-    const int32_t given = group < plan_.groups ? plan_.sizes[group] : 0;
-    const uint32_t rows = given < 0 ? 0 : min(static_cast<uint32_t>(given), all);
-    uint32_t rows_end = rows;
-#pragma unroll
-    for (uint32_t by = 1; by < kWarpSize; by *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, rows_end, by);
-      if (Lane() >= by) rows_end = min(rows_end + other, all);
-    }
-    rows_end = min(rows_end + rows_before_, all);
-    uint32_t rows_start = __shfl_up_sync(kFullWarp, rows_end, 1);
-    if (Lane() == 0) rows_start = rows_before_;
-    end_of_chunk_ = __shfl_sync(kFullWarp, rows_end, kWarpSize - 1);
-    start_ = static_cast<int32_t>(rows_start);
-    size_ = static_cast<int32_t>(rows_end - rows_start);
-    units_ = group < plan_.groups ? Units(RowsOf(size_)) : 0;
-    units_end_ = units_;
-#pragma unroll
-    for (uint32_t by = 1; by < kWarpSize; by *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, units_end_, by);
-      if (Lane() >= by) units_end_ += other;
-    }
-    units_of_chunk_ = __shfl_sync(kFullWarp, units_end_, kWarpSize - 1);
-  }
-
   __device__ uint32_t Units(int32_t rows) const {
     const int32_t column_pairs = (plan_.column_tiles + 1) / 2;
     if (halves_) return HasHalf(rows) ? column_pairs : 0;
@@ -143,9 +106,10 @@ class UnitWalk {
     return whole / 2 * plan_.column_tiles + whole % 2 * column_pairs;
   }
 
-  __device__ void Place(Tile& tile, int32_t start, int32_t size, int32_t index) const {
+  __device__ void Place(Tile& tile, const GroupPiece& unit) const {
     const int32_t rank = static_cast<int32_t>(ClusterRank());
-    const int32_t rows = RowsOf(size);
+    const int32_t rows = RowsOf(unit.size);
+    const int32_t index = unit.index;
     const int32_t pairs = Whole(rows) / 2;
     int32_t row_tile, column_tile;
     if (!halves_ && index < pairs * plan_.column_tiles) {
@@ -158,15 +122,17 @@ class UnitWalk {
       row_tile = halves_ ? rows / kTileRows : 2 * pairs;
       column_tile = 2 * (halves_ ? index : index - pairs * plan_.column_tiles) + rank;
     }
-    tile.row = (kOuter ? 0 : start) + row_tile * kTileRows;
+    tile.group = unit.group;
+    tile.row = (kOuter ? 0 : unit.start) + row_tile * kTileRows;
     tile.rows = min(rows - row_tile * kTileRows, kTileRows);
     tile.column = column_tile * plan_.tile_columns;
-    tile.first = start;
-    tile.contracted = size;
-    tile.steps = kOuter ? (size + step_rows_ - 1) / step_rows_ : plan_.steps;
+    tile.first = unit.start;
+    tile.contracted = unit.size;
+    tile.steps = kOuter ? (unit.size + step_rows_ - 1) / step_rows_ : plan_.steps;
   }
 
   const UnitPlan& plan_;
+  GroupPieces<UnitPlan> pieces_;
   const int32_t step_rows_;
   const uint32_t cluster_;
   const uint32_t clusters_;
@@ -174,17 +140,7 @@ class UnitWalk {
   uint32_t taken_ = 0;
   uint32_t stage_ = 0;
   bool halves_ = false;
-  bool stale_ = true;  // Load must be called
-  int32_t base_ = 0;
-  uint32_t before_ = 0;       // units of the groups before base_
-  uint32_t rows_before_ = 0;  // and their rows
-  uint32_t end_of_chunk_;
-  uint32_t units_of_chunk_;
-  // This lane's group.
-  int32_t start_;
-  int32_t size_;
-  uint32_t units_;
-  uint32_t units_end_;
+  bool stale_ = true;  // groups must be loaded
 };
 
 // Tiles on their way from the warp that finds them to those that work on them.
