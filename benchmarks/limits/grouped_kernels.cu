@@ -120,7 +120,8 @@ Outcome Compare(Made& made, const std::vector<int32_t>& sizes, std::mt19937_64& 
   double largest = 0;
   for (const Sample& sample : samples.Read()) {
     const double off = std::abs(sample.found - sample.wanted);
-    outcome.difference = off <= outcome.difference ? outcome.difference : off;
+    // A NaN stays.
+    if (!std::isnan(outcome.difference) && !(off <= outcome.difference)) outcome.difference = off;
     largest = std::max(largest, std::abs(sample.wanted));
   }
   // A matrix of zeros: empty groups.

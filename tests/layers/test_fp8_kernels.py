@@ -156,7 +156,7 @@ def test_code_gate_up(sizes, count, a, b, keep, ready):
     side_by_side = matrices.reshape(len(sizes), a, 2 * b)
     sums, magnitudes = products(values, side_by_side, sizes)
     (gate, up), (gates, ups) = (np.split(e, 2, axis=1) for e in (sums, magnitudes))
-    want = gate / (1 + np.exp(-gate)) * up
+    want = gate * formula.sigmoid(gate) * up
     bound = 2 * SUMS * (gates * np.abs(up) + ups * np.abs(gate) + SUMS * gates * ups)
     bound += 1e-6 * np.abs(want)
     # A code is off by half a unit: 1 / 16 of its value, or of the least normal's.
@@ -218,7 +218,7 @@ def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
             (gate, up), (gate_off, up_off) = (
                 np.split(x, 2, axis=1) for x in (sums, off)
             )
-            want = gate / (1 + np.exp(-gate)) * up
+            want = gate * formula.sigmoid(gate) * up
             bound = 2 * (gate_off * np.abs(up) + up_off * np.abs(gate))
             bound += 2 * gate_off * up_off + 1e-5 * np.abs(want)
         assert_within(found[:total], want, bound + unit * np.abs(want) + 1e-30)
@@ -277,7 +277,7 @@ def test_code_down_back(sizes, count, a, b, ready):
     )
     to_h, magnitudes = products(values, matrices.swapaxes(1, 2), sizes)
     gate, up = np.moveaxis(both[:total].astype(np.float64), 1, 0)
-    sigmoid = 1 / (1 + np.exp(-gate))
+    sigmoid = formula.sigmoid(gate)
     slopes = np.stack([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid], 1)
     want = to_h[:, None] * slopes
     bound = SUMS * magnitudes[:, None] * np.abs(slopes)
@@ -412,6 +412,10 @@ def test_matrices_become_codes(shape, dtype, ready):
 SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
 
 
+# Of a norm. Sums of the kernels have 14 bits, so some codes that are made of them differ.
+CLOSE = 3e-3 if jax.default_backend() == "cpu" else 1e-2
+
+
 def weights_of():
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     made = HopperOperations().quantize_weights(gate_up, down, "fp8_block128", True)
@@ -419,11 +423,19 @@ def weights_of():
     return operations.quantized_rows(jnp.asarray(values)), made
 
 
+def reference_codes(gate_up, down):
+    """On the CPU: XLA's division on GPUs is off by a unit of the last place."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return quantized.quantize(
+            jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128"
+        )
+
+
 @pytest.mark.slow
 def test_weights_are_turned_in_one_pass(ready):
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     made = experts.quantize_weights(gate_up, down)
-    plain = quantized.quantize(jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128")
+    plain = reference_codes(gate_up, down)
     jax.tree.map(helpers.assert_bits, made.canonical(), plain)
     assert made.canonical().gate_up_turned is None
     helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
@@ -450,18 +462,18 @@ def test_operations_equal_the_reference(canonical, ready):
     here, there = HopperOperations(), Operations()
     h, both = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     want, wanted = there.gate_up(rows, weights, sizes, inner, True, "bfloat16")
-    assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
-    assert distance(both[real], wanted[real]) < 3e-3
+    assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
+    assert distance(both[real], wanted[real]) < CLOSE
     dy = jnp.asarray(np.random.default_rng(1).standard_normal((COUNT, H)), jnp.float32)
     cotangents = here.quantize_cotangents(dy)
     jax.tree.map(helpers.assert_bits, cotangents, there.quantize_cotangents(dy))
     found = here.down_dgrad(cotangents, weights, sizes, inner, both)
     reference = there.down_dgrad(cotangents, weights, sizes, inner, both)
     assert found[2] == reference[2] == ()
-    assert distance(found[1][real], reference[1][real]) < 3e-3
+    assert distance(found[1][real], reference[1][real]) < CLOSE
     codes, others = (each[0].to("float32")[real] for each in (found, reference))
     assert codes.shape == others.shape == (sum(SIZES), 2 * F)
-    assert distance(codes, others) < 3e-3
+    assert distance(codes, others) < CLOSE
     for which, operand, transposed in (
         ("gate_up", rows, False),
         ("gate_up", found[0], True),
@@ -473,13 +485,13 @@ def test_operations_equal_the_reference(canonical, ready):
             for each in (here, there)
         )
         assert got.shape == one.shape
-        assert distance(got[real], one[real]) < 3e-3, (which, transposed)
+        assert distance(got[real], one[real]) < CLOSE, (which, transposed)
     for dtype in ("float32", "bfloat16", "float16"):
         got, one = (
             each.wgrad(rows, dy, sizes, jnp.dtype(dtype)) for each in (here, there)
         )
         assert got.dtype == one.dtype == jnp.dtype(dtype)
-        assert distance(got, one) < 3e-3
+        assert distance(got, one) < CLOSE
 
 
 @pytest.mark.parametrize("canonical", [False, pytest.param(True, marks=THOROUGH)])
@@ -508,7 +520,7 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
         given = (operand, weights, sizes, inner, False, jnp.dtype(dtype))
         (h, _), (want, _) = here.gate_up(*given), there.gate_up(*given)
         assert h.values.dtype == want.values.dtype
-        assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
         if ready is not None:
             fused = wgmma and inner.gate_bias is None
             assert set(taken) == (
@@ -519,7 +531,7 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
             given = (h, weights, "down", sizes, out)
             got, one = here.product(*given), there.product(*given)
             assert got.dtype == one.dtype == out
-            assert distance(got[real], one[real]) < 3e-3
+            assert distance(got[real], one[real]) < CLOSE
             if ready is not None and known:
                 rounded = wgmma and out == jnp.bfloat16
                 assert set(taken) == {"rows" if rounded else "four_bits"}
@@ -572,8 +584,8 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
         taken.clear()
         given = (operand, codes, sizes, inner, True, "bfloat16")
         (h, both), (want, kept) = here.gate_up(*given), there.gate_up(*given)
-        assert distance(h.to("float32")[real], want.to("float32")[real]) < 3e-3
-        assert distance(both[real], kept[real]) < 3e-3
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
+        assert distance(both[real], kept[real]) < CLOSE
         assert ready is None or set(taken) == wanted
 
 
@@ -613,10 +625,10 @@ def test_experts_equal_the_formula(name, ready):
         biases=(None, None, None),
         activation=formula.SWIGLU,
     )
-    assert distance(y[: sum(SIZES)], want.y) < 3e-3
-    assert distance(grads[0][: sum(SIZES)], want.rows) < 3e-3
-    assert distance(grads[1], want.gate_up) < 3e-3
-    assert distance(grads[2], want.down) < 3e-3
+    assert distance(y[: sum(SIZES)], want.y) < CLOSE
+    assert distance(grads[0][: sum(SIZES)], want.rows) < CLOSE
+    assert distance(grads[1], want.gate_up) < CLOSE
+    assert distance(grads[2], want.down) < CLOSE
     if ready is not None:
         assert {"code_down_back", "outer"} <= set(ready)
 
@@ -683,7 +695,7 @@ def test_weights_that_are_sharded(hidden, ready):
     ]
     program = jax.jit(experts.quantize_weights).lower(*placed).compile()
     made = program(*placed)
-    plain = quantized.quantize(jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128")
+    plain = reference_codes(gate_up, down)
     jax.tree.map(helpers.assert_bits, made.canonical(), plain)
     helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
     helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))

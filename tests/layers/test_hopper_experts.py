@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import experts
 from jax_ep._experts import kernels
 from support import grouped_kernels, helpers
+from support.fp8_experts import sigmoid
 from support.grouped_kernels import F, H, skip_without_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -117,7 +118,7 @@ def test_rows(sizes, count, a, b, transposed, dtype, ready):
 
 
 def silu(gate):
-    return gate / (1 + np.exp(-gate))
+    return gate * sigmoid(gate)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -151,8 +152,8 @@ def test_down_back(sizes, count, a, b, dtype, ready):
     to_h, magnitudes = products(cotangents, matrices.swapaxes(1, 2), sizes)
     (values,) = wide(both[: sum(sizes)])
     gate, up = values[:, 0], values[:, 1]
-    sigmoid = 1 / (1 + np.exp(-gate))
-    slopes = np.stack([up * (sigmoid + silu(gate) * (1 - sigmoid)), silu(gate)], 1)
+    s = sigmoid(gate)
+    slopes = np.stack([up * (s + silu(gate) * (1 - s)), silu(gate)], 1)
     want, bound = to_h[:, None] * slopes, magnitudes[:, None] * np.abs(slopes)
     # Where terms of the slope cancel, its own error remains.
     bound = SUMS * bound + 2e-6 * np.abs(to_h[:, None]) * (1 + np.abs(up[:, None]))

@@ -75,14 +75,15 @@ class Activation:
     to_up: Any
 
 
-def _sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
+def sigmoid(x: Any) -> Any:
+    """Without an overflow, however large x is."""
+    return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
 
 
 SWIGLU = Activation(
-    of=lambda g, u: g * _sigmoid(g) * u,
-    to_gate=lambda g, u: u * _sigmoid(g) * (1 + g * (1 - _sigmoid(g))),
-    to_up=lambda g, u: g * _sigmoid(g),
+    of=lambda g, u: g * sigmoid(g) * u,
+    to_gate=lambda g, u: u * sigmoid(g) * (1 + g * (1 - sigmoid(g))),
+    to_up=lambda g, u: g * sigmoid(g),
 )
 
 

@@ -70,7 +70,6 @@ class Made {
     step.columns = outer || forward ? to : from;
     const int64_t sides = HasSides(kind) ? 2 : 1;
     const int64_t k = step.left_columns, b = step.columns, n = step.rows, l = step.groups;
-    const int64_t bytes = codes_ ? 1 : 2;
     left_ = Random(n * k, held * k, seed);
     right_ = outer ? Random(n * b, held * b, seed + 1) : Random(l * k * b * sides, -1, seed + 1);
     if (codes_) {
@@ -89,7 +88,6 @@ class Made {
       codes_ = OfCodes(kind);
     }
     if (codes_ && kind != MatmulKind::kCodeRows) out_scales_ = Bytes(results / 128 * 4);
-    static_cast<void>(bytes);
     step.sizes = sizes_.get();
     step.left = left_->get();
     step.right = right_->get();
@@ -104,6 +102,8 @@ class Made {
     step.scales_per_k = forward ? sides * (b / 128) : 1;
     step.scales_per_side = b / 128;
     step.scales_per_b = forward ? 1 : k / 128;
+    // Operands were filled on the default stream, for which streams of a Timer do not wait.
+    CHECK_CUDA(cudaDeviceSynchronize());
   }
 
   void Poison(cudaStream_t stream) {
