@@ -412,7 +412,7 @@ def test_matrices_become_codes(shape, dtype, ready):
 SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
 
 
-# Of a norm. Sums of the kernels have 14 bits, so some codes that are made of them differ.
+# Of a norm. Sums of the kernels have 14 bits, so some codes made of them differ.
 CLOSE = 3e-3 if jax.default_backend() == "cpu" else 1e-2
 
 
