@@ -228,7 +228,7 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   if (product.columns == 256) {
     Multiply<256>(left, right, 16, product.add, action.sums->at);
   } else {
-    Multiply<64>(left, right, 32, product.add, action.sums->at);
+    Multiply<128>(left, right, 32, product.add, action.sums->at);
   }
   action.done = true;
   ++warpgroup.done;

@@ -148,19 +148,6 @@ struct StoreSums {
   static constexpr int kSides = 1;
   static constexpr int kColumns = kTileColumns;
 
-  // Stores sums over nothing.
-  __device__ static void Zeros(const ResultArguments& to, const ResultPlace& place) {
-    constexpr int64_t kBytes = kOut == Out::kFloat32 ? 4 : 2;
-    const int64_t last = Min<int64_t>(place.column + kColumns, to.columns) * kBytes;
-    const DrainRows rows = place.Of(to.out, to.columns * kBytes);
-    for (int64_t byte = place.column * kBytes; byte + Lane() % 8 * 16 < last; byte += kLineBytes) {
-      uint8_t* at = rows.at + byte;
-      for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += rows.step) {
-        if (4 * i < rows.rows) *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const ResultArguments& to,
                              const ResultPlace& place, Drain& drain) {

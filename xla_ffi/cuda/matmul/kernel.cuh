@@ -303,83 +303,91 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
-// Called for kOuter: as many rows as a group has, in sixteens. Each is a group of wgmma by itself:
-// wgmma in branches, or in loops whose length differs, would make ptxas wait after every one.
+// Sums over all whole steps. Returns the last stage, which may still be read.
 template <typename Traits>
-__device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, uint32_t warpgroup) {
-  const int32_t sixteens = (tile.contracted + 15) / 16;
+__device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t steps, Stages& stages,
+                                                  uint32_t left_box) {
   uint32_t before = 0;
   JAX_EP_NO_UNROLL
-  for (int32_t i = 0; i < sixteens; ++i) {
-    const bool first = i % 4 == 0;
-    if (first) {
-      stages.Await();
-      const int32_t rows = tile.contracted - i * 16;
-      if (rows < 64) {
-        ZeroLines(stages.operands(), left_box, rows, (rows + 15) / 16 * 16, warpgroup);
-      }
-    }
-    const uint32_t base = SharedAddress(stages.operands()) + i % 4 * 16 * kLineBytes;
-    WgmmaFence();
-    Wgmma<typename Traits::Element, true, true>(sums, OperandAt<true>(base + left_box * kBoxBytes),
-                                                OperandAt<true>(base + kLeftBoxes * kBoxBytes),
-                                                i > 0);
-    WgmmaCommit();
-    // The one before has been read.
-    WgmmaWait<1>();
-    if (first && i > 0) stages.Free(before);
-    before = stages.stage();
-    if (i % 4 == 3) stages.Next();
-  }
-  WgmmaWait<0>();
-  HoldSums(sums);
-  stages.Free(before);
-}
-
-template <typename Traits>
-__device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box) {
-  uint32_t before = 0;
-  JAX_EP_NO_UNROLL
-  for (int32_t step = 0; step < tile.steps; ++step) {
+  for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
-    MultiplyStage<Traits>(sums, stages.operands(), left_box, step > 0);
+    MultiplyStage<Traits>(sums, stages.operands(), left_box, Traits::kOuter || step > 0);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
     before = stages.stage();
     stages.Next();
   }
+  return before;
+}
+
+template <typename Traits>
+__device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
+                                             uint32_t left_box) {
+  const uint32_t last = MultiplySteps<Traits>(sums, tile.steps, stages, left_box);
   WgmmaWait<0>();
   HoldSums(sums);
-  stages.Free(before);
+  stages.Free(last);
+}
+
+// Called for kOuter: sums over as many rows as a group has, the last ones in sixteens. Sums begin
+// as zeros: if the first product made them, in one of two loops, ptxas would wait after every
+// product.
+template <typename Traits>
+__device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
+                                             uint32_t left_box, uint32_t warpgroup) {
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  const int32_t whole = tile.contracted / 64, rows = tile.contracted % 64;
+  const uint32_t last = MultiplySteps<Traits>(sums, whole, stages, left_box);
+  WgmmaWait<0>();
+  HoldSums(sums);
+  if (whole > 0) stages.Free(last);
+  if (rows == 0) return;
+  stages.Await();
+  const int32_t sixteens = (rows + 15) / 16;
+  ZeroLines(stages.operands(), left_box, rows, sixteens * 16, warpgroup);
+  JAX_EP_NO_UNROLL
+  for (int32_t i = 0; i < sixteens; ++i) {
+    const uint32_t base = SharedAddress(stages.operands()) + i * 16 * kLineBytes;
+    WgmmaFence();
+    Wgmma<typename Traits::Element, true, true>(sums, OperandAt<true>(base + left_box * kBoxBytes),
+                                                OperandAt<true>(base + kLeftBoxes * kBoxBytes),
+                                                true);
+    WgmmaCommit();
+  }
+  WgmmaWait<0>();
+  HoldSums(sums);
+  stages.Free(stages.stage());
+  stages.Next();
 }
 
 // ---- Multiplying codes --------------------------------------------------------------------------
 
-// Columns 64 * quarter and on: 128 of the contracted dimension.
-__device__ __forceinline__ void MultiplyQuarter(float (&part)[32], uint64_t left, uint64_t right,
-                                                int quarter) {
+// Columns 128 * half and on: 128 of the contracted dimension.
+__device__ __forceinline__ void MultiplyHalf(float (&part)[64], uint64_t left, uint64_t right,
+                                             int half) {
   WgmmaFence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    WgmmaCodes(part, Advance(left, i * 32), Advance(right, quarter * kBoxBytes + i * 32), i > 0);
+    WgmmaCodes(part, Advance(left, i * 32), Advance(right, half * 2 * kBoxBytes + i * 32), i > 0);
   }
   WgmmaCommit();
 }
 
-__device__ __forceinline__ void AddQuarter(float* sums, float (&part)[32], int quarter,
-                                           const float (&factors)[2]) {
+__device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const float (&factors)[2]) {
   HoldSums(part);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    sums[quarter * 32 + i] = FusedMultiplyAdd(part[i], factors[i / 2 % 2], sums[quarter * 32 + i]);
+  for (int i = 0; i < 64; ++i) {
+    sums[i] = FusedMultiplyAdd(part[i], factors[i / 2 % 2], sums[i]);
   }
 }
 
-template <int kQuarters>
-__device__ __forceinline__ void MultiplyCodes(float (&sums)[32 * kQuarters], const Tile& tile,
+// There are not registers enough for a product under way and another that is added up: while one
+// warpgroup adds, the other one multiplies. Products of fewer columns would read shared memory more
+// often than it can be read beside the copies.
+template <int kHalves>
+__device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], const Tile& tile,
                                               Stages& stages, uint32_t left_box, uint32_t warp) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
@@ -390,30 +398,25 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[32 * kQuarters], con
     const uint32_t base = SharedAddress(stages.operands());
     const uint64_t left = OperandAt<false>(base + left_box * kBoxBytes);
     const uint64_t right = OperandAt<false>(base + kLeftBoxes * kBoxBytes);
-    float first[32], second[32];
-    MultiplyQuarter(first, left, right, 0);
-    MultiplyQuarter(second, left, right, 1);
+    float part[64];
+    MultiplyHalf(part, left, right, 0);
     const StageScales& scales = stages.scales();
     const float of_row[2] = {scales.rows[row], scales.rows[row + 8]};
-    const float right_scales[2] = {scales.right[0], scales.right[1]};
-    float factors[2][2];
+    float factors[kHalves][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      factors[i / 2][i % 2] = Multiply(right_scales[i / 2], of_row[i % 2]);
-    }
-    WgmmaWait<1>();
-    AddQuarter(sums, first, 0, factors[0]);
-    if constexpr (kQuarters == 4) {
-      MultiplyQuarter(first, left, right, 2);
-      WgmmaWait<1>();
-      AddQuarter(sums, second, 1, factors[0]);
-      MultiplyQuarter(second, left, right, 3);
-      WgmmaWait<1>();
-      AddQuarter(sums, first, 2, factors[1]);
+    for (int half = 0; half < kHalves; ++half) {
+      const float of_right = scales.right[half];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factors[half][r] = Multiply(of_right, of_row[r]);
     }
     WgmmaWait<0>();
+    if constexpr (kHalves == 2) {
+      AddHalf(sums, part, factors[0]);
+      MultiplyHalf(part, left, right, 1);
+      WgmmaWait<0>();
+    }
     stages.Free(stages.stage());
-    AddQuarter(sums, second, kQuarters - 1, factors[kQuarters / 2 - 1]);
+    AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
     stages.Next();
   }
 }
@@ -446,14 +449,10 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
     ResultPlace place{tile.row + row, tile.rows - row, tile.column};
     if constexpr (Traits::kOuter) {
       place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
-      if (tile.steps == 0) {
-        Traits::Epilogue::Zeros(arguments.result, place);
-        continue;
-      }
     }
     float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
-      MultiplyCodes<Traits::kColumns / 64>(sums, tile, stages, left_box, warp);
+      MultiplyCodes<Traits::kColumns / 128>(sums, tile, stages, left_box, warp);
     } else if constexpr (Traits::kOuter) {
       MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
     } else {

@@ -77,8 +77,8 @@ void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add) {
                                                               : emulator::Operands::kBFloat16;
   emulator::IssueProduct({kOperands, 256, kLeftAcross, kRightAcross, add, left, right}, sums);
 }
-inline void WgmmaCodes(float (&sums)[32], uint64_t left, uint64_t right, bool add) {
-  emulator::IssueProduct({emulator::Operands::kE4M3, 64, false, false, add, left, right}, sums);
+inline void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right, bool add) {
+  emulator::IssueProduct({emulator::Operands::kE4M3, 128, false, false, add, left, right}, sums);
 }
 
 // ---- A warp's registers to shared memory --------------------------------------------------------
