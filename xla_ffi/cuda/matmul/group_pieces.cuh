@@ -63,13 +63,6 @@ class GroupPieces {
     return true;
   }
 
-  // Goes back to the first groups, which are then to be loaded.
-  __device__ void Restart() {
-    base_ = 0;
-    before_ = 0;
-    rows_before_ = 0;
-  }
-
   // A piece of the groups that were loaded last.
   __device__ GroupPiece Find(uint32_t piece) const {
     const uint32_t within = piece - before_;

@@ -23,8 +23,8 @@ inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
 inline constexpr uint32_t kMostRightBoxes = 4;
 inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
-inline constexpr int kFeederRegisters = 40;
-inline constexpr int kMathRegisters = 232;
+inline constexpr int kFeederRegisters = 56;
+inline constexpr int kMathRegisters = 224;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
