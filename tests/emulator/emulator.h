@@ -224,6 +224,7 @@ void ExpectLoaded(const Block& block, const uint8_t* shared, size_t bytes);
 
 void ClusterSync();
 uint32_t SharedAddress(const void* shared);
+uint8_t* SharedPointer(uint32_t address);
 // Shared memory of another block of the cluster, at the place of this block's.
 uint8_t* SharedOf(const Block& block, const void* shared);
 void FenceAsyncShared();

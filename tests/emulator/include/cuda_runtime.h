@@ -2,8 +2,6 @@
 // device code as macros and functions over emulator.h, so far as the window kernels use it.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda_runtime_api.h"
 
 // ---- The language -------------------------------------------------------------------------------
@@ -96,14 +94,6 @@ unsigned __match_any_sync(unsigned mask, T value) {
   using namespace ::jax_ep::emulator;
   const uint64_t* values = ExchangeBits(mask, value, "__match_any_sync");
   return LanesWhere([=](uint32_t lane) { return values[lane] == Bits<uint64_t>(value); });
-}
-
-inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
-  using namespace ::jax_ep::emulator;
-  const uint64_t* values = Exchange(mask, value, "__reduce_min_sync");
-  uint64_t least = value;
-  for (uint32_t lane = 0; lane < kWarpLanes; ++lane) least = std::min(least, values[lane]);
-  return static_cast<unsigned>(least);
 }
 
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {

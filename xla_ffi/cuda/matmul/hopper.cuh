@@ -41,18 +41,47 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
+// A number that all lanes have, for use in loops. From a shuffle the compiler knows that they do,
+// so that it counts from there in registers of the whole warp, and it has to keep what it would
+// find again before every use: addresses in shared memory, from the block's rank in its cluster.
+__device__ __forceinline__ uint32_t Uniform(uint32_t value) {
+  return __shfl_sync(0xFFFFFFFFu, value, 0);
+}
+
+// MbarrierTryWait without sleeping.
+__device__ __forceinline__ bool MbarrierHasEnded(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred ended;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, ended;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Arrives once at the barrier of block `rank` at the same place. It has the default scope of a
 // block: it only says that this block has read what tensor copies brought, and a release at cluster
 // scope would flush L1.
-__device__ __forceinline__ void MbarrierArriveAt(uint64_t* barrier, uint32_t rank) {
+__device__ __forceinline__ void MbarrierArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(SharedAddress(barrier)),
+      "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
+}
+
+// Not before what precedes it in the source: the compiler would put loads between products.
+__device__ __forceinline__ float LoadShared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
 }
 
 // ---- Tensor copies ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 // warpgroup goes its own way from tile to tile, so that one multiplies while the other writes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -232,20 +233,36 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
 // A math warp's view of the stages.
 class Stages {
  public:
-  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared, const Tile& tile)
-      : memory_(memory), shared_(shared), at_{tile.stage} {}
+  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared)
+      : shared_(shared),
+        operands_(Uniform(OperandUnits(SharedAddress(memory.stages)))),
+        scales_(Uniform(SharedAddress(memory.scales))),
+        barriers_(Uniform(SharedAddress(shared.full))),
+        memory_(memory) {}
 
+  // Goes on to a tile, of which nothing is awaited yet.
+  __device__ void Begin(uint32_t stage) {
+    at_.passed = stage;
+    has_come_ = false;
+  }
   // Waits for the operands of the next step.
   __device__ void Await() {
-    cuda::Await(&shared_.full[at_.slot()], at_.parity(), &shared_.ring.given_up);
+    if (!has_come_) cuda::Await(&shared_.full[stage()], at_.parity(), &shared_.ring.given_up);
   }
   // Says to both blocks that this warp has read stage `stage`.
   __device__ void Free(uint32_t stage) {
     // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();
-    if (Lane() < 2) MbarrierArriveAt(&shared_.free[stage], Lane());
+    if (Lane() < 2) MbarrierArriveAt(barriers_ + kToFree + stage * kBarrierBytes, Lane());
   }
-  __device__ void Next() { ++at_.passed; }
+  __device__ void Next() {
+    ++at_.passed;
+    has_come_ = false;
+  }
+  // Looks whether the operands of the next step are there, and Await need not.
+  __device__ void Look() {
+    has_come_ = MbarrierHasEnded(barriers_ + stage() * kBarrierBytes, at_.parity());
+  }
   // Steps over a tile of the other warpgroup.
   __device__ void Skip(int32_t steps) {
     JAX_EP_NO_UNROLL
@@ -257,29 +274,49 @@ class Stages {
   }
 
   __device__ uint32_t stage() const { return at_.slot(); }
-  __device__ uint8_t* operands() const { return memory_.stages + stage() * kStageBytes; }
-  __device__ const StageScales& scales() const { return memory_.scales[stage()]; }
+  // What lies in boxes from `box` on, of stage 0 and `units` further.
+  template <bool kAcross>
+  __device__ uint64_t Operand(uint32_t box, uint32_t units) const {
+    return OperandAt<kAcross>(operands_ + (box * kBoxBytes >> 4) + units);
+  }
+  // From stage 0 to this one.
+  __device__ uint32_t units() const { return stage() * (kStageBytes >> 4); }
+  __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
+  __device__ float RowScale(uint32_t row) const {
+    return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
+  }
+  __device__ float RightScale(uint32_t half) const {
+    return LoadShared(scales() + offsetof(StageScales, right) + half * sizeof(float));
+  }
 
  private:
-  const MatmulMemory& memory_;
+  static constexpr uint32_t kBarrierBytes = sizeof(uint64_t);
+  static constexpr uint32_t kToFree = offsetof(MatmulShared, free) - offsetof(MatmulShared, full);
+
+  __device__ uint32_t scales() const { return scales_ + stage() * sizeof(StageScales); }
+
   MatmulShared& shared_;
+  const uint32_t operands_;  // in units of OperandAt
+  const uint32_t scales_;
+  const uint32_t barriers_;
+  const MatmulMemory& memory_;
   StageCursor at_;
+  bool has_come_ = false;
 };
 
 template <typename Traits>
-__device__ __forceinline__ void MultiplyStage(float (&sums)[128], const uint8_t* operands,
+__device__ __forceinline__ void MultiplyStage(float (&sums)[128], const Stages& stages,
                                               uint32_t left_box, bool add) {
-  const uint32_t base = SharedAddress(operands);
-  const uint64_t left = OperandAt<Traits::kLeftAcross>(base + left_box * kBoxBytes);
-  const uint64_t right = OperandAt<Traits::kRightAcross>(base + kLeftBoxes * kBoxBytes);
   // Sixteen elements along a line, or sixteen lines.
-  constexpr uint32_t kLeftStep = Traits::kLeftAcross ? 16 * kLineBytes : 32;
-  constexpr uint32_t kRightStep = Traits::kRightAcross ? 16 * kLineBytes : 32;
+  constexpr uint32_t kLeftStep = (Traits::kLeftAcross ? 16 * kLineBytes : 32) >> 4;
+  constexpr uint32_t kRightStep = (Traits::kRightAcross ? 16 * kLineBytes : 32) >> 4;
+  const uint32_t at = stages.units();
   WgmmaFence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     Wgmma<typename Traits::Element, Traits::kLeftAcross, Traits::kRightAcross>(
-        sums, Advance(left, i * kLeftStep), Advance(right, i * kRightStep), add || i > 0);
+        sums, stages.Operand<Traits::kLeftAcross>(left_box, at + i * kLeftStep),
+        stages.Operand<Traits::kRightAcross>(kLeftBoxes, at + i * kRightStep), add || i > 0);
   }
   WgmmaCommit();
 }
@@ -311,7 +348,7 @@ __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t st
   JAX_EP_NO_UNROLL
   for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
-    MultiplyStage<Traits>(sums, stages.operands(), left_box, Traits::kOuter || step > 0);
+    MultiplyStage<Traits>(sums, stages, left_box, Traits::kOuter || step > 0);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
@@ -346,14 +383,13 @@ __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& til
   if (rows == 0) return;
   stages.Await();
   const int32_t sixteens = (rows + 15) / 16;
-  ZeroLines(stages.operands(), left_box, rows, sixteens * 16, warpgroup);
+  ZeroLines(stages.lines(), left_box, rows, sixteens * 16, warpgroup);
   JAX_EP_NO_UNROLL
   for (int32_t i = 0; i < sixteens; ++i) {
-    const uint32_t base = SharedAddress(stages.operands()) + i * 16 * kLineBytes;
+    const uint32_t at = stages.units() + i * (16 * kLineBytes >> 4);
     WgmmaFence();
-    Wgmma<typename Traits::Element, true, true>(sums, OperandAt<true>(base + left_box * kBoxBytes),
-                                                OperandAt<true>(base + kLeftBoxes * kBoxBytes),
-                                                true);
+    Wgmma<typename Traits::Element, true, true>(sums, stages.Operand<true>(left_box, at),
+                                                stages.Operand<true>(kLeftBoxes, at), true);
     WgmmaCommit();
   }
   WgmmaWait<0>();
@@ -365,12 +401,14 @@ __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& til
 // ---- Multiplying codes --------------------------------------------------------------------------
 
 // Columns 128 * half and on: 128 of the contracted dimension.
-__device__ __forceinline__ void MultiplyHalf(float (&part)[64], uint64_t left, uint64_t right,
-                                             int half) {
+__device__ __forceinline__ void MultiplyHalf(float (&part)[64], const Stages& stages,
+                                             uint32_t left_box, uint32_t half) {
+  const uint32_t at = stages.units();
   WgmmaFence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    WgmmaCodes(part, Advance(left, i * 32), Advance(right, half * 2 * kBoxBytes + i * 32), i > 0);
+    WgmmaCodes(part, stages.Operand<false>(left_box, at + i * 2),
+               stages.Operand<false>(kLeftBoxes + half * 2, at + i * 2), i > 0);
   }
   WgmmaCommit();
 }
@@ -387,37 +425,35 @@ __device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const fl
 // warpgroup adds, the other one multiplies. Products of fewer columns would read shared memory more
 // often than it can be read beside the copies.
 template <int kHalves>
-__device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], const Tile& tile,
+__device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32_t steps,
                                               Stages& stages, uint32_t left_box, uint32_t warp) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
   JAX_EP_NO_UNROLL
-  for (int32_t step = 0; step < tile.steps; ++step) {
+  for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
-    const uint32_t base = SharedAddress(stages.operands());
-    const uint64_t left = OperandAt<false>(base + left_box * kBoxBytes);
-    const uint64_t right = OperandAt<false>(base + kLeftBoxes * kBoxBytes);
     float part[64];
-    MultiplyHalf(part, left, right, 0);
-    const StageScales& scales = stages.scales();
-    const float of_row[2] = {scales.rows[row], scales.rows[row + 8]};
+    MultiplyHalf(part, stages, left_box, 0);
+    const float of_row[2] = {stages.RowScale(row), stages.RowScale(row + 8)};
     float factors[kHalves][2];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const float of_right = scales.right[half];
+      const float of_right = stages.RightScale(half);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factors[half][r] = Multiply(of_right, of_row[r]);
     }
     WgmmaWait<0>();
     if constexpr (kHalves == 2) {
       AddHalf(sums, part, factors[0]);
-      MultiplyHalf(part, left, right, 1);
+      MultiplyHalf(part, stages, left_box, 1);
       WgmmaWait<0>();
     }
     stages.Free(stages.stage());
-    AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
     stages.Next();
+    // What comes next is awaited while sums are added up.
+    if (step + 1 < steps) stages.Look();
+    AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
   }
 }
 
@@ -436,10 +472,13 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
   const uint32_t warp = threadIdx.x / kWarpSize % 4;
   Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrainBytes);
   TileReader tiles(shared.ring);
+  Stages stages(memory, shared);
   while (true) {
-    const Tile tile = tiles.Next();
+    Tile tile = tiles.Next();
     if (tile.steps < 0) return;
-    Stages stages(memory, shared, tile);
+    tile.steps = static_cast<int32_t>(Uniform(static_cast<uint32_t>(tile.steps)));
+    tile.stage = Uniform(tile.stage);
+    stages.Begin(tile.stage);
     if (tile.half() && tile.warpgroup != warpgroup) {
       stages.Skip(tile.steps);
       continue;
@@ -452,7 +491,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
     }
     float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
-      MultiplyCodes<Traits::kColumns / 128>(sums, tile, stages, left_box, warp);
+      MultiplyCodes<Traits::kColumns / 128>(sums, tile.steps, stages, left_box, warp);
     } else if constexpr (Traits::kOuter) {
       MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
     } else {
@@ -487,9 +526,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     FenceMbarrierInit();
   }
   ClusterSync();
-  // The same in all lanes, which the compiler cannot see otherwise: descriptors of wgmma are then
-  // uniform.
-  const uint32_t warpgroup = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroupThreads, 0);
+  const uint32_t warpgroup = Uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup == 0) {
     ShrinkRegisters<kFeederRegisters>();
     const uint32_t warp = threadIdx.x / kWarpSize;

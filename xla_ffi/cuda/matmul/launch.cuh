@@ -1,8 +1,6 @@
 // From a MatmulStep to the launch of its kernel.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/common/launch.h"
 #include "cuda/matmul/kernel.cuh"
 #include "cuda/matmul/kinds.h"
@@ -87,8 +85,7 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                       step.right_scales, step.scales_per_group,
                       step.scales_per_k, step.scales_per_side,
                       step.scales_per_b};
-  const int clusters = std::clamp(processors / 2, 1, static_cast<int>(UnitQueue::kMostClusters));
-  const dim3 grid(static_cast<unsigned>(2 * clusters));
+  const dim3 grid(static_cast<unsigned>(processors > 1 ? processors / 2 * 2 : 2));
   return LaunchInPairs(MatmulKernel<Traits>, grid, kMatmulThreads,
                        kMatmulSharedBytes<Traits::kCodes>, stream, left, right, arguments);
 }

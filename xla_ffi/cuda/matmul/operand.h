@@ -16,17 +16,19 @@ namespace jax_ep::cuda {
 inline constexpr uint32_t kAtomBytes = 1024;
 inline constexpr uint32_t kChunkBytes = 8192;
 
-template <bool kAcross>
-JAX_EP_HOST_DEVICE uint64_t OperandAt(uint32_t shared_address) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
-  constexpr uint64_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
-  return kSwizzle128 | uint64_t{kAtomBytes >> 4} << 32 | kNextChunk << 16 |
-         ((shared_address & 0x3FFFF) >> 4);
+// Addresses in these descriptors count 16 bytes.
+JAX_EP_HOST_DEVICE uint32_t OperandUnits(uint32_t shared_bytes) {
+  return (shared_bytes & 0x3FFFF) >> 4;
 }
-// The same operand `bytes` further.
-JAX_EP_HOST_DEVICE uint64_t Advance(uint64_t operand, uint32_t bytes) {
-  return operand + (bytes >> 4);
+
+// The operand at `units`. Sums, not bits put together: the compiler then adds up offsets in
+// registers of the whole warp.
+template <bool kAcross>
+JAX_EP_HOST_DEVICE uint64_t OperandAt(uint32_t units) {
+  constexpr uint32_t kSwizzle128 = 1u << 30;
+  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
+  constexpr uint32_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
+  return uint64_t{kSwizzle128 | kAtomBytes >> 4} << 32 | (units + (kNextChunk << 16));
 }
 
 }  // namespace jax_ep::cuda

@@ -4,8 +4,9 @@
 // A unit is what both blocks of a cluster do together: two row tiles with the same columns, of
 // whose right operand each block loads half for both, or one row tile and two column tiles, of
 // whose left operand each loads half. Tails of up to kHalfRows rows are units of their own, with
-// one warpgroup per block; they follow the other units of their group, whose right operand is then
-// in L2. A unit goes to the cluster that is estimated to be ready first.
+// one warpgroup per block. Clusters take both kinds in turns, a group's tails after its other
+// units, which have brought the right operand to L2. Each kind begins at another end of the
+// clusters, so that those with one unit more of the one have one less of the other.
 #pragma once
 
 #include <cstdint>
@@ -49,49 +50,6 @@ struct UnitPlan {
   int32_t steps;         // but in kOuter
 };
 
-// Which cluster takes the next unit: the one that has done its units first, if they take as long as
-// is estimated. Every block computes the same. All methods are called by a whole warp.
-class UnitQueue {
- public:
-  static constexpr uint32_t kMostClusters = 128;
-
-  __device__ explicit UnitQueue(uint32_t clusters) {
-#pragma unroll
-    for (uint32_t i = 0; i < kPerLane; ++i) ends_[i] = Cluster(i) < clusters ? Cluster(i) : ~0u;
-  }
-
-  // The cluster that takes a unit.
-  __device__ uint32_t Take(uint32_t cost) {
-    uint32_t first = ends_[0];
-#pragma unroll
-    for (uint32_t i = 1; i < kPerLane; ++i) first = min(first, ends_[i]);
-    first = __reduce_min_sync(kFullWarp, first);
-#pragma unroll
-    for (uint32_t i = 0; i < kPerLane; ++i) {
-      if (ends_[i] == first) ends_[i] += cost * kMostClusters;
-    }
-    return first % kMostClusters;
-  }
-
-  // The same for units of one cost that clusters [begin, end) take, each its first.
-  __device__ void TakeFirst(uint32_t begin, uint32_t end, uint32_t cost) {
-#pragma unroll
-    for (uint32_t i = 0; i < kPerLane; ++i) {
-      const uint32_t cluster = Cluster(i);
-      if (cluster >= begin && cluster < end) ends_[i] = cost * kMostClusters + cluster;
-    }
-  }
-
- private:
-  static constexpr uint32_t kPerLane = kMostClusters / kWarpSize;
-
-  __device__ static uint32_t Cluster(uint32_t i) { return Lane() + i * kWarpSize; }
-
-  // When clusters have done their units, times kMostClusters, plus the cluster. It may overflow:
-  // all blocks would still agree.
-  uint32_t ends_[kPerLane];
-};
-
 // Finds the units of this block's cluster, one after the other. All methods are called by a
 // whole warp.
 template <bool kOuter>
@@ -99,36 +57,45 @@ class UnitWalk {
  public:
   __device__ UnitWalk(const UnitPlan& plan, uint32_t step_rows)
       : plan_(plan),
-        pieces_(plan),
-        queue_(gridDim.x / 2),
+        whole_pieces_(plan),
+        half_pieces_(plan),
         step_rows_(step_rows),
-        cluster_(blockIdx.x / 2),
-        clusters_(gridDim.x / 2) {}
+        clusters_(gridDim.x / 2),
+        whole_(blockIdx.x / 2),
+        half_(clusters_ - 1 - whole_) {}
 
   // The next tile; with negative steps when there is none.
   __device__ Tile Next() {
     Tile tile{};
     tile.steps = -1;
-    uint32_t unit;
-    do {
-      while (unit_ == run_end_) {
-        if (stale_) {
-          pieces_.Load([&](int32_t group, int32_t size) {
-            const int32_t rows = RowsOf(size);
-            return group < plan_.groups ? WholeUnits(rows) + HalfUnits(rows) : 0;
-          });
-          stale_ = false;
-        }
-        if (unit_ < pieces_.end()) {
-          BeginRun(pieces_.Find(unit_));
-        } else if (pieces_.Advance()) {
-          stale_ = true;
-        } else {
-          return tile;
-        }
+    bool has_whole, has_half;
+    while (true) {
+      if (stale_) {
+        whole_pieces_.Load([&](int32_t group, int32_t size) {
+          return group < plan_.groups ? WholeUnits(RowsOf(size)) : 0;
+        });
+        half_pieces_.Load([&](int32_t group, int32_t size) {
+          return group < plan_.groups ? HalfUnits(RowsOf(size)) : 0;
+        });
+        stale_ = false;
       }
-    } while (!Take(unit));
-    Place(tile, pieces_.Find(unit));
+      has_whole = whole_ < whole_pieces_.end();
+      has_half = half_ < half_pieces_.end();
+      if (has_whole || has_half) break;
+      if (!whole_pieces_.Advance()) return tile;
+      half_pieces_.Advance();
+      stale_ = true;
+    }
+    GroupPiece unit{};
+    if (has_whole) unit = whole_pieces_.Find(whole_);
+    bool is_half = false;
+    if (has_half) {
+      const GroupPiece half = half_pieces_.Find(half_);
+      is_half = !has_whole || half.group < unit.group;
+      if (is_half) unit = half;
+    }
+    (is_half ? half_ : whole_) += clusters_;
+    Place(tile, unit, is_half);
     tile.warpgroup = taken_++ % 2;
     tile.stage = stage_;
     stage_ += static_cast<uint32_t>(tile.steps);
@@ -136,22 +103,11 @@ class UnitWalk {
   }
 
  private:
-  // How long units take, in steps of a quarter of what a step of a whole tile takes. A half
-  // multiplies half as much, and loads more for it.
-  __device__ static uint32_t CostOf(int32_t steps, bool half) {
-    return static_cast<uint32_t>(half ? 3 * steps + 10 : 4 * steps + 16);
-  }
-
   __device__ static int32_t Whole(int32_t rows) {
     return rows / kTileRows + (rows % kTileRows > kHalfRows);
   }
   __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
-  __device__ int32_t StepsOf(int32_t size) const {
-    return kOuter ? (size + step_rows_ - 1) / step_rows_ : plan_.steps;
-  }
   __device__ int32_t ColumnPairs() const { return (plan_.column_tiles + 1) / 2; }
-
-  // Of a group.
   __device__ int32_t WholeUnits(int32_t rows) const {
     const int32_t whole = Whole(rows);
     return whole / 2 * plan_.column_tiles + whole % 2 * ColumnPairs();
@@ -160,45 +116,21 @@ class UnitWalk {
     return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows ? ColumnPairs() : 0;
   }
 
-  // Begins a run of units of one group and one cost.
-  __device__ void BeginRun(const GroupPiece& first) {
-    const int32_t rows = RowsOf(first.size), whole = WholeUnits(rows);
-    const bool half = first.index >= whole;
-    const int32_t end = half ? whole + HalfUnits(rows) : whole;
-    run_end_ = unit_ + static_cast<uint32_t>(end - first.index);
-    cost_ = CostOf(StepsOf(first.size), half);
-  }
-
-  // Goes on by one unit or more of the run. Whether this cluster takes one of them, then `unit`.
-  __device__ bool Take(uint32_t& unit) {
-    if (unit_ >= clusters_) {
-      unit = unit_++;
-      return queue_.Take(cost_) == cluster_;
-    }
-    const uint32_t end = min(run_end_, clusters_);
-    queue_.TakeFirst(unit_, end, cost_);
-    const bool mine = cluster_ >= unit_ && cluster_ < end;
-    unit = cluster_;
-    unit_ = end;
-    return mine;
-  }
-
-  __device__ void Place(Tile& tile, const GroupPiece& unit) const {
+  __device__ void Place(Tile& tile, const GroupPiece& unit, bool is_half) const {
     const int32_t rank = static_cast<int32_t>(ClusterRank());
     const int32_t rows = RowsOf(unit.size);
-    const int32_t pairs = Whole(rows) / 2, paired = pairs * plan_.column_tiles;
-    const int32_t whole = WholeUnits(rows);
+    const int32_t index = unit.index;
+    const int32_t pairs = Whole(rows) / 2;
     int32_t row_tile, column_tile;
-    if (unit.index < paired) {
+    if (!is_half && index < pairs * plan_.column_tiles) {
       // Neighbouring clusters share columns, so that the right operand is read from L2.
       tile.sharing = Sharing::kRight;
-      row_tile = 2 * (unit.index % pairs) + rank;
-      column_tile = unit.index / pairs;
+      row_tile = 2 * (index % pairs) + rank;
+      column_tile = index / pairs;
     } else {
-      const bool half = unit.index >= whole;
-      tile.sharing = half ? Sharing::kLeftHalf : Sharing::kLeft;
-      row_tile = half ? rows / kTileRows : 2 * pairs;
-      column_tile = 2 * (unit.index - (half ? whole : paired)) + rank;
+      tile.sharing = is_half ? Sharing::kLeftHalf : Sharing::kLeft;
+      row_tile = is_half ? rows / kTileRows : 2 * pairs;
+      column_tile = 2 * (is_half ? index : index - pairs * plan_.column_tiles) + rank;
     }
     tile.group = unit.group;
     tile.row = (kOuter ? 0 : unit.start) + row_tile * kTileRows;
@@ -206,18 +138,17 @@ class UnitWalk {
     tile.column = column_tile * plan_.tile_columns;
     tile.first = unit.start;
     tile.contracted = unit.size;
-    tile.steps = StepsOf(unit.size);
+    tile.steps = kOuter ? (unit.size + step_rows_ - 1) / step_rows_ : plan_.steps;
   }
 
   const UnitPlan& plan_;
-  GroupPieces<UnitPlan> pieces_;
-  UnitQueue queue_;
+  GroupPieces<UnitPlan> whole_pieces_;
+  GroupPieces<UnitPlan> half_pieces_;
   const int32_t step_rows_;
-  const uint32_t cluster_;
   const uint32_t clusters_;
-  uint32_t unit_ = 0;     // the next one of all clusters
-  uint32_t run_end_ = 0;  // of like units
-  uint32_t cost_ = 0;     // of each of them
+  // The next unit of each kind.
+  uint32_t whole_;
+  uint32_t half_;
   uint32_t taken_ = 0;
   uint32_t stage_ = 0;
   bool stale_ = true;  // groups must be loaded

@@ -22,9 +22,18 @@ inline uint32_t ClusterRank() { return emulator::current->block->rank(); }
 using emulator::ClusterSync;
 inline void FenceMbarrierInit() { emulator::FenceMbarriers(); }
 inline void MbarrierArrive(uint64_t* barrier) { emulator::MbarrierArrive(barrier, ClusterRank()); }
-inline void MbarrierArriveAt(uint64_t* barrier, uint32_t rank) {
-  emulator::MbarrierArrive(barrier, rank);
+inline uint32_t Uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+template <typename T>
+T* SharedPointer(uint32_t address) {
+  return reinterpret_cast<T*>(emulator::SharedPointer(address));
 }
+inline bool MbarrierHasEnded(uint32_t barrier, uint32_t parity) {
+  return emulator::MbarrierTryWait(SharedPointer<uint64_t>(barrier), parity);
+}
+inline void MbarrierArriveAt(uint32_t barrier, uint32_t rank) {
+  emulator::MbarrierArrive(SharedPointer<uint64_t>(barrier), rank);
+}
+inline float LoadShared(uint32_t address) { return *SharedPointer<float>(address); }
 
 // ---- Tensor copies ------------------------------------------------------------------------------
 
