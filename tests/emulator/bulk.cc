@@ -380,6 +380,25 @@ void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint
   }
 }
 
+void TensorStore(const TensorMap& map, const int32_t (&at)[4], const void* shared) {
+  const Unseen unseen;
+  const auto* from = static_cast<const uint8_t*>(shared);
+  if (SharedAddress(from) % (8 * kLineBytes) != 0) {
+    Die("a tensor copy from shared memory at %u", SharedAddress(from));
+  }
+  const uint32_t lines = map.box[1] * map.box[2] * map.box[3], start = SharedAddress(from);
+  CheckShared(from, lines * kLineBytes, kCopyAlign, "tensor copy");
+  // By units, which lie swizzled.
+  ForEachLine({map, {at[0], at[1], at[2], at[3]}, 0, start}, lines,
+              [&](uint32_t line, const uint8_t* to, size_t first, size_t bytes) {
+                for (size_t byte = 0; byte < bytes; byte += kUnitBytes) {
+                  const uint32_t offset = line * kLineBytes + static_cast<uint32_t>(first + byte);
+                  const uint32_t swizzle = (start + offset) / kLineBytes % 8 * kUnitBytes;
+                  BulkStore(const_cast<uint8_t*>(to) + byte, from + (offset ^ swizzle), kUnitBytes);
+                }
+              });
+}
+
 bool IsTensorMap(const TensorMap& map) {
   constexpr int64_t kMostSize = int64_t{1} << 32, kMostStride = int64_t{1} << 40;
   bool right = reinterpret_cast<uintptr_t>(map.base) % kCopyAlign == 0 &&

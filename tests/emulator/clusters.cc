@@ -1,8 +1,6 @@
 // Blocks that run in pairs, and the proxies through which their shared memory is seen.
 #include <cstring>
 
-#include <iterator>
-
 #include "emulator.h"
 
 namespace jax_ep::emulator {
@@ -27,22 +25,9 @@ void ClusterSync() {
   Acquire(&cluster.orders[generation % 2]);
 }
 
-namespace {
-// Where a block's static objects lie, in the order of their types: behind all dynamic memory.
-constexpr uint32_t kObjects = 1u << 30, kObjectBytes = 1u << 20;
-}  // namespace
-
 uint32_t SharedAddress(const void* shared) {
   const Block& block = *current->block;
-  const auto* byte = static_cast<const uint8_t*>(shared);
-  uint32_t object = kObjects;
-  for (const auto& [type, memory] : block.objects) {
-    if (byte >= memory.at && byte < memory.at + memory.bytes) {
-      return object + static_cast<uint32_t>(byte - memory.at);
-    }
-    object += kObjectBytes;
-  }
-  const auto offset = byte - block.shared.at;
+  const auto offset = static_cast<const uint8_t*>(shared) - block.shared.at;
   if (block.cluster == nullptr || offset < 0 ||
       offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
     Die("the address of %p, which is not in the shared memory of a block in a cluster", shared);
@@ -52,9 +37,7 @@ uint32_t SharedAddress(const void* shared) {
 
 uint8_t* SharedPointer(uint32_t address) {
   const Block& block = *current->block;
-  if (address < kObjects) return block.shared.at + (address - block.cluster->start);
-  const auto object = std::next(block.objects.begin(), (address - kObjects) / kObjectBytes);
-  return object->second.at + address % kObjectBytes;
+  return block.shared.at + (address - block.cluster->start);
 }
 
 uint8_t* SharedOf(const Block& block, const void* shared) {

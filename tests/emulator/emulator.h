@@ -245,6 +245,7 @@ struct TensorMap {
 };
 // Whether there is such a map.
 bool IsTensorMap(const TensorMap& map);
+void TensorStore(const TensorMap& map, const int32_t (&at)[4], const void* shared);
 void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint64_t* barrier,
                 bool both);
 

@@ -152,7 +152,7 @@ void Begin(Launch* launch) {
   if (launch->cluster == 1) return Begin(launch, nullptr);
   const auto cluster = std::make_shared<Cluster>();
   // Behind what the system and other shared memory take.
-  cluster->start = static_cast<uint32_t>(1024 + kSharedAlign * (Random() % 8));
+  cluster->start = static_cast<uint32_t>(1024 * (1 + Random() % 4));
   Begin(launch, cluster);
   Begin(launch, cluster);
 }

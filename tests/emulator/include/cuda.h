@@ -15,7 +15,11 @@ using cuuint64_t = uint64_t;
 struct alignas(64) CUtensorMap {
   cuuint64_t opaque[16];
 };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_DATA_TYPE_UINT16 };
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1,
+  CU_TENSOR_MAP_DATA_TYPE_UINT16 = 2,
+  CU_TENSOR_MAP_DATA_TYPE_UINT32 = 4,
+};
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion {
@@ -35,7 +39,7 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
   static_assert(sizeof(TensorMap) <= sizeof map->opaque);
   if (dimensions != 4) return CUDA_ERROR_INVALID_VALUE;
   TensorMap tensor{.base = static_cast<const uint8_t*>(base),
-                   .element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1u : 2u,
+                   .element_bytes = static_cast<uint32_t>(type),
                    .box = {},
                    .sizes = {},
                    .strides = {}};

@@ -12,6 +12,12 @@ __device__ __forceinline__ uint8_t* SharedBytes() {
   return shared_bytes;
 }
 
+// The same, aligned to 1024 bytes.
+__device__ __forceinline__ uint8_t* SharedAtoms() {
+  extern __shared__ __align__(1024) uint8_t shared_atoms[];
+  return shared_atoms;
+}
+
 // The block's single object of this type. It is never constructed.
 template <typename T>
 __device__ __forceinline__ T& SharedObject() {

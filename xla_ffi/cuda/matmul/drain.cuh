@@ -1,6 +1,7 @@
 // A warp's way from sums in registers to rows in memory, and from rows to where the sums are:
-// through 2 KB of shared memory, 16 lines of 128 bytes, so that a lane's accesses to memory are 16
-// bytes and the warp's are whole lines.
+// through shared memory, 16 lines of 128 bytes. From there tensor copies take whole boxes while the
+// warp goes on; of a tile's last rows, which are followed by another group's, lanes copy 16 bytes
+// each.
 #pragma once
 
 #include <cstdint>
@@ -12,33 +13,61 @@
 namespace jax_ep::cuda {
 
 inline constexpr uint32_t kWarpRows = 16;
-inline constexpr uint32_t kDrainBytes = 2048;
 inline constexpr uint32_t kLineBytes = 128;
+inline constexpr uint32_t kDrainBytes = kWarpRows * kLineBytes;
+inline constexpr uint32_t kDrains = 2;  // of a warp: one is filled while the other is copied from
 
-// A lane's view of a warp's 16 rows of a matrix: of every fourth row 16 bytes of 128.
+// A matrix of results [rows, sides, columns].
+struct ResultMatrix {
+  uint8_t* base;
+  const CUtensorMap* map;  // of boxes of a warp's rows and 128 bytes
+  int64_t side_bytes;
+  int64_t row_bytes;
+};
+
+// A warp's 16 rows of one.
 struct DrainRows {
-  // `first`: row 0, of which and of whose followers `rows` exist; any number.
-  __device__ DrainRows(uint8_t* first, int64_t stride, int32_t rows)
-      : at(first + Lane() / 8 * stride + Lane() % 8 * 16),
-        step(4 * stride),
+  // Rows from `row` on, of which `rows` exist; any number.
+  __device__ DrainRows(const ResultMatrix& matrix, int64_t row, int32_t rows)
+      : map(matrix.map),
+        side_bytes(matrix.side_bytes),
+        row(row),
+        at(matrix.base + (row + Lane() / 8) * matrix.row_bytes + Lane() % 8 * 16),
+        step(4 * matrix.row_bytes),
+        all(rows >= static_cast<int32_t>(kWarpRows)),
         rows(rows - static_cast<int32_t>(Lane() / 8)) {}
 
+  const CUtensorMap* map;
+  int64_t side_bytes;
+  int64_t row;
+  // A lane's view: of every fourth row 16 bytes of 128.
   uint8_t* at;
   int64_t step;
+  bool all;  // of them exist
   int32_t rows;
 };
 
 class Drain {
  public:
-  // `buffer`: kDrainBytes of this warp, aligned to 128.
-  __device__ explicit Drain(uint8_t* buffer) : buffer_(buffer), lane_(Lane()) {}
+  // `buffers`: kDrains * kDrainBytes of this warp, aligned to 1024.
+  __device__ explicit Drain(uint8_t* buffers) : buffer_(buffers), lane_(Lane()) {}
 
-  // 64 columns of 16 bits from `byte` on; those from `end` on do not exist. `word(c, r)` is the
-  // lane's two elements of columns 8 * c and on, of its row (r = 0) or the one 8 further. With
-  // kWordsFromHere, `word` calls Word(c, r).
-  template <bool kWordsFromHere = false, typename Word>
-  __device__ void Store16(const DrainRows& to, int64_t byte, int64_t end, Word word) {
+  // Waits until the buffer may be written.
+  __device__ void Take() {
+    if (lane_ == 0) BulkWaitRead<kDrains - 1>();
     __syncwarp();
+  }
+  // Waits until all copies have read shared memory, which may then end.
+  __device__ void End() {
+    if (lane_ == 0) BulkWaitRead<0>();
+  }
+
+  // 64 columns of 16 bits from `column` of a side on; those past its last one do not exist.
+  // `word(c, r)` is the lane's two elements of columns 8 * c and on, of its row (r = 0) or the one
+  // 8 further. With kWordsFromHere, `word` calls Word(c, r), and the buffer is taken.
+  template <bool kWordsFromHere = false, typename Word>
+  __device__ void Store16(const DrainRows& to, int side, int64_t column, Word word) {
+    if constexpr (!kWordsFromHere) Take();
     const uint32_t row = lane_ % 16, right = lane_ / 16;
 #pragma unroll
     for (uint32_t c = 0; c < 8; c += 2) {
@@ -46,13 +75,13 @@ class Drain {
       if constexpr (kWordsFromHere) __syncwarp();
       StoreMatrices(At(row, c + right), words);
     }
-    Copy(to, byte, end);
+    Copy<2>(to, side, column);
   }
 
   // 32 columns of float32: `sum(c, r, i)` is element i of two.
   template <typename Sum>
-  __device__ void Store32(const DrainRows& to, int64_t byte, int64_t end, Sum sum) {
-    __syncwarp();
+  __device__ void Store32(const DrainRows& to, int64_t column, Sum sum) {
+    Take();
 #pragma unroll
     for (uint32_t c = 0; c < 4; ++c) {
 #pragma unroll
@@ -63,13 +92,13 @@ class Drain {
             make_uint2(FloatBits(sum(c, r, 0)), FloatBits(sum(c, r, 1)));
       }
     }
-    Copy(to, byte, end);
+    Copy<4>(to, 0, column);
   }
 
   // 128 columns of 8 bits: `pair(c, r)` is the lane's two codes of columns 8 * c and on.
   template <typename Pair>
-  __device__ void Store8(const DrainRows& to, int64_t byte, int64_t end, Pair pair) {
-    __syncwarp();
+  __device__ void Store8(const DrainRows& to, int side, int64_t column, Pair pair) {
+    Take();
 #pragma unroll
     for (uint32_t c = 0; c < 16; ++c) {
 #pragma unroll
@@ -78,17 +107,18 @@ class Drain {
         *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(pair(c, r));
       }
     }
-    Copy(to, byte, end);
+    Copy<1>(to, side, column);
   }
 
   // 64 columns of 16 bits on their way from memory: zeros where there are none.
   struct Lines {
     uint4 units[kWarpRows / 4];
   };
-  __device__ Lines Load(const DrainRows& from, int64_t byte, int64_t end) const {
+  __device__ Lines Load(const DrainRows& from, int side, int64_t column) const {
     Lines lines;
-    const uint8_t* at = from.at + byte;
-    const bool has_columns = byte + lane_ % 8 * 16 < end;
+    const int64_t byte = column * 2 + lane_ % 8 * 16;
+    const uint8_t* at = from.at + side * from.side_bytes + column * 2;
+    const bool has_columns = byte < from.side_bytes;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += from.step) {
       lines.units[i] = make_uint4(0, 0, 0, 0);
@@ -96,7 +126,7 @@ class Drain {
     }
     return lines;
   }
-  // Puts them where Word finds them.
+  // Puts them where Word finds them, once the buffer is taken.
   __device__ void Put(const Lines& lines) {
     __syncwarp();
 #pragma unroll
@@ -111,23 +141,38 @@ class Drain {
   }
 
  private:
-  // Units of 16 bytes are swizzled, so that neither side meets bank conflicts.
+  // Units of 16 bytes are swizzled, as the map says; neither side meets bank conflicts.
   __device__ uint8_t* At(uint32_t row, uint32_t unit) const {
     return buffer_ + row * kLineBytes + (unit ^ row % 8) * 16;
   }
 
-  __device__ void Copy(const DrainRows& to, int64_t byte, int64_t end) const {
+  template <int kElementBytes>
+  __device__ void Copy(const DrainRows& to, int side, int64_t column) {
+    if (to.all) FenceProxyAsyncShared();
     __syncwarp();
-    if (byte + lane_ % 8 * 16 >= end) return;
-    uint8_t* at = to.at + byte;
+    if (to.all) {
+      if (lane_ == 0) {
+        TensorStore(to.map, {{static_cast<int32_t>(column), side, static_cast<int32_t>(to.row), 0}},
+                    buffer_);
+      }
+    } else {
+      const int64_t byte = column * kElementBytes;
+      uint8_t* at = to.at + side * to.side_bytes + byte;
+      const bool has_columns = byte + lane_ % 8 * 16 < to.side_bytes;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += to.step) {
-      const uint4 value = *reinterpret_cast<const uint4*>(At(4 * i + lane_ / 8, lane_ % 8));
-      if (4 * i < to.rows) *reinterpret_cast<uint4*>(at) = value;
+      for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += to.step) {
+        const uint4 value = *reinterpret_cast<const uint4*>(At(4 * i + lane_ / 8, lane_ % 8));
+        if (has_columns && 4 * i < to.rows) *reinterpret_cast<uint4*>(at) = value;
+      }
     }
+    // Also of nothing: Take counts.
+    if (lane_ == 0) BulkCommit();
+    buffer_ += to_other_;
+    to_other_ = -to_other_;
   }
 
   uint8_t* buffer_;
+  int32_t to_other_ = kDrainBytes;
   uint32_t lane_;
 };
 

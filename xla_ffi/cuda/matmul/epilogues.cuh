@@ -21,9 +21,25 @@ struct ResultArguments {
   float* out_scales;
   uint8_t* both;
   uint8_t* to_both;
-  int64_t columns;  // B
+  int64_t columns;    // B
+  int32_t out_sides;  // of each row of `out`
   ElementType element;
   ElementType out_element;
+};
+
+// The same on the device. `both` is what is stored, `to_both` where the kind has that.
+struct Results : ResultArguments {
+  const CUtensorMap* out_map;
+  const CUtensorMap* both_map;
+
+  __device__ ResultMatrix Out(int64_t element_bytes) const {
+    const int64_t side = columns * element_bytes;
+    return {out, out_map, side, out_sides * side};
+  }
+  // `matrix`: both or to_both.
+  __device__ ResultMatrix Both(uint8_t* matrix) const {
+    return {matrix, both_map, columns * 2, columns * 4};
+  }
 };
 
 // A warp's rows of a tile.
@@ -32,10 +48,7 @@ struct ResultPlace {
   int32_t rows;    // how many of the warp's 16 rows exist
   int64_t column;  // of a side
 
-  // A matrix with rows of `stride` bytes.
-  __device__ DrainRows Of(uint8_t* matrix, int64_t stride) const {
-    return DrainRows(matrix + row * stride, stride, rows);
-  }
+  __device__ DrainRows Of(const ResultMatrix& matrix) const { return DrainRows(matrix, row, rows); }
 };
 
 // Rounds two floats to `element`, bfloat16 or float16.
@@ -74,8 +87,8 @@ struct Swish {
 // quad; as formats.quantize, with the floor of `input_scale`.
 // values: elements 4 * c + 2 * r + i, 64 of them.
 __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& place,
-                                           const float* values, float input_scale, uint8_t* codes,
-                                           float* scales, int64_t columns, int64_t column) {
+                                           const float* values, float input_scale,
+                                           const Results& to, int side) {
   using Format = Fp8Block128Format;
   const uint32_t lane = Lane();
   float of_row[2];
@@ -94,7 +107,8 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
     of_row[r] = Format::ScaleOf(amax, input_scale);
     const int32_t row = static_cast<int32_t>(lane / 4 + 8 * r);
     if (lane % 4 == 0 && row < place.rows) {
-      scales[(place.row + row) * (columns / 128) + column / 128] = of_row[r];
+      const int64_t line = (place.row + row) * to.out_sides + side;
+      to.out_scales[line * (to.columns / 128) + place.column / 128] = of_row[r];
     }
   }
   // Of a NaN the instruction may keep the sign. Masks, because nvcc makes branches of choices.
@@ -106,7 +120,7 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
     nans[r] = is_number ? 0 : E4M3::kNan << 8 | E4M3::kNan;
   }
   const DividerBy<2> divided[2] = {DividerBy<2>(of_row[0]), DividerBy<2>(of_row[1])};
-  drain.Store8(place.Of(codes, columns), column, columns, [&](uint32_t c, uint32_t r) {
+  drain.Store8(place.Of(to.Out(1)), side, place.column, [&](uint32_t c, uint32_t r) {
     const float low = divided[r](values[4 * c + 2 * r]);
     const float high = divided[r](values[4 * c + 2 * r + 1]);
     return (E4M3::EncodeNumbers(low, high) & kept[r]) | nans[r];
@@ -114,7 +128,7 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
 }
 
 // Fills a warp's rows of a result, all of their columns, with bytes that make a NaN of every type.
-__device__ __forceinline__ void FillWithNans(const ResultPlace& place, const ResultArguments& to,
+__device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Results& to,
                                              int64_t column_bytes) {
   const int64_t row_bytes = to.columns * column_bytes;
   uint8_t* at = (to.out != nullptr ? to.out : to.to_both) + place.row * row_bytes;
@@ -124,15 +138,16 @@ __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Res
   }
 }
 
-// Stores 64 * kParts columns of rows of 16-bit elements from `column` on, but none from `end` on.
+// Stores 64 * kParts columns of a side of 16-bit elements, from `column` on.
 template <int kParts, typename Type>
 __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& rows, Type type,
-                                              const float* sums, int64_t column, int64_t end) {
+                                              const float* sums, int side, int64_t column,
+                                              int64_t columns) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int64_t at = column + part * 64;
-    if (at >= end) break;
-    drain.Store16(rows, at * 2, end * 2, [&](uint32_t c, uint32_t r) {
+    if (at >= columns) break;
+    drain.Store16(rows, side, at, [&](uint32_t c, uint32_t r) {
       const float* two = sums + part * 32 + 4 * c + 2 * r;
       return RoundTwo(type, two[0], two[1]);
     });
@@ -149,23 +164,23 @@ struct StoreSums {
   static constexpr int kColumns = kTileColumns;
 
   template <typename Type>
-  __device__ static void Run(const float (&sums)[128], const ResultArguments& to,
-                             const ResultPlace& place, Drain& drain) {
+  __device__ static void Run(const float (&sums)[128], const Results& to, const ResultPlace& place,
+                             Drain& drain) {
     if (kOut == Out::kFloat32 ||
         (kOut == Out::kEither && to.out_element == ElementType::kFloat32)) {
-      const DrainRows rows = place.Of(to.out, to.columns * 4);
+      const DrainRows rows = place.Of(to.Out(4));
 #pragma unroll
       for (int part = 0; part < 8; ++part) {
         const int64_t column = place.column + part * 32;
         if (column >= to.columns) break;
-        drain.Store32(rows, column * 4, to.columns * 4, [&](uint32_t c, uint32_t r, uint32_t i) {
+        drain.Store32(rows, column, [&](uint32_t c, uint32_t r, uint32_t i) {
           return sums[part * 16 + 4 * c + 2 * r + i];
         });
       }
       return;
     }
-    StoreElements<4>(drain, place.Of(to.out, to.columns * 2), Type(to.out_element), sums,
-                     place.column, to.columns);
+    StoreElements<4>(drain, place.Of(to.Out(2)), Type(to.out_element), sums, 0, place.column,
+                     to.columns);
   }
 };
 
@@ -176,22 +191,20 @@ struct SwiGlu {
   static constexpr int kColumns = kTileColumns;
 
   template <typename Type>
-  __device__ static void Run(float (&sums)[128], const ResultArguments& to,
-                             const ResultPlace& place, Drain& drain) {
+  __device__ static void Run(float (&sums)[128], const Results& to, const ResultPlace& place,
+                             Drain& drain) {
     const Type type(to.element);
     if (to.both != nullptr) {
-      const DrainRows rows = place.Of(to.both, to.columns * 4);
-      StoreElements<2>(drain, rows, type, sums, place.column, to.columns);
-      StoreElements<2>(drain, rows, type, sums + 64, to.columns + place.column, 2 * to.columns);
+      const DrainRows rows = place.Of(to.Both(to.both));
+      StoreElements<2>(drain, rows, type, sums, 0, place.column, to.columns);
+      StoreElements<2>(drain, rows, type, sums + 64, 1, place.column, to.columns);
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i] = Multiply(Swish(sums[i]).silu, sums[64 + i]);
     if constexpr (kCodes) {
-      StoreCodes(drain, place, sums, kNoInputScale, to.out, to.out_scales, to.columns,
-                 place.column);
+      StoreCodes(drain, place, sums, kNoInputScale, to, 0);
     } else {
-      StoreElements<2>(drain, place.Of(to.out, to.columns * 2), type, sums, place.column,
-                       to.columns);
+      StoreElements<2>(drain, place.Of(to.Out(2)), type, sums, 0, place.column, to.columns);
     }
   }
 };
@@ -204,7 +217,7 @@ struct SwiGluBack {
   static constexpr int kColumns = kCodes ? 128 : kTileColumns;
 
   template <typename Type>
-  __device__ static void Run(float (&sums)[kColumns / 2], const ResultArguments& to,
+  __device__ static void Run(float (&sums)[kColumns / 2], const Results& to,
                              const ResultPlace& place, Drain& drain) {
     if constexpr (kCodes) {
       RunCodes(Type(to.element), sums, to, place, drain);
@@ -215,19 +228,20 @@ struct SwiGluBack {
 
  private:
   template <typename Type>
-  __device__ static void RunPlain(Type type, float (&sums)[128], const ResultArguments& to,
+  __device__ static void RunPlain(Type type, float (&sums)[128], const Results& to,
                                   const ResultPlace& place, Drain& drain) {
-    const DrainRows from = place.Of(to.both, to.columns * 4);
-    const DrainRows rows = place.Of(to.to_both, to.columns * 4);
-    Drain::Lines ahead = LoadSide(0, from, place.column, to, drain);
+    const DrainRows from = place.Of(to.Both(to.both));
+    const DrainRows rows = place.Of(to.Both(to.to_both));
+    Drain::Lines ahead = drain.Load(from, 0, place.column);
     // In the same registers each time, for want of more.
     JAX_EP_NO_UNROLL
     for (int part = 0; part < 4; ++part) {
       const int64_t column = place.column + part * 64;
       if (column >= to.columns) break;
       uint32_t up_words[16];
+      drain.Take();
       drain.Put(ahead);
-      ahead = LoadSide(1, from, column, to, drain);
+      ahead = drain.Load(from, 1, column);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float to_up[2];
@@ -235,22 +249,16 @@ struct SwiGluBack {
         up_words[i] = RoundTwo(type, to_up[0], to_up[1]);
       }
       drain.Put(ahead);
-      if (part < 3) ahead = LoadSide(0, from, column + 64, to, drain);
-      drain.Store16<true>(rows, column * 2, to.columns * 2, [&](uint32_t c, uint32_t r) {
+      if (part < 3) ahead = drain.Load(from, 0, column + 64);
+      drain.Store16<true>(rows, 0, column, [&](uint32_t c, uint32_t r) {
         float* both = sums + 4 * c + 2 * r;
         BackToGate(type, drain.Word(c, r), both);
         return RoundTwo(type, both[0], both[1]);
       });
-      drain.Store16(rows, (to.columns + column) * 2, to.columns * 4,
-                    [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
+      drain.Store16(rows, 1, column, [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
 #pragma unroll
       for (int i = 0; i < 96; ++i) sums[i] = sums[32 + i];
     }
-  }
-
-  __device__ static Drain::Lines LoadSide(int side, const DrainRows& from, int64_t column,
-                                          const ResultArguments& to, const Drain& drain) {
-    return drain.Load(from, (side * to.columns + column) * 2, (side + 1) * to.columns * 2);
   }
 
   // From cotangents of h and two elements of gate to the cotangents of up, and to what times up is
@@ -273,33 +281,32 @@ struct SwiGluBack {
   // 128 columns, as they are and as codes.
   template <typename Type>
   __device__ static void StoreSide(Type type, int side, const float* values, const DrainRows& rows,
-                                   const ResultArguments& to, const ResultPlace& place,
-                                   Drain& drain) {
-    const int64_t at = side * to.columns + place.column;
-    StoreElements<2>(drain, rows, type, values, at, 2 * to.columns);
-    StoreCodes(drain, place, values, kOfGradients, to.out, to.out_scales, 2 * to.columns, at);
+                                   const Results& to, const ResultPlace& place, Drain& drain) {
+    StoreElements<2>(drain, rows, type, values, side, place.column, to.columns);
+    StoreCodes(drain, place, values, kOfGradients, to, side);
   }
 
   // A tile of 128 columns: for twice as many there are not registers enough.
   template <typename Type>
-  __device__ static void RunCodes(Type type, float (&sums)[64], const ResultArguments& to,
+  __device__ static void RunCodes(Type type, float (&sums)[64], const Results& to,
                                   const ResultPlace& place, Drain& drain) {
-    const DrainRows from = place.Of(to.both, to.columns * 4);
-    const DrainRows rows = place.Of(to.to_both, to.columns * 4);
+    const DrainRows from = place.Of(to.Both(to.both));
+    const DrainRows rows = place.Of(to.Both(to.to_both));
     const int64_t column = place.column;
     float to_up[64];
-    Drain::Lines ahead = LoadSide(0, from, column, to, drain);
+    drain.Take();
+    Drain::Lines ahead = drain.Load(from, 0, column);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       drain.Put(ahead);
-      ahead = LoadSide(1, from, column + half * 64, to, drain);
+      ahead = drain.Load(from, 1, column + half * 64);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int at = half * 32 + 2 * i;
         BackToUp(type, drain.Word(i / 2, i % 2), sums + at, to_up + at);
       }
       drain.Put(ahead);
-      if (half == 0) ahead = LoadSide(0, from, column + 64, to, drain);
+      if (half == 0) ahead = drain.Load(from, 0, column + 64);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         BackToGate(type, drain.Word(i / 2, i % 2), sums + half * 32 + 2 * i);

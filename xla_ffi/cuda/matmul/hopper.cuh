@@ -119,6 +119,17 @@ __device__ __forceinline__ void TensorLoadBoth(void* shared, const CUtensorMap* 
       : "memory");
 }
 
+// Copies a box to the tensor, in this thread's open bulk group. What of it is outside stays away.
+__device__ __forceinline__ void TensorStore(const CUtensorMap* map, BoxPlace place,
+                                            const void* shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+          map),
+      "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
+      "r"(SharedAddress(shared))
+      : "memory");
+}
+
 // ---- Warpgroups ---------------------------------------------------------------------------------
 
 inline constexpr uint32_t kWarpgroupThreads = 128;

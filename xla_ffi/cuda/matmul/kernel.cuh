@@ -48,6 +48,7 @@ struct MatmulTraits {
   static constexpr int kSides = Epilogue::kSides;
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
+  static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
   static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
@@ -67,6 +68,12 @@ struct ScaleArguments {
   int64_t per_b;
 };
 
+// Of what is copied from, and to: `both` is to_both where the kind has that.
+struct MatmulMaps {
+  CUtensorMap left, right;
+  CUtensorMap out, both;
+};
+
 struct MatmulArguments {
   UnitPlan plan;
   ResultArguments result;
@@ -84,24 +91,29 @@ struct StageScales {
   float right[2];
 };
 
-// Dynamic shared memory: stages, aligned to atoms; drains; the scales of codes.
-inline constexpr uint32_t kDrainsBytes = kWarpsOfMath * kDrainBytes;
+// Shared memory: MatmulShared and the scales of codes, stages from an atom on, drains. It is all
+// that a block can have.
+inline constexpr uint32_t kScalesBytes = kStages * static_cast<uint32_t>(sizeof(StageScales));
+inline constexpr uint32_t kDrainsBytes = kWarpsOfMath * kDrains * kDrainBytes;
+template <bool kCodes>
+inline constexpr uint32_t kFrontBytes =
+    (static_cast<uint32_t>(sizeof(MatmulShared)) + (kCodes ? kScalesBytes : 0) + kAtomBytes - 1) /
+    kAtomBytes * kAtomBytes;
 template <bool kCodes>
 inline constexpr uint32_t kMatmulSharedBytes =
-    kAtomBytes + kStages * kStageBytes + kDrainsBytes +
-    (kCodes ? kStages * static_cast<uint32_t>(sizeof(StageScales)) : 0);
+    kFrontBytes<kCodes> + kStages * kStageBytes + kDrainsBytes;
 
 struct MatmulMemory {
+  MatmulShared& shared;
+  StageScales* scales;
   uint8_t* stages;
   uint8_t* drains;
-  StageScales* scales;
 
-  __device__ MatmulMemory() {
-    uint8_t* bytes = SharedBytes();
-    stages = bytes + (kAtomBytes - SharedAddress(bytes) % kAtomBytes) % kAtomBytes;
-    drains = stages + kStages * kStageBytes;
-    scales = reinterpret_cast<StageScales*>(drains + kDrainsBytes);
-  }
+  __device__ explicit MatmulMemory(uint32_t front_bytes)
+      : shared(*reinterpret_cast<MatmulShared*>(SharedAtoms())),
+        scales(reinterpret_cast<StageScales*>(SharedAtoms() + sizeof(MatmulShared))),
+        stages(SharedAtoms() + front_bytes),
+        drains(stages + kStages * kStageBytes) {}
 };
 
 using StageCursor = RingCursor<kStages>;
@@ -155,7 +167,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtenso
 // Called by a warp.
 template <typename Traits>
 __device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUtensorMap* right,
-                                             const MatmulMemory& memory, MatmulShared& shared) {
+                                             const MatmulMemory& memory) {
+  MatmulShared& shared = memory.shared;
   TileReader tiles(shared.ring);
   const uint32_t rank = ClusterRank();
   while (true) {
@@ -177,8 +190,9 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUte
 
 // Called by a warp: the scales of codes. They are read from memory two steps ahead.
 __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t all_rows,
-                                           bool sides, int64_t columns, const MatmulMemory& memory,
-                                           MatmulShared& shared) {
+                                           bool sides, int64_t columns,
+                                           const MatmulMemory& memory) {
+  MatmulShared& shared = memory.shared;
   constexpr int kPerLane = kTileRows / kWarpSize;
   constexpr int kAhead = 2;
   TileReader tiles(shared.ring);
@@ -233,11 +247,11 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
 // A math warp's view of the stages.
 class Stages {
  public:
-  __device__ Stages(const MatmulMemory& memory, MatmulShared& shared)
-      : shared_(shared),
+  __device__ explicit Stages(const MatmulMemory& memory)
+      : shared_(memory.shared),
         operands_(Uniform(OperandUnits(SharedAddress(memory.stages)))),
         scales_(Uniform(SharedAddress(memory.scales))),
-        barriers_(Uniform(SharedAddress(shared.full))),
+        barriers_(Uniform(SharedAddress(memory.shared.full))),
         memory_(memory) {}
 
   // Goes on to a tile, of which nothing is awaited yet.
@@ -461,21 +475,22 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32
 
 // Called by a warpgroup.
 template <typename Traits>
-__device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
-                                              const MatmulMemory& memory, MatmulShared& shared,
-                                              uint32_t warpgroup) {
+__device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
+                                              const MatmulArguments& arguments,
+                                              const MatmulMemory& memory, uint32_t warpgroup) {
+  const Results results{arguments.result, &maps.out, &maps.both};
   // Of `out`, or of `to_both` where that is the only result.
   const int64_t column_bytes = Traits::kDownBack                   ? (Traits::kCodes ? 2 : 4)
                                : Traits::kCodes && Traits::kGateUp ? 1
                                : arguments.result.out_element == ElementType::kFloat32 ? 4
                                                                                        : 2;
   const uint32_t warp = threadIdx.x / kWarpSize % 4;
-  Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrainBytes);
-  TileReader tiles(shared.ring);
-  Stages stages(memory, shared);
+  Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrains * kDrainBytes);
+  TileReader tiles(memory.shared.ring);
+  Stages stages(memory);
   while (true) {
     Tile tile = tiles.Next();
-    if (tile.steps < 0) return;
+    if (tile.steps < 0) break;
     tile.steps = static_cast<int32_t>(Uniform(static_cast<uint32_t>(tile.steps)));
     tile.stage = Uniform(tile.stage);
     stages.Begin(tile.stage);
@@ -497,27 +512,28 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulArguments& arguments,
     } else {
       MultiplyTile<Traits>(sums, tile, stages, left_box);
     }
-    if (HasGivenUp(shared.ring)) {
+    if (HasGivenUp(memory.shared.ring)) {
       // Nobody may take what was summed for a result.
-      FillWithNans(place, arguments.result, column_bytes);
+      FillWithNans(place, results, column_bytes);
       continue;
     }
-    if (place.column < arguments.result.columns) {
-      Traits::Epilogue::template Run<typename Traits::Type>(sums, arguments.result, place, drain);
+    if (place.column < results.columns) {
+      Traits::Epilogue::template Run<typename Traits::Type>(sums, results, place, drain);
     }
   }
+  drain.End();
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(kMatmulThreads, 1)
-    MatmulKernel(const __grid_constant__ CUtensorMap left,
-                 const __grid_constant__ CUtensorMap right,
+    MatmulKernel(const __grid_constant__ MatmulMaps maps,
                  const __grid_constant__ MatmulArguments arguments) {
-  MatmulShared& shared = SharedObject<MatmulShared>();
-  const MatmulMemory memory;
+  const MatmulMemory memory(kFrontBytes<Traits::kCodes>);
+  MatmulShared& shared = memory.shared;
   if (threadIdx.x == 0) {
-    PrefetchTensorMap(&left);
-    PrefetchTensorMap(&right);
+    for (const CUtensorMap* map : {&maps.left, &maps.right, &maps.out, &maps.both}) {
+      PrefetchTensorMap(map);
+    }
     for (uint32_t stage = 0; stage < kStages; ++stage) {
       MbarrierInit(&shared.full[stage], Traits::kCodes ? 2 : 1);
       MbarrierInit(&shared.free[stage], 2 * kWarpsOfMath);
@@ -531,16 +547,16 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     ShrinkRegisters<kFeederRegisters>();
     const uint32_t warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
-      LoadOperands<Traits>(&left, &right, memory, shared);
+      LoadOperands<Traits>(&maps.left, &maps.right, memory);
     } else if (warp == 1) {
       FindTiles<Traits::kOuter>(arguments.plan, Traits::kStep, shared.ring);
     } else if (Traits::kCodes && warp == 2) {
       LoadScales(arguments.scales, arguments.plan.rows, Traits::kGateUp, arguments.result.columns,
-                 memory, shared);
+                 memory);
     }
   } else {
     GrowRegisters<kMathRegisters>();
-    MultiplyTiles<Traits>(arguments, memory, shared, warpgroup - 1);
+    MultiplyTiles<Traits>(maps, arguments, memory, warpgroup - 1);
   }
   // The other block may still copy to this one's memory or arrive at its barriers.
   __syncwarp();

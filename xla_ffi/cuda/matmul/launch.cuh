@@ -46,6 +46,38 @@ cudaError_t MapRight(const MatmulStep& step, CUtensorMap* map) {
   return MakeTensorMap(tensor, map);
 }
 
+// Of results [rows, sides, B] as warps store them; of none, a map of others that nobody uses.
+template <typename Traits>
+cudaError_t MapResult(const MatmulStep& step, const void* base, int64_t element_bytes,
+                      int64_t sides, CUtensorMap* map) {
+  const int64_t side = step.columns * element_bytes;
+  const int64_t rows = Traits::kOuter ? step.groups * step.left_columns : step.rows;
+  const MappedTensor tensor{base,
+                            element_bytes,
+                            {step.columns, sides, rows, 1},
+                            {side, sides * side, rows * sides * side},
+                            {static_cast<uint32_t>(kLineBytes / element_bytes), 1, kWarpRows, 1}};
+  return MakeTensorMap(tensor, map);
+}
+
+template <typename Traits>
+cudaError_t MapResults(const MatmulStep& step, MatmulMaps* maps) {
+  const void* both = Traits::kDownBack ? step.to_both : step.both;
+  if (step.out != nullptr) {
+    const int64_t bytes = Traits::kCodes && (Traits::kGateUp || Traits::kDownBack) ? 1
+                          : step.out_element == ElementType::kFloat32              ? 4
+                                                                                   : 2;
+    const cudaError_t error =
+        MapResult<Traits>(step, step.out, bytes, Traits::kOutSides, &maps->out);
+    if (error != cudaSuccess) return error;
+    maps->both = maps->out;
+  }
+  if (both == nullptr) return cudaSuccess;
+  const cudaError_t error = MapResult<Traits>(step, both, 2, 2, &maps->both);
+  if (step.out == nullptr) maps->out = maps->both;
+  return error;
+}
+
 template <typename Traits>
 cudaError_t AllowShared() {
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(MatmulKernel<Traits>),
@@ -55,9 +87,10 @@ cudaError_t AllowShared() {
 
 template <typename Traits>
 cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
-  CUtensorMap left, right;
-  cudaError_t error = MapLeft(step, &left);
-  if (error == cudaSuccess) error = MapRight<Traits>(step, &right);
+  MatmulMaps maps;
+  cudaError_t error = MapLeft(step, &maps.left);
+  if (error == cudaSuccess) error = MapRight<Traits>(step, &maps.right);
+  if (error == cudaSuccess) error = MapResults<Traits>(step, &maps);
   int device = 0, processors = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -79,6 +112,7 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                       static_cast<uint8_t*>(step.both),
                       static_cast<uint8_t*>(step.to_both),
                       step.columns,
+                      Traits::kOutSides,
                       step.element,
                       step.out_element};
   arguments.scales = {step.left_scales,  static_cast<uint32_t>(step.left_columns / 128),
@@ -87,7 +121,7 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                       step.scales_per_b};
   const dim3 grid(static_cast<unsigned>(processors > 1 ? processors / 2 * 2 : 2));
   return LaunchInPairs(MatmulKernel<Traits>, grid, kMatmulThreads,
-                       kMatmulSharedBytes<Traits::kCodes>, stream, left, right, arguments);
+                       kMatmulSharedBytes<Traits::kCodes>, stream, maps, arguments);
 }
 
 // Calls `run(Traits)` for the kernels of a kind until one fails: `out` says which, or all if it is

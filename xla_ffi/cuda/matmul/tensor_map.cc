@@ -7,8 +7,9 @@ namespace jax_ep::cuda {
 cudaError_t MakeTensorMap(const MappedTensor& tensor, CUtensorMap* map) {
   const auto encode = Driver::Get().encode_tensor_map;
   if (encode == nullptr) return cudaErrorNotSupported;
-  const auto type =
-      tensor.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto type = tensor.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : tensor.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   cuuint64_t sizes[4], strides[3];
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   for (int i = 0; i < 4; ++i) sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);

@@ -6,6 +6,8 @@
 namespace jax_ep::cuda {
 
 using emulator::SharedBytes;
+// Of clusters.
+inline uint8_t* SharedAtoms() { return SharedBytes(); }
 using emulator::SharedObject;
 
 }  // namespace jax_ep::cuda

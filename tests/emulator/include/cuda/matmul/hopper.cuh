@@ -58,6 +58,13 @@ inline void TensorLoadBoth(void* shared, const CUtensorMap* map, BoxPlace place,
   LoadBox(shared, map, place, barrier, true);
 }
 
+inline void TensorStore(const CUtensorMap* map, BoxPlace place, const void* shared) {
+  const emulator::Unseen unseen;
+  emulator::TensorMap tensor;
+  std::memcpy(&tensor, map->opaque, sizeof tensor);
+  emulator::TensorStore(tensor, place.at, shared);
+}
+
 // ---- Warpgroups ---------------------------------------------------------------------------------
 
 inline constexpr uint32_t kWarpgroupThreads = emulator::kWarpgroupThreads;
