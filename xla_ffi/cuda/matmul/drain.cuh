@@ -50,16 +50,17 @@ struct DrainRows {
 class Drain {
  public:
   // `buffers`: kDrains * kDrainBytes of this warp, aligned to 1024.
-  __device__ explicit Drain(uint8_t* buffers) : buffer_(buffers), lane_(Lane()) {}
+  __device__ explicit Drain(uint8_t* buffers)
+      : buffer_(buffers), address_(Uniform(SharedAddress(buffers))), lane_(Lane()) {}
 
   // Waits until the buffer may be written.
   __device__ void Take() {
-    if (lane_ == 0) BulkWaitRead<kDrains - 1>();
+    if (IsElected()) BulkWaitRead<kDrains - 1>();
     __syncwarp();
   }
   // Waits until all copies have read shared memory, which may then end.
   __device__ void End() {
-    if (lane_ == 0) BulkWaitRead<0>();
+    if (IsElected()) BulkWaitRead<0>();
   }
 
   // 64 columns of 16 bits from `column` of a side on; those past its last one do not exist.
@@ -151,9 +152,9 @@ class Drain {
     if (to.all) FenceProxyAsyncShared();
     __syncwarp();
     if (to.all) {
-      if (lane_ == 0) {
-        TensorStore(to.map, {{static_cast<int32_t>(column), side, static_cast<int32_t>(to.row), 0}},
-                    buffer_);
+      if (IsElected()) {
+        const BoxPlace place{{static_cast<int32_t>(column), side, static_cast<int32_t>(to.row), 0}};
+        TensorStore(to.map, place, address_);
       }
     } else {
       const int64_t byte = column * kElementBytes;
@@ -166,12 +167,14 @@ class Drain {
       }
     }
     // Also of nothing: Take counts.
-    if (lane_ == 0) BulkCommit();
+    if (IsElected()) BulkCommit();
     buffer_ += to_other_;
+    address_ += to_other_;
     to_other_ = -to_other_;
   }
 
   uint8_t* buffer_;
+  uint32_t address_;  // of it
   int32_t to_other_ = kDrainBytes;
   uint32_t lane_;
 };

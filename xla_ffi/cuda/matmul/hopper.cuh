@@ -35,6 +35,20 @@ __device__ __forceinline__ void FenceMbarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// True for one lane of a whole warp, always the same. For what follows, the compiler knows that it
+// is one.
+__device__ __forceinline__ bool IsElected() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Arrives once at this block's barrier. Release; pairs with the MbarrierTryWait that sees the phase
 // end.
 __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier) {
@@ -44,8 +58,15 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier) {
 // A number that all lanes have, for use in loops. From a shuffle the compiler knows that they do,
 // so that it counts from there in registers of the whole warp, and it has to keep what it would
 // find again before every use: addresses in shared memory, from the block's rank in its cluster.
-__device__ __forceinline__ uint32_t Uniform(uint32_t value) {
+template <typename T>
+__device__ __forceinline__ T Uniform(T value) {
   return __shfl_sync(0xFFFFFFFFu, value, 0);
+}
+
+// MbarrierExpect.
+__device__ __forceinline__ void MbarrierExpectAt(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 // MbarrierTryWait without sleeping.
@@ -96,37 +117,37 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies a box to this block's shared memory, aligned to 1024 bytes, and completes on `barrier`.
-__device__ __forceinline__ void TensorLoad(void* shared, const CUtensorMap* map, BoxPlace place,
-                                           uint64_t* barrier) {
+// Copies a box to this block's shared memory at `shared`, a multiple of 1024, and completes on
+// `barrier`. All that it is given should be Uniform: for what may differ between lanes there is a
+// loop around the instruction.
+__device__ __forceinline__ void TensorLoad(uint32_t shared, const CUtensorMap* map, BoxPlace place,
+                                           uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(SharedAddress(shared)),
-      "l"(map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
-      "r"(SharedAddress(barrier))
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(barrier)
       : "memory");
 }
 
 // The same to the same place in both blocks of the cluster; each has its own barrier completed.
-__device__ __forceinline__ void TensorLoadBoth(void* shared, const CUtensorMap* map, BoxPlace place,
-                                               uint64_t* barrier) {
+__device__ __forceinline__ void TensorLoadBoth(uint32_t shared, const CUtensorMap* map,
+                                               BoxPlace place, uint32_t barrier) {
   constexpr uint16_t kBoth = 3;
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(SharedAddress(shared)),
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
       "l"(map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
-      "r"(SharedAddress(barrier)), "h"(kBoth)
+      "r"(barrier), "h"(kBoth)
       : "memory");
 }
 
 // Copies a box to the tensor, in this thread's open bulk group. What of it is outside stays away.
 __device__ __forceinline__ void TensorStore(const CUtensorMap* map, BoxPlace place,
-                                            const void* shared) {
+                                            uint32_t shared) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
           map),
-      "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]),
-      "r"(SharedAddress(shared))
+      "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(shared)
       : "memory");
 }
 

@@ -1,7 +1,8 @@
 // The matmul kernel. A cluster of two blocks works on units (units.cuh), each block on a tile of
 // 128 x 256 of the result. In a block, one warpgroup feeds two others:
-//   warp 0 copies operands to stages in shared memory, warp 1 finds tiles, warp 2 loads the scales
-//   of codes; the other two warpgroups multiply, each 64 rows, and write the result.
+//   warp 0 copies left operands to stages in shared memory, warp 3 right ones, warp 1 finds tiles,
+//   warp 2 loads the scales of codes; the other two warpgroups multiply, each 64 rows, and write
+//   the result.
 // Barriers, per stage: `full` ends when the stage's operands are there; `free` when the math warps
 // of both blocks have read the stage, because half of what a block loads goes to both. Each
 // warpgroup goes its own way from tile to tile, so that one multiplies while the other writes.
@@ -120,71 +121,89 @@ using StageCursor = RingCursor<kStages>;
 
 // ---- Feeding ------------------------------------------------------------------------------------
 
-// Called by one thread.
+// A stage on its way from the warps that feed it.
+struct StageAddresses {
+  uint32_t operands;
+  uint32_t full;
+};
+
+// Called by one thread: the left operand of a step.
 template <typename Traits>
-__device__ __forceinline__ void LoadStage(const CUtensorMap* left, const CUtensorMap* right,
-                                          const Tile& tile, int32_t step, uint32_t rank,
-                                          uint8_t* stage, uint64_t* full) {
+__device__ __forceinline__ void LoadLeft(const CUtensorMap* map, const Tile& tile, int32_t step,
+                                         uint32_t rank, const StageAddresses& stage) {
   const int32_t k = step * static_cast<int32_t>(Traits::kStep);
-  const auto load_left = [&](uint32_t box, bool both) {
+  const auto load = [&](uint32_t box, bool both) {
     const int32_t row = tile.row + static_cast<int32_t>(box) * 64;
     BoxPlace place{{k, row, 0, 0}};
     if constexpr (Traits::kLeftAcross) place = {{row, tile.first + k, 0, 0}};
-    uint8_t* to = stage + box * kBoxBytes;
-    both ? TensorLoadBoth(to, left, place, full) : TensorLoad(to, left, place, full);
+    const uint32_t to = stage.operands + box * kBoxBytes;
+    both ? TensorLoadBoth(to, map, place, stage.full) : TensorLoad(to, map, place, stage.full);
   };
-  const auto load_right = [&](uint32_t box, bool both) {
+  MbarrierExpectAt(stage.full, (tile.half() ? 1 : kLeftBoxes) * kBoxBytes);
+  if (tile.sharing == Sharing::kRight) {
+    load(0, false);
+    load(1, false);
+  } else if (!tile.half()) {
+    load(rank, true);
+  } else if (static_cast<uint32_t>(step) % 2 == rank) {
+    // The only box of a half is loaded by the blocks in turns.
+    load(0, true);
+  }
+}
+
+// Called by one thread: the right operand of a step.
+template <typename Traits>
+__device__ __forceinline__ void LoadRight(const CUtensorMap* map, const Tile& tile, int32_t step,
+                                          uint32_t rank, const StageAddresses& stage) {
+  const int32_t k = step * static_cast<int32_t>(Traits::kStep);
+  const auto load = [&](uint32_t box, bool both) {
     constexpr uint32_t kPerSide = Traits::kRightBoxes / Traits::kSides;
     const int32_t side = static_cast<int32_t>(box / kPerSide);
     const int32_t column = tile.column + static_cast<int32_t>(box % kPerSide) * 64;
     BoxPlace place{{k, column, side, tile.group}};
     if constexpr (Traits::kRightAcross) place = {{column, side, k, tile.group}};
     if constexpr (Traits::kOuter) place = {{column, 0, tile.first + k, 0}};
-    uint8_t* to = stage + (kLeftBoxes + box) * kBoxBytes;
-    both ? TensorLoadBoth(to, right, place, full) : TensorLoad(to, right, place, full);
+    const uint32_t to = stage.operands + (kLeftBoxes + box) * kBoxBytes;
+    both ? TensorLoadBoth(to, map, place, stage.full) : TensorLoad(to, map, place, stage.full);
   };
-  const uint32_t left_boxes = tile.half() ? 1 : kLeftBoxes;
-  MbarrierExpect(full, (left_boxes + Traits::kRightBoxes) * kBoxBytes);
+  MbarrierExpectAt(stage.full, Traits::kRightBoxes * kBoxBytes);
   if (tile.sharing == Sharing::kRight) {
-    load_left(0, false);
-    load_left(1, false);
 #pragma unroll
     for (uint32_t box = 0; box < Traits::kRightBoxes / 2; ++box) {
-      load_right(rank * (Traits::kRightBoxes / 2) + box, true);
+      load(rank * (Traits::kRightBoxes / 2) + box, true);
     }
-    return;
-  }
-  // The only box of a half is loaded by the blocks in turns.
-  if (!tile.half()) {
-    load_left(rank, true);
-  } else if (static_cast<uint32_t>(step) % 2 == rank) {
-    load_left(0, true);
-  }
+  } else {
 #pragma unroll
-  for (uint32_t box = 0; box < Traits::kRightBoxes; ++box) load_right(box, false);
+    for (uint32_t box = 0; box < Traits::kRightBoxes; ++box) load(box, false);
+  }
 }
 
-// Called by a warp.
-template <typename Traits>
-__device__ __forceinline__ void LoadOperands(const CUtensorMap* left, const CUtensorMap* right,
-                                             const MatmulMemory& memory) {
+// Called by a warp for each side.
+template <typename Traits, bool kRight>
+__device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const MatmulMemory& memory) {
   MatmulShared& shared = memory.shared;
   TileReader tiles(shared.ring);
-  const uint32_t rank = ClusterRank();
+  const uint32_t rank = Uniform(ClusterRank());
+  const uint32_t operands = Uniform(SharedAddress(memory.stages));
+  const uint32_t full = Uniform(SharedAddress(shared.full));
   while (true) {
-    const Tile tile = tiles.Next();
+    const Tile tile = tiles.NextUniform();
     if (tile.steps < 0) break;
-    if (Lane() == 0) {
-      StageCursor at{tile.stage};
-      JAX_EP_NO_UNROLL
-      for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
-        Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
-        if (*static_cast<volatile uint32_t*>(&shared.ring.given_up) != 0) break;
-        LoadStage<Traits>(left, right, tile, step, rank, memory.stages + at.slot() * kStageBytes,
-                          &shared.full[at.slot()]);
+    StageCursor at{tile.stage};
+    JAX_EP_NO_UNROLL
+    for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
+      const bool is_free = Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
+      if (IsElected() && is_free) {
+        const StageAddresses stage{operands + at.slot() * kStageBytes,
+                                   full + at.slot() * static_cast<uint32_t>(sizeof(uint64_t))};
+        if constexpr (kRight) {
+          LoadRight<Traits>(map, tile, step, rank, stage);
+        } else {
+          LoadLeft<Traits>(map, tile, step, rank, stage);
+        }
       }
+      __syncwarp();
     }
-    __syncwarp();
   }
 }
 
@@ -484,15 +503,13 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
                                : Traits::kCodes && Traits::kGateUp ? 1
                                : arguments.result.out_element == ElementType::kFloat32 ? 4
                                                                                        : 2;
-  const uint32_t warp = threadIdx.x / kWarpSize % 4;
+  const uint32_t warp = Uniform(threadIdx.x / kWarpSize % 4);
   Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrains * kDrainBytes);
   TileReader tiles(memory.shared.ring);
   Stages stages(memory);
   while (true) {
-    Tile tile = tiles.Next();
+    const Tile tile = tiles.NextUniform();
     if (tile.steps < 0) break;
-    tile.steps = static_cast<int32_t>(Uniform(static_cast<uint32_t>(tile.steps)));
-    tile.stage = Uniform(tile.stage);
     stages.Begin(tile.stage);
     if (tile.half() && tile.warpgroup != warpgroup) {
       stages.Skip(tile.steps);
@@ -528,6 +545,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(kMatmulThreads, 1)
     MatmulKernel(const __grid_constant__ MatmulMaps maps,
                  const __grid_constant__ MatmulArguments arguments) {
+  constexpr uint32_t kLoaders = Traits::kCodes ? 3 : 2;
   const MatmulMemory memory(kFrontBytes<Traits::kCodes>);
   MatmulShared& shared = memory.shared;
   if (threadIdx.x == 0) {
@@ -535,10 +553,10 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
       PrefetchTensorMap(map);
     }
     for (uint32_t stage = 0; stage < kStages; ++stage) {
-      MbarrierInit(&shared.full[stage], Traits::kCodes ? 2 : 1);
+      MbarrierInit(&shared.full[stage], kLoaders);
       MbarrierInit(&shared.free[stage], 2 * kWarpsOfMath);
     }
-    InitTileRing(shared.ring, kWarpsOfMath + (Traits::kCodes ? 2 : 1));
+    InitTileRing(shared.ring, kWarpsOfMath + kLoaders);
     FenceMbarrierInit();
   }
   ClusterSync();
@@ -547,10 +565,12 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     ShrinkRegisters<kFeederRegisters>();
     const uint32_t warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
-      LoadOperands<Traits>(&maps.left, &maps.right, memory);
+      LoadOperands<Traits, false>(&maps.left, memory);
     } else if (warp == 1) {
       FindTiles<Traits::kOuter>(arguments.plan, Traits::kStep, shared.ring);
-    } else if (Traits::kCodes && warp == 2) {
+    } else if (warp == 3) {
+      LoadOperands<Traits, true>(&maps.right, memory);
+    } else if (Traits::kCodes) {
       LoadScales(arguments.scales, arguments.plan.rows, Traits::kGateUp, arguments.result.columns,
                  memory);
     }

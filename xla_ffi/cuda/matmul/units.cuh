@@ -179,14 +179,16 @@ __device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
 
 // Waits for the end of a phase. The threads of one cluster wait for each other and for copies
 // alone, so only a fault of theirs could make it long. After seconds of spinning a thread gives up
-// and says so in `given_up`, a word of the block's shared memory that ends all the block's waits.
-__device__ __forceinline__ void Await(uint64_t* barrier, uint32_t parity,
+// and says so in `given_up`, a word of the block's shared memory that ends all the block's waits;
+// they return false then.
+__device__ __forceinline__ bool Await(uint64_t* barrier, uint32_t parity,
                                       volatile uint32_t* given_up) {
   constexpr uint32_t kMostTries = 1 << 22;
   for (uint32_t tries = 0; !MbarrierTryWait(barrier, parity); ++tries) {
     if (tries == kMostTries) *given_up = 1;
-    if (*given_up != 0) return;
+    if (*given_up != 0) return false;
   }
+  return true;
 }
 
 // Where a thread is in a ring of kCount barriers; one register, as kCount is a power of two.
@@ -250,6 +252,21 @@ class TileReader {
     }
     __syncwarp();
     return tile;
+  }
+
+  // The same, of which the compiler knows that all lanes have it.
+  __device__ Tile NextUniform() {
+    const Tile tile = Next();
+    return {Uniform(tile.group),
+            Uniform(tile.row),
+            Uniform(tile.rows),
+            Uniform(tile.column),
+            Uniform(tile.steps),
+            Uniform(tile.first),
+            Uniform(tile.contracted),
+            static_cast<Sharing>(Uniform(static_cast<uint32_t>(tile.sharing))),
+            Uniform(tile.warpgroup),
+            Uniform(tile.stage)};
   }
 
  private:

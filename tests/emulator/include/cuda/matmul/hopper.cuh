@@ -20,12 +20,22 @@ namespace jax_ep::cuda {
 
 inline uint32_t ClusterRank() { return emulator::current->block->rank(); }
 using emulator::ClusterSync;
+inline bool IsElected() {
+  __syncwarp();
+  return threadIdx.x % 32 == 0;
+}
 inline void FenceMbarrierInit() { emulator::FenceMbarriers(); }
 inline void MbarrierArrive(uint64_t* barrier) { emulator::MbarrierArrive(barrier, ClusterRank()); }
-inline uint32_t Uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+template <typename T>
+T Uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
 template <typename T>
 T* SharedPointer(uint32_t address) {
   return reinterpret_cast<T*>(emulator::SharedPointer(address));
+}
+inline void MbarrierExpectAt(uint32_t barrier, uint32_t bytes) {
+  MbarrierExpect(SharedPointer<uint64_t>(barrier), bytes);
 }
 inline bool MbarrierHasEnded(uint32_t barrier, uint32_t parity) {
   return emulator::MbarrierTryWait(SharedPointer<uint64_t>(barrier), parity);
@@ -43,26 +53,26 @@ struct BoxPlace {
 
 inline void PrefetchTensorMap(const CUtensorMap*) {}
 
-inline void LoadBox(void* shared, const CUtensorMap* map, const BoxPlace& place, uint64_t* barrier,
-                    bool both) {
+inline void LoadBox(uint32_t shared, const CUtensorMap* map, const BoxPlace& place,
+                    uint32_t barrier, bool both) {
   const emulator::Unseen unseen;
   emulator::TensorMap tensor;
   std::memcpy(&tensor, map->opaque, sizeof tensor);
-  emulator::TensorLoad(shared, tensor, place.at, barrier, both);
+  emulator::TensorLoad(SharedPointer<void>(shared), tensor, place.at,
+                       SharedPointer<uint64_t>(barrier), both);
 }
-inline void TensorLoad(void* shared, const CUtensorMap* map, BoxPlace place, uint64_t* barrier) {
+inline void TensorLoad(uint32_t shared, const CUtensorMap* map, BoxPlace place, uint32_t barrier) {
   LoadBox(shared, map, place, barrier, false);
 }
-inline void TensorLoadBoth(void* shared, const CUtensorMap* map, BoxPlace place,
-                           uint64_t* barrier) {
+inline void TensorLoadBoth(uint32_t shared, const CUtensorMap* map, BoxPlace place,
+                           uint32_t barrier) {
   LoadBox(shared, map, place, barrier, true);
 }
-
-inline void TensorStore(const CUtensorMap* map, BoxPlace place, const void* shared) {
+inline void TensorStore(const CUtensorMap* map, BoxPlace place, uint32_t shared) {
   const emulator::Unseen unseen;
   emulator::TensorMap tensor;
   std::memcpy(&tensor, map->opaque, sizeof tensor);
-  emulator::TensorStore(tensor, place.at, shared);
+  emulator::TensorStore(tensor, place.at, SharedPointer<void>(shared));
 }
 
 // ---- Warpgroups ---------------------------------------------------------------------------------
