@@ -208,7 +208,9 @@ struct Case {
       right_values = FillElements(random, right, of.element, rights, 1.0f);
     }
     DrawNans(random);
-    step.kind = of.kind, step.element = of.element, step.out_element = of.out;
+    step.kind = of.kind, step.element = of.element;
+    // Others leave it as it is made.
+    if (of.outer() || of.kind == MatmulKind::kCodeRows) step.out_element = of.out;
     step.rows = n, step.groups = of.groups(), step.left_columns = k, step.columns = b;
     step.sizes = sizes.data(), step.left = left.data(), step.right = right.data();
     if (of.down_back() || (of.gate_up() && of.both)) {

@@ -63,7 +63,10 @@ class Made {
     const int64_t to = product.of_gate_up ? gate_up_columns : hidden;
     step.kind = kind;
     step.element = element;
-    step.out_element = product.float32 ? ElementType::kFloat32 : element;
+    // Of other kinds it says nothing.
+    if (outer || kind == MatmulKind::kCodeRows) {
+      step.out_element = product.float32 ? ElementType::kFloat32 : element;
+    }
     step.rows = rows;
     step.groups = static_cast<int64_t>(sizes.size());
     step.left_columns = outer || forward ? from : to;
@@ -283,7 +286,8 @@ static __global__ void CheckSamples(MatmulStep step, const int32_t* first, Sampl
                                  ? (sample.group * step.left_columns + row) * b + column
                                  : row * b + column;
       sample.wanted = sums[0];
-      sample.found = step.out_element == ElementType::kFloat32
+      sample.found = (step.kind == MatmulKind::kOuter || step.kind == MatmulKind::kCodeRows) &&
+                             step.out_element == ElementType::kFloat32
                          ? static_cast<const float*>(step.out)[result]
                          : read.Element(step.out, result);
     }

@@ -127,12 +127,13 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   });
 }
 
-// Fills a warp's rows of a result, all of their columns, with bytes that make a NaN of every type.
+// Fills a warp's rows of a result, all of their columns, with bytes that make a NaN of every type:
+// of `out`, or of `to_both` where that is the only result.
 __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Results& to,
-                                             int64_t column_bytes) {
-  const int64_t row_bytes = to.columns * column_bytes;
-  uint8_t* at = (to.out != nullptr ? to.out : to.to_both) + place.row * row_bytes;
-  const int64_t end = Min<int64_t>(place.rows, kWarpRows) * row_bytes;
+                                             int64_t out_bytes) {
+  const ResultMatrix matrix = to.out != nullptr ? to.Out(out_bytes) : to.Both(to.to_both);
+  uint8_t* at = matrix.base + place.row * matrix.row_bytes;
+  const int64_t end = Min<int64_t>(place.rows, kWarpRows) * matrix.row_bytes;
   for (int64_t byte = Lane() * 16; byte < end; byte += kWarpSize * 16) {
     *reinterpret_cast<uint4*>(at + byte) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }

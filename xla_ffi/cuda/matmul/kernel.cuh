@@ -50,6 +50,12 @@ struct MatmulTraits {
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
   static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
+  // Of an element of `out`. MatmulStep::out_element is of some kinds only.
+  JAX_EP_HOST_DEVICE static int64_t OutBytes(ElementType out_element) {
+    if (kCodes && (kGateUp || kDownBack)) return 1;
+    if (kOut == Out::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
+    return kOut == Out::kFloat32 ? 4 : 2;
+  }
   static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
@@ -498,11 +504,6 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
                                               const MatmulArguments& arguments,
                                               const MatmulMemory& memory, uint32_t warpgroup) {
   const Results results{arguments.result, &maps.out, &maps.both};
-  // Of `out`, or of `to_both` where that is the only result.
-  const int64_t column_bytes = Traits::kDownBack                   ? (Traits::kCodes ? 2 : 4)
-                               : Traits::kCodes && Traits::kGateUp ? 1
-                               : arguments.result.out_element == ElementType::kFloat32 ? 4
-                                                                                       : 2;
   const uint32_t warp = Uniform(threadIdx.x / kWarpSize % 4);
   Drain drain(memory.drains + (warpgroup * 4 + warp) * kDrains * kDrainBytes);
   TileReader tiles(memory.shared.ring);
@@ -531,7 +532,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     }
     if (HasGivenUp(memory.shared.ring)) {
       // Nobody may take what was summed for a result.
-      FillWithNans(place, results, column_bytes);
+      FillWithNans(place, results, Traits::OutBytes(results.out_element));
       continue;
     }
     if (place.column < results.columns) {

@@ -64,11 +64,8 @@ template <typename Traits>
 cudaError_t MapResults(const MatmulStep& step, MatmulMaps* maps) {
   const void* both = Traits::kDownBack ? step.to_both : step.both;
   if (step.out != nullptr) {
-    const int64_t bytes = Traits::kCodes && (Traits::kGateUp || Traits::kDownBack) ? 1
-                          : step.out_element == ElementType::kFloat32              ? 4
-                                                                                   : 2;
-    const cudaError_t error =
-        MapResult<Traits>(step, step.out, bytes, Traits::kOutSides, &maps->out);
+    const cudaError_t error = MapResult<Traits>(step, step.out, Traits::OutBytes(step.out_element),
+                                                Traits::kOutSides, &maps->out);
     if (error != cudaSuccess) return error;
     maps->both = maps->out;
   }
