@@ -318,8 +318,8 @@ class Stages {
   __device__ uint64_t Operand(uint32_t box, uint32_t units) const {
     return OperandAt<kAcross>(operands_ + (box * kBoxBytes >> 4) + units);
   }
-  // From stage 0 to this one.
-  __device__ uint32_t units() const { return stage() * (kStageBytes >> 4); }
+  // From stage 0 to this one. Where it is used, or the compiler forgets that all lanes have it.
+  __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
   __device__ float RowScale(uint32_t row) const {
     return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
