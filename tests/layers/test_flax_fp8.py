@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
+from jax_ep._experts import select
 from support import helpers
 from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, distance
@@ -213,8 +214,9 @@ def test_explicit_axes_and_a_pipeline():
     assert distance(y[1], y[0]) > 0.1
 
 
-def test_remat_repeats_neither_exchanges_nor_products():
+def test_remat_repeats_neither_exchanges_nor_products(monkeypatch):
     """save_route and `jax_ep_gate_up` keep what the backward pass needs."""
+    monkeypatch.setattr(select, "device_obstacle", lambda *_: "as on a CPU")
     mesh = helpers.make_mesh({"ep": 2})
     run, _, params = nnx_program(mesh, shared_intermediate_size=None, **FP8)
 
