@@ -54,8 +54,10 @@ mutant(race_matmul_scales matmul/kernel.cuh
 mutant(race_matmul_tiles matmul/units.cuh "    if (HasGivenUp(ring_)) tile.steps = -1;\n" ""
        matmul/outer.cu "${RACE}" "matmul outer 1 12")
 mutant(race_matmul_drain matmul/drain.cuh
-       "int64_t end) const {\n    __syncwarp();\n    if (byte" "int64_t end) const {\n    if (byte"
-       matmul/rows.cu "${RACE}" "matmul rows 1 12")
+       "if (to.all) FenceProxyAsyncShared();\n    __syncwarp();" "if (to.all) FenceProxyAsyncShared();"
+       matmul/rows.cu "${RACE}|emulator: " "matmul rows 1 12")
+mutant(race_matmul_take matmul/drain.cuh "if (IsElected()) BulkWaitRead<kDrains - 1>();\n" ""
+       matmul/rows.cu "${RACE}|emulator: " "matmul rows 1 12")
 mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
        matmul/outer.cu "${RACE}|emulator: .*which has ended" "matmul outer 1 12")
 mutant(race_four_bits matmul/four_bits.cuh

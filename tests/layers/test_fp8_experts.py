@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 H, F, COUNT = 256, 128, 48
 SIZES = (10, 0, 25)
-# A code of h that lands on its neighbour, by another order of sums, is a 16th off. Sums of
-# kernels have 14 bits, so that more do.
+# A code of h that lands on its neighbour, by another order of sums, is a 16th off. More
+# do where sums have 14 bits.
 ON_HOPPER = select.device_obstacle() is None
 CLOSE = 1e-2 if ON_HOPPER else 3e-3
 
