@@ -20,6 +20,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 import call_tables
 import diagrams
 import layer_tables
+import matmul_tables
 import performance_tables
 import reliability_table
 import scale_model
@@ -165,6 +166,9 @@ def main():
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
+        (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
+        (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),
+        (BENCHMARKS, "decode", from_newest("decode", matmul_tables.decode)),
         (BENCHMARKS, "train", from_newest("train", layer_tables.train)),
         (BENCHMARKS, "nodes", from_newest("nodes", performance_tables.nodes)),
         (BENCHMARKS, "sms", from_newest("kernels", performance_tables.sms)),

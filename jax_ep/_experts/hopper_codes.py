@@ -22,9 +22,10 @@ from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
 # Room for rows per group up to which weights of four bits are multiplied as they are.
-# Beyond it reading them is less work than multiplying, which wgmma does better. With
-# several ranks there is room for more rows than arrive, often several times as many.
-FEW_ROWS = 256
+# The kernel decodes them again for every 32 rows, so with more it is better to decode
+# them to memory once; where that begins is an estimate. With several ranks there is
+# room for more rows than arrive, often several times as many.
+FEW_ROWS = 64
 
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 

@@ -6,6 +6,7 @@ import json
 
 import generate
 import layer_tables
+import matmul_tables
 import pytest
 from reliability_table import soak_part
 
@@ -108,6 +109,66 @@ def test_grouped_matmuls():
     assert "Whole experts" not in older
     with pytest.raises(SystemExit, match="unfit"):
         layer_tables.grouped(grouped(wrong=True), generate.table)
+
+
+OF_MATMULS = {
+    "device": "made up",
+    "count": 1,
+    "jax": "9.9",
+    "date": "2001-02-03",
+    "commit": "0123456789abcdef",
+    "command": "python -m benchmarks",
+}
+
+
+def test_tables_of_kernels():
+    """Times add up; a result of which a product is missing is left out."""
+    rows = [
+        {"case": "one", "product": product, "us": us, "cublas_us": 4.0, "tflops": 2.0}
+        for product, us in (("gate_up", 3.0), ("down", 2.0), ("fp8 down", 1.0))
+    ]
+    data = OF_MATMULS | {"results": [row | {"wrong": False} for row in rows]}
+    text = matmul_tables.kernels(data | {"checks": [0, 0]}, generate.table)
+    assert "| one | forward | 5 | 2 | 8 | 0.62 |" in text.splitlines()
+    assert "| one | fp8" not in text
+    assert "2 checks of other sizes" in text
+    data["results"][0]["wrong"] = True
+    with pytest.raises(SystemExit, match="unfit"):
+        matmul_tables.kernels(data, generate.table)
+
+
+def test_tables_of_cutlass():
+    """The fastest kernel of both matrices together."""
+    rows = [
+        {"case": "one", "op": "forward", "way": way, "us": us, "wrong": False}
+        for way, times in {
+            "batched": (2.0, 2.0),
+            "a": (1.0, 4.0),
+            "b": (2.0, 2.5),
+            "fp8 c": (1.0, 1.0),
+        }.items()
+        for us in times
+    ]
+    data = OF_MATMULS | {"cutlass": "1.2", "results": rows}
+    lines = matmul_tables.cutlass(data, generate.table).splitlines()
+    assert "| one | forward | bfloat16 | b | 4 | 1.12 |" in lines
+    assert "| one | forward | fp8 | c | 2 | 0.50 |" in lines
+
+
+def test_tables_of_decode():
+    part = {"part": "experts", "rows": 16, "hit": 3.5, "wrong": False, "gb_s": 9.0}
+    rows = [
+        part | {"way": "read", "format": "bf16", "us": 10.0},
+        part | {"way": "fp8", "format": "fp8_block128", "us": 12.0, "of_read": 1.2},
+        {"part": "layer", "tokens": 8, "way": "fp8", "us": 30.0, "exchange_us": 7.0}
+        | {"wrong": False},
+    ]
+    sizes = dict.fromkeys(("hidden", "inner", "groups", "top_k"), 2)
+    data = OF_MATMULS | {"sizes": sizes, "results": rows}
+    lines = matmul_tables.decode(data, generate.table).splitlines()
+    assert "in microseconds: 16 rows, bf16 10." in lines[0]
+    assert "| 16 | 3.5 | `fp8` | 12 | 9 | 1.20 |" in lines
+    assert "| 8 | `fp8` | 30 | 7 |" in lines
 
 
 def test_curves_of_training_must_be_the_same():

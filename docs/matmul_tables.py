@@ -1,0 +1,133 @@
+"""Tables of records of expert matmuls without JAX, and of decode steps."""
+
+import performance_tables
+
+# Products of grouped_kernels.py that make up a result, and what it is called.
+RESULTS = (
+    (("gate_up", "down"), "forward"),
+    (("gate_up to rows", "down back"), "gradient of rows"),
+    (("gate_up to matrices", "down to matrices"), "gradient of matrices"),
+    (("fp8 gate_up", "fp8 down"), "fp8 forward"),
+    (("fp8 gate_up to rows", "fp8 down back"), "fp8 gradient of rows"),
+)
+# Of cutlass_grouped.py.
+_BATCHED = "batched"
+
+
+def _must_be_right(data, kind):
+    wrong = [row for row in data["results"] if row["wrong"]]
+    if wrong:
+        raise SystemExit(f"the newest {kind} file is unfit: {wrong}")
+
+
+def _source(data):
+    return performance_tables.source(data, data["command"])
+
+
+def kernels(data, table):
+    """The kernels beside batched cuBLAS matmuls, gate and up and down together."""
+    _must_be_right(data, "matmuls")
+    rows = {(row["case"], row["product"]): row for row in data["results"]}
+    cells = []
+    for case in dict.fromkeys(row["case"] for row in data["results"]):
+        for products, name in RESULTS:
+            found = [rows[case, p] for p in products if (case, p) in rows]
+            if len(found) < len(products):
+                continue
+            us = sum(row["us"] for row in found)
+            other = sum(row["cublas_us"] for row in found)
+            rate = sum(row["tflops"] * row["us"] for row in found) / us
+            numbers = (f"{us:.0f}", f"{rate:.0f}", f"{other:.0f}", f"{us / other:.2f}")
+            cells.append((case, name, *numbers))
+    head = (
+        f"The kernels of `jax_ep.experts.hopper` and `fp8` ({_source(data)}), without "
+        "JAX, on random normal operands, with as many rows per group as chance gives: "
+        "microseconds for gate, up and down together. The forward pass includes SwiGLU "
+        "and stores gate and up for a backward pass, that of fp8 also quantises the "
+        "activation; the gradient of rows includes the derivative of SwiGLU. `cuBLAS` "
+        "is one batched matmul in bfloat16 with equally many rows per group and "
+        "nothing besides, timed by turns with the kernel; `of cuBLAS` is the kernels' "
+        f"time over that. {len(data['checks'])} checks of other sizes against float64 "
+        "in the same run, all right."
+    )
+    columns = ("size", "result", "us", "TFLOP/s", "cuBLAS us", "of cuBLAS")
+    return f"{head}\n\n" + table(columns, cells)
+
+
+def cutlass(data, table):
+    """What CUTLASS takes for the bare matmuls."""
+    _must_be_right(data, "cutlass")
+    found = {}
+    for row in data["results"]:
+        ways = found.setdefault((row["case"], row["op"]), {})
+        ways[row["way"]] = ways.get(row["way"], 0) + row["us"]
+    cells = []
+    for (case, op), ways in found.items():
+        batched = ways.pop(_BATCHED)
+        for name, prefix in (("bfloat16", ""), ("fp8", "fp8 ")):
+            own = {
+                w: us for w, us in ways.items() if w.startswith("fp8 ") == bool(prefix)
+            }
+            if not own:
+                continue
+            way = min(own, key=own.get)
+            ratio = f"{own[way] / batched:.2f}"
+            cells.append(
+                (case, op, name, way.removeprefix(prefix), f"{own[way]:.0f}", ratio)
+            )
+    head = (
+        f"CUTLASS {data['cutlass']} ({_source(data)}): gate and up, and down, without "
+        "SwiGLU, by the fastest of its kernels that were tried; `to rows` are "
+        "gradients of rows without the derivative of SwiGLU."
+    )
+    columns = ("size", "result", "operands", "kernel, cluster", "us", "of cuBLAS")
+    return f"{head}\n\n" + table(columns, cells)
+
+
+def decode(data, table):
+    """Experts with few rows beside a plain read of their weights, and layers."""
+    _must_be_right(data, "decode")
+    sizes = data["sizes"]
+    experts = [row for row in data["results"] if row["part"] == "experts"]
+    cells = []
+    for row in experts:
+        if row["way"] == "read":
+            continue
+        ratio = f"{row['of_read']:.2f}" if "of_read" in row else ""
+        numbers = f"{row['us']:.0f}", f"{row['gb_s']:.0f}", ratio
+        cells.append((row["rows"], f"{row['hit']:g}", f"`{row['way']}`", *numbers))
+    reads = {
+        (row["rows"], row["format"]): row["us"]
+        for row in experts
+        if row["way"] == "read"
+    }
+    plain = ", ".join(
+        f"{rows} rows, {name} {us:.0f}" for (rows, name), us in reads.items()
+    )
+    head = (
+        f"{_source(data)}, jax {data['jax']}: one rank's experts, {sizes['groups']} of "
+        f"hidden {sizes['hidden']} and inner {sizes['inner']}, tokens of "
+        f"{sizes['top_k']} experts each. `of read` is the time over that of a plain "
+        f"read of the weights that are hit, which took, in microseconds: {plain}."
+    )
+    parts = [
+        head,
+        table(("rows", "experts hit", "weights", "us", "GB/s", "of read"), cells),
+    ]
+    layers = [
+        (
+            row["tokens"],
+            f"`{row['way']}`",
+            f"{row['us']:.0f}",
+            f"{row['exchange_us']:.0f}",
+        )
+        for row in data["results"]
+        if row["part"] == "layer"
+    ]
+    if layers:
+        parts += [
+            f"Whole layers on {data['count']} GPUs, by tokens per rank; `exchange` is "
+            "the same program with experts that return their rows:",
+            table(("tokens", "weights", "us", "exchange us"), layers),
+        ]
+    return "\n\n".join(parts)
