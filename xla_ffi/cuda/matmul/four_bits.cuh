@@ -96,6 +96,9 @@ struct CodeFactor {
   // Powers that bfloat16 cannot hold at once, and NaN, take two factors.
   __device__ static bool NeedsTwo(uint32_t scale) { return scale > 128; }
 
+  // Of scales of which none needs two.
+  __device__ static uint32_t OnlyOf(uint32_t scale) { return (scale + 126) * 0x00800080u; }
+
   __device__ explicit CodeFactor(uint32_t scale) {
     constexpr uint32_t kOne = 0x3F80, kMost = 0x7E80 /* 2^126 */, kNan = 0x7FC0;
     const bool two = NeedsTwo(scale);
@@ -222,10 +225,57 @@ class FewRowsStages {
 template <int kRowTiles>
 using FewRowsSums = float[kColumnTiles][kRowTiles][4];
 
+// One atom with rows that are loaded. kTwo: whether any of its scales takes two factors.
+template <bool kTwo, int kRowTiles>
+__device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums, const uint8_t* codes,
+                                             const uint32_t (&rows)[kRowTiles][4],
+                                             const uint32_t (&scale_words)[4]) {
+  const uint32_t lane = Lane();
+#pragma unroll
+  for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
+    const uint4 four = *reinterpret_cast<const uint4*>(codes + 512 * pair + 16 * lane);
+    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column_tile = 2 * pair + odd;
+      uint32_t left[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t word = words[2 * odd + half];
+        const uint32_t scale = scale_words[pair] >> (2 * odd + half) * 8 & 0xFF;
+        const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word), TwoOfCodes<2>(word),
+                                      TwoOfCodes<3>(word)};
+        if constexpr (kTwo) {
+          const CodeFactor factor(scale);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            left[i / 2][i % 2 * 2 + half] =
+                MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
+          }
+        } else {
+          const uint32_t factor = CodeFactor::OnlyOf(scale);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            left[i / 2][i % 2 * 2 + half] = MultiplyTwo(codes_of[i], factor);
+          }
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int k16 = 0; k16 < 2; ++k16) {
+          const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
+          WarpMultiply(sums[column_tile][tile], left[k16], right);
+        }
+      }
+    }
+  }
+}
+
 template <typename Plan, int kRowTiles, bool kCodes>
 __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
   const uint32_t lane = Lane(), r = lane / 4, q = lane % 4;
-#pragma unroll
+  JAX_EP_NO_UNROLL
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
     const uint8_t* codes = stage + atom * kFourBitAtomBytes;
     uint32_t rows[kRowTiles][4];
@@ -246,38 +296,11 @@ __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, cons
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = max(largest, scale_words[i / 4] >> i % 4 * 8 & 0xFF);
-    const bool two = __any_sync(kFullWarp, CodeFactor::NeedsTwo(largest));
-#pragma unroll
-    for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
-      const uint4 four = *reinterpret_cast<const uint4*>(codes + 512 * pair + 16 * lane);
-      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int column_tile = 2 * pair + odd;
-        uint32_t left[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t word = words[2 * odd + half];
-          const uint32_t scale = scale_words[pair] >> (2 * odd + half) * 8 & 0xFF;
-          const CodeFactor factor(scale);
-          const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word),
-                                        TwoOfCodes<2>(word), TwoOfCodes<3>(word)};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            uint32_t value = MultiplyTwo(codes_of[i], factor.first);
-            if (two) value = MultiplyTwo(value, factor.second);
-            left[i / 2][i % 2 * 2 + half] = value;
-          }
-        }
-#pragma unroll
-        for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-          for (int k16 = 0; k16 < 2; ++k16) {
-            const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
-            WarpMultiply(sums[column_tile][tile], left[k16], right);
-          }
-        }
-      }
+    // A branch: with choices in its place every code would be multiplied twice.
+    if (__any_sync(kFullWarp, CodeFactor::NeedsTwo(largest))) {
+      MultiplyAtom<true, kRowTiles>(sums, codes, rows, scale_words);
+    } else {
+      MultiplyAtom<false, kRowTiles>(sums, codes, rows, scale_words);
     }
   }
 }
