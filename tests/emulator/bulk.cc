@@ -292,6 +292,37 @@ void BulkStore(void* global, const void* shared, uint32_t bytes) {
   copies.back().group = current->open;
 }
 
+namespace {
+void CarryOut(const std::vector<OwnCopied>& copies) {
+  for (const OwnCopied& copy : copies) {
+    Reads(copy.from, copy.bytes);
+    StoreShared(*current->block, copy.to, copy.from, copy.bytes);
+    Writes(copy.to, copy.bytes);
+  }
+}
+}  // namespace
+
+void OwnCopy(void* shared, const void* global, uint32_t bytes) {
+  const Unseen unseen;
+  CheckShared(shared, bytes, bytes, "asynchronous copy");
+  CheckGlobal(global, bytes, bytes, "asynchronous copy");
+  current->own_open.push_back(
+      {static_cast<uint8_t*>(shared), static_cast<const uint8_t*>(global), bytes});
+}
+
+void OwnCommit() {
+  const Unseen unseen;
+  current->own_groups.push_back(std::exchange(current->own_open, {}));
+  // Some come early.
+  if (Random() % 4 == 0) OwnWait(0);
+}
+
+void OwnWait(size_t pending) {
+  const Unseen unseen;
+  auto& groups = current->own_groups;
+  for (; groups.size() > pending; groups.pop_front()) CarryOut(groups.front());
+}
+
 void BulkCommit() {
   const Unseen unseen;
   auto& groups = current->groups;

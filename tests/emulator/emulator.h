@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -80,6 +81,13 @@ struct PutCall {
   size_t bytes;
   int pe;
   bool operator==(const PutCall&) const = default;
+};
+
+// A copy that is carried out when its thread waits for it, at the latest.
+struct OwnCopied {
+  uint8_t* to;
+  const uint8_t* from;
+  uint32_t bytes;
 };
 
 struct Launch {
@@ -159,6 +167,9 @@ struct Fiber {
   bool done = false;
   const char* where = "not begun";
   std::vector<std::shared_ptr<BulkGroup>> groups;
+  // Copies that are the thread's own: open ones, and those of groups.
+  std::vector<OwnCopied> own_open;
+  std::deque<std::vector<OwnCopied>> own_groups;
   std::shared_ptr<BulkGroup> open;
   size_t puts = 0;  // in which it has taken part
   // For races: whether a fence stands before its next stores, and relaxed loads since the last one.
@@ -215,6 +226,9 @@ void AdvanceCopies();
 bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
 
+void OwnCopy(void* shared, const void* global, uint32_t bytes);
+void OwnCommit();
+void OwnWait(size_t pending);
 // Of this block, or at the same place of another one of its cluster.
 void MbarrierArrive(uint64_t* barrier, uint32_t rank);
 // Dies if a load under way writes there.

@@ -212,6 +212,32 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
   return now;
 }
 
+// ---- A thread's own copies ----------------------------------------------------------------------
+
+// Copies kBytes, 8 or 16, to which both are aligned, from global to shared memory, in this thread's
+// open group. Nobody but this thread sees them after its wait alone.
+template <int kBytes>
+__device__ __forceinline__ void AsyncCopy(void* shared, const void* global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  } else {
+    static_assert(kBytes == 8);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+  }
+}
+
+// Closes the group, which may be empty.
+__device__ __forceinline__ void AsyncCommit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kPending groups are there.
+template <int kPending>
+__device__ __forceinline__ void AsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 

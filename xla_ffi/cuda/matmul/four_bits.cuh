@@ -31,17 +31,27 @@ template <int kRowTiles, bool kCodes>
 struct FourBitPlan {
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr uint32_t kRowBytes = kStageSteps * (kCodes ? 1 : 2);
-  // Lanes read 16 bytes of each of two rows at once, or 8 of four, and meet no bank conflict.
-  static constexpr uint32_t kRowStride = kRowBytes + (kCodes ? 32 : 64);
-  static constexpr uint32_t kStageBytes = kWeightBytes + kRows * kRowStride;
-  static constexpr uint32_t kStages = kRowTiles == 1 ? 4 : kRowTiles == 2 ? 3 : 2;
+  // What a lane reads of a row in an atom, and has copied itself: pieces lie by atom, tile, lane.
+  static constexpr uint32_t kPieceBytes = kCodes ? 8 : 16;
+  static constexpr uint32_t kStageBytes =
+      kWeightBytes + kAtomsOfStage * kRowTiles * kWarpSize * kPieceBytes;
   // Sums of half of a tile's columns, of half of the warps; padded against bank conflicts.
   static constexpr uint32_t kSumColumns = kFourBitColumns / 2;
   static constexpr uint32_t kSumStride = kSumColumns + 4;
   static constexpr uint32_t kSlots = kFourBitWarps / 2;
   static constexpr uint32_t kSumBytes = kSlots * kRows * kSumStride * 4;
+  static constexpr uint32_t kMostSharedBytes = 227 * 1024;
+  static constexpr uint32_t kFit =
+      (kMostSharedBytes - kSumBytes) / (kFourBitWarps * (kStageBytes + sizeof(uint64_t)));
+  static constexpr uint32_t kStages = kFit < 4 ? kFit : 4;
+  static_assert(kStages >= 2);
   static constexpr uint32_t kSharedBytes =
       kFourBitWarps * kStages * (kStageBytes + sizeof(uint64_t)) + kSumBytes;
+
+  // Where a lane's piece of a row is in a stage.
+  __device__ static uint32_t PieceAt(int atom, int tile) {
+    return kWeightBytes + ((atom * kRowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
+  }
 };
 
 struct FewRowsTile {
@@ -167,12 +177,14 @@ class FewRowsStages {
   __device__ const uint8_t* Await() {
     while (!MbarrierTryWait(&barriers_[used_ % Plan::kStages], used_ / Plan::kStages % 2)) {
     }
+    // Of every stage there is a group of the lane's own copies.
+    AsyncWait<Plan::kStages - 1>();
     return stages_ + used_ % Plan::kStages * Plan::kStageBytes;
   }
   // Gives it back, and loads the next part there.
   __device__ void Release() {
     ++used_;
-    // The lanes' reads come before the copies that overwrite them.
+    // The lanes' reads come before the bulk copies that overwrite them.
     FenceProxyAsyncShared();
     __syncwarp();
     Issue();
@@ -180,6 +192,11 @@ class FewRowsStages {
 
  private:
   __device__ void Issue() {
+    Load();
+    AsyncCommit();
+  }
+
+  __device__ void Load() {
     while (ahead_.group >= 0 && part_ >= half_units_) {
       ahead_ = walk_.Next();
       part_ = First();
@@ -188,22 +205,28 @@ class FewRowsStages {
     if (ahead_.group < 0) return;
     const uint32_t slot = issued_ % Plan::kStages;
     uint8_t* stage = stages_ + slot * Plan::kStageBytes;
-    uint64_t* barrier = &barriers_[slot];
     if (Lane() == 0) {
-      MbarrierExpect(barrier, kWeightBytes + static_cast<uint32_t>(ahead_.rows) * Plan::kRowBytes);
+      uint64_t* barrier = &barriers_[slot];
+      MbarrierExpect(barrier, kWeightBytes);
       const int64_t tile = static_cast<int64_t>(ahead_.group) * column_tiles_ + ahead_.column_tile;
       const int64_t atom = tile * (step_.left_columns / kFourBitSteps) + part_ * kAtomsOfStage;
       BulkLoad(stage, step_.right + atom * kFourBitAtomBytes, kWeightBytes, barrier);
     }
     __syncwarp();
-    if (Lane() < ahead_.rows) {
-      const int64_t row_bytes = step_.left_columns * (kCodes ? 1 : 2);
-      const uint8_t* row =
-          static_cast<const uint8_t*>(step_.left) + (ahead_.row + Lane()) * row_bytes;
-      BulkLoad(stage + kWeightBytes + Lane() * Plan::kRowStride, row + part_ * Plan::kRowBytes,
-               Plan::kRowBytes, barrier);
+    // Not by bulk copies: those of rows are short, and there would be many.
+    const int64_t row_bytes = step_.left_columns * (kCodes ? 1 : 2);
+    const uint8_t* from = static_cast<const uint8_t*>(step_.left) +
+                          (ahead_.row + Lane() / 4) * row_bytes + part_ * Plan::kRowBytes +
+                          Lane() % 4 * Plan::kPieceBytes;
+#pragma unroll
+    for (int tile = 0; tile < Plan::kRows / 8; ++tile, from += 8 * row_bytes) {
+      if (8 * tile + Lane() / 4 >= ahead_.rows) break;
+#pragma unroll
+      for (int atom = 0; atom < kAtomsOfStage; ++atom) {
+        AsyncCopy<Plan::kPieceBytes>(stage + Plan::PieceAt(atom, tile),
+                                     from + atom * (Plan::kRowBytes / kAtomsOfStage));
+      }
     }
-    __syncwarp();
     ++issued_;
     part_ = After(part_);
   }
@@ -274,15 +297,13 @@ __device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums, const
 
 template <typename Plan, int kRowTiles, bool kCodes>
 __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
-  const uint32_t lane = Lane(), r = lane / 4, q = lane % 4;
   JAX_EP_NO_UNROLL
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
     const uint8_t* codes = stage + atom * kFourBitAtomBytes;
     uint32_t rows[kRowTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const uint8_t* row = stage + kWeightBytes + (8 * tile + r) * Plan::kRowStride +
-                           atom * kFourBitSteps * (kCodes ? 1 : 2) + q * (kCodes ? 8 : 16);
+      const uint8_t* row = stage + Plan::PieceAt(atom, tile);
       if constexpr (kCodes) {
         RowsOfCodes(*reinterpret_cast<const uint2*>(row), rows[tile]);
       } else {
@@ -291,7 +312,7 @@ __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, cons
         rows[tile][2] = words.z, rows[tile][3] = words.w;
       }
     }
-    const uint4 scales = *reinterpret_cast<const uint4*>(codes + 2048 + 16 * r);
+    const uint4 scales = *reinterpret_cast<const uint4*>(codes + 2048 + Lane() / 4 * 16);
     const uint32_t scale_words[4] = {scales.x, scales.y, scales.z, scales.w};
     uint32_t largest = 0;
 #pragma unroll

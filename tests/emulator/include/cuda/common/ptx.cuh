@@ -113,6 +113,19 @@ inline void ArriveAtBarrier(uint32_t id, uint32_t threads) {
 }
 inline uint64_t GlobalTimerNs() { return emulator::ClockNs(); }
 
+// ---- A thread's own copies ----------------------------------------------------------------------
+
+template <int kBytes>
+void AsyncCopy(void* shared, const void* global) {
+  static_assert(kBytes == 8 || kBytes == 16);
+  emulator::OwnCopy(shared, global, kBytes);
+}
+inline void AsyncCommit() { emulator::OwnCommit(); }
+template <int kPending>
+void AsyncWait() {
+  emulator::OwnWait(kPending);
+}
+
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 
 using emulator::SharedAddress;
