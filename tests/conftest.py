@@ -102,6 +102,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU, this machine has none")
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Commands change it, which a test may run in its own process."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def quick_compiles():
     """For modules whose time is XLA's and whose results are compared within rounding.
