@@ -21,7 +21,7 @@ inline constexpr uint32_t kDrains = 2;  // of a warp: one is filled while the ot
 struct ResultMatrix {
   uint8_t* base;
   const CUtensorMap* map;  // of boxes of a warp's rows and 128 bytes
-  int64_t side_bytes;
+  int32_t columns;
   int64_t row_bytes;
 };
 
@@ -30,21 +30,31 @@ struct DrainRows {
   // Rows from `row` on, of which `rows` exist; any number.
   __device__ DrainRows(const ResultMatrix& matrix, int64_t row, int32_t rows)
       : map(matrix.map),
-        side_bytes(matrix.side_bytes),
-        row(row),
+        columns(matrix.columns),
+        row(static_cast<int32_t>(row)),
         at(matrix.base + (row + Lane() / 8) * matrix.row_bytes + Lane() % 8 * 16),
         step(4 * matrix.row_bytes),
-        all(rows >= static_cast<int32_t>(kWarpRows)),
-        rows(rows - static_cast<int32_t>(Lane() / 8)) {}
+        rows(rows - static_cast<int32_t>(Lane() / 8)),
+        all(rows >= static_cast<int32_t>(kWarpRows)) {}
+
+  // A lane's 16 bytes of the first row, of elements from `column` of a side on.
+  template <int kElementBytes>
+  __device__ uint8_t* At(int32_t side, int32_t column) const {
+    return at + (int64_t{side} * columns + column) * kElementBytes;
+  }
+  template <int kElementBytes>
+  __device__ bool Has(int32_t column) const {
+    return column + static_cast<int32_t>(Lane()) % 8 * (16 / kElementBytes) < columns;
+  }
 
   const CUtensorMap* map;
-  int64_t side_bytes;
-  int64_t row;
+  int32_t columns;  // of a side
+  int32_t row;
   // A lane's view: of every fourth row 16 bytes of 128.
   uint8_t* at;
   int64_t step;
-  bool all;  // of them exist
   int32_t rows;
+  bool all;  // of the warp's rows exist
 };
 
 class Drain {
@@ -67,7 +77,7 @@ class Drain {
   // `word(c, r)` is the lane's two elements of columns 8 * c and on, of its row (r = 0) or the one
   // 8 further. With kWordsFromHere, `word` calls Word(c, r), and the buffer is taken.
   template <bool kWordsFromHere = false, typename Word>
-  __device__ void Store16(const DrainRows& to, int side, int64_t column, Word word) {
+  __device__ void Store16(const DrainRows& to, int32_t side, int32_t column, Word word) {
     if constexpr (!kWordsFromHere) Take();
     const uint32_t row = lane_ % 16, right = lane_ / 16;
 #pragma unroll
@@ -81,7 +91,7 @@ class Drain {
 
   // 32 columns of float32: `sum(c, r, i)` is element i of two.
   template <typename Sum>
-  __device__ void Store32(const DrainRows& to, int64_t column, Sum sum) {
+  __device__ void Store32(const DrainRows& to, int32_t column, Sum sum) {
     Take();
 #pragma unroll
     for (uint32_t c = 0; c < 4; ++c) {
@@ -98,7 +108,7 @@ class Drain {
 
   // 128 columns of 8 bits: `pair(c, r)` is the lane's two codes of columns 8 * c and on.
   template <typename Pair>
-  __device__ void Store8(const DrainRows& to, int side, int64_t column, Pair pair) {
+  __device__ void Store8(const DrainRows& to, int32_t side, int32_t column, Pair pair) {
     Take();
 #pragma unroll
     for (uint32_t c = 0; c < 16; ++c) {
@@ -115,11 +125,10 @@ class Drain {
   struct Lines {
     uint4 units[kWarpRows / 4];
   };
-  __device__ Lines Load(const DrainRows& from, int side, int64_t column) const {
+  __device__ Lines Load(const DrainRows& from, int32_t side, int32_t column) const {
     Lines lines;
-    const int64_t byte = column * 2 + lane_ % 8 * 16;
-    const uint8_t* at = from.at + side * from.side_bytes + column * 2;
-    const bool has_columns = byte < from.side_bytes;
+    const uint8_t* at = from.At<2>(side, column);
+    const bool has_columns = from.Has<2>(column);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += from.step) {
       lines.units[i] = make_uint4(0, 0, 0, 0);
@@ -148,18 +157,14 @@ class Drain {
   }
 
   template <int kElementBytes>
-  __device__ void Copy(const DrainRows& to, int side, int64_t column) {
+  __device__ void Copy(const DrainRows& to, int32_t side, int32_t column) {
     if (to.all) FenceProxyAsyncShared();
     __syncwarp();
     if (to.all) {
-      if (IsElected()) {
-        const BoxPlace place{{static_cast<int32_t>(column), side, static_cast<int32_t>(to.row), 0}};
-        TensorStore(to.map, place, address_);
-      }
+      if (IsElected()) TensorStore(to.map, {{column, side, to.row, 0}}, address_);
     } else {
-      const int64_t byte = column * kElementBytes;
-      uint8_t* at = to.at + side * to.side_bytes + byte;
-      const bool has_columns = byte + lane_ % 8 * 16 < to.side_bytes;
+      uint8_t* at = to.At<kElementBytes>(side, column);
+      const bool has_columns = to.Has<kElementBytes>(column);
 #pragma unroll
       for (int i = 0; i < static_cast<int>(kWarpRows) / 4; ++i, at += to.step) {
         const uint4 value = *reinterpret_cast<const uint4*>(At(4 * i + lane_ / 8, lane_ % 8));

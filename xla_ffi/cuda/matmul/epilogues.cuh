@@ -21,7 +21,7 @@ struct ResultArguments {
   float* out_scales;
   uint8_t* both;
   uint8_t* to_both;
-  int64_t columns;    // B
+  int32_t columns;    // B
   int32_t out_sides;  // of each row of `out`
   ElementType element;
   ElementType out_element;
@@ -33,12 +33,11 @@ struct Results : ResultArguments {
   const CUtensorMap* both_map;
 
   __device__ ResultMatrix Out(int64_t element_bytes) const {
-    const int64_t side = columns * element_bytes;
-    return {out, out_map, side, out_sides * side};
+    return {out, out_map, columns, out_sides * columns * element_bytes};
   }
   // `matrix`: both or to_both.
   __device__ ResultMatrix Both(uint8_t* matrix) const {
-    return {matrix, both_map, columns * 2, columns * 4};
+    return {matrix, both_map, columns, int64_t{columns} * 4};
   }
 };
 
@@ -46,7 +45,7 @@ struct Results : ResultArguments {
 struct ResultPlace {
   int64_t row;     // of the result
   int32_t rows;    // how many of the warp's 16 rows exist
-  int64_t column;  // of a side
+  int32_t column;  // of a side
 
   __device__ DrainRows Of(const ResultMatrix& matrix) const { return DrainRows(matrix, row, rows); }
 };
@@ -142,11 +141,11 @@ __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Res
 // Stores 64 * kParts columns of a side of 16-bit elements, from `column` on.
 template <int kParts, typename Type>
 __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& rows, Type type,
-                                              const float* sums, int side, int64_t column,
-                                              int64_t columns) {
+                                              const float* sums, int side, int32_t column,
+                                              int32_t columns) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    const int64_t at = column + part * 64;
+    const int32_t at = column + part * 64;
     if (at >= columns) break;
     drain.Store16(rows, side, at, [&](uint32_t c, uint32_t r) {
       const float* two = sums + part * 32 + 4 * c + 2 * r;
@@ -172,7 +171,7 @@ struct StoreSums {
       const DrainRows rows = place.Of(to.Out(4));
 #pragma unroll
       for (int part = 0; part < 8; ++part) {
-        const int64_t column = place.column + part * 32;
+        const int32_t column = place.column + part * 32;
         if (column >= to.columns) break;
         drain.Store32(rows, column, [&](uint32_t c, uint32_t r, uint32_t i) {
           return sums[part * 16 + 4 * c + 2 * r + i];
@@ -237,7 +236,7 @@ struct SwiGluBack {
     // In the same registers each time, for want of more.
     JAX_EP_NO_UNROLL
     for (int part = 0; part < 4; ++part) {
-      const int64_t column = place.column + part * 64;
+      const int32_t column = place.column + part * 64;
       if (column >= to.columns) break;
       uint32_t up_words[16];
       drain.Take();
@@ -279,11 +278,17 @@ struct SwiGluBack {
     for (int i = 0; i < 2; ++i) sums[i] = Multiply(sums[i], FloatOf(type, up >> 16 * i));
   }
 
+  __device__ static void Swap(float& a, float& b) {
+    const float other = a;
+    a = b, b = other;
+  }
+
   // 128 columns, as they are and as codes.
   template <typename Type>
-  __device__ static void StoreSide(Type type, int side, const float* values, const DrainRows& rows,
-                                   const Results& to, const ResultPlace& place, Drain& drain) {
-    StoreElements<2>(drain, rows, type, values, side, place.column, to.columns);
+  __device__ static void StoreSide(Type type, int side, const float* values, const Results& to,
+                                   const ResultPlace& place, Drain& drain) {
+    StoreElements<2>(drain, place.Of(to.Both(to.to_both)), type, values, side, place.column,
+                     to.columns);
     StoreCodes(drain, place, values, kOfGradients, to, side);
   }
 
@@ -292,29 +297,31 @@ struct SwiGluBack {
   __device__ static void RunCodes(Type type, float (&sums)[64], const Results& to,
                                   const ResultPlace& place, Drain& drain) {
     const DrainRows from = place.Of(to.Both(to.both));
-    const DrainRows rows = place.Of(to.Both(to.to_both));
-    const int64_t column = place.column;
+    const int32_t column = place.column;
     float to_up[64];
     drain.Take();
     Drain::Lines ahead = drain.Load(from, 0, column);
-#pragma unroll
+    // In the same registers each time, so that no more lines are under way.
+    JAX_EP_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       drain.Put(ahead);
       ahead = drain.Load(from, 1, column + half * 64);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const int at = half * 32 + 2 * i;
-        BackToUp(type, drain.Word(i / 2, i % 2), sums + at, to_up + at);
+        BackToUp(type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up + 2 * i);
       }
       drain.Put(ahead);
       if (half == 0) ahead = drain.Load(from, 0, column + 64);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        BackToGate(type, drain.Word(i / 2, i % 2), sums + half * 32 + 2 * i);
+      for (int i = 0; i < 16; ++i) BackToGate(type, drain.Word(i / 2, i % 2), sums + 2 * i);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        Swap(sums[i], sums[32 + i]);
+        Swap(to_up[i], to_up[32 + i]);
       }
     }
-    StoreSide(type, 0, sums, rows, to, place, drain);
-    StoreSide(type, 1, to_up, rows, to, place, drain);
+    StoreSide(type, 0, sums, to, place, drain);
+    StoreSide(type, 1, to_up, to, place, drain);
   }
 };
 

@@ -25,6 +25,7 @@ inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
 inline constexpr uint32_t kMostRightBoxes = 4;
 inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
+// Per thread of a warpgroup: all that a block of these threads begins with.
 inline constexpr int kFeederRegisters = 56;
 inline constexpr int kMathRegisters = 224;
 static_assert(kBoxBytes == kChunkBytes);

@@ -108,7 +108,7 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                       step.out_scales,
                       static_cast<uint8_t*>(step.both),
                       static_cast<uint8_t*>(step.to_both),
-                      step.columns,
+                      static_cast<int32_t>(step.columns),
                       Traits::kOutSides,
                       step.element,
                       step.out_element};
