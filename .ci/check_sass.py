@@ -18,8 +18,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-# Bytes that a thread of another kernel may spill, outside of its inner loops; window kernels
-# spill none.
+# Bytes that a thread of another kernel may spill, outside of its inner loops; window
+# kernels spill none.
 MAX_SPILL_BYTES = 100
 # Of matmuls: addresses that are used once per tile, but no sums.
 MAX_MATMUL_SPILL_BYTES = 32
