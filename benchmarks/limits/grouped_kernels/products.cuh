@@ -43,6 +43,10 @@ inline constexpr Product kProducts[] = {
 inline bool HasSides(MatmulKind kind) {
   return kind == MatmulKind::kGateUp || kind == MatmulKind::kCodeGateUp;
 }
+// Whether `out_element` says anything.
+__host__ __device__ inline bool ChoosesOut(MatmulKind kind) {
+  return kind == MatmulKind::kOuter || kind == MatmulKind::kCodeRows;
+}
 inline bool GoesBack(MatmulKind kind) {
   return kind == MatmulKind::kDownBack || kind == MatmulKind::kCodeDownBack;
 }
@@ -63,8 +67,7 @@ class Made {
     const int64_t to = product.of_gate_up ? gate_up_columns : hidden;
     step.kind = kind;
     step.element = element;
-    // Of other kinds it says nothing.
-    if (outer || kind == MatmulKind::kCodeRows) {
+    if (ChoosesOut(kind)) {
       step.out_element = product.float32 ? ElementType::kFloat32 : element;
     }
     step.rows = rows;
@@ -286,8 +289,7 @@ static __global__ void CheckSamples(MatmulStep step, const int32_t* first, Sampl
                                  ? (sample.group * step.left_columns + row) * b + column
                                  : row * b + column;
       sample.wanted = sums[0];
-      sample.found = (step.kind == MatmulKind::kOuter || step.kind == MatmulKind::kCodeRows) &&
-                             step.out_element == ElementType::kFloat32
+      sample.found = ChoosesOut(step.kind) && step.out_element == ElementType::kFloat32
                          ? static_cast<const float*>(step.out)[result]
                          : read.Element(step.out, result);
     }

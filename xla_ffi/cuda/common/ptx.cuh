@@ -266,11 +266,12 @@ __device__ __forceinline__ void MbarrierInit(uint64_t* barrier, uint32_t arrival
 }
 
 // Arrives, and makes the phase wait for `bytes` more. Call it before the copies that bring them.
+__device__ __forceinline__ void MbarrierExpectAt(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
-      "r"(bytes)
-      : "memory");
+  MbarrierExpectAt(SharedAddress(barrier), bytes);
 }
 
 // Returns true once the phase of this parity has ended (phase n has parity n % 2); this thread may

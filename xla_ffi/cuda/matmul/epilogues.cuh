@@ -33,7 +33,7 @@ struct Results : ResultArguments {
   const CUtensorMap* both_map;
 
   __device__ ResultMatrix Out(int64_t element_bytes) const {
-    return {out, out_map, columns, out_sides * columns * element_bytes};
+    return {out, out_map, columns, element_bytes * out_sides * columns};
   }
   // `matrix`: both or to_both.
   __device__ ResultMatrix Both(uint8_t* matrix) const {

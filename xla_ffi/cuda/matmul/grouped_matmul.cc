@@ -21,6 +21,8 @@ bool Fits(const MatmulStep& step) {
   return step.rows >= 0 && step.rows < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
          step.left_columns > 0 && step.left_columns < kMostRows && step.left_columns % align == 0 &&
          step.columns > 0 && step.columns < kMostRows && step.columns % align == 0 && is_half &&
+         // Tensor copies count rows of results in int32.
+         (step.kind != MatmulKind::kOuter || step.groups * step.left_columns < kMostRows) &&
          Aligned(step.left) && Aligned(step.right) && Aligned(step.both) && Aligned(step.out) &&
          Aligned(step.to_both);
 }

@@ -63,12 +63,6 @@ __device__ __forceinline__ T Uniform(T value) {
   return __shfl_sync(0xFFFFFFFFu, value, 0);
 }
 
-// MbarrierExpect.
-__device__ __forceinline__ void MbarrierExpectAt(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
 // MbarrierTryWait without sleeping.
 __device__ __forceinline__ bool MbarrierHasEnded(uint32_t barrier, uint32_t parity) {
   uint32_t done;

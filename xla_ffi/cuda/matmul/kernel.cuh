@@ -200,7 +200,10 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const Matmu
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
       const bool is_free = Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
-      if (IsElected() && is_free) {
+      // After a wait that was given up a stage may still be read, by the other block, too: nothing
+      // more is loaded, so that this one gives up as well.
+      if (!__all_sync(kFullWarp, is_free)) break;
+      if (IsElected()) {
         const StageAddresses stage{operands + at.slot() * kStageBytes,
                                    full + at.slot() * static_cast<uint32_t>(sizeof(uint64_t))};
         if constexpr (kRight) {

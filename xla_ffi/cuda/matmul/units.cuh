@@ -5,7 +5,7 @@
 // whose right operand each block loads half for both, or one row tile and two column tiles, of
 // whose left operand each loads half. Tails of up to kHalfRows rows are units of their own, with
 // one warpgroup per block. Clusters take both kinds in turns, a group's tails after its other
-// units, which have brought the right operand to L2. Each kind begins at another end of the
+// units, when part of the right operand may still be in L2. Each kind begins at another end of the
 // clusters, so that those with one unit more of the one have one less of the other.
 #pragma once
 
