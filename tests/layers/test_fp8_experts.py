@@ -383,7 +383,9 @@ def test_vmap(shared):
         jax.jit(jax.grad(each, (0, 1, 2)))(rows, *weights)
         for each in (whole, one_by_one)
     )
-    for a, b in zip(got, want, strict=True):
+    # Past the groups, gradients of rows are whatever was there.
+    used = [[grads[0][:, : sum(SIZES)], *grads[1:]] for grads in (got, want)]
+    for a, b in zip(*used, strict=True):
         assert distance(a, b) < CLOSE
 
 

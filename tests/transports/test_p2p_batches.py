@@ -45,7 +45,7 @@ def test_in_turns(tokens: int, overlap: str) -> None:
     config = helpers.make_config(**fields, overlap=overlap, pending_calls=1)
     mesh = compare_transports.p2p_mesh()
     with (
-        compare_transports.Twins(mesh, config) as pair,
+        compare_transports.Pair(mesh, config) as pair,
         jax_ep.init(mesh, "ep", config, transport="p2p") as other,
     ):
 
