@@ -13,7 +13,8 @@ def _times(data, table):
     if failures:
         raise SystemExit(f"the newest layer file is unfit: {failures}")
     untimed = [report.sizes(data, case) for case in report.untimed(data)]
-    yield table(report.COLUMNS, list(report.cells(data)))
+    header, *rows = report.table(data)
+    yield table(header, rows)
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
@@ -62,7 +63,7 @@ def layers(data, table):
         "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
         "dropped, and batched matmuls; `default experts` is p2p's as a layer had it at "
         f"that commit that named none ({default}); the last columns are p2p's speed-up "
-        "over each other layer. "
+        f"over each other layer. {_fp8(data)}"
         "The others multiply by the fastest of several ways in each size (here "
         f"{seen('matmul', *report.OURS)}; "
         "`jax_ep.experts`); `Padded` has the room that the timed routings need. Why "
@@ -71,6 +72,17 @@ def layers(data, table):
         "rounding."
     )
     return "\n\n".join([head, *times])
+
+
+def _fp8(data):
+    """What is to say of fp8 experts, if they were timed."""
+    if report.FP8_COLUMNS[0] not in report.table(data)[0]:
+        return ""
+    return (
+        "`fp8 experts` is p2p's with tokens in `fp8_block128`, whose codes "
+        "`jax_ep.experts.fp8` multiplies with codes of the weights that were made "
+        "before, and `fp8 over bf16` the time of p2p's layer in bfloat16 over its. "
+    )
 
 
 def all_layers(data, table):
@@ -84,6 +96,7 @@ def all_layers(data, table):
             "The experts alone, by way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
             *_stats_cost(data, table),
+            *_steps(data, table),
         ]
     )
 
@@ -189,6 +202,18 @@ def _stats_cost(data, table):
     if rows:
         yield "What `jax_ep.stats.update` adds to p2p's layer:"
         yield table(("size", "pass", "ms", "with it", ""), rows)
+
+
+def _steps(data, table):
+    rows = list(report.steps(data))
+    if rows:
+        yield (
+            "Making the codes of the experts' weights (`GB/s` per GPU, of reading the "
+            "weights once and writing codes, in both orders, and scales), and steps of "
+            "p2p's layer: forward and back over as many microbatches, in fp8 after "
+            "making the codes once:"
+        )
+        yield table(report.STEP_COLUMNS, rows)
 
 
 def train(data, table):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from benchmarks.common import timing
 from benchmarks.layers import kinds
 from jax_ep._cli.bench import checks, loops, routings
@@ -18,6 +19,7 @@ from jax_ep._cli.bench.transports import normal
 
 DRAWS = 2  # token arrays that calls take in turn; each has a routing of its own
 PASSES = ("forward", "both")
+MICROBATCHES = (1, 8)  # of a step
 _GROUP_MULTIPLE = 128
 # Of the largest element: sums round in other places, and fp8 tokens have 3 bits.
 TOLERANCES = {"bf16": 0.03, "fp8_block128": 0.15}
@@ -86,7 +88,8 @@ def compiling(case, layer, *operands):
 
     "forward" returns what the layer does; "both" also every gradient, with random
     cotangents of the float outputs. `operands` are what the layer takes besides: first
-    arrays of floats, then others, which may be pytrees.
+    arrays of floats, then others, which may be pytrees. A program takes tokens, and
+    other operands in place of these if any are given.
     """
     mapped = jax.shard_map(
         layer,
@@ -116,7 +119,11 @@ def compiling(case, layer, *operands):
 
     def finish(lowered, before):
         executable = lowered.compile()
-        return lambda tokens: executable(*before, tokens, case.params, *operands)
+
+        def run(tokens, *others):
+            return executable(*before, tokens, case.params, *(others or operands))
+
+        return run
 
     return {
         "forward": functools.partial(finish, forward, ()),
@@ -163,7 +170,20 @@ def errors(got, want):
     return found
 
 
-def measure(case, run, milliseconds, repeats):
+def quantizing(case):
+    """A function that makes codes of the experts' weights, in all orders of kernels."""
+    quantize = functools.partial(jax_ep.experts.quantize_weights, backward=True)
+    program = checks.mapped(case.mesh, quantize)
+    return lambda: program(case.params["gate_up"], case.params["down"])
+
+
+def quantized_bytes(case, codes):
+    """What a rank at least reads and writes to make codes of its weights."""
+    arrays = jax.tree.leaves((case.params["gate_up"], case.params["down"], codes))
+    return sum(array.nbytes for array in arrays) // case.mesh.size
+
+
+def measure(case, run, milliseconds, repeats, in_flight=2):
     """Milliseconds per call: median, least and most of the repeats."""
     draws = case.tokens
     jax.block_until_ready([run(tokens) for tokens in draws])
@@ -174,7 +194,31 @@ def measure(case, run, milliseconds, repeats):
 
     # A call's gradients are as large as the parameters.
     def repeat():
-        return timing.seconds(lambda i: run(draws[i % len(draws)]), calls, 2) * 1e3
+        seconds = timing.seconds(lambda i: run(draws[i % len(draws)]), calls, in_flight)
+        return seconds * 1e3
 
     times = [repeat() for _ in range(repeats)]
     return {**loops.spread("ms", times), "calls": calls}
+
+
+def measure_step(case, run, quantize, microbatches, milliseconds, repeats):
+    """As `measure`, per step: codes of the weights once, then calls with these codes.
+
+    Without `quantize` a step is its calls alone.
+    """
+    draws, codes = case.tokens, []
+
+    def call(index):
+        if quantize is not None and index % microbatches == 0:
+            codes.clear()  # calls that still need them keep them
+            codes.append(quantize())
+        return run(draws[index % len(draws)], *codes)
+
+    def repeat(steps):
+        # Outputs are as large as the parameters, and there are codes of two steps.
+        return timing.seconds(call, steps * microbatches, 1) * microbatches
+
+    repeat(1)
+    steps = max(2, math.ceil(milliseconds / 1e3 / repeat(1)))
+    times = [repeat(steps) * 1e3 for _ in range(repeats)]
+    return {**loops.spread("ms", times), "steps": steps}

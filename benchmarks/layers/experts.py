@@ -8,11 +8,15 @@ from jax_ep.experts import grouped_matmul
 
 __all__ = ["available", "default", "grouped_matmul", "make"]
 
+_FP8_MULTIPLE = 128  # of H and F
+
 
 def available(name, sizes):
-    """Whether the devices here can run it for these sizes."""
-    obstacle = experts.hopper_obstacle(sizes["hidden"], sizes["inner"])
-    return name != "hopper" or obstacle is None
+    """Whether the devices here can run it, or "fp8", for these sizes."""
+    hidden, inner = sizes["hidden"], sizes["inner"]
+    if name == "fp8":  # plain JAX where there are no kernels
+        return hidden % _FP8_MULTIPLE == inner % _FP8_MULTIPLE == 0
+    return name != "hopper" or experts.hopper_obstacle(hidden, inner) is None
 
 
 def default(sizes):

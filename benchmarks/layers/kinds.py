@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_ep
+from benchmarks.layers import grouped
 from jax_ep._cli.bench import ragged
 
 CAPACITY_FACTOR = 1.25  # of the dense all-to-all
@@ -48,6 +49,20 @@ def counted(ep, experts):
         leaves = jax.tree.leaves(jax_ep.stats.update(load, aux))
         used = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
         return y, jnp.broadcast_to(jnp.isnan(used), tokens.shape[:1])
+
+    return layer
+
+
+def coded(ep):
+    """As `ours`, with experts in fp8 and codes of the weights that are there already.
+
+    The codes multiply, and the parameters get the gradients.
+    """
+
+    def layer(tokens, params, codes):
+        params = {**params, "experts": codes}
+        y, _ = jax_ep.moe_ffn(ep, tokens, params, experts=jax_ep.experts.fp8)
+        return y, jnp.zeros(tokens.shape[0], bool)
 
     return layer
 
@@ -142,6 +157,21 @@ def alone(sizes, experts):
     def layer(tokens, params, rows, group_sizes):
         routing = route(tokens, params["router"], sizes["top_k"])
         out = experts(rows, params["gate_up"], params["down"], group_sizes)
+        return out, routing.weights
+
+    return layer
+
+
+def alone_coded(sizes):
+    """As `alone`, for `coded`: rows and weights are codes already.
+
+    `rows` are what `row_codes` were made of; they get the gradients.
+    """
+
+    def layer(tokens, params, rows, group_sizes, row_codes, codes):
+        routing = route(tokens, params["router"], sizes["top_k"])
+        given = grouped.Coded(rows, row_codes), grouped.Coded(params["gate_up"], codes)
+        out = grouped.fp8(*given, params["down"], group_sizes)
         return out, routing.weights
 
     return layer

@@ -7,25 +7,33 @@ On all GPUs of this process, in one run, for T tokens per rank: router, exchange
 experts, exchange; forward, and forward with every gradient. The layers:
 
 * "p2p", "collective": `jax_ep.moe_ffn` over that transport, tokens as they are and as
-  fp8_block128;
+  fp8_block128, whose rows become bfloat16 again;
+* "p2p, fp8 experts" and the same of collective: tokens as fp8_block128, and
+  `jax_ep.experts.fp8`, which multiplies their codes with codes of the weights that were
+  made before, and gives the weights their gradients. Only of sizes that are multiples
+  of 128; `--experts bf16` leaves them out;
 * "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all`
   (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with its better ones, each
   in a process of its own;
 * "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), the rest is
   dropped, and batched matmuls.
 
-The router is the same function in all of them. So are the experts, but for "dense": of
-several ways of multiplying (experts.py) each case takes the one that is fastest here,
-and p2p's layer is also timed as one gets it without naming any. `jax.lax.ragged_dot` is
-tried in the mid-size case, and in large ones where --matmul names it. `recv_capacity`
-is 1.25 * T * K rounded up to 128.
+The router is the same function in all of them. So are the experts, but for "dense" and
+fp8: of several ways of multiplying (experts.py) each case takes the one that is fastest
+here, and p2p's layer is also timed as one gets it without naming any.
+`jax.lax.ragged_dot` is tried in the mid-size case, and in large ones where --matmul
+names it. `recv_capacity` is 1.25 * T * K rounded up to 128.
+
+Making the codes of the weights is timed by itself (pass "quantize"), and as a part of a
+step (pass "step"), which makes them once and then goes forward and back over 1 or 8
+microbatches, all enqueued. Beside it stands the step of p2p's layer in bfloat16.
 
 A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
 host's clock, over the calls; median of the repeats; two token arrays in turn. The share
 that is not experts is the time of the layer less the time of the same router and
-experts on rows that are there already, over the time of the layer. Results and all
-gradients are compared with those of transport collective, within rounding; wrong ones
-are marked, and the command then exits 1.
+experts on rows (those of fp8 on codes) that are there already, over the time of the
+layer. Results and all gradients are compared with those of transport collective, within
+rounding; wrong ones are marked, and the command then exits 1.
 
 Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. --merge
 adds the cases of earlier records that this run did not time. A case without any time
@@ -49,7 +57,8 @@ CASES = {
 }
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
-FORMATS = ("bf16", "fp8_block128")
+FORMATS = ("bf16", report.FP8)
+EXPERTS = ("bf16", "fp8")
 # For experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "hopper", "ragged_dot")
 # As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
@@ -69,6 +78,13 @@ def parse(arguments):
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument(
+        "--experts",
+        nargs="+",
+        choices=EXPERTS,
+        default=EXPERTS,
+        help="of jax_ep's layers; fp8 has tokens as fp8_block128",
+    )
+    parser.add_argument(
         "--matmul", nargs="+", choices=MATMULS, help="default: all that are fast enough"
     )
     parser.add_argument(
@@ -78,7 +94,8 @@ def parse(arguments):
         "--transport",
         choices=report.OURS,
         default=report.OURS[0],
-        help="whose layer is also timed with jax_ep.stats and with the default experts",
+        help="whose layer is also timed with jax_ep.stats, with the default experts, "
+        "and in steps",
     )
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--top-k", type=int, default=8)
@@ -97,6 +114,7 @@ def workers(args, cases):
         "repeats": args.repeats,
         "milliseconds": args.milliseconds,
         "ours": [],
+        "fp8": [],
         "transport": args.transport,
         "take": args.take,
         "dense": False,
@@ -104,17 +122,21 @@ def workers(args, cases):
         **common.place(args),
     }
     transports = [name for name in args.layers if name in report.OURS]
-    ours = [(name, each) for name in transports for each in args.formats]
-    with_dense, with_ragged = ("dense" in args.layers, "ragged" in args.layers)
+    formats = args.formats if "bf16" in args.experts else ()
+    found = {
+        "ours": [(name, each) for name in transports for each in formats],
+        "fp8": transports * ("fp8" in args.experts and report.FP8 in args.formats),
+        "dense": "dense" in args.layers,
+    }
+    with_ragged = "ragged" in args.layers
     if args.tiny:
         # In this process flags change nothing.
         ragged = [each for _, measured in RAGGED for each in measured]
-        found = {"ours": ours, "dense": with_dense, "ragged": ragged * with_ragged}
-        yield "all layers", "", 1.0, {**shared, **found}
+        yield "all layers", "", 1.0, {**shared, **found, "ragged": ragged * with_ragged}
         return
-    if ours or with_dense:
+    if any(found.values()):
         share = 0.5 if with_ragged else 1.0
-        yield "jax_ep", "", share, {**shared, "ours": ours, "dense": with_dense}
+        yield "jax_ep", "", share, {**shared, **found}
     if with_ragged:
         for index, (flags, measured) in enumerate(RAGGED):
             name = f"ragged_all_to_all with {flags or 'the default flags'}"

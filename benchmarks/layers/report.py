@@ -8,12 +8,18 @@ from jax_ep._cli.bench.report import number
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 OURS = ("p2p", "collective")
+FP8 = "fp8_block128"  # the tokens of layers with experts in fp8
 _number = functools.partial(number, digits=2)
 
 
 def default_experts(transport="p2p"):
     """The row of jax_ep's layer with the experts of a user who chooses none."""
     return f"{transport}, default experts"
+
+
+def fp8_experts(transport="p2p"):
+    """The row of the layer with experts in fp8 and codes of weights made before."""
+    return f"{transport}, fp8 experts"
 
 
 def counted(transport="p2p"):
@@ -32,6 +38,14 @@ def name(row):
     return ", ".join(part for part in parts if part and part != "bf16")
 
 
+def _pass(row):
+    if row["pass"] == "quantize":
+        return "codes of weights"
+    if row["pass"] == "step":
+        return f"step of {row['microbatches']}"
+    return PASSES[row["pass"]]
+
+
 def line(row):
     """A row in one line, as progress."""
     head = f"{row['case']:<10} {name(row):<44}"
@@ -45,8 +59,10 @@ def line(row):
         tail += f"  {row['tokens_with_drops']} tokens lost rows"
     if row.get("exchange_share") is not None:
         tail = f"exchange {100 * row['exchange_share']:3.0f}%  {tail}"
+    if "gb_s" in row:
+        tail = f"{row['gb_s']:.0f} GB/s  {tail}"
     return (
-        f"{head} {PASSES[row['pass']]:<18} {row['ms']:9.3f} ms "
+        f"{head} {_pass(row):<18} {row['ms']:9.3f} ms "
         f"({row['ms_least']:.3f} to {row['ms_most']:.3f})  {tail}"
     )
 
@@ -57,7 +73,8 @@ def failures(record):
     What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out, and
     so are the cases of `untimed`.
     """
-    left_out, lacking = untimed(record), (*OURS, "all")
+    left_out = untimed(record)
+    lacking = (*OURS, *map(fp8_experts, OURS), "all")
     rows = [
         line(row)
         for row in record["results"]
@@ -95,6 +112,7 @@ def best(rows, **wanted):
 def summary(record):
     """A dict for every (case, pass): the table's rows."""
     rows, found = record["results"], []
+    main = main_transport(record)
     for case in record["cases"]:
         for each in PASSES:
             at = {"case": case, "pass": each}
@@ -102,21 +120,24 @@ def summary(record):
             layers = {
                 "p2p": ours,
                 "p2p_fp8": best(rows, layer="p2p", format="fp8_block128", **at),
-                "p2p_default": best(
-                    rows, layer=default_experts(main_transport(record)), **at
-                ),
+                "p2p_default": best(rows, layer=default_experts(main), **at),
+                "p2p_fp8_experts": best(rows, layer=fp8_experts(main), **at),
                 "collective": best(rows, layer="collective", format="bf16", **at),
                 "dense": best(rows, layer="dense", **at),
                 "ragged_default": best(rows, layer="ragged", flags="default", **at),
                 "ragged_rank": best(rows, layer="ragged", flags=PER_RANK, **at),
                 "ragged": best(rows, layer="ragged", **at),
             }
-            speed_ups = {
-                key: layers[key]["ms"] / ours["ms"] if ours and layers[key] else None
-                for key in BASELINES
-            }
-            found.append({**at, **layers, "speed_ups": speed_ups})
+            speed_ups = {key: _over(layers[key], ours) for key in BASELINES}
+            plain = best(rows, layer=main, format="bf16", **at)
+            fp8_gain = _over(plain, layers["p2p_fp8_experts"])
+            found.append({**at, **layers, "fp8_gain": fp8_gain, "speed_ups": speed_ups})
     return [each for each in found if any(each[key] for key in _LAYERS)]
+
+
+def _over(row, other):
+    """How many times faster `other` is, or None."""
+    return row["ms"] / other["ms"] if row and other else None
 
 
 PER_RANK = "decomposer"  # measure.RAGGED: one update per rank, XLA's better flags
@@ -131,12 +152,14 @@ _LAYERS = (
     "p2p",
     "p2p_fp8",
     "p2p_default",
+    "p2p_fp8_experts",
     "collective",
     "dense",
     "ragged_default",
     "ragged_rank",
     "ragged",
 )
+FP8_COLUMNS = ("p2p, fp8 experts", "fp8 over bf16")
 COLUMNS = (
     "layer",
     "",
@@ -144,11 +167,13 @@ COLUMNS = (
     "p2p",
     "p2p, fp8",
     "p2p, default experts",
+    FP8_COLUMNS[0],
     "collective",
     "dense",
     "ragged",
     "ragged, flags",
     "ragged, best",
+    FP8_COLUMNS[1],
     *BASELINES.values(),
 )
 
@@ -164,25 +189,41 @@ def _time(row):
 def cells(record):
     """The table's cells, as text."""
     for each in summary(record):
-        apart = ("dense", "p2p_default")  # have other experts than the rest
+        # They have other experts than the rest.
+        apart = ("dense", "p2p_default", "p2p_fp8_experts")
         sparse = [each[key] for key in _LAYERS if each[key] and key not in apart]
         yield (
             sizes(record, each["case"]),
             PASSES[each["pass"]],
             _number(sparse[0]["experts_ms"] if sparse else None),
             *(_time(each[key]) for key in _LAYERS),
+            _number(each["fp8_gain"]),
             *(_number(each["speed_ups"][key]) for key in BASELINES),
         )
+
+
+def table(record):
+    """The table's header and rows; columns of fp8 only where its layer was timed."""
+    found = [COLUMNS, *cells(record)]
+    kept = [
+        index
+        for index, column in enumerate(COLUMNS)
+        if column not in FP8_COLUMNS or any(row[index] for row in found[1:])
+    ]
+    return [tuple(row[index] for index in kept) for row in found]
 
 
 def matmuls(record):
     """Milliseconds of the experts alone, by case, pass and way of multiplying."""
     shown = set()  # later workers time the chosen way again, with their flags
+    coded = tuple(map(fp8_experts, OURS))  # whose experts have no rows of their own
     for row in record["results"]:
         key = (row["case"], row.get("pass"), row.get("matmul"))
-        if row["layer"] == "experts" and key not in shown:
+        ms = row.get("experts_ms") if row["layer"] in coded else row.get("ms")
+        alone = row["layer"] == "experts" or (row["layer"] in coded and ms is not None)
+        if alone and key not in shown:
             shown.add(key)
-            ms = _number(row.get("ms")) if not row.get("wrong") else "wrong"
+            ms = _number(ms) if not row.get("wrong") else "wrong"
             yield row["case"], row.get("pass", ""), row.get("matmul", ""), ms
 
 
@@ -199,20 +240,58 @@ def stats_cost(record):
                 yield case, each, _number(ours["ms"]), _number(both["ms"]), change
 
 
+STEP_COLUMNS = (
+    "size",
+    "codes ms",
+    "GB/s",
+    "microbatches",
+    "bf16 ms",
+    "fp8 ms",
+    "fp8 over bf16",
+)
+
+
+def steps(record):
+    """Of each case and number of microbatches: the codes of weights, and the step."""
+    main = main_transport(record)
+    layers = {"layer": main, "format": "bf16"}, {"layer": fp8_experts(main)}
+    for case in record["cases"]:
+        rows = [row for row in record["results"] if row["case"] == case]
+        codes = best(rows, **{"pass": "quantize"})
+        counts = {row.get("microbatches") for row in rows if row.get("pass") == "step"}
+        for count in sorted(counts) or [None] * bool(codes):
+            at = {"pass": "step", "microbatches": count}
+            plain, coded = (best(rows, **layer, **at) for layer in layers)
+            yield (
+                case,
+                _number(codes and codes["ms"]),
+                f"{codes['gb_s']:.0f}" if codes else "",
+                "" if count is None else str(count),
+                *(_number(row and row["ms"]) for row in (plain, coded)),
+                _number(_over(plain, coded)),
+            )
+
+
+def _print_columns(lines):
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for row in lines:
+        print("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)))
+
+
 def print_table(record):
     print(
         f"\n{record['count']} x {record['device']}, {record['tokens']} tokens per rank,"
         f" top-{record['top_k']}, bfloat16; ms per step (share that is not experts)"
     )
-    lines = [COLUMNS, *cells(record)]
-    widths = [max(len(str(row[i])) for row in lines) for i in range(len(COLUMNS))]
-    for row in lines:
-        print("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)))
+    _print_columns(table(record))
     print("\nexperts alone")
     for case, each, matmul, ms in matmuls(record):
         print(f"{case:>10} {each:<8} {matmul:<11} {ms:>9} ms")
     for case, each, without, counted, change in stats_cost(record):
         print(f"{case:>10} {each:<8} {without} ms, with stats {counted} ms, {change}")
+    if found := list(steps(record)):
+        print("\ncodes of the experts' weights, and steps with them")
+        _print_columns([STEP_COLUMNS, *found])
     for row in record["results"]:
         if "error" in row or row.get("wrong"):
             print(line(row))

@@ -8,6 +8,7 @@ measured.
 
 import functools
 import gc
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,20 @@ from jax_ep._cli.bench.transports import normal
 # Of the fastest forward pass; slower ways of multiplying are tried no further.
 _HOPELESS = 3
 _REFERENCE = ("collective", "bf16")
+_FP8 = "fp8"  # the experts
 
 
 def _error(error):
     return {"error": process.error_text(error)}
+
+
+class Timed(typing.NamedTuple):
+    """A layer that was timed, for what is measured besides."""
+
+    facts: dict
+    ep: typing.Any
+    checked: dict
+    both: typing.Any
 
 
 class Worker:
@@ -35,6 +46,17 @@ class Worker:
     def __init__(self, spec, case, name, emit):
         self.spec, self.case, self.name, self.emit = spec, case, name, emit
         self.experts_ms = {}  # by way of multiplying and pass
+        self.timed = {}  # by layer and format, those that are jax_ep's
+
+    @functools.cached_property
+    def quantize(self):
+        """Makes codes of the weights."""
+        return cases.quantizing(self.case)
+
+    @functools.cached_property
+    def codes(self):
+        """Those of the layers with experts in fp8, which only steps make again."""
+        return self.quantize()
 
     def row(self, **entries):
         facts = {"case": self.name, "recv_capacity": self.case.capacity}
@@ -130,6 +152,11 @@ class Worker:
         if asked:
             facts = {"layer": report.counted(main), "format": "bf16", "flags": ""}
             yield facts, functools.partial(self.counted, main, experts)
+        for transport in self.spec["fp8"]:
+            if layer_experts.available(_FP8, case.sizes):
+                facts = {"layer": report.fp8_experts(transport), "format": report.FP8}
+                facts |= {"flags": "", "matmul": _FP8}
+                yield facts, functools.partial(self.coded, transport)
         offered = self.spec["matmul"][self.name]
         default = layer_experts.default(case.sizes)
         if asked and matmul != default and default in offered:
@@ -141,6 +168,12 @@ class Worker:
         """The layer with jax_ep.stats, and what it has counted so far."""
         _, ep = self.ours(transport, "bf16", experts)
         return kinds.counted(ep, experts), ep, jax_ep.stats.init(ep)
+
+    def coded(self, transport):
+        """The layer with experts in fp8, and codes of the weights."""
+        codes = self.codes
+        _, ep = self.ours(transport, report.FP8, None)
+        return kinds.coded(ep), ep, codes
 
     def ours(self, transport, name, experts):
         sizes = self.case.sizes
@@ -156,6 +189,19 @@ class Worker:
         ep = jax_ep.init(self.case.mesh, "ep", config, transport=transport)
         return kinds.ours(ep, experts), ep
 
+    def time_fp8_experts(self):
+        """By pass, milliseconds of experts in fp8 on rows that are codes already."""
+        case = self.case
+        shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
+        counts = cases.group_sizes(case)
+        rows = normal(case.mesh, jax.random.key(3), shape)
+        rows = checks.mapped(case.mesh, _zeros_past_the_end)(rows, counts)
+        quantize = functools.partial(jax_ep.formats.quantize, format=report.FP8)
+        operands = rows, counts, checks.mapped(case.mesh, quantize)(rows), self.codes
+        layer = kinds.alone_coded(case.sizes)
+        programs = compile_all(cases.compiling(case, layer, *operands))
+        return {name: self.time(each)["ms"] for name, each in programs.items()}
+
     def time_dense_experts(self):
         """By pass, milliseconds of the dense all-to-all's experts on their slots."""
         case, sizes = self.case, self.case.sizes
@@ -166,17 +212,24 @@ class Worker:
         programs = compile_all(cases.compiling(case, layer, rows))
         return {name: self.time(each)["ms"] for name, each in programs.items()}
 
-    def measure(self, facts, programs, reference, matmul):
-        """The rows of one layer; what its "both" returned."""
+    def measure(self, facts, ep, programs, reference, matmul):
+        """The rows of one layer; what later ones are compared with."""
         if self.late():
             raise RuntimeError(process.NO_TIME)
         result = raised(programs["both"])(self.case.tokens[0])
         if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
             raise RuntimeError("there is nothing to compare it with")
-        found = cases.errors(result, reference or result)
+        errors = cases.errors(result, reference or result)
+        wrong = max(errors.values()) > cases.TOLERANCES[facts["format"]]
+        checked = {"errors": errors, "wrong": wrong}
+        drops = int(np.asarray(result[0][1]).sum())
+        reference = reference or result
+        del result  # its gradients are as large as the parameters
         times = {name: self.time(program) for name, program in programs.items()}
         dense = facts["layer"] == "dense"
         matmul = "batched" if dense else facts.get("matmul", matmul)
+        if matmul == _FP8 and matmul not in self.experts_ms:
+            self.experts_ms[matmul] = self.time_fp8_experts()
         alone = self.time_dense_experts() if dense else self.experts_ms.get(matmul, {})
         for name, timing in times.items():
             experts_ms = alone.get(name)  # None: too slow to be timed alone
@@ -186,11 +239,53 @@ class Worker:
                 **timing,
                 experts_ms=experts_ms,
                 exchange_share=share,
-                errors=found,
-                wrong=max(found.values()) > cases.TOLERANCES[facts["format"]],
-                tokens_with_drops=int(np.asarray(result[0][1]).sum()),
+                **checked,
+                tokens_with_drops=drops,
             )
-        return result
+        if ep is not None:
+            key, facts = (facts["layer"], facts["format"]), {"matmul": matmul, **facts}
+            self.timed[key] = Timed(facts, ep, checked, programs["both"])
+        return reference
+
+    def steps(self):
+        """The rows of making codes of the weights, and of steps with and without them.
+
+        Their errors are those of the layers.
+        """
+        how = self.spec["milliseconds"], self.spec["repeats"]
+        transport = self.spec["transport"]
+        main, coded = (transport, "bf16"), (report.fp8_experts(transport), report.FP8)
+        names = tuple(map(report.fp8_experts, report.OURS))
+        found = [key for key in self.timed if key[0] in names]
+        for key in sorted(found, key=lambda key: key != coded)[:1]:
+            self.attempt(key, {"pass": "quantize"}, lambda: self.quantizing(how))
+        if coded not in self.timed:
+            return
+        for key, quantize in ((main, None), (coded, self.quantize)):
+            for count in cases.MICROBATCHES if key in self.timed else ():
+                step = functools.partial(
+                    cases.measure_step, self.case, self.timed[key].both, quantize, count
+                )
+                facts = {"pass": "step", "microbatches": count}
+                self.attempt(key, facts, functools.partial(step, *how))
+
+    def quantizing(self, how):
+        """What the row of making codes says."""
+        found = cases.measure(self.case, lambda _: self.quantize(), *how, in_flight=1)
+        size = cases.quantized_bytes(self.case, self.codes)
+        return {**found, "bytes": size, "gb_s": size / found["ms"] / 1e6}
+
+    def attempt(self, key, entries, measure):
+        """A row of what is measured besides the passes of a layer that was timed."""
+        timed = self.timed[key]
+        try:
+            if self.late():
+                raise RuntimeError(process.NO_TIME)
+            row = {**measure(), **timed.checked}
+            timed.ep.check()
+        except Exception as error:  # of one row of many
+            row = _error(error)
+        self.row(**timed.facts, **entries, **row)
 
     def run(self):
         matmul = self.choose_matmul()
@@ -237,14 +332,14 @@ class Worker:
             facts, ep = layers[index]
             by_pass = {name: programs[index, name] for name in cases.PASSES}
             try:
-                result = self.measure(facts, by_pass, reference, matmul)
-                reference = reference or result
+                reference = self.measure(facts, ep, by_pass, reference, matmul)
                 if ep is not None:
                     ep.check()
             except Exception as error:  # of one layer of many
                 self.row(**{"matmul": matmul, **facts}, **_error(error))
-            result = None
             gc.collect()
+        reference = None  # makes room for the codes of steps
+        self.steps()
         for ep in handles:
             if ep is not None:
                 ep.close()

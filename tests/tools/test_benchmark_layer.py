@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from benchmarks.layers import experts as layer_experts
 from benchmarks.layers import kinds as layer_kinds
 from benchmarks.layers import report as layer_report
 from benchmarks.layers import worker as layer_worker
+from jax_ep._cli.bench import checks
 from jax_ep._cli.bench.transports import normal
 from support import helpers
 from support.layer_rows import timing
@@ -22,6 +25,7 @@ from support.layer_rows import timing
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("quick_compiles")]
 
 SIZES = {"hidden": 32, "inner": 16, "experts": 16, "top_k": 3, "tokens": 8}
+WIDE = SIZES | {"hidden": 128, "inner": 128, "experts": 4, "top_k": 2}  # for fp8
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +34,15 @@ def case():
     return layer_cases.make_case(mesh, SIZES, seed=5)
 
 
-def results(case, layer):
+@pytest.fixture(scope="module")
+def wide():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    return layer_cases.make_case(mesh, WIDE, seed=5)
+
+
+def results(case, layer, *operands):
     """What the layer returns with every gradient."""
-    run = layer_cases.compiling(case, layer)["both"]()
+    run = layer_cases.compiling(case, layer, *operands)["both"]()
     return run(case.tokens[0])
 
 
@@ -41,26 +51,32 @@ def sparse(name="ragged_dot"):
     return layer_experts.make(name, 128)
 
 
+def handle(case, **changes):
+    sizes = case.sizes
+    config = jax_ep.EPConfig(
+        num_experts=sizes["experts"],
+        top_k=sizes["top_k"],
+        hidden_size=sizes["hidden"],
+        max_tokens_per_rank=sizes["tokens"],
+        recv_capacity=case.capacity,
+        **changes,
+    )
+    return jax_ep.init(case.mesh, "ep", config, transport=helpers.TRANSPORT)
+
+
 @pytest.fixture(scope="module")
 def ours(case):
-    config = jax_ep.EPConfig(
-        num_experts=SIZES["experts"],
-        top_k=SIZES["top_k"],
-        hidden_size=SIZES["hidden"],
-        max_tokens_per_rank=SIZES["tokens"],
-        recv_capacity=case.capacity,
-    )
-    mesh, transport = case.mesh, helpers.TRANSPORT
-    with jax_ep.init(mesh, "ep", config, transport=transport) as ep:
+    with handle(case) as ep:
         yield results(case, layer_kinds.ours(ep, sparse()))
 
 
 def dense_formula(case):
     """y and gradients in float32, every expert on every token, on one device."""
+    sizes = case.sizes
 
     def formula(tokens, params):
-        routing = layer_kinds.route(tokens, params["router"], SIZES["top_k"])
-        chosen = jax.nn.one_hot(routing.ids, SIZES["experts"])
+        routing = layer_kinds.route(tokens, params["router"], sizes["top_k"])
+        chosen = jax.nn.one_hot(routing.ids, sizes["experts"])
         weights = jnp.einsum("nke,nk->ne", chosen, routing.weights)
         both = jnp.einsum("nh,ehcf->necf", tokens, params["gate_up"])
         rows = jax.nn.silu(both[:, :, 0]) * both[:, :, 1] * weights[..., None]
@@ -76,6 +92,70 @@ def dense_formula(case):
 
 def test_ours_is_the_dense_formula(case, ours):
     assert max(layer_cases.errors(ours, dense_formula(case)).values()) < 0.03
+
+
+def test_experts_in_fp8_are_the_dense_formula(wide):
+    """With codes that are an operand, and not with those of other weights."""
+    codes = layer_cases.quantizing(wide)()
+    halved = jax.tree.map(lambda x: x / 2 if x.dtype == jnp.float32 else x, codes)
+    wanted, tolerance = dense_formula(wide), layer_cases.TOLERANCES["fp8_block128"]
+    with handle(wide, dispatch_format="fp8_block128") as ep:
+        layer = layer_kinds.coded(ep)
+        errors = layer_cases.errors(results(wide, layer, codes), wanted)
+        assert errors.keys() >= {"y", "d tokens", "d router", "d gate_up", "d down"}
+        assert 0.001 < max(errors.values()) < tolerance
+        wrong = layer_cases.errors(results(wide, layer, halved), wanted)
+        assert wrong["y"] > tolerance
+        # A program's operands may be others than it was compiled with.
+        run = layer_cases.compiling(wide, layer, halved)["both"]()
+        again = layer_cases.errors(run(wide.tokens[0], codes), wanted)
+        assert again == pytest.approx(errors)
+
+
+def test_experts_in_fp8_alone_are_those_in_bfloat16(wide):
+    shape = (wide.mesh.size * wide.capacity, WIDE["hidden"])
+    counts = layer_cases.group_sizes(wide)
+    keep = checks.mapped(wide.mesh, layer_worker._zeros_past_the_end)
+    rows = keep(normal(wide.mesh, jax.random.key(0), shape), counts)
+    quantize = functools.partial(jax_ep.formats.quantize, format="fp8_block128")
+    codes = checks.mapped(wide.mesh, quantize)(rows)
+    found = []
+    for layer, *operands in (
+        (layer_kinds.alone_coded(WIDE), codes, layer_cases.quantizing(wide)()),
+        (layer_kinds.alone(WIDE, sparse()),),
+    ):
+        (out, weights), grads = results(wide, layer, rows, counts, *operands)
+        rest = keep(grads[2], counts), grads[1]
+        none = jnp.zeros(len(out), bool)
+        found.append(((keep(out, counts), none), rest))
+        assert weights.shape == (wide.mesh.size * WIDE["tokens"], WIDE["top_k"])
+    errors = layer_cases.errors(*found)
+    assert 0.001 < max(errors.values()) < layer_cases.TOLERANCES["fp8_block128"]
+
+
+@pytest.mark.parametrize("microbatches", layer_cases.MICROBATCHES)
+def test_a_step_makes_codes_once(microbatches):
+    """And its time is that of all its calls; without codes it has calls alone."""
+    made, seen = iter(range(100)), []
+
+    def run(tokens, *codes):
+        time.sleep(0.001)
+        seen.append((tokens, *codes))
+        return jnp.zeros(1)
+
+    case = types.SimpleNamespace(tokens=["a", "b"])
+    how = (microbatches, 0, 3)
+    found = layer_cases.measure_step(case, run, lambda: next(made), *how)
+    # Two to begin with, and each repeat's.
+    assert [codes for _, codes in seen] == [
+        step for step in range(2 + 3 * 2) for _ in range(microbatches)
+    ]
+    assert {tokens for tokens, _ in seen[-2:]} == {"a", "b"}
+    assert (found["steps"], found["repeats"]) == (2, 3)
+    assert microbatches <= found["ms_least"] <= found["ms"]
+    seen.clear()
+    layer_cases.measure_step(case, run, None, *how)
+    assert {len(each) for each in seen} == {1}
 
 
 @pytest.mark.parametrize("factor", [8, 0.5])

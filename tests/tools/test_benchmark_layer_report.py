@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import re
 import types
 
 import generate
@@ -31,6 +33,19 @@ def row(name, ms, each="both", **changes):
         "errors": {"y": 0.01},
         "wrong": False,
     } | (timing(ms) | changes)
+
+
+def fp8_rows(transport="p2p"):
+    """Of a layer with experts in fp8, and what is measured with it."""
+    layer_name = layer_report.fp8_experts(transport)
+    coded = functools.partial(row, layer_name, format="fp8_block128", matmul="fp8")
+    none = {"exchange_share": None, "experts_ms": None}
+    return [
+        coded(2.5, experts_ms=1.0, exchange_share=0.6),
+        coded(0.5, "quantize", **none, bytes=2e9, gb_s=4000.4),
+        *(row(transport, 4.1 * m, "step", microbatches=m, **none) for m in (8, 1)),
+        *(coded(0.5 + 2.5 * m, "step", microbatches=m, **none) for m in (8, 1)),
+    ]
 
 
 def record():
@@ -73,6 +88,70 @@ def test_summary_takes_the_fastest_right_rows():
     assert len(cells) == len(layer_report.COLUMNS)
 
 
+def test_fp8_experts_have_columns_where_they_were_timed():
+    found = record()
+    before = layer_report.table(found)
+    assert not set(before[0]) & set(layer_report.FP8_COLUMNS)
+    found["results"] += fp8_rows()
+    # Those of another transport are not of this table.
+    found["results"].append(
+        row(layer_report.fp8_experts("collective"), 1.0, format="fp8_block128")
+    )
+    header, cells = layer_report.table(found)
+    assert set(header) - set(before[0]) == set(layer_report.FP8_COLUMNS)
+    shown = dict(zip(header, cells, strict=True))
+    assert shown["p2p, fp8 experts"] == "2.50 (60%)"
+    assert shown["fp8 over bf16"] == "1.60"
+    # The rest of the table is what it was.
+    assert [shown[name] for name in before[0]] == list(before[1])
+    assert ("mid", "both", "fp8", "1.00") in list(layer_report.matmuls(found))
+
+
+def test_codes_and_steps_are_shown(capsys):
+    found = record()
+    assert list(layer_report.steps(found)) == []
+    found["results"] += fp8_rows()
+    wanted = [
+        ("mid", "0.50", "4000", "1", "4.10", "3.00", "1.37"),
+        ("mid", "0.50", "4000", "8", "32.80", "20.50", "1.60"),
+    ]
+    assert list(layer_report.steps(found)) == wanted
+    assert {len(each) for each in wanted} == {len(layer_report.STEP_COLUMNS)}
+    layer_report.print_table(found)
+    shown = [tuple(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert set(wanted) <= set(shown)
+    codes, *steps = (layer_report.line(row) for row in found["results"][-5:])
+    assert "4000 GB/s" in codes
+    assert re.findall(r"step of \d", "".join(steps)) == ["step of 8", "step of 1"] * 2
+    # Without a step: the codes alone.
+    found["results"] = [r for r in found["results"] if r.get("pass") != "step"]
+    assert list(layer_report.steps(found)) == [("mid", "0.50", "4000", *[""] * 4)]
+
+
+def test_fp8_experts_that_are_wrong_or_missing_are_failures():
+    found = record()
+    found["results"][5]["wrong"] = False
+    found["results"] += fp8_rows("collective")
+    assert layer_report.failures(found) == []
+    for at in (-6, -5, -1):
+        wrong = copy.deepcopy(found)
+        wrong["results"][at]["wrong"] = True
+        assert len(layer_report.failures(wrong)) == 1
+        lost = wrong["results"][at]
+        wrong["results"][at] = {"case": "mid", "layer": lost["layer"], "error": "no"}
+        assert len(layer_report.failures(wrong)) == 1
+
+
+def test_old_records_are_shown():
+    paths = sorted(generate.RESULTS.glob("layer*-*.json"))
+    assert paths
+    for path in paths:
+        old = json.loads(path.read_text())
+        text = layer_tables.all_layers(old, generate.table)
+        new = any("fp8 experts" in row["layer"] for row in old["results"])
+        assert ("fp8 over bf16" in text) == new
+
+
 def test_table_of_the_docs():
     found = record()
     with pytest.raises(SystemExit, match="unfit"):
@@ -86,6 +165,14 @@ def test_table_of_the_docs():
     assert "(here padded;" in text
     assert "| mid | both | 4.00 | 4.04 | +1.0% |" in text
     assert "fastest of default, update an expert;" in text
+    assert "fp8 experts" not in text
+    found["results"] += fp8_rows()
+    text = layer_tables.all_layers(found, generate.table)
+    assert "| p2p, fp8 experts |" in text
+    assert "`fp8 experts` is p2p's with tokens in `fp8_block128`" in text
+    assert "| mid | 0.50 | 4000 | 8 | 32.80 | 20.50 | 1.60 |" in text
+    assert "(here padded;" in text
+    assert layer.chosen_matmuls(found["results"], {"mid": []}) == {"mid": ["padded"]}
 
 
 def test_failures_are_wrong_results_and_what_jax_ep_lacks():
@@ -132,11 +219,47 @@ def test_the_default_experts_are_measured_where_they_are_offered(
 ):
     monkeypatch.setattr(layer_worker.layer_experts, "default", lambda sizes: default)
     spec = {"ours": [("p2p", "bf16")], "dense": False, "ragged": ()}
-    spec |= {"matmul": {"mid": offered}, "transport": "p2p"}
+    spec |= {"matmul": {"mid": offered}, "transport": "p2p", "fp8": []}
     case = types.SimpleNamespace(sizes={})
     made = layer_worker.Worker(spec, case, "mid", None).layers(None, chosen)
     found = [f for f, _ in made if f["layer"] == layer_report.default_experts()]
     assert [facts["matmul"] for facts in found] == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "fp8"),
+    [
+        ("", 2, ["p2p", "collective"]),
+        ("--experts bf16", 2, []),
+        ("--experts fp8 --layers collective ragged", 0, ["collective"]),
+        ("--formats bf16", 1, []),
+        ("--layers ragged dense", 0, []),
+    ],
+)
+def test_fp8_experts_go_with_tokens_as_fp8(words, ours, fp8):
+    """And the first worker times them."""
+    args = layer.parse([*words.split(), "--devices", "2"])
+    first, *others = (spec for *_, spec in layer.workers(args, {}))
+    assert first["fp8"] == fp8
+    of_each = [transport for transport, _ in first["ours"]]
+    assert set(map(of_each.count, of_each)) == ({ours} if ours else set())
+    assert all(spec["fp8"] == [] for spec in others)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "wanted"),
+    [(256, 128, ["p2p", "collective"]), (64, 128, []), (128, 64, [])],
+)
+def test_fp8_experts_are_measured_where_sizes_allow(hidden, inner, wanted):
+    spec = {"ours": [], "dense": False, "ragged": (), "matmul": {"mid": []}}
+    spec |= {"transport": "p2p", "fp8": ["p2p", "collective"]}
+    case = types.SimpleNamespace(sizes={"hidden": hidden, "inner": inner})
+    made = layer_worker.Worker(spec, case, "mid", None).layers(None, "padded")
+    assert [facts for facts, _ in made] == [
+        {"layer": layer_report.fp8_experts(name), "format": "fp8_block128"}
+        | {"flags": "", "matmul": "fp8"}
+        for name in wanted
+    ]
 
 
 def test_cases_without_time_are_said_and_can_be_joined_later():

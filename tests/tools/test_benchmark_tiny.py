@@ -78,10 +78,13 @@ def test_layer(tmp_path):
     record = tiny(layer, tmp_path, *layers, "--transport", helpers.TRANSPORT)
     assert record["problems"] == []
     assert layer_report.untimed(record) == []
-    rows = [row for row in record["results"] if row["layer"] != "experts"]
+    rows = [row for row in record["results"] if row["pass"] in layer_cases.PASSES]
+    rows = [row for row in rows if row["layer"] != "experts"]
     assert not any("error" in row or row["wrong"] for row in record["results"])
     ours, names = [*over("collective")], ("layer", "format", "flags")
     kinds = {(name, each, "") for name in ours for each in layer.FORMATS}
+    coded = layer_report.fp8_experts(helpers.TRANSPORT)
+    kinds |= {(layer_report.fp8_experts(name), "fp8_block128", "") for name in ours}
     kinds |= {("dense", "bf16", "")}
     kinds |= {("ragged", "bf16", label) for _, of in measure.RAGGED for _, label in of}
     for made in (layer_report.counted, layer_report.default_experts):
@@ -91,6 +94,17 @@ def test_layer(tmp_path):
     assert all(row["tokens_with_drops"] == 0 for row in rows if row["layer"] != "dense")
     ways = {row["matmul"] for row in record["results"] if row["layer"] == "experts"}
     assert ways >= {name for name in layer.MATMULS if name != "hopper"}
+    others = [row for row in record["results"] if row["pass"] not in layer_cases.PASSES]
+    steps = itertools.product(
+        ["step"], (helpers.TRANSPORT, coded), layer_cases.MICROBATCHES
+    )
+    found = rows_by(others, "pass", "layer", "microbatches")
+    assert found.keys() == {*steps, ("quantize", coded, None)}
+    assert all(row["gb_s"] > 0 for row in others if row["pass"] == "quantize")
+    shown = list(layer_report.steps(record))
+    assert len(shown) == len(layer_cases.MICROBATCHES)
+    assert all(float(cell) > 0 for each in shown for cell in each[3:])
+    assert set(layer_report.FP8_COLUMNS) <= set(layer_report.table(record)[0])
     assert all("%" in each[-1] for each in layer_report.stats_cost(record))
     assert len(list(layer_report.stats_cost(record))) == len(layer_cases.PASSES)
     layer_tables.all_layers(record, generate.table)
