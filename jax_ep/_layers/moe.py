@@ -182,7 +182,7 @@ def moe_ffn(
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):
-            routing = choosing.routed(tokens, params, router, mask, config.top_k)
+            routing = choosing.routed(ep, tokens, params, router, mask)
     params = _spread(ep, params, tokens, routing)
     axes = _batch_axes(ep, batch_axes)
     losses = _losses(ep, routing, axes)

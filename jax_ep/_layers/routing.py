@@ -11,23 +11,24 @@ import jax.numpy as jnp
 from jax_ep import router as routers
 from jax_ep._core import errors
 from jax_ep._core.arrays import as_array
+from jax_ep._core.handle import EPHandle
 from jax_ep._layers import moe_checks
+from jax_ep._layers.logits import logits_of
 
 
 def routed(
+    ep: EPHandle,
     tokens: jax.Array,
     params: Mapping[str, Any],
     router: routers.Router | routers.RouterFunction | None,
     mask: jax.Array | None,
-    top_k: int,
 ) -> routers.Routing:
     """Returns the decision of `router` for the tokens of one rank."""
-    kernel = params["router"].astype(jnp.float32)
+    top_k, device = ep.config.top_k, ep.mesh.local_devices[0]
     if mask is not None:
         # NaN in padding times a zero cotangent is NaN in the kernel's gradient.
         tokens = jnp.where(mask[:, None], tokens, 0)
-    highest = jax.lax.Precision.HIGHEST
-    logits = jnp.dot(tokens.astype(jnp.float32), kernel, precision=highest)
+    logits = logits_of(tokens, params["router"], device)
     bias = params.get("router_bias")
     if router is None or isinstance(router, routers.Router):
         return routers.route(logits, top_k, router, bias=bias, mask=mask)

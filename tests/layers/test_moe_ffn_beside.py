@@ -157,6 +157,8 @@ def dots(jaxpr):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_router_is_of_the_highest_precision(dtype):
     """Whatever is the default, which conftest.py sets: in bfloat16 choices differ."""
+    if dtype == "bfloat16" and jax.default_backend() != "cpu":
+        pytest.skip("GPUs sum products of bfloat16 parts: test_logits.py")
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     ep, params = helpers.make_ep(mesh, config(dtype=dtype)), moe_dense.params()
     x = jnp.asarray(tokens(mesh, 7), dtype)
