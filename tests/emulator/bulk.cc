@@ -310,17 +310,11 @@ void OwnCopy(void* shared, const void* global, uint32_t bytes) {
       {static_cast<uint8_t*>(shared), static_cast<const uint8_t*>(global), bytes});
 }
 
-void OwnCommit() {
+void AsyncArrive(uint64_t* barrier) {
   const Unseen unseen;
-  current->own_groups.push_back(std::exchange(current->own_open, {}));
-  // Some come early.
-  if (Random() % 4 == 0) OwnWait(0);
-}
-
-void OwnWait(size_t pending) {
-  const Unseen unseen;
-  auto& groups = current->own_groups;
-  for (; groups.size() > pending; groups.pop_front()) CarryOut(groups.front());
+  CheckMbarrier(barrier, "mbarrier");
+  CarryOut(std::exchange(current->own_open, {}));
+  Arrive(barrier, 0);
 }
 
 void BulkCommit() {
@@ -365,10 +359,14 @@ void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
 
 void MbarrierArrive(uint64_t* barrier, uint32_t rank) {
   CheckMbarrier(barrier, "mbarrier");
-  const Block* block = rank < 2 ? current->block->cluster->blocks[rank] : nullptr;
-  if (block == nullptr) Die("an arrival at block %u of a cluster, which has ended", rank);
-  auto* at = reinterpret_cast<uint64_t*>(SharedOf(*block, barrier));
-  Reads(at, sizeof *at);
+  const auto& cluster = current->block->cluster;
+  uint64_t* at = barrier;
+  if (cluster != nullptr) {
+    const Block* block = rank < 2 ? cluster->blocks[rank] : nullptr;
+    if (block == nullptr) Die("an arrival at block %u of a cluster, which has ended", rank);
+    at = reinterpret_cast<uint64_t*>(SharedOf(*block, barrier));
+    Reads(at, sizeof *at);
+  }
   const Unseen unseen;
   Arrive(at, 0);
 }

@@ -152,7 +152,7 @@ struct Block {
   std::vector<std::shared_ptr<Warpgroup>> warpgroups;
   char end = 0;  // what its threads release at their ends
 
-  uint32_t rank() const { return cluster->blocks[1] == this; }
+  uint32_t rank() const { return cluster == nullptr ? 0 : cluster->blocks[1] == this; }
 };
 
 struct Fiber {
@@ -169,7 +169,6 @@ struct Fiber {
   std::vector<std::shared_ptr<BulkGroup>> groups;
   // Copies that are the thread's own: open ones, and those of groups.
   std::vector<OwnCopied> own_open;
-  std::deque<std::vector<OwnCopied>> own_groups;
   std::shared_ptr<BulkGroup> open;
   size_t puts = 0;  // in which it has taken part
   // For races: whether a fence stands before its next stores, and relaxed loads since the last one.
@@ -227,8 +226,7 @@ bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
 
 void OwnCopy(void* shared, const void* global, uint32_t bytes);
-void OwnCommit();
-void OwnWait(size_t pending);
+void AsyncArrive(uint64_t* barrier);
 // Of this block, or at the same place of another one of its cluster.
 void MbarrierArrive(uint64_t* barrier, uint32_t rank);
 // Dies if a load under way writes there.

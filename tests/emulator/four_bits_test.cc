@@ -97,9 +97,14 @@ Weights MadeWeights(Random& random, const Draws& draws) {
       const int64_t side = c / per_side, column = tile * per_side + c % per_side;
       for (int64_t i = 0; i < kFourBitSteps; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
-        const int64_t q = i / 8, bit = (i % 2 * 4 + i % 8 / 2) * 4;
-        const int64_t byte = 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h + bit / 8;
-        atom[byte] = static_cast<uint8_t>(atom[byte] | code << bit % 8);
+        constexpr int kRest[] = {6, 3, 0, 12}, kSign[] = {15, 11, 9, 10};
+        const int64_t q = i / 8, place = i % 8 / 2;
+        uint8_t* word = atom + 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h;
+        const uint32_t bits = ((code & 7) << kRest[place] | code >> 3 << kSign[place])
+                              << i % 2 * 16;
+        for (int byte = 0; byte < 4; ++byte) {
+          word[byte] = static_cast<uint8_t>(word[byte] | bits >> 8 * byte);
+        }
         const double value = (code & 8 ? -1.0 : 1.0) * double{kMagnitudes[code & 7]};
         const int64_t step = at % atoms * kFourBitSteps + i;
         weights.values[static_cast<size_t>(((group * k + step) * sides + side) * b + column)] =

@@ -205,9 +205,14 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     """Float32 `[L, A, sides * B]` of what `four_bits.tiles` made."""
     groups, across, steps, _ = tiles.shape
     codes = tiles[..., :2048].reshape(groups, across, steps, 4, 8, 4, 2, 2, 2, 2)
-    nibbles = jnp.stack([codes & 0xF, codes >> 4], -1)
-    # pair, r, q, odd, half, j, i / 2, i % 2 to q, i / 2, i % 2, j, pair, odd, half, r.
-    order = (5, 9, 10, 8, 3, 6, 7, 4)
+    halves = codes[..., 0] | codes[..., 1].astype(jnp.uint16) << 8
+    nibbles = [
+        halves >> rest & 7 | (halves >> sign & 1) << 3
+        for rest, sign in ((6, 15), (3, 11), (0, 9), (12, 10))
+    ]
+    nibbles = jnp.stack(nibbles, -1)
+    # pair, r, q, odd, half, j, i to q, i, j, pair, odd, half, r.
+    order = (5, 9, 8, 3, 6, 7, 4)
     nibbles = jnp.transpose(nibbles, (0, 1, 2, *order))
     nibbles = nibbles.reshape(groups, across, steps, 32, 128)
     bytes_ = tiles[..., 2048:].reshape(groups, across, steps, 8, 8, 2)

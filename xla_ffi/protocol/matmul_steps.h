@@ -76,9 +76,11 @@ struct QuantizeMatricesStep {
 // contracted dimension K. They lie as [L, tiles, K / 32, kFourBitAtomBytes]. A tile has
 // kFourBitColumns columns of a matrix, or in a product with SwiGLU half as many of gate, then the
 // same of up. An atom holds them for 32 of K. Column 16 * m + 8 * h + r has its codes of K = 8 * q
-// to 8 * q + 7 in four bytes at 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h: from the
-// lowest bits on those of 0, 2, 4, 6, 1, 3, 5, 7. Its scale is the byte at 2048 + 16 * r + 2 * m +
-// h.
+// to 8 * q + 7 in a word of four bytes at 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h.
+// Even K are in its lower half, the others in its upper half, each half with four codes: where
+// decoding takes the fewest instructions, K = 0, 2, 4, 6 (or 1, 3, 5, 7) have their signs in bits
+// 15, 11, 9, 10, and the other bits from bit 6, 3, 0, 12 on. The column's scale is the byte at 2048
+// + 16 * r + 2 * m + h.
 inline constexpr int64_t kFourBitColumns = 128;
 inline constexpr int64_t kFourBitSteps = 32;
 inline constexpr int64_t kFourBitAtomBytes = kFourBitColumns * kFourBitSteps / 2 + kFourBitColumns;

@@ -227,17 +227,6 @@ __device__ __forceinline__ void AsyncCopy(void* shared, const void* global) {
   }
 }
 
-// Closes the group, which may be empty.
-__device__ __forceinline__ void AsyncCommit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until all but the last kPending groups are there.
-template <int kPending>
-__device__ __forceinline__ void AsyncWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -272,6 +261,13 @@ __device__ __forceinline__ void MbarrierExpectAt(uint32_t barrier, uint32_t byte
 }
 __device__ __forceinline__ void MbarrierExpect(uint64_t* barrier, uint32_t bytes) {
   MbarrierExpectAt(SharedAddress(barrier), bytes);
+}
+
+// Arrives once this thread's earlier AsyncCopy are there, which may be later. Release of what they
+// wrote; pairs with the MbarrierTryWait that sees the phase end.
+__device__ __forceinline__ void AsyncArrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
 }
 
 // Returns true once the phase of this parity has ended (phase n has parity n % 2); this thread may

@@ -1,8 +1,8 @@
-// Each block works on tiles of 128 columns and up to kRows rows of a group. Its eight warps share
-// the contracted dimension in units of 128, each by itself: it brings weights and rows to stages of
-// its own in shared memory, several ahead and into the next tile, and multiplies them with the
-// columns as wgmma's counterpart for a warp has rows. Only the sums of a tile meet, in shared
-// memory.
+// Each block works on tiles of 128 columns and up to 32 rows of a group, along all of the
+// contracted dimension. One warp feeds stages in shared memory with weights and rows; four others
+// multiply, each 32 of the columns, which lie as the rows do in wgmma's counterpart for a warp.
+// Several blocks share a multiprocessor, because decoding takes instructions that wait for each
+// other.
 #pragma once
 
 #include <cstdint>
@@ -13,46 +13,70 @@
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/matmul/four_bits.h"
 #include "cuda/matmul/group_pieces.cuh"
+#include "cuda/matmul/hopper.cuh"
+#include "cuda/matmul/units.cuh"
 #include "cuda/matmul/warp_products.cuh"
 #include "formats/e4m3.h"
 
 namespace jax_ep::cuda {
 
-inline constexpr int kFourBitWarps = 8;
-inline constexpr int kFourBitThreads = kFourBitWarps * kWarpSize;
-inline constexpr int kAtomsOfStage = 2;
-inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;  // 64 of K
-inline constexpr int kStagesOfUnit = kFourBitAlign / kStageSteps;
-inline constexpr int kColumnTiles = kFourBitColumns / 16;
+inline constexpr int kFourBitMathWarps = 4;
+inline constexpr int kFourBitMathThreads = kFourBitMathWarps * kWarpSize;
+inline constexpr int kFourBitThreads = kFourBitMathThreads + kWarpSize;
+inline constexpr int kFourBitBlocks = 4;    // of a multiprocessor
+inline constexpr int kFourBitRowTiles = 4;  // eights of rows
+inline constexpr int kFourBitRows = 8 * kFourBitRowTiles;
+inline constexpr int kAtomsOfStage = 4;
+inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;
+static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as scales of rows are
+inline constexpr int kColumnTiles = 2;  // sixteens of columns, of a warp
 inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
 
-// kRowTiles: eights of rows. kCodes: whether rows are codes.
-template <int kRowTiles, bool kCodes>
-struct FourBitPlan {
-  static constexpr int kRows = 8 * kRowTiles;
+// Shared memory. kCodes: whether rows are codes.
+template <bool kCodes>
+struct FourBitLayout {
+  // Of a multiprocessor. Decoding rows as well takes more registers.
+  static constexpr int kBlocks = kCodes ? 3 : 4;
+  static constexpr uint32_t kStages = 3;
   static constexpr uint32_t kRowBytes = kStageSteps * (kCodes ? 1 : 2);
-  // What a lane reads of a row in an atom, and has copied itself: pieces lie by atom, tile, lane.
+  // What a lane reads of a row in an atom; pieces lie by atom, tile, lane.
   static constexpr uint32_t kPieceBytes = kCodes ? 8 : 16;
   static constexpr uint32_t kStageBytes =
-      kWeightBytes + kAtomsOfStage * kRowTiles * kWarpSize * kPieceBytes;
-  // Sums of half of a tile's columns, of half of the warps; padded against bank conflicts.
-  static constexpr uint32_t kSumColumns = kFourBitColumns / 2;
-  static constexpr uint32_t kSumStride = kSumColumns + 4;
-  static constexpr uint32_t kSlots = kFourBitWarps / 2;
-  static constexpr uint32_t kSumBytes = kSlots * kRows * kSumStride * 4;
-  static constexpr uint32_t kMostSharedBytes = 227 * 1024;
-  static constexpr uint32_t kFit =
-      (kMostSharedBytes - kSumBytes) / (kFourBitWarps * (kStageBytes + sizeof(uint64_t)));
-  static constexpr uint32_t kStages = kFit < 4 ? kFit : 4;
-  static_assert(kStages >= 2);
-  static constexpr uint32_t kSharedBytes =
-      kFourBitWarps * kStages * (kStageBytes + sizeof(uint64_t)) + kSumBytes;
+      kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
+  // Of a warp: sums of a column tile that another one finishes.
+  static constexpr uint32_t kHandedBytes = kFourBitRowTiles / 2 * 4 * kWarpSize * sizeof(float);
+  static constexpr uint32_t kBytes =
+      kStages * (kStageBytes + 2 * sizeof(uint64_t)) + kFourBitMathWarps * kHandedBytes;
+  static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
   // Where a lane's piece of a row is in a stage.
   __device__ static uint32_t PieceAt(int atom, int tile) {
-    return kWeightBytes + ((atom * kRowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
+    return kWeightBytes + ((atom * kFourBitRowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
   }
 };
+
+template <bool kCodes>
+struct FourBitMemory {
+  using Layout = FourBitLayout<kCodes>;
+
+  uint8_t* stages;
+  float* handed;
+  uint64_t* full;  // per stage: ends when weights and rows are there
+  uint64_t* free;  // per stage: ends when all math warps have read it
+
+  __device__ explicit FourBitMemory(uint8_t* memory)
+      : stages(memory),
+        handed(reinterpret_cast<float*>(memory + Layout::kStages * Layout::kStageBytes)),
+        full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes +
+                                         kFourBitMathWarps * Layout::kHandedBytes)),
+        free(full + Layout::kStages) {}
+};
+
+// Waits for the end of a phase, which this block's own copies and warps alone decide.
+__device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
+  while (!MbarrierTryWait(barrier, parity)) {
+  }
+}
 
 struct FewRowsTile {
   int32_t group;  // negative: no more tiles
@@ -105,9 +129,14 @@ struct CodeFactor {
 
   // Powers that bfloat16 cannot hold at once, and NaN, take two factors.
   __device__ static bool NeedsTwo(uint32_t scale) { return scale > 128; }
+  // Whether any of four scales may.
+  __device__ static bool MayNeedTwo(uint32_t scales) { return (scales & 0x80808080u) != 0; }
 
-  // Of scales of which none needs two.
-  __device__ static uint32_t OnlyOf(uint32_t scale) { return (scale + 126) * 0x00800080u; }
+  // Of scale `i` of four, of which none needs two.
+  __device__ static uint32_t OnlyOf(uint32_t scales, int i) {
+    constexpr uint32_t kTwoExponents = 0x00800080;
+    return __byte_perm(scales, 0, 0x4440 + i) * kTwoExponents + 126 * kTwoExponents;
+  }
 
   __device__ explicit CodeFactor(uint32_t scale) {
     constexpr uint32_t kOne = 0x3F80, kMost = 0x7E80 /* 2^126 */, kNan = 0x7FC0;
@@ -119,15 +148,16 @@ struct CodeFactor {
   }
 };
 
-// Pair `pair` of a word's codes, as two bfloat16 of 2^-126 of their values: exponent and mantissa
-// go to the lowest bits of the exponent and the highest one of the mantissa, where denormals are
-// right, too.
+// Pair kPair of a word's codes (protocol/matmul_steps.h), as two bfloat16 of 2^-126 of their
+// values: exponent and mantissa are the lowest bits of the exponent and the highest one of the
+// mantissa, where denormals are right, too.
 template <int kPair>
 __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
-  constexpr int kBits = 6 - 4 * kPair, kSign = 12 - 4 * kPair;
-  const uint32_t bits =
-      kBits >= 0 ? word << (kBits >= 0 ? kBits : 0) : word >> (kBits < 0 ? -kBits : 0);
-  return (bits & 0x01C001C0) | (word << kSign & 0x80008000);
+  constexpr uint32_t kSigns = 0x80008000, kRest = 0x01C001C0;
+  if constexpr (kPair == 0) return word & (kSigns | kRest);
+  if constexpr (kPair == 1) return (word << 3 & kRest) | (word << 4 & kSigns);
+  if constexpr (kPair == 2) return word << 6 & (kSigns | kRest);
+  return (word >> 6 & kRest) | (word << 5 & kSigns);
 }
 
 // Four words of bfloat16 from eight codes of e4m3.
@@ -140,108 +170,49 @@ __device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
   }
 }
 
-// ---- A warp's stages ----------------------------------------------------------------------------
+// ---- Feeding ------------------------------------------------------------------------------------
 
-template <typename Plan, bool kCodes>
-class FewRowsStages {
- public:
-  // Called by the whole warp.
-  __device__ FewRowsStages(const FourBitStep& step, uint8_t* memory, int32_t column_tiles)
-      : step_(step),
-        walk_(step, Plan::kRows, column_tiles),
-        column_tiles_(column_tiles),
-        stages_(memory + Warp() * Plan::kStages * Plan::kStageBytes),
-        barriers_(reinterpret_cast<uint64_t*>(memory +
-                                              kFourBitWarps * Plan::kStages * Plan::kStageBytes) +
-                  Warp() * Plan::kStages),
-        half_units_(static_cast<int32_t>(step.left_columns / kStageSteps)) {
-    if (Lane() == 0) {
-      for (uint32_t stage = 0; stage < Plan::kStages; ++stage) MbarrierInit(&barriers_[stage], 1);
-    }
-    FenceProxyAsyncShared();
-    __syncwarp();
-    ahead_ = walk_.Next();
-    part_ = First();
-    for (uint32_t stage = 0; stage < Plan::kStages; ++stage) Issue();
-  }
-
-  // The first of this warp's parts of K, in stages; units of all warps take turns.
-  __device__ static int32_t First() { return Warp() * kStagesOfUnit; }
-  __device__ static int32_t After(int32_t part) {
-    return part % kStagesOfUnit != kStagesOfUnit - 1
-               ? part + 1
-               : part + 1 + (kFourBitWarps - 1) * kStagesOfUnit;
-  }
-
-  // Waits for the oldest stage.
-  __device__ const uint8_t* Await() {
-    while (!MbarrierTryWait(&barriers_[used_ % Plan::kStages], used_ / Plan::kStages % 2)) {
-    }
-    // Of every stage there is a group of the lane's own copies.
-    AsyncWait<Plan::kStages - 1>();
-    return stages_ + used_ % Plan::kStages * Plan::kStageBytes;
-  }
-  // Gives it back, and loads the next part there.
-  __device__ void Release() {
-    ++used_;
-    // The lanes' reads come before the bulk copies that overwrite them.
-    FenceProxyAsyncShared();
-    __syncwarp();
-    Issue();
-  }
-
- private:
-  __device__ void Issue() {
-    Load();
-    AsyncCommit();
-  }
-
-  __device__ void Load() {
-    while (ahead_.group >= 0 && part_ >= half_units_) {
-      ahead_ = walk_.Next();
-      part_ = First();
-      if (First() >= half_units_) return;  // nothing in any tile
-    }
-    if (ahead_.group < 0) return;
-    const uint32_t slot = issued_ % Plan::kStages;
-    uint8_t* stage = stages_ + slot * Plan::kStageBytes;
-    if (Lane() == 0) {
-      uint64_t* barrier = &barriers_[slot];
-      MbarrierExpect(barrier, kWeightBytes);
-      const int64_t tile = static_cast<int64_t>(ahead_.group) * column_tiles_ + ahead_.column_tile;
-      const int64_t atom = tile * (step_.left_columns / kFourBitSteps) + part_ * kAtomsOfStage;
-      BulkLoad(stage, step_.right + atom * kFourBitAtomBytes, kWeightBytes, barrier);
-    }
-    __syncwarp();
-    // Not by bulk copies: those of rows are short, and there would be many.
-    const int64_t row_bytes = step_.left_columns * (kCodes ? 1 : 2);
-    const uint8_t* from = static_cast<const uint8_t*>(step_.left) +
-                          (ahead_.row + Lane() / 4) * row_bytes + part_ * Plan::kRowBytes +
-                          Lane() % 4 * Plan::kPieceBytes;
-#pragma unroll
-    for (int tile = 0; tile < Plan::kRows / 8; ++tile, from += 8 * row_bytes) {
-      if (8 * tile + Lane() / 4 >= ahead_.rows) break;
-#pragma unroll
-      for (int atom = 0; atom < kAtomsOfStage; ++atom) {
-        AsyncCopy<Plan::kPieceBytes>(stage + Plan::PieceAt(atom, tile),
-                                     from + atom * (Plan::kRowBytes / kAtomsOfStage));
+// Called by a warp.
+template <bool kCodes>
+__device__ __forceinline__ void FeedFewRows(const FourBitStep& step, FewRowsWalk walk,
+                                            int32_t column_tiles,
+                                            const FourBitMemory<kCodes>& memory) {
+  using Layout = FourBitLayout<kCodes>;
+  const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
+  const int64_t row_bytes = step.left_columns * (kCodes ? 1 : 2);
+  RingCursor<Layout::kStages> at;
+  for (FewRowsTile tile = walk.Next(); tile.group >= 0; tile = walk.Next()) {
+    const int64_t matrix = static_cast<int64_t>(tile.group) * column_tiles + tile.column_tile;
+    const uint8_t* weights =
+        step.right + matrix * (step.left_columns / kFourBitSteps) * kFourBitAtomBytes;
+    const uint8_t* rows = static_cast<const uint8_t*>(step.left) +
+                          (tile.row + Lane() / 4) * row_bytes + Lane() % 4 * Layout::kPieceBytes;
+    JAX_EP_NO_UNROLL
+    for (int32_t part = 0; part < parts; ++part, ++at.passed) {
+      AwaitStage(&memory.free[at.slot()], at.parity() ^ 1);
+      __syncwarp();
+      uint8_t* stage = memory.stages + at.slot() * Layout::kStageBytes;
+      if (IsElected()) {
+        MbarrierExpect(&memory.full[at.slot()], kWeightBytes);
+        BulkLoad(stage, weights, kWeightBytes, &memory.full[at.slot()]);
       }
+      // Not by bulk copies: those of rows are short, and there would be many.
+#pragma unroll
+      for (int row_tile = 0; row_tile < kFourBitRowTiles; ++row_tile) {
+        if (8 * row_tile + Lane() / 4 >= tile.rows) break;
+#pragma unroll
+        for (int atom = 0; atom < kAtomsOfStage; ++atom) {
+          AsyncCopy<Layout::kPieceBytes>(
+              stage + Layout::PieceAt(atom, row_tile),
+              rows + 8 * row_tile * row_bytes + atom * (Layout::kRowBytes / kAtomsOfStage));
+        }
+      }
+      AsyncArrive(&memory.full[at.slot()]);
+      weights += kWeightBytes;
+      rows += Layout::kRowBytes;
     }
-    ++issued_;
-    part_ = After(part_);
   }
-
-  const FourBitStep& step_;
-  FewRowsWalk walk_;
-  const int32_t column_tiles_;
-  uint8_t* stages_;
-  uint64_t* barriers_;
-  const int32_t half_units_;
-  FewRowsTile ahead_;  // of the next part to load
-  int32_t part_;
-  uint32_t issued_ = 0;
-  uint32_t used_ = 0;
-};
+}
 
 // ---- Multiplying --------------------------------------------------------------------------------
 
@@ -250,79 +221,84 @@ using FewRowsSums = float[kColumnTiles][kRowTiles][4];
 
 // One atom with rows that are loaded. kTwo: whether any of its scales takes two factors.
 template <bool kTwo, int kRowTiles>
-__device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums, const uint8_t* codes,
+__device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
+                                             const uint32_t (&words)[4],
                                              const uint32_t (&rows)[kRowTiles][4],
-                                             const uint32_t (&scale_words)[4]) {
-  const uint32_t lane = Lane();
+                                             uint32_t scales) {
 #pragma unroll
-  for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
-    const uint4 four = *reinterpret_cast<const uint4*>(codes + 512 * pair + 16 * lane);
-    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+  for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+    uint32_t left[2][4];
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const int column_tile = 2 * pair + odd;
-      uint32_t left[2][4];
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t word = words[2 * column_tile + half];
+      const int which = 2 * column_tile + half;
+      const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word), TwoOfCodes<2>(word),
+                                    TwoOfCodes<3>(word)};
+      if constexpr (kTwo) {
+        const CodeFactor factor(scales >> which * 8 & 0xFF);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t word = words[2 * odd + half];
-        const uint32_t scale = scale_words[pair] >> (2 * odd + half) * 8 & 0xFF;
-        const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word), TwoOfCodes<2>(word),
-                                      TwoOfCodes<3>(word)};
-        if constexpr (kTwo) {
-          const CodeFactor factor(scale);
+        for (int i = 0; i < 4; ++i) {
+          left[i / 2][i % 2 * 2 + half] =
+              MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
+        }
+      } else {
+        const uint32_t factor = CodeFactor::OnlyOf(scales, which);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            left[i / 2][i % 2 * 2 + half] =
-                MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
-          }
-        } else {
-          const uint32_t factor = CodeFactor::OnlyOf(scale);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            left[i / 2][i % 2 * 2 + half] = MultiplyTwo(codes_of[i], factor);
-          }
+        for (int i = 0; i < 4; ++i) {
+          left[i / 2][i % 2 * 2 + half] = MultiplyTwo(codes_of[i], factor);
         }
       }
+    }
+#pragma unroll
+    for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-        for (int k16 = 0; k16 < 2; ++k16) {
-          const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
-          WarpMultiply(sums[column_tile][tile], left[k16], right);
-        }
+        const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
+        WarpMultiply(sums[column_tile][tile], left[k16], right);
       }
     }
   }
 }
 
-template <typename Plan, int kRowTiles, bool kCodes>
-__device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
-  JAX_EP_NO_UNROLL
+template <bool kTwo, int kRowTiles, bool kCodes>
+__device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage,
+                                              const uint32_t (&scales)[kAtomsOfStage]) {
+  using Layout = FourBitLayout<kCodes>;
+#pragma unroll
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
-    const uint8_t* codes = stage + atom * kFourBitAtomBytes;
+    const uint4 four = *reinterpret_cast<const uint4*>(stage + atom * kFourBitAtomBytes +
+                                                       512 * Warp() + 16 * Lane());
+    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
     uint32_t rows[kRowTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const uint8_t* row = stage + Plan::PieceAt(atom, tile);
+      const uint8_t* row = stage + Layout::PieceAt(atom, tile);
       if constexpr (kCodes) {
         RowsOfCodes(*reinterpret_cast<const uint2*>(row), rows[tile]);
       } else {
-        const uint4 words = *reinterpret_cast<const uint4*>(row);
-        rows[tile][0] = words.x, rows[tile][1] = words.y;
-        rows[tile][2] = words.z, rows[tile][3] = words.w;
+        const uint4 of_row = *reinterpret_cast<const uint4*>(row);
+        rows[tile][0] = of_row.x, rows[tile][1] = of_row.y;
+        rows[tile][2] = of_row.z, rows[tile][3] = of_row.w;
       }
     }
-    const uint4 scales = *reinterpret_cast<const uint4*>(codes + 2048 + Lane() / 4 * 16);
-    const uint32_t scale_words[4] = {scales.x, scales.y, scales.z, scales.w};
-    uint32_t largest = 0;
+    MultiplyAtom<kTwo, kRowTiles>(sums, words, rows, scales[atom]);
+  }
+}
+
+template <int kRowTiles, bool kCodes>
+__device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
+  uint32_t scales[kAtomsOfStage], any = 0;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) largest = max(largest, scale_words[i / 4] >> i % 4 * 8 & 0xFF);
-    // A branch: with choices in its place every code would be multiplied twice.
-    if (__any_sync(kFullWarp, CodeFactor::NeedsTwo(largest))) {
-      MultiplyAtom<true, kRowTiles>(sums, codes, rows, scale_words);
-    } else {
-      MultiplyAtom<false, kRowTiles>(sums, codes, rows, scale_words);
-    }
+  for (int atom = 0; atom < kAtomsOfStage; ++atom) {
+    scales[atom] = *reinterpret_cast<const uint32_t*>(stage + atom * kFourBitAtomBytes + 2048 +
+                                                      Lane() / 4 * 16 + Warp() * 4);
+    any |= scales[atom];
+  }
+  // A branch: with choices in its place every code would be multiplied twice.
+  if (__any_sync(kFullWarp, CodeFactor::MayNeedTwo(any))) {
+    MultiplyAtoms<true, kRowTiles, kCodes>(sums, stage, scales);
+  } else {
+    MultiplyAtoms<false, kRowTiles, kCodes>(sums, stage, scales);
   }
 }
 
@@ -361,11 +337,11 @@ __device__ __forceinline__ void ScaleSums(FewRowsSums<kRowTiles>& sums,
   }
 }
 
-template <typename Plan, int kRowTiles, bool kCodes>
+template <int kRowTiles, bool kCodes>
 __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
                                                 const FourBitStep& step, const FewRowsTile& tile,
-                                                FewRowsStages<Plan, kCodes>& stages) {
-  using Stages = FewRowsStages<Plan, kCodes>;
+                                                RingCursor<FourBitLayout<kCodes>::kStages>& at,
+                                                const FourBitMemory<kCodes>& memory) {
 #pragma unroll
   for (auto& column_tile : sums) {
 #pragma unroll
@@ -376,14 +352,13 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
   }
   const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
   RowScales<kRowTiles> scales{}, next{};
-  if (kCodes && Stages::First() < parts) {
-    scales.Load(step, tile, Stages::First() / kStagesOfUnit);
+  if constexpr (kCodes) {
+    scales.Load(step, tile, 0);
     next = scales;
   }
   JAX_EP_NO_UNROLL
-  for (int32_t part = Stages::First(); part < parts; part = Stages::After(part)) {
-    const uint8_t* stage = stages.Await();
-    if (kCodes && part % kStagesOfUnit == 0) {
+  for (int32_t part = 0; part < parts; ++part, ++at.passed) {
+    if constexpr (kCodes) {
       // Where the scale is the same, as at first, the factor is 1.
       float factors[kRowTiles][2];
 #pragma unroll
@@ -395,64 +370,19 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
       }
       ScaleSums<kRowTiles>(sums, factors);
       scales = next;
-      const int32_t after = part + kFourBitWarps * kStagesOfUnit;
-      if (after < parts) next.Load(step, tile, after / kStagesOfUnit);
+      if (part + 1 < parts) next.Load(step, tile, part + 1);
     }
-    MultiplyAtoms<Plan, kRowTiles, kCodes>(sums, stage);
-    stages.Release();
+    AwaitStage(&memory.full[at.slot()], at.parity());
+    MultiplyStage<kRowTiles, kCodes>(
+        sums, memory.stages + at.slot() * FourBitLayout<kCodes>::kStageBytes);
+    __syncwarp();
+    // Release; pairs with the feeding warp's wait.
+    if (IsElected()) MbarrierArrive(&memory.free[at.slot()]);
   }
   if constexpr (kCodes) ScaleSums<kRowTiles>(sums, scales.scale);
 }
 
-// ---- Sums of all warps --------------------------------------------------------------------------
-
-// Half of the columns: those of column tiles 4 * half and on.
-template <typename Plan, int kRowTiles>
-class SumsOfWarps {
- public:
-  __device__ explicit SumsOfWarps(float* slots) : slots_(slots) {}
-
-  // Called by the whole block; afterwards Get is the sum. Another call must follow a barrier.
-  __device__ void Add(FewRowsSums<kRowTiles>& sums, int half) {
-    const int warp = Warp(), slot = warp % Plan::kSlots;
-    if (warp >= static_cast<int>(Plan::kSlots)) Put(sums, half, slot, false);
-    __syncthreads();
-    if (warp < static_cast<int>(Plan::kSlots)) Put(sums, half, slot, true);
-    __syncthreads();
-  }
-  __device__ float Get(int row, int column) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (uint32_t slot = 0; slot < Plan::kSlots; ++slot) sum = Add(sum, *At(slot, row, column));
-    return sum;
-  }
-
- private:
-  __device__ static float Add(float a, float b) { return jax_ep::Add(a, b); }
-  __device__ float* At(uint32_t slot, int row, int column) const {
-    return slots_ + (slot * Plan::kRows + row) * Plan::kSumStride + column;
-  }
-
-  __device__ void Put(FewRowsSums<kRowTiles>& sums, int half, int slot, bool add) {
-#pragma unroll
-    for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
-      if (column_tile / (kColumnTiles / 2) != half) continue;
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = column_tile % (kColumnTiles / 2) * 16 + Lane() / 4 + i / 2 * 8;
-          float* at = At(slot, 8 * tile + Lane() % 4 * 2 + i % 2, column);
-          *at = add ? Add(*at, sums[column_tile][tile][i]) : sums[column_tile][tile][i];
-        }
-      }
-    }
-  }
-
-  float* slots_;
-};
-
-// ---- The kernel ---------------------------------------------------------------------------------
+// ---- Storing ------------------------------------------------------------------------------------
 
 // Two neighbouring results.
 __device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, int64_t column,
@@ -467,53 +397,126 @@ __device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, i
   }
 }
 
+// One column tile of one row tile, from `column` on. A lane's sums are of one column; with those of
+// its neighbour it has two columns of one row.
+__device__ __forceinline__ void StoreSumsOf(const FourBitStep& step, const FewRowsTile& tile,
+                                            int row_tile, int64_t column, const float (&sums)[4]) {
+  const int odd = Lane() / 4 % 2;
+  const int row = 8 * row_tile + Lane() % 4 * 2 + odd;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float even = sums[2 * half], next = sums[2 * half + 1];
+    const float own = odd ? next : even;
+    const float other = __shfl_xor_sync(kFullWarp, odd ? even : next, 4);
+    if (row >= tile.rows) continue;
+    StoreTwo(step, tile.row + row, column + half * 8 + Lane() / 4 - odd, odd ? other : own,
+             odd ? own : other);
+  }
+}
+
+__device__ __forceinline__ float SwiGluOf(float gate, float up) {
+  return Multiply(Divide(gate, Add(1.0f, expf(-gate))), up);
+}
+
+// With SwiGLU the first two warps have sums of gate, the others those of up in the same columns.
+// Each finishes half of the row tiles, for which it is handed the other's sums.
+template <int kRowTiles>
+__device__ __forceinline__ void StoreSwiGlu(const FourBitStep& step, const FewRowsTile& tile,
+                                            FewRowsSums<kRowTiles>& sums, float* handed) {
+  constexpr int kFirst = (kRowTiles + 1) / 2;  // row tiles that warps of gate finish
+  constexpr uint32_t kFloats = FourBitLayout<false>::kHandedBytes / sizeof(float);
+  const bool has_gate = Warp() < kFourBitMathWarps / 2;
+  const auto place = [&](int warp, int row_tile, int i) -> float& {
+    return handed[warp * kFloats + (row_tile % kFirst * 4 + i) * kWarpSize + Lane()];
+  };
+  const int64_t first = static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / 2) +
+                        Warp() % (kFourBitMathWarps / 2) * (16 * kColumnTiles);
+#pragma unroll
+  for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+    float (&own)[kRowTiles][4] = sums[column_tile];
+#pragma unroll
+    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      if ((row_tile < kFirst) == has_gate) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) place(Warp(), row_tile, i) = own[row_tile][i];
+    }
+    NamedBarrier(1, kFourBitMathThreads);
+#pragma unroll
+    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      if ((row_tile < kFirst) != has_gate) continue;
+      float h[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float mine = own[row_tile][i];
+        const float other = place(Warp() ^ kFourBitMathWarps / 2, row_tile, i);
+        h[i] = SwiGluOf(has_gate ? mine : other, has_gate ? other : mine);
+      }
+      StoreSumsOf(step, tile, row_tile, first + 16 * column_tile, h);
+    }
+    // What was handed has been read.
+    NamedBarrier(1, kFourBitMathThreads);
+  }
+}
+
+// ---- The kernel ---------------------------------------------------------------------------------
+
 template <int kRowTiles, bool kCodes, bool kGateUp>
-__global__ void __launch_bounds__(kFourBitThreads, 1)
+__device__ __forceinline__ void FewRowsOf(const FourBitStep& step, const FewRowsTile& tile,
+                                          RingCursor<FourBitLayout<kCodes>::kStages>& at,
+                                          const FourBitMemory<kCodes>& memory) {
+  FewRowsSums<kRowTiles> sums;
+  MultiplyFewRows<kRowTiles, kCodes>(sums, step, tile, at, memory);
+  if constexpr (kGateUp) {
+    StoreSwiGlu<kRowTiles>(step, tile, sums, memory.handed);
+  } else {
+#pragma unroll
+    for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+#pragma unroll
+      for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+        const int64_t column = static_cast<int64_t>(tile.column_tile) * kFourBitColumns +
+                               (Warp() * kColumnTiles + column_tile) * 16;
+        StoreSumsOf(step, tile, row_tile, column, sums[column_tile][row_tile]);
+      }
+    }
+  }
+}
+
+template <bool kCodes, bool kGateUp>
+__global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlocks)
     FourBitKernel(const __grid_constant__ FourBitStep step) {
-  using Plan = FourBitPlan<kRowTiles, kCodes>;
+  using Layout = FourBitLayout<kCodes>;
   constexpr int kSides = kGateUp ? 2 : 1;
-  constexpr int kHalf = Plan::kSumColumns, kPairs = kHalf / 2;
-  // Pairs of columns of half a tile per thread.
-  constexpr int kOwn = Plan::kRows * kPairs / kFourBitThreads;
-  static_assert(kOwn * kFourBitThreads == Plan::kRows * kPairs);
   const int32_t column_tiles = static_cast<int32_t>(step.columns * kSides / kFourBitColumns);
-  uint8_t* memory = SharedBytes();
-  FewRowsStages<Plan, kCodes> stages(step, memory, column_tiles);
-  SumsOfWarps<Plan, kRowTiles> all(reinterpret_cast<float*>(
-      memory + kFourBitWarps * Plan::kStages * (Plan::kStageBytes + sizeof(uint64_t))));
-  FewRowsWalk walk(step, Plan::kRows, column_tiles);
+  const FourBitMemory<kCodes> memory(SharedBytes());
+  if (threadIdx.x == 0) {
+    for (uint32_t stage = 0; stage < Layout::kStages; ++stage) {
+      // The bulk copy and the lanes' own copies.
+      MbarrierInit(&memory.full[stage], 1 + kWarpSize);
+      MbarrierInit(&memory.free[stage], kFourBitMathWarps);
+    }
+    FenceProxyAsyncShared();
+  }
+  __syncthreads();
+  FewRowsWalk walk(step, kFourBitRows, column_tiles);
+  if (Warp() == kFourBitMathWarps) {
+    FeedFewRows<kCodes>(step, walk, column_tiles, memory);
+    return;
+  }
+  RingCursor<Layout::kStages> at;
   JAX_EP_NO_UNROLL
   for (FewRowsTile tile = walk.Next(); tile.group >= 0; tile = walk.Next()) {
-    FewRowsSums<kRowTiles> sums;
-    MultiplyFewRows<Plan, kRowTiles, kCodes>(sums, step, tile, stages);
-    float gates[kOwn][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      all.Add(sums, half);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int at = i * kFourBitThreads + static_cast<int>(threadIdx.x);
-        const int row = at / kPairs, column = at % kPairs * 2;
-        const float low = all.Get(row, column), high = all.Get(row, column + 1);
-        const int64_t first = static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / kSides);
-        if constexpr (!kGateUp) {
-          if (row < tile.rows) {
-            StoreTwo(step, tile.row + row, first + half * kHalf + column, low, high);
-          }
-        } else if (half == 0) {
-          gates[i][0] = low, gates[i][1] = high;
-        } else if (row < tile.rows) {
-          float h[2];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float gate = gates[i][j];
-            const float silu = Divide(gate, Add(1.0f, expf(-gate)));
-            h[j] = Multiply(silu, j == 0 ? low : high);
-          }
-          StoreTwo(step, tile.row + row, first + column, h[0], h[1]);
-        }
-      }
-      __syncthreads();
+    switch ((tile.rows + 7) / 8) {
+      case 1:
+        FewRowsOf<1, kCodes, kGateUp>(step, tile, at, memory);
+        break;
+      case 2:
+        FewRowsOf<2, kCodes, kGateUp>(step, tile, at, memory);
+        break;
+      case 3:
+        FewRowsOf<3, kCodes, kGateUp>(step, tile, at, memory);
+        break;
+      default:
+        FewRowsOf<4, kCodes, kGateUp>(step, tile, at, memory);
     }
   }
 }

@@ -191,11 +191,10 @@ __device__ __forceinline__ bool Await(uint64_t* barrier, uint32_t parity,
   return true;
 }
 
-// Where a thread is in a ring of kCount barriers; one register, as kCount is a power of two.
+// Where a thread is in a ring of kCount barriers: one register, and cheap where kCount is a power of
+// two.
 template <uint32_t kCount>
 struct RingCursor {
-  static_assert((kCount & (kCount - 1)) == 0);
-
   uint32_t passed = 0;
 
   __device__ uint32_t slot() const { return passed % kCount; }

@@ -120,11 +120,7 @@ void AsyncCopy(void* shared, const void* global) {
   static_assert(kBytes == 8 || kBytes == 16);
   emulator::OwnCopy(shared, global, kBytes);
 }
-inline void AsyncCommit() { emulator::OwnCommit(); }
-template <int kPending>
-void AsyncWait() {
-  emulator::OwnWait(kPending);
-}
+using emulator::AsyncArrive;
 
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 
