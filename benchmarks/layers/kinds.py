@@ -14,18 +14,14 @@ from jax import lax
 import jax_ep
 from benchmarks.layers import grouped
 from jax_ep._cli.bench import ragged
+from jax_ep._layers.logits import logits_of
 
 CAPACITY_FACTOR = 1.25  # of the dense all-to-all
 
 
 def route(tokens, router, top_k):
     """jax_ep's router, for all layers; `jax_ep.moe_ffn` has the same inside."""
-    logits = jnp.dot(
-        tokens.astype(jnp.float32),
-        router.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
-    return jax_ep.router.route(logits, top_k)
+    return jax_ep.router.route(logits_of(tokens, router, jax.devices()[0]), top_k)
 
 
 def ours(ep, experts):
