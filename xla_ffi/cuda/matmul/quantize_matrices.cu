@@ -58,8 +58,10 @@ __device__ uint32_t BlockMax(uint32_t bits) {
   return bits;
 }
 
+// As many blocks share a multiprocessor as there are registers for: loads of one hide what others
+// do.
 template <typename Element>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
     QuantizeMatricesKernel(const __grid_constant__ QuantizeMatricesStep step) {
   using Own = Share<Element>;
   using Vector = Elements<Element, Own::kColumns>;
