@@ -101,6 +101,18 @@ def targets():
     return performance_tables.targets(newest("p2p", 4), newest("formats", 4), table)
 
 
+def ragged_layers():
+    """The newest table with layers over ragged_all_to_all, if the newest has none."""
+    found = [
+        data
+        for data in records("layer")
+        if any(row["layer"] == "ragged" for row in data["results"])
+    ]
+    if not found or found[-1] == newest("layer"):
+        return "The table above has them."
+    return layer_tables.layers(found[-1], table)
+
+
 def benchmarks():
     """What README.md shows of single calls."""
     data = newest("p2p")
@@ -165,6 +177,7 @@ def main():
         (BENCHMARKS, "formats", from_newest("formats", performance_tables.formats)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
+        (BENCHMARKS, "ragged_layers", ragged_layers()),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),

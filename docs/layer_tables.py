@@ -14,27 +14,45 @@ def _times(data, table):
         raise SystemExit(f"the newest layer file is unfit: {failures}")
     untimed = [report.sizes(data, case) for case in report.untimed(data)]
     header, *rows = report.table(data)
-    yield table(header, rows)
+    yield table(*_without_blanks(header, rows))
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
-# Of report.COLUMNS, what README.md shows.
-SHORT = ("layer", "", "p2p", "collective", "dense", "ragged, flags", "ragged, best")
-SHORT_RATIOS = ("over dense", "over ragged, flags", "over ragged, best")
+# Of report.COLUMNS, what README.md shows where it was timed.
+SHORT = (
+    *("layer", "", "p2p", report.FP8_COLUMNS[0], "collective", "dense"),
+    *("ragged, flags", "ragged, best"),
+    *("over dense", "over ragged, flags", "over ragged, best"),
+)
+
+
+def _without_blanks(header, rows):
+    """The columns that have something."""
+    kept = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def layers_in_short(data, table):
     """What README.md shows."""
     whole, *notes = _times(data, lambda header, rows: (header, rows))
     header, rows = whole
-    chosen = [header.index(name) for name in (*SHORT, *SHORT_RATIOS)]
+    chosen = [header.index(name) for name in SHORT if name in header]
+    has_ragged = any(name.startswith("ragged") for name in header)
+    ragged = (
+        ", `ragged` by `jax.lax.ragged_all_to_all`, with XLA's best flags and in the "
+        "fastest variant we found"
+    )
+    fp8 = (
+        f" `{report.FP8_COLUMNS[0]}` multiplies codes of tokens and of weights, those "
+        "of weights made before ([docs/fp8.md](docs/fp8.md))."
+    )
     head = (
         f"**Whole MoE layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
         f"{data['date']}): {data['tokens']} tokens per rank, top-{data['top_k']}, "
         "bfloat16. Milliseconds for router, exchange, SwiGLU experts and exchange; in "
         "brackets the share that is not router or experts. `dense` exchanges by "
-        "`all_to_all` with a fixed capacity, `ragged` by `jax.lax.ragged_all_to_all`, "
-        "with XLA's best flags and in the fastest variant we found. The last columns "
+        f"`all_to_all` with a fixed capacity{ragged * has_ragged}."
+        f"{fp8 * (report.FP8_COLUMNS[0] in header)} The last columns "
         "are p2p's speed-up over these. More columns and the commands: "
         "[docs/benchmarks.md](docs/benchmarks.md#whole-layers)."
     )

@@ -48,10 +48,20 @@ def kernels(data, table):
         "is one batched matmul in bfloat16 with equally many rows per group and "
         "nothing besides, timed by turns with the kernel; `of cuBLAS` is the kernels' "
         f"time over that. {len(data['checks'])} checks of other sizes against float64 "
-        "in the same run, all right."
+        f"in the same run, all right.{_clocks(data.get('clocks'))}"
     )
     columns = ("size", "result", "us", "TFLOP/s", "cuBLAS us", "of cuBLAS")
     return f"{head}\n\n" + table(columns, cells)
+
+
+def _clocks(seen):
+    if not seen:
+        return ""
+    return (
+        f" The GPU drew {seen['watts']:.0f} of {seen['most_watts']:.0f} W at "
+        f"{seen['mhz']:.0f} of {seen['most_mhz']:.0f} MHz, medians of the run; its "
+        f"power cap held the clock down {100 * seen['capped']:.0f}% of the time."
+    )
 
 
 def cutlass(data, table):

@@ -7,7 +7,8 @@ multiplies groups of awkward sizes, whose results are compared with those of a p
 kernel in float64. Then each takes turns with a batched cuBLAS matmul of the same
 arithmetic in bfloat16 at the sizes of benchmarks/layers/grouped.py, `--seconds` each,
 on random normal data: `of cuBLAS` is the median of a burst's time over that of cuBLAS
-in the same round. cuBLAS is loaded from JAX's wheels or `--cublas PATH`.
+in the same round. `clocks` are medians of the GPU's clock and power over all of it.
+cuBLAS is loaded from JAX's wheels or `--cublas PATH`.
 `--keep PROGRAM` only builds, for `--binary PROGRAM` on a machine without the toolkit.
 Writes benchmarks/results/matmuls-<gpu>x1-<date>.json and prints a table. Status: 1 for
 a wrong result.
@@ -18,7 +19,7 @@ import shutil
 import sys
 
 from benchmarks.common import arguments as common
-from benchmarks.common import programs, recording
+from benchmarks.common import clocks, programs, recording
 from benchmarks.limits import cutlass_grouped
 from jax_ep._cli.bench import record
 
@@ -80,13 +81,15 @@ def main(arguments=None):
         print(f"built {args.keep}")
         return 0
     limit = 120 + len(args.cases) * PRODUCTS * (2.5 * args.seconds + BESIDES)
-    report = programs.report(program, words(args), limit)
+    with clocks.sampled() as gpu:
+        report = programs.report(program, words(args), limit)
     rows = [*report["checks"], *report["results"]]
     for row in rows:
         for name in {"wrong", "wrote_past"} & row.keys():
             row[name] = bool(row[name])
     told = recording.command("limits.grouped_kernels", arguments)
     made = recording.head("matmuls", driver=record.driver(), command=told) | report
+    made["clocks"] = gpu
     recording.write(recording.of("matmuls", made), made, args.results)
     print_table(made)
     return int(any(row["wrong"] for row in rows))

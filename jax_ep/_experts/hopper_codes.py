@@ -25,7 +25,7 @@ from jax_ep._experts.quantized import QuantizedWeights, Which
 # The kernel decodes them again for every 32 rows, so with more it is better to decode
 # them to memory once; where that begins is an estimate. With several ranks there is
 # room for more rows than arrive, often several times as many.
-FEW_ROWS = 64
+FEW_ROWS = 128
 
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
