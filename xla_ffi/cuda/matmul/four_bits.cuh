@@ -32,6 +32,14 @@ static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as scales
 inline constexpr int kColumnTiles = 2;  // sixteens of columns, of a warp
 inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
 
+// Part of a group's rows, and columns of its matrix.
+struct FewRowsTile {
+  int32_t group;  // negative: no more tiles
+  int32_t row;
+  int32_t rows;
+  int32_t column_tile;
+};
+
 // Shared memory. kCodes: whether rows are codes.
 template <bool kCodes>
 struct FourBitLayout {
@@ -46,7 +54,8 @@ struct FourBitLayout {
   // Of a warp: sums of a column tile that another one finishes.
   static constexpr uint32_t kHandedBytes = kFourBitRowTiles / 2 * 4 * kWarpSize * sizeof(float);
   static constexpr uint32_t kBytes =
-      kStages * (kStageBytes + 2 * sizeof(uint64_t)) + kFourBitMathWarps * kHandedBytes;
+      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FewRowsTile)) +
+      kFourBitMathWarps * kHandedBytes;
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
   // Where a lane's piece of a row is in a stage.
@@ -61,15 +70,17 @@ struct FourBitMemory {
 
   uint8_t* stages;
   float* handed;
-  uint64_t* full;  // per stage: ends when weights and rows are there
-  uint64_t* free;  // per stage: ends when all math warps have read it
+  uint64_t* full;      // per stage: ends when weights and rows are there
+  uint64_t* free;      // per stage: ends when all math warps have read it
+  FewRowsTile* tiles;  // per stage: what it is of
 
   __device__ explicit FourBitMemory(uint8_t* memory)
       : stages(memory),
         handed(reinterpret_cast<float*>(memory + Layout::kStages * Layout::kStageBytes)),
         full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes +
                                          kFourBitMathWarps * Layout::kHandedBytes)),
-        free(full + Layout::kStages) {}
+        free(full + Layout::kStages),
+        tiles(reinterpret_cast<FewRowsTile*>(free + Layout::kStages)) {}
 };
 
 // Waits for the end of a phase, which this block's own copies and warps alone decide.
@@ -77,13 +88,6 @@ __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
   while (!MbarrierTryWait(barrier, parity)) {
   }
 }
-
-struct FewRowsTile {
-  int32_t group;  // negative: no more tiles
-  int32_t row;
-  int32_t rows;
-  int32_t column_tile;
-};
 
 // Finds this block's tiles, one after the other. Called by a whole warp.
 class FewRowsWalk {
@@ -172,29 +176,34 @@ __device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
 
 // ---- Feeding ------------------------------------------------------------------------------------
 
-// Called by a warp.
+// Called by a warp. After the last tile comes a stage of none.
 template <bool kCodes>
-__device__ __forceinline__ void FeedFewRows(const FourBitStep& step, FewRowsWalk walk,
-                                            int32_t column_tiles,
+__device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t column_tiles,
                                             const FourBitMemory<kCodes>& memory) {
   using Layout = FourBitLayout<kCodes>;
   const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
   const int64_t row_bytes = step.left_columns * (kCodes ? 1 : 2);
+  FewRowsWalk walk(step, kFourBitRows, column_tiles);
   RingCursor<Layout::kStages> at;
-  for (FewRowsTile tile = walk.Next(); tile.group >= 0; tile = walk.Next()) {
-    const int64_t matrix = static_cast<int64_t>(tile.group) * column_tiles + tile.column_tile;
+  for (bool more = true; more;) {
+    const FewRowsTile tile = walk.Next();
+    more = tile.group >= 0;
+    const int64_t matrix =
+        static_cast<int64_t>(max(tile.group, 0)) * column_tiles + tile.column_tile;
     const uint8_t* weights =
         step.right + matrix * (step.left_columns / kFourBitSteps) * kFourBitAtomBytes;
     const uint8_t* rows = static_cast<const uint8_t*>(step.left) +
                           (tile.row + Lane() / 4) * row_bytes + Lane() % 4 * Layout::kPieceBytes;
     JAX_EP_NO_UNROLL
-    for (int32_t part = 0; part < parts; ++part, ++at.passed) {
+    for (int32_t part = 0; part < (more ? parts : 1); ++part, ++at.passed) {
       AwaitStage(&memory.free[at.slot()], at.parity() ^ 1);
       __syncwarp();
       uint8_t* stage = memory.stages + at.slot() * Layout::kStageBytes;
       if (IsElected()) {
-        MbarrierExpect(&memory.full[at.slot()], kWeightBytes);
-        BulkLoad(stage, weights, kWeightBytes, &memory.full[at.slot()]);
+        memory.tiles[at.slot()] = tile;
+        // Release, of the tile; pairs with the math warps' wait.
+        MbarrierExpect(&memory.full[at.slot()], more ? kWeightBytes : 0);
+        if (more) BulkLoad(stage, weights, kWeightBytes, &memory.full[at.slot()]);
       }
       // Not by bulk copies: those of rows are short, and there would be many.
 #pragma unroll
@@ -497,14 +506,15 @@ __global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlock
     FenceProxyAsyncShared();
   }
   __syncthreads();
-  FewRowsWalk walk(step, kFourBitRows, column_tiles);
   if (Warp() == kFourBitMathWarps) {
-    FeedFewRows<kCodes>(step, walk, column_tiles, memory);
+    FeedFewRows<kCodes>(step, column_tiles, memory);
     return;
   }
   RingCursor<Layout::kStages> at;
-  JAX_EP_NO_UNROLL
-  for (FewRowsTile tile = walk.Next(); tile.group >= 0; tile = walk.Next()) {
+  while (true) {
+    AwaitStage(&memory.full[at.slot()], at.parity());
+    const FewRowsTile tile = memory.tiles[at.slot()];
+    if (tile.group < 0) break;
     switch ((tile.rows + 7) / 8) {
       case 1:
         FewRowsOf<1, kCodes, kGateUp>(step, tile, at, memory);

@@ -191,8 +191,8 @@ __device__ __forceinline__ bool Await(uint64_t* barrier, uint32_t parity,
   return true;
 }
 
-// Where a thread is in a ring of kCount barriers: one register, and cheap where kCount is a power of
-// two.
+// Where a thread is in a ring of kCount barriers: one register, and cheap where kCount is a power
+// of two.
 template <uint32_t kCount>
 struct RingCursor {
   uint32_t passed = 0;
