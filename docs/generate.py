@@ -175,6 +175,8 @@ def main():
         (BENCHMARKS, "targets", targets()),
         (BENCHMARKS, "others", other_calls()),
         (BENCHMARKS, "formats", from_newest("formats", performance_tables.formats)),
+        (BENCHMARKS, "codes", from_newest("codes", performance_tables.formats)),
+        (BENCHMARKS, "host", from_newest("host", performance_tables.host)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "ragged_layers", ragged_layers()),

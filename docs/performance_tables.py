@@ -100,6 +100,29 @@ def formats(data, table):
     return f"{head}\n\n" + table(columns, rows)
 
 
+def host(data, table):
+    """How long a call keeps the host busy, beside an older build's."""
+    _must_be_fit(data)
+    rows = [
+        (
+            row["op"],
+            row["tokens"],
+            f"{row['this_us_least']:.1f} ({row['this_us']:.1f})",
+            f"{row['old_us_least']:.1f} ({row['old_us']:.1f})",
+        )
+        for row in data["results"]
+        if "old_us" in row
+    ]
+    head = (
+        f"{source(data, data['command'])}, jax {data['jax']}: microseconds per call of "
+        f"{data['transports'][0]}, the least of all runs, and in brackets the median, "
+        f"beside commit {data['old_commit']}; {data['count']} GPUs, hidden "
+        f"{data['hidden']}, without CUDA graphs."
+    )
+    columns = ("", "T per rank", "this commit", data["old_commit"])
+    return f"{head}\n\n" + table(columns, rows)
+
+
 def nodes(data, table):
     """What several processes and forced nodes cost against one process's p2p."""
     rows = [
