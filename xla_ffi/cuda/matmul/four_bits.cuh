@@ -23,7 +23,6 @@ namespace jax_ep::cuda {
 inline constexpr int kFourBitMathWarps = 4;
 inline constexpr int kFourBitMathThreads = kFourBitMathWarps * kWarpSize;
 inline constexpr int kFourBitThreads = kFourBitMathThreads + kWarpSize;
-inline constexpr int kFourBitBlocks = 4;    // of a multiprocessor
 inline constexpr int kFourBitRowTiles = 4;  // eights of rows
 inline constexpr int kFourBitRows = 8 * kFourBitRowTiles;
 inline constexpr int kAtomsOfStage = 4;
