@@ -1,0 +1,554 @@
+"""Functions from a record to the figures that prose takes from it, for claims.py."""
+
+import math
+import statistics
+
+import matmul_tables
+import scale_model
+
+from benchmarks.layers import report as layer_report
+from benchmarks.overlap import report as overlap_report
+from jax_ep._cli.bench import report as call_report
+
+
+def span(values):
+    values = list(values)
+    return min(values), max(values)
+
+
+def about(value, digits):
+    """A figure that the text rounds to tens (digits -1) or hundreds (-2)."""
+    return round(value, digits)
+
+
+def pick(rows, /, **wanted):
+    """The only row whose entries are `wanted`."""
+    found = [r for r in rows if all(r.get(k) == v for k, v in wanted.items())]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} rows with {wanted}")
+    return found[0]
+
+
+# Whole layers.
+
+BIG, MID, BIG_64 = "large-256", "mid", "large-64"
+
+
+def layers(record):
+    """The rows of the table, by case and pass."""
+    return {(row["case"], row["pass"]): row for row in layer_report.summary(record)}
+
+
+def ms_of_p2p(record):
+    found = layers(record)
+    places = [(case, each) for case in (BIG, MID) for each in layer_report.PASSES]
+    return [found[place]["p2p"]["ms"] for place in places]
+
+
+def of_bf16(each, **more):
+    """The share of bfloat16's time that experts in fp8 take, in both sizes."""
+
+    def shares(record):
+        main = layer_report.main_transport(record)
+        for case in (BIG, MID):
+            at = {"case": case, "pass": each} | more
+            coded = {"layer": layer_report.fp8_experts(main)}
+            plain = {"layer": main, "format": "bf16"}
+            ms = [
+                layer_report.best(record["results"], **way, **at)["ms"]
+                for way in (coded, plain)
+            ]
+            yield ms[0] / ms[1]
+
+    return shares
+
+
+def beside_ragged(case):
+    """Milliseconds over p2p and over the best ragged one, by pass."""
+    return lambda record: [
+        layers(record)[case, each][name]["ms"]
+        for each in layer_report.PASSES
+        for name in ("p2p", "ragged")
+    ]
+
+
+def over_ragged(each):
+    """How many times as fast p2p's layer is, by size."""
+    return lambda record: [
+        layers(record)[case, each]["speed_ups"]["ragged"] for case in (MID, BIG_64, BIG)
+    ]
+
+
+def exchange_shares(each):
+    """The least and the most that p2p's exchanges take of a layer, in percent."""
+    return lambda record: span(
+        100 * row["p2p"]["exchange_share"]
+        for (_, found), row in layers(record).items()
+        if found == each
+    )
+
+
+def without_exchange(record):
+    """How many times as fast as the best ragged one it would be without exchanges."""
+    row = layers(record)[BIG, "forward"]
+    return [
+        row["ragged"]["ms"] / (row["p2p"]["ms"] * (1 - row["p2p"]["exchange_share"]))
+    ]
+
+
+# Decode steps, training.
+
+
+def of_read(way):
+    """Of experts with 1024 rows: over the time of a read of their weights."""
+    return lambda record: [
+        pick(record["results"], part="experts", rows=1024, way=way)["of_read"]
+    ]
+
+
+def below_bf16(record):
+    return [-100 * record["gaps"]["fp8"]]
+
+
+def above_bf16(record):
+    return [100 * record["gaps"]["fp8"]]
+
+
+def least_cosine(record):
+    return [min(min(found.values()) for found in record["cosines"].values())]
+
+
+def most_apart(record):
+    """Of single pairs of runs, in percent."""
+    finals = zip(record["finals"]["fp8"], record["finals"]["bf16"], strict=True)
+    return [max(100 * abs(fp8 / bf16 - 1) for fp8, bf16 in finals)]
+
+
+def served(record):
+    """How much higher the loss of weights in each format is, in percent."""
+    plain = statistics.mean(record["finals"]["bf16"])
+    found = (statistics.mean(losses) for losses in record["served"].values())
+    above = [100 * (loss / plain - 1) for loss in found]
+    return [math.ceil(100 * abs(above[0])) / 100, above[1]]
+
+
+# Single calls.
+
+
+def calls(record, routing="uniform"):
+    """p2p's rows by op and tokens."""
+    rows = call_report.summary(record["results"])
+    return {
+        (r["op"], r["tokens"]): r for r in rows if r["routing"] == routing and r["p2p"]
+    }
+
+
+def us_of_call(*places):
+    return lambda record: [calls(record)[place]["p2p"]["us"] for place in places]
+
+
+def both_ops(tokens):
+    return us_of_call(("dispatch", tokens), ("combine", tokens))
+
+
+def of_peak(record):
+    found = calls(record)
+    ops = "dispatch", "combine"
+    return [100 * found[op, 4096]["p2p"]["of_peak"] for op in ops]
+
+
+def faster_than(name, tokens=4096):
+    """How many times as long both ops take over a ragged way."""
+    return lambda record: [
+        row[f"ragged_{name}_us"] / row["p2p"]["us"]
+        for row in (calls(record)[op, tokens] for op in ("dispatch", "combine"))
+    ]
+
+
+def with_defaults(record):
+    """A dispatch with the worst case of rows, and one with rows that fit."""
+    rows = record["results"]
+    worst = pick(rows, transport="p2p", op="dispatch", tokens=4096, zero_tail=True)
+    return [worst["us"], *us_of_call(("dispatch", 4096))(record)]
+
+
+def formats(record):
+    """Rows by op, tokens and format."""
+    rows = call_report.formats(record["results"])
+    return {(r["op"], r["tokens"], r["format"]): r for r in rows}
+
+
+FP8, NVFP4 = "fp8_block128", "nvfp4"
+OTHERS = ("mxfp8", "mxfp4", NVFP4)
+
+
+def ratio(op, tokens, *names):
+    """The times in these formats over that in bfloat16."""
+    return lambda record: [
+        formats(record)[op, tokens, name]["us_ratio"] for name in names
+    ]
+
+
+def ratios(tokens, *names):
+    """The least and the most of dispatches."""
+    return lambda record: span(ratio("dispatch", tokens, *names)(record))
+
+
+def format_us(op, tokens, *names):
+    return lambda record: [formats(record)[op, tokens, name]["us"] for name in names]
+
+
+def joined(*parts):
+    return lambda record: [value for part in parts for value in part(record)]
+
+
+def inverse(part):
+    return lambda record: [1 / value for value in part(record)]
+
+
+def recovered(op, *names):
+    return lambda record: [
+        formats(record)[op, 4096, name]["recovered"] for name in names
+    ]
+
+
+def more_tokens(name, op="dispatch"):
+    """Microseconds for each 1024 more tokens, what the link needs, and the rest.
+
+    Dispatches carry tables besides what `floor` counts.
+    """
+
+    def found(record):
+        few, many = (formats(record)[op, tokens, name] for tokens in (1024, 4096))
+        codes = sum(scale_model.native.encoded_bytes(name, record["hidden"], 2))
+        whole = scale_model.dispatch_bytes(name) if op == "dispatch" else codes
+        link = (many["floor_us"] - few["floor_us"]) / 3 * whole / codes
+        each = (many["us"] - few["us"]) / 3
+        return [each, link, few["us"] - each]
+
+    return found
+
+
+def longer_than_link(*names):
+    return lambda record: [
+        us - link for us, link, _ in (more_tokens(name)(record) for name in names)
+    ]
+
+
+def besides(*names):
+    return lambda record: [more_tokens(name)(record)[2] for name in names]
+
+
+def option(op, name, tokens=4096):
+    """The time of a call with an option over the plain one's."""
+
+    def over_plain(record):
+        at = {"op": op, "tokens": tokens, "num_sms": None}
+        plain, other = (
+            pick(record["results"], option=each, **at)["us"] for each in ("plain", name)
+        )
+        return [other / plain]
+
+    return over_plain
+
+
+def small_options(record):
+    """The least and the most that a residual and a shared expert add, in percent."""
+    cases = ("combine", "residual"), ("dispatch", "shared"), ("combine", "shared")
+    return span(100 * (option(*case)(record)[0] - 1) for case in cases)
+
+
+def first_half(op, *sms):
+    return lambda record: [
+        pick(
+            record["results"], option="first_half", op=op, tokens=4096, num_sms=number
+        )["us"]
+        for number in sms
+    ]
+
+
+def halves_of_one_token(record):
+    rows = record["results"]
+    ops = "dispatch", "combine"
+    return [
+        statistics.mean(
+            pick(rows, option="halves", op=op, tokens=1)["us"] for op in ops
+        )
+    ]
+
+
+def over_best_sms(call, tokens, sms):
+    """The kernels' time with so many multiprocessors over that with the best number."""
+
+    def found(record):
+        rows = [
+            r for r in record["results"] if r["call"] == call and r["tokens"] == tokens
+        ]
+        return pick(rows, sms=sms)["us"] / min(r["us"] for r in rows)
+
+    return found
+
+
+KERNELS = ("dispatch", "cached dispatch", "combine")
+
+
+def long_calls(sms):
+    return lambda record: span(
+        over_best_sms(call, tokens, sms)(record)
+        for call in KERNELS
+        for tokens in (4096, 8192)
+    )
+
+
+def most_of_long_calls(record):
+    """With 32 SMs: dispatch, cached dispatch, and combines of 4096 and 8192."""
+    shown = ((KERNELS[0], 4096), (KERNELS[1], 4096), (KERNELS[2], 4096))
+    shown += ((KERNELS[2], 8192),)
+    return [over_best_sms(call, tokens, 32)(record) for call, tokens in shown]
+
+
+def one_process(record):
+    """By how many percent processes' times differ from one process's, rounded up."""
+    rows = [row for row in record["rows"] if row["way"] == "p2p"]
+    return [math.ceil(max(100 * abs(row["to_one_process"] - 1) for row in rows))]
+
+
+# Expert matmuls.
+
+
+def of_cutlass(dtype, *cases):
+    """The kernels' forward pass over CUTLASS's, by their ratios to cuBLAS.
+
+    Of the records of both, `matmuls` and `cutlass`.
+    """
+    names = {"bf16": "forward", "fp8": "fp8 forward"}
+    products = next(p for p, name in matmul_tables.RESULTS if name == names[dtype])
+
+    def found(record, cutlass):
+        for case in cases:
+            rows = [pick(record["results"], case=case, product=p) for p in products]
+            own = sum(r["us"] for r in rows) / sum(r["cublas_us"] for r in rows)
+            ways = {}
+            for row in cutlass["results"]:
+                if (row["case"], row["op"]) == (case, "forward"):
+                    ways[row["way"]] = ways.get(row["way"], 0) + row["us"]
+            batched = ways.pop("batched")
+            fp8 = dtype == "fp8"
+            least = min(us for w, us in ways.items() if w.startswith("fp8 ") == fp8)
+            yield own / (least / batched)
+
+    return found
+
+
+def less_than_cutlass(*cases):
+    """In percent, the least and the most."""
+    return lambda *records: span(
+        100 * (1 - value) for value in of_cutlass("bf16", *cases)(*records)
+    )
+
+
+def more_than_cutlass(*cases):
+    return lambda *records: span(
+        100 * (value - 1) for value in of_cutlass("fp8", *cases)(*records)
+    )
+
+
+# Exchanges beside other work.
+
+
+def overlapped(op, beside, arrangement):
+    """The row that the table shows: the one with the least exposed."""
+    return lambda record: min(
+        (
+            row
+            for row in record["results"]
+            if (row["op"], row["beside"], row["arrangement"])
+            == (op, beside, arrangement)
+            and row.get("exposed_us") is not None
+        ),
+        key=lambda row: row["exposed_us"],
+    )
+
+
+def whole_calls(record):
+    """What a dispatch and a combine take alone, as the table has them."""
+    ops = "dispatch", "combine"
+    return [overlapped(op, "matmul", "whole")(record)["alone_us"] for op in ops]
+
+
+STREAM, COPY = "stream_halves", "copy_halves"
+
+
+def exposed(op, beside, arrangement=STREAM):
+    return lambda record: [overlapped(op, beside, arrangement)(record)["exposed_us"]]
+
+
+def placing(op):
+    """The second half in the timelines: its median beside each kind of work."""
+    kinds = "matmul", "mosaic", "elementwise", "attention"
+
+    def found(record):
+        traces = [overlapped(op, kind, STREAM)(record)["trace"] for kind in kinds]
+        streams = [trace["streams"] for trace in traces]
+        spans = [
+            [s["exchange"] for s in each if "exchange" in s and s["gpu"] == of["gpu"]]
+            for each in streams
+            for of in each[:1]
+        ]
+        last = [max(each, key=lambda span: span["start_us"]) for each in spans]
+        return [statistics.median(span["busy_us"] for span in last)]
+
+    return found
+
+
+def without_placing(op, beside):
+    return lambda record: [exposed(op, beside)(record)[0] - placing(op)(record)[0]]
+
+
+def matmul_beside_combine(record):
+    """The matmul in the timelines beside a first half, and beside the whole call."""
+    for arrangement in (STREAM, "whole"):
+        row = overlapped("combine", "matmul", arrangement)(record)
+        first = row["trace"]["streams"][0]["gpu"]
+        spans = [s["other"] for s in row["trace"]["streams"] if s["gpu"] == first]
+        yield max(span["busy_us"] for span in spans)
+
+
+def over_parts(op):
+    return lambda record: [overlapped(op, "matmul", COPY)(record)["over_parts_us"]]
+
+
+def dense_ragged_dot(record):
+    """Its milliseconds alone, and by how much that differs between processes."""
+    rows = record["results"]
+    us = [
+        row["us"]
+        for row in rows
+        if row["beside"] == "ragged_dot" and row["arrangement"] is None
+    ]
+    return [us[0] / 1e3, about(max(us) - min(us), -2)]
+
+
+def two_batches(record):
+    """Milliseconds of the experts of two micro-batches, and of their exchanges."""
+    rows = record["results"]
+    turns = pick(rows, beside="two_batches", overlap="sm", arrangement=None)["us"]
+    exchanges = 2 * sum(whole_calls(record))
+    return [(turns - exchanges) / 1e3, exchanges / 1e3]
+
+
+def aim_beside_work(record):
+    return [overlap_report.TARGET_US]
+
+
+def graph_us(op, tokens):
+    """Captured in a CUDA graph, and not."""
+    return lambda record: [
+        pick(record["graphs"], op=op, tokens=tokens, graphs=graphs)["us"]
+        for graphs in (True, False)
+    ]
+
+
+def graphs_over_none(record):
+    rows = [row for row in record["graphs"] if "op" in row and row["graphs"]]
+    pairs = (graph_us(row["op"], row["tokens"])(record) for row in rows)
+    return span(inside / outside for inside, outside in pairs)
+
+
+# Limits of GPUs.
+
+
+def rate(kind, pattern, *blocks, each=False):
+    """GB/s with so many blocks; `each` of them, in tens."""
+    shape = {"row_bytes": 14336} if kind == "local" else {}
+
+    def found(record):
+        for count in blocks:
+            row = pick(record[kind], pattern=pattern, blocks=count, **shape)
+            yield about(row["gb_s"] / count, -1) if each else row["gb_s"]
+
+    return found
+
+
+def small_rows(record):
+    """GB/s of placing rows of 2048 bytes, two in flight, and of 14336, fifteen."""
+    for row_bytes, stages in ((2048, 2), (14336, 15)):
+        at = {"blocks": 24, "row_bytes": row_bytes, "stages": stages, "warps": 1}
+        yield pick(record["local_shapes"], pattern="bulk_place", **at)["gb_s"]
+
+
+def copies_apart(record):
+    """In percent, rounded up."""
+    rows = record["peer_write"]
+    rates = [
+        (pick(rows, pattern="vector_copy", blocks=r["blocks"])["gb_s"], r["gb_s"])
+        for r in rows
+        if r["pattern"] == "bulk_copy"
+    ]
+    return [math.ceil(max(100 * abs(a / b - 1) for a, b in rates))]
+
+
+def eight_blocks(record):
+    few, all_of_them = rate("peer_write", "bulk_store", 8, 132)(record)
+    return [100 * few / all_of_them]
+
+
+def send_and_place(*pairs):
+    return lambda record: [
+        pick(record["send_and_place"]["splits"], senders=s, placers=p)["us"]
+        for s, p in pairs
+    ]
+
+
+def one_way(key):
+    return lambda record: [statistics.median(row[key] for row in record["one_way"])]
+
+
+def publish(variant, *keys):
+    return lambda record: [
+        pick(record["publish"], variant=variant, bytes_a_peer=14336)[key]
+        for key in ("us", *keys)
+    ]
+
+
+def litmus(name=None):
+    """Messages, and rows with wrong data."""
+    return lambda record: [
+        (record["litmus_mutants"][name] if name else record["litmus"])[key]
+        for key in ("messages", "bad_reads")
+    ]
+
+
+def at(*keys):
+    """What is in a record under these keys."""
+
+    def found(record):
+        for key in keys:
+            record = record[key]
+        return [record]
+
+    return found
+
+
+def cells_of_one_row(record):
+    return [pick(record["cells"], rows_a_peer=1, blocks_a_row=4)["us"]]
+
+
+def more_of_combine(record):
+    """What 1024 more tokens in fp8 cost a combine besides the link's time."""
+    us, link, _ = more_tokens(FP8, "combine")(record)
+    return [us - link]
+
+
+def cells_faster(record):
+    """By how many microseconds than a row that is published and loaded, rounded up."""
+    (loaded,) = publish("lane_a_peer_and_load")(record)
+    return [math.ceil(loaded - cells_of_one_row(record)[0])]
+
+
+def rate_of_sums(record):
+    """GB/s of a combine's first half on two GPUs: rows read and sums written."""
+    (us,) = first_half("combine", 24)(record)
+    sums = scale_model.touched(2, record["experts"])
+    moved = 4096 * (record["top_k"] + sums) * scale_model.ROW
+    return [about(moved / us / 1e3, -2)]
