@@ -19,6 +19,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import call_tables
 import diagrams
+import layer_bars
 import layer_tables
 import matmul_tables
 import performance_tables
@@ -201,12 +202,15 @@ def main():
             stale.append(path.relative_to(ROOT))
             if not check:
                 path.write_text(new)
-    for name, diagram in diagrams.DIAGRAMS.items():
+    pictures = {name: each.svg() for name, each in diagrams.DIAGRAMS.items()}
+    if layers := newest("layer"):
+        pictures[layer_bars.PICTURE] = layer_bars.svg(layers)
+    for name, picture in pictures.items():
         path = ROOT / "docs" / name
-        if not path.exists() or path.read_text() != diagram.svg():
+        if not path.exists() or path.read_text() != picture:
             stale.append(path.relative_to(ROOT))
             if not check:
-                path.write_text(diagram.svg())
+                path.write_text(picture)
     if stale and check:
         raise SystemExit(f"stale: {', '.join(map(str, stale))}; run docs/generate.py")
 

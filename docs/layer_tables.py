@@ -2,6 +2,7 @@
 
 import math
 
+import layer_bars
 import performance_tables
 
 from benchmarks.layers import report
@@ -57,7 +58,9 @@ def layers_in_short(data, table):
         "[docs/benchmarks.md](docs/benchmarks.md#whole-layers)."
     )
     short = [[row[i] for i in chosen] for row in rows]
-    return "\n\n".join([head, table([header[i] for i in chosen], short), *notes])
+    picture = f"![{layer_bars.caption(data)}](docs/{layer_bars.PICTURE})"
+    times = table([header[i] for i in chosen], short)
+    return "\n\n".join([head, picture, times, *notes])
 
 
 def layers(data, table):
