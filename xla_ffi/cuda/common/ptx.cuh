@@ -214,8 +214,8 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
 
 // ---- A thread's own copies ----------------------------------------------------------------------
 
-// Copies kBytes, 8 or 16, to which both are aligned, from global to shared memory, in this thread's
-// open group. Nobody but this thread sees them after its wait alone.
+// Copies kBytes, 8 or 16, to which both are aligned, from global to shared memory, at some time
+// before this thread's next AsyncArrive completes.
 template <int kBytes>
 __device__ __forceinline__ void AsyncCopy(void* shared, const void* global) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
