@@ -142,7 +142,7 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
         cotangent: Any, weights: Any, sizes: Any, biases: Any, consts: Any, both: Any
     ) -> Any:
         inner = Inner(biases.gate, biases.up, consts, static.activation)
-        codes = compute.quantize_cotangents(cotangent)
+        codes = compute.quantize_cotangents(cotangent, sizes)
         return compute.down_dgrad(codes, weights, sizes, inner, both)
 
     codes, to_both, to_consts = batching.in_turn(down_dgrad)(

@@ -142,14 +142,19 @@ class HopperOperations(Operations):
         self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
     ) -> jax.Array:
         """As `Operations.wgrad`."""
-        left, right = rows.to("bfloat16"), cotangent.astype(jnp.bfloat16)
+        codes = _row_codes(rows)
+        if codes is None:
+            left = rows.values.astype(jnp.bfloat16)
+        else:
+            left = kernels.dequantize(codes, sizes, jnp.bfloat16)
+        right = cotangent.astype(jnp.bfloat16)
         # The kernel writes bfloat16 or the sums as they are.
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
         return kernels.outer(left, right, sizes, out).astype(dtype)
 
-    def quantize_cotangents(self, values: jax.Array) -> Rows:
+    def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """As `Operations.quantize_cotangents`."""
-        return Rows(*kernels.quantize_cotangents(values))
+        return Rows(*kernels.quantize_cotangents(values, sizes))
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:
@@ -175,7 +180,12 @@ def _is_swiglu(inner: Inner) -> bool:
 
 def _codes(rows: Rows, weights: QuantizedWeights) -> kernels.Codes | None:
     """Returns the rows as kernels take them, or None if they do not multiply them."""
-    if rows.scales is None or weights.format != "fp8_block128":
+    return _row_codes(rows) if weights.format == "fp8_block128" else None
+
+
+def _row_codes(rows: Rows) -> kernels.Codes | None:
+    """Returns the codes of rows with the scales that kernels read, if there are any."""
+    if rows.scales is None:
         return None
     return kernels.Codes(rows.values, rows.scales.astype(jnp.float32))
 

@@ -16,8 +16,6 @@ from jax_ep._native import ffi, tables
 
 BLOCK = 128  # rows and columns of a matrix of codes that share a scale
 ALIGNED = 8  # what A and B must be multiples of without codes: 16 bytes
-# The input scale that asks "fp8_block128" for the floor of gradients.
-_OF_GRADIENTS = 2.0**-80
 _TARGETS = frozenset(
     {
         "ep_rows",
@@ -31,6 +29,8 @@ _TARGETS = frozenset(
         "ep_four_bit_rows",
         "ep_four_bit_gate_up",
         "ep_quantize_matrices",
+        "ep_quantize_cotangents",
+        "ep_dequantize_rows",
     }
 )
 
@@ -283,18 +283,25 @@ def quantize_matrices(
     return found.codes, found.scales, found.turned
 
 
-def quantize_cotangents(values: jax.Array) -> Codes:
+def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Codes:
     """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
-    count, columns = values.shape
-    floor = jax.lax.full_like(values, _OF_GRADIENTS, dtype=jnp.float32, shape=(1,))
-    codes, scales = ffi.call(
-        "ep_quantize",
-        (
-            tables.struct(values, values.shape, jnp.float8_e4m3fn),
-            tables.struct(values, (count, columns // BLOCK), jnp.float32),
-        ),
+    found = tables.call(
+        "ep_quantize_cotangents",
         values,
-        floor,
-        format="fp8_block128",
+        {"X": values.shape[1] // BLOCK},
+        {"values": values, "group_sizes": sizes},
+        {},
     )
-    return Codes(codes, scales)
+    return Codes(found.codes, found.scales)
+
+
+def dequantize(rows: Codes, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Returns what `[N, A]` codes stand for, rounded once to `dtype`."""
+    found = tables.call(
+        "ep_dequantize_rows",
+        rows.values,
+        {},
+        {"codes": rows.values, "scales": rows.scales, "group_sizes": sizes},
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out

@@ -208,7 +208,7 @@ class Operations:
         to_gate, to_up, to_consts = back(jnp.where(real, to_h, 0))
         to_both = jnp.concatenate([to_gate, to_up], 1)
         plain = to_both.astype(jnp.bfloat16).reshape(both.shape)
-        return self.quantize_cotangents(to_both), plain, to_consts
+        return self.quantize_cotangents(to_both, sizes), plain, to_consts
 
     def wgrad(
         self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
@@ -230,8 +230,9 @@ class Operations:
         right = jnp.where(real, right, 0)
         return _exact().outer(left, right, sizes, dtype)
 
-    def quantize_cotangents(self, values: jax.Array) -> Rows:
+    def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
+        del sizes
         return Rows(*quantized.quantize_cotangents(values))
 
 

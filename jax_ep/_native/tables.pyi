@@ -348,6 +348,39 @@ class CombineSendAsideAttributes(TypedDict):
     by_entry: bool
     combine_dtype: str
 
+class CombineBack(NamedTuple):
+    to_rows: jax.Array
+    to_weights: jax.Array
+
+class CombineBackOperands(TypedDict):
+    cotangents: jax.Array
+    expert_out: jax.Array
+    row_weights: jax.Array
+    row_slot: jax.Array
+
+class CombineBackAttributes(TypedDict): ...
+
+class QuantizeCotangents(NamedTuple):
+    codes: jax.Array
+    scales: jax.Array
+
+class QuantizeCotangentsOperands(TypedDict):
+    values: jax.Array
+    group_sizes: jax.Array
+
+class QuantizeCotangentsAttributes(TypedDict): ...
+
+class DequantizeRows(NamedTuple):
+    out: jax.Array
+
+class DequantizeRowsOperands(TypedDict):
+    codes: jax.Array
+    scales: jax.Array
+    group_sizes: jax.Array
+
+class DequantizeRowsAttributes(TypedDict):
+    out_dtype: str
+
 class Rows(NamedTuple):
     out: jax.Array
 
@@ -603,6 +636,30 @@ def call(
     operands: CombineSendAsideOperands,
     attributes: CombineSendAsideAttributes,
 ) -> CombineSendAside: ...
+@overload
+def call(
+    target: Literal["ep_combine_back"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: CombineBackOperands,
+    attributes: CombineBackAttributes,
+) -> CombineBack: ...
+@overload
+def call(
+    target: Literal["ep_quantize_cotangents"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: QuantizeCotangentsOperands,
+    attributes: QuantizeCotangentsAttributes,
+) -> QuantizeCotangents: ...
+@overload
+def call(
+    target: Literal["ep_dequantize_rows"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: DequantizeRowsOperands,
+    attributes: DequantizeRowsAttributes,
+) -> DequantizeRows: ...
 @overload
 def call(
     target: Literal["ep_rows"],

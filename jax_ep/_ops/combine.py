@@ -27,6 +27,8 @@ from jax_ep._ops.cached import return_rows, send_cached
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import OUT_NAME
+from jax_ep._ops.rows_back import rows_back, rows_back_reference
+from jax_ep._peers.windows import platform_of
 from jax_ep._transport import split_transport_of, transport_of
 from jax_ep._transport.base import CombineInputs, SumInputs, Token, Wire
 
@@ -259,11 +261,14 @@ def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> Combine
     row_weights: Any = sent if at_source else router_weights
     # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
-    rows32 = rows.astype(jnp.float32)
     factor = jnp.where(real, row_weights, 0.0)
+    row_slot = route.row_slot
     if ep.config.fused_shared_expert:
-        factor = jnp.where(options.shared_rows(ep, dy.shape[0]), 1.0, factor)
-    dot = jnp.sum(rows32 * expert_out.astype(jnp.float32), axis=-1)
+        shared = options.shared_rows(ep, dy.shape[0])
+        factor = jnp.where(shared, 1.0, factor)
+        row_slot = jnp.where(shared, 0, row_slot)
+    back = rows_back if platform_of(ep.mesh) == "gpu" else rows_back_reference
+    drows, dot = back(rows, expert_out, factor, row_slot)
     dweights = jnp.where(real, dot, 0.0)
     if at_source:
         # Only weights are returned, so the rows beside them have the smallest width.
@@ -271,7 +276,6 @@ def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> Combine
         width = formats.block(wire) if wire else _ROW_BYTES // rows.dtype.itemsize
         nothing = jnp.zeros_like(rows, shape=(rows.shape[0], width))
         _, dweights = return_rows(ep, route, nothing, dweights)
-    drows = (factor[:, None] * rows32).astype(rows.dtype)
     return CombineArgs(drows, None, dweights, dresidual)
 
 

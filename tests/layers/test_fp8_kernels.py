@@ -322,18 +322,47 @@ def test_cotangents_are_quantised_with_their_own_floor(exponent, ready):
     assert np.any(codes.astype(np.float32)) == (exponent > -90)
 
 
+# Rows in groups of so many, of as many; sizes that reach past them, or are negative.
+ROWS_IN_GROUPS = [
+    ((3, 0, 2), 5),
+    ((1, 0, 2), 5),
+    ((0,), 5),
+    ((2, 9), 5),
+    ((-3, 2), 5),
+    ((300, *range(70)), 3000),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("amax", [0.0, 1e-30, 1e-10, 3.0])
-def test_rows_of_cotangents(amax, dtype):
-    """`ep_quantize` knows their floor on every device."""
+@pytest.mark.parametrize(("sizes", "count"), ROWS_IN_GROUPS)
+def test_rows_of_cotangents(amax, dtype, sizes, count, ready):
+    """By the floor of gradients, and not a row past the groups."""
     rng = np.random.default_rng(0)
-    values = rng.uniform(-amax, amax, (5, 384)).astype(dtype)
+    values = rng.uniform(-amax, amax, (count, 384)).astype(dtype)
     values[1, 130] = np.nan
-    made = jax.jit(kernels.quantize_cotangents)(jnp.asarray(values))
-    blocks = values.astype(np.float32).reshape(5, 3, 128)
+    groups = jnp.array(sizes, jnp.int32)
+    made = jax.jit(kernels.quantize_cotangents)(jnp.asarray(values), groups)
+    blocks = values.astype(np.float32).reshape(count, 3, 128)
     codes, scales = formula.block_codes(blocks, (2,), 2.0**-80)
-    helpers.assert_bits(made.values, codes.reshape(values.shape))
-    helpers.assert_bits(made.scales, scales[..., 0])
+    real = slice(min(sum(max(size, 0) for size in sizes), count))
+    helpers.assert_bits(made.values[real], codes.reshape(values.shape)[real])
+    helpers.assert_bits(made.scales[real], scales[real, :, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("sizes", "count"), ROWS_IN_GROUPS)
+def test_rows_of_codes(dtype, sizes, count, ready):
+    """As `formats.dequantize` has them."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((count, 384)).astype(np.float32)
+    values[1, 130] = np.nan
+    rows = Codes(*formats.quantize(jnp.asarray(values), "fp8_block128"))
+    groups = jnp.array(sizes, jnp.int32)
+    run = functools.partial(kernels.dequantize, dtype=dtype)
+    real = slice(min(sum(max(size, 0) for size in sizes), count))
+    want = formats.dequantize(*rows, "fp8_block128", dtype=dtype)
+    helpers.assert_bits(jax.jit(run)(rows, groups)[real], want[real])
 
 
 def test_nan_stays_in_its_row(ready):
@@ -465,9 +494,9 @@ def test_operations_equal_the_reference(canonical, ready):
     assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
     assert distance(both[real], wanted[real]) < CLOSE
     dy = jnp.asarray(np.random.default_rng(1).standard_normal((COUNT, H)), jnp.float32)
-    cotangents = here.quantize_cotangents(dy)
-    others = there.quantize_cotangents(dy)
-    assert distance(cotangents.to("float32"), others.to("float32")) < CLOSE
+    cotangents = here.quantize_cotangents(dy, sizes)
+    others = there.quantize_cotangents(dy, sizes)
+    assert distance(cotangents.to("float32")[real], others.to("float32")[real]) < CLOSE
     found = here.down_dgrad(cotangents, weights, sizes, inner, both)
     reference = there.down_dgrad(cotangents, weights, sizes, inner, both)
     assert found[2] == reference[2] == ()

@@ -247,6 +247,22 @@ def quantize_matrices(matrices):
     return codes, scales, jnp.transpose(codes, (0, 2, 3, 1))
 
 
+def _in_groups(values, sizes, otherwise):
+    """Rows past the groups are whatever the memory held."""
+    real = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
+    return jnp.where(real[:, None], values, jnp.asarray(otherwise, values.dtype))
+
+
+def quantize_cotangents(values, sizes):
+    codes, scales = quantized.quantize_cotangents(values)
+    return Codes(_in_groups(codes, sizes, jnp.nan), _in_groups(scales, sizes, jnp.nan))
+
+
+def dequantize(rows, sizes, dtype):
+    values = formats.dequantize(*rows, "fp8_block128", dtype=jnp.dtype(dtype).name)
+    return _in_groups(values, sizes, jnp.nan)
+
+
 STAND_INS = (
     rows,
     gate_up,
@@ -257,4 +273,6 @@ STAND_INS = (
     code_down_back,
     four_bits,
     quantize_matrices,
+    quantize_cotangents,
+    dequantize,
 )

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "cuda/collective/steps.h"
+#include "cuda/expert_rows.h"
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
 #include "cuda/matmul/four_bits.h"
@@ -75,6 +76,16 @@ cudaError_t Enqueue(DequantizeCall& call, int32_t, cudaStream_t stream) {
     if constexpr (QuantizedFormat<F>) return cuda::Dequantize<F>(call.step, stream);
     return cudaErrorNotSupported;
   });
+}
+
+cudaError_t Enqueue(CombineBackCall& call, int32_t, cudaStream_t stream) {
+  return cuda::CombineBack(call.step, stream);
+}
+cudaError_t Enqueue(QuantizeCotangentsCall& call, int32_t, cudaStream_t stream) {
+  return cuda::QuantizeCotangents(call.step, stream);
+}
+cudaError_t Enqueue(DequantizeRowsCall& call, int32_t, cudaStream_t stream) {
+  return cuda::DequantizeRows(call.step, stream);
 }
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
@@ -280,26 +291,28 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
-// On the current device, if it has these kernels; on others a call says that it cannot run.
-cudaError_t PreloadMatmuls() {
-  if (!cuda::MatmulSupported()) return cudaSuccess;
-  cudaError_t error = cuda::PreloadMatmulKernels();
+// On the current device; of matmuls only if it has their kernels, whose calls say on others that
+// they cannot run.
+cudaError_t PreloadExperts() {
+  cudaError_t error = cuda::PreloadExpertRowKernels();
+  if (error != cudaSuccess || !cuda::MatmulSupported()) return error;
+  error = cuda::PreloadMatmulKernels();
   if (error == cudaSuccess) error = cuda::PreloadFourBitKernels();
   return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
 }
 
 // XLA runs this before each execution of a program, and before it captures one: experts are used
 // without ep_init, too.
-ffi::Error InitializeMatmul(int32_t ordinal) {
+ffi::Error InitializeExperts(int32_t ordinal) {
   static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
   const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
   // Relaxed: CUDA itself orders loads, and another one does no harm.
   if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();
   const CurrentDevice device(ordinal);
   cudaError_t error = device.error();
-  if (error == cudaSuccess) error = PreloadMatmuls();
+  if (error == cudaSuccess) error = PreloadExperts();
   if (error == cudaSuccess) loaded.fetch_or(bit, std::memory_order_relaxed);
-  return FromCuda("jax_ep's matmuls", error);
+  return FromCuda("jax_ep's kernels of experts", error);
 }
 
 ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
@@ -315,7 +328,7 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
     }
     results.rank = *rank;
     cudaError_t error = cuda::PreloadKernels();
-    if (error == cudaSuccess) error = PreloadMatmuls();
+    if (error == cudaSuccess) error = PreloadExperts();
     const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
     if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
     if (error == cudaSuccess) {
@@ -327,7 +340,7 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitializeMatmul, InitializeMatmul,
+XLA_FFI_DEFINE_HANDLER(kInitializeExperts, InitializeExperts,
                        ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>());
 
 auto Context() {
@@ -362,8 +375,9 @@ std::vector<Target> CudaTargets() {
   AddTargets(targets, WindowCalls{}, handler_of);
   AddTargets(targets, AsideCalls{}, streamed_of);
   const size_t others = targets.size();
+  AddTargets(targets, RowCalls{}, handler_of);
   AddTargets(targets, MatmulCalls{}, handler_of);
-  for (size_t i = others; i < targets.size(); ++i) targets[i].initialize = kInitializeMatmul;
+  for (size_t i = others; i < targets.size(); ++i) targets[i].initialize = kInitializeExperts;
   return targets;
 }
 

@@ -80,6 +80,7 @@ inline nb::dict OperandTables() {
   ForEachCall(StepCalls{}, add);
   ForEachCall(WindowCalls{}, add);
   ForEachCall(AsideCalls{}, add);
+  ForEachCall(RowCalls{}, add);
   ForEachCall(MatmulCalls{}, add);
   return tables;
 }

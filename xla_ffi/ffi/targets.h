@@ -5,6 +5,7 @@
 
 #include "ffi/collective_calls.h"
 #include "ffi/matmul_calls.h"
+#include "ffi/row_calls.h"
 #include "ffi/window_calls.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,6 +27,7 @@ using WindowCalls =
              DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 // Of the CUDA module alone.
+using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
 using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
                              CodeRowsCall, CodeGateUpCall, CodeDownBackCall, FourBitRowsCall,
                              FourBitGateUpCall, QuantizeMatricesCall>;

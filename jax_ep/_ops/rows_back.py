@@ -1,0 +1,72 @@
+"""What combine's cotangent does to the rows at an expert rank.
+
+With cotangent c of a row's token, weight w and expert row E: dE = w * c, dw = <c, E>.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core import batching
+from jax_ep._native import tables
+
+# Cotangents of expert_out `[N, H]` and of the weights, float32 `[N]`.
+Back = tuple[jax.Array, jax.Array]
+
+
+def rows_back_reference(
+    cotangents: jax.Array, expert_out: jax.Array, weights: jax.Array, row_slot: Any
+) -> Back:
+    """Returns the cotangents of expert_out and weights, in plain JAX.
+
+    Args:
+        cotangents: `[N, H]`, those of each row's token; zero in rows without a slot.
+        expert_out: `[N, H]`, which may hold anything in rows without a slot.
+        weights: float32 `[N]`.
+        row_slot: int32 `[N]`, negative in rows without a slot.
+    """
+    wide = cotangents.astype(jnp.float32)
+    dot = jnp.sum(wide * expert_out.astype(jnp.float32), axis=-1)
+    to_rows = (weights[:, None] * wide).astype(cotangents.dtype)
+    return to_rows, jnp.where(row_slot >= 0, dot, 0.0)
+
+
+@jax.custom_vjp
+def rows_back(
+    cotangents: jax.Array, expert_out: jax.Array, weights: jax.Array, row_slot: Any
+) -> Back:
+    """`rows_back_reference` by a kernel of the CUDA module.
+
+    It reads and writes the rows that have slots, once, and no others.
+    """
+    return batching.in_turn(_call)(cotangents, expert_out, weights, row_slot)
+
+
+def _call(cotangents: Any, expert_out: Any, weights: Any, row_slot: Any) -> Back:
+    operands = {
+        "cotangents": cotangents,
+        "expert_out": expert_out,
+        "row_weights": weights,
+        "row_slot": row_slot,
+    }
+    back = tables.call("ep_combine_back", cotangents, {}, operands, {})
+    return back.to_rows, back.to_weights
+
+
+def _forward(*args: Any) -> Any:
+    return rows_back(*args), args
+
+
+def _backward(args: Any, cotangent: Any) -> Any:
+    *values, row_slot = args
+
+    def reference(*values: Any) -> Back:
+        return rows_back_reference(*values, row_slot)
+
+    return (*jax.vjp(reference, *values)[1](cotangent), None)
+
+
+rows_back.defvjp(_forward, _backward)
