@@ -140,11 +140,27 @@ def auto(
     _require_values("auto", rows, gate_up)
     given = (rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
-    if rows.dtype.itemsize == _HOPPER_ITEMSIZE:
-        obstacle = hopper_obstacle(rows.shape[1], down.shape[1], device)
-        if obstacle is None and _dense(rows.dtype.name, device):
-            return _by_hopper(*given, options)
+    if auto_is_hopper(rows.dtype, rows.shape[1], down.shape[1], device):
+        return _by_hopper(*given, options)
     return ragged_dot(*given, **options._asdict())
+
+
+def auto_is_hopper(
+    dtype: DTypeLike, hidden_size: int, intermediate_size: int, device: Any = None
+) -> bool:
+    """Whether `auto` multiplies by the kernels of `hopper`.
+
+    Args:
+        dtype: of the rows.
+        hidden_size: H.
+        intermediate_size: F per rank.
+        device: a `jax.Device` that it runs on; None means this process's first.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize != _HOPPER_ITEMSIZE:
+        return False
+    obstacle = hopper_obstacle(hidden_size, intermediate_size, device)
+    return obstacle is None and _dense(dtype.name, device)
 
 
 def _dense(dtype: str, device: Any) -> bool:
@@ -289,9 +305,12 @@ def _by_hopper(
         return options.outer(out, group_sizes)
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
-    # Makes the cotangent zero past the last group.
-    real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
-    inner = options.inner(jnp.where(real[:, None], both, 0), group_sizes)
+    # Gradients of what the activation closes over are sums over all rows. So its
+    # operands and its cotangent are zero past the last group, where kernels write
+    # nothing.
+    real = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
+    inner = options.inner(jnp.where(real, both, 0), group_sizes)
+    inner = jnp.where(real, inner, 0)
     return options.outer(grouped_matmul(inner, down, group_sizes), group_sizes)
 
 

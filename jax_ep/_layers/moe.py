@@ -21,7 +21,7 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._experts import quantized
-from jax_ep._layers import columns, moe_checks
+from jax_ep._layers import columns, moe_checks, tails
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
@@ -199,11 +199,13 @@ def moe_ffn(
         operands = vary_alike(order, least, *operands)
     x, ids, weights = operands
     sent = (ep, x, ids, weights)
+    seen = tails.seen(ep, experts, _intermediate_size(params), activation)
+    zero_tail = config.zero_tail and seen
     if "shared_down" in params and not fused:
-        d, shared = _dispatch_beside(*sent, input_scale, params, activation)
+        d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)
         beside = shared if beside is None else shared + beside
     else:
-        d = dispatching.dispatch(*sent, input_scale=input_scale)
+        d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
     with jax.named_scope("jax_ep.experts"):
         rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
     scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
@@ -211,7 +213,9 @@ def moe_ffn(
         rows = columns.scatter(rows, tp_axis)
         if beside is not None:
             beside = columns.scatter(jnp.asarray(beside), tp_axis)
-    y = combining.combine(ep, rows, d.route, d.router_weights, residual=beside)
+    y = combining.return_routed(
+        ep, rows, d.route, d.router_weights, beside, zero_tail=seen
+    )
     stats = (d.expert_counts, d.num_dropped, d.num_invalid)
     if tp_axis:
         # Else summed after combine: that moves n rows, not the N rows of the experts.
@@ -333,6 +337,12 @@ def _spread(
     }
 
 
+def _intermediate_size(params: Mapping[str, Any]) -> int:
+    """Returns F of this rank's experts."""
+    down = params.get("down")
+    return params["experts"].shapes[1][1] if down is None else down.shape[1]
+
+
 def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
     """Puts the shared expert's matrix in front of the routed ones, as group 0."""
     return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
@@ -346,6 +356,7 @@ def _dispatch_beside(
     input_scale: ArrayLike | None,
     params: Mapping[str, Any],
     activation: _experts.Activation | None,
+    zero_tail: bool,
 ) -> tuple[Dispatched, jax.Array]:
     """Dispatches, and computes the shared expert's rows while the exchange runs."""
 
@@ -356,7 +367,8 @@ def _dispatch_beside(
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
         # One kernel cannot be split, and XLA overlaps its own exchanges by itself.
-        return dispatching.dispatch(*sent, input_scale=input_scale), shared_expert()
+        d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
+        return d, shared_expert()
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
     # Without the barrier XLA may run dispatch_wait first, which hides nothing.
     both = jax.lax.optimization_barrier((pending, shared_expert()))

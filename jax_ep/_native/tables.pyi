@@ -205,6 +205,7 @@ class DispatchCachedOperands(TypedDict):
 class DispatchCachedAttributes(TypedDict):
     key: int
     site: int
+    zero_tail: bool
     format: str
 
 class Combine(NamedTuple):

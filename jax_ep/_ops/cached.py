@@ -7,7 +7,7 @@ the reverse rule of a combine uses `send_cached`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -25,21 +25,36 @@ from jax_ep._transport.base import Token, Wire
 Weighted = tuple[jax.Array, jax.Array | None]
 
 
+class _Sending(NamedTuple):
+    """How tokens follow a route: their format, and `zero_tail` of the transport."""
+
+    wire: str
+    zero_tail: bool
+
+
 def send_cached(
-    ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
+    ep: EPHandle,
+    route: Route,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    zero_tail: bool = True,
 ) -> Weighted:
     """Sends tokens `[n, H]` and weights `[n, K]` by `route`: rows `[N, H]`, `[N]`.
 
-    As a reverse rule does, in `grad_format`.
+    As a reverse rule does, in `grad_format`. Without `zero_tail` rows past the last
+    group may hold anything.
     """
-    return _SEND(ep, (route, tokens, weights), ep.config.grad_wire_format)
+    # Which of the rows without a token are past the last group is not known here.
+    zero_tail = zero_tail or ep.config.expert_alignment > 1
+    static = _Sending(ep.config.grad_wire_format, zero_tail)
+    return _SEND(ep, (route, tokens, weights), static)
 
 
 def send_unchanged(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> Weighted:
     """Sends as `send_cached`, but the tokens' own bits."""
-    return _DISPATCH(ep, (route, tokens, weights), "bf16")
+    return _DISPATCH(ep, (route, tokens, weights), _Sending("bf16", zero_tail=True))
 
 
 def return_rows(
@@ -68,16 +83,18 @@ def _route(ep: EPHandle, static: Any, args: Any, results: Any) -> Route:
 
 
 def _run_send(
-    ep: EPHandle, wire: str, args: Any, after: Token
+    ep: EPHandle, static: _Sending, args: Any, after: Token
 ) -> tuple[Weighted, Token]:
     route, tokens, weights = args
     (rows, row_weights), done = transport_of(ep).dispatch_cached(
-        ep, route, tokens, weights, wire, after
+        ep, route, tokens, weights, *static, after
     )
     return (options.with_shared(ep, rows, tokens), row_weights), done
 
 
-def _transpose_send(ep: EPHandle, wire: str, route: Route, cotangents: Any) -> Any:
+def _transpose_send(
+    ep: EPHandle, static: _Sending, route: Route, cotangents: Any
+) -> Any:
     return None, *return_rows(ep, route, *cotangents)
 
 

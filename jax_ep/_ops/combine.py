@@ -88,10 +88,23 @@ def combine(
         ValueError, TypeError: while tracing, if an argument does not hold what is said
             above, the call is outside shard_map, or `ep` is closed.
     """
+    return return_routed(ep, expert_out, route, router_weights, residual)
+
+
+def return_routed(
+    ep: EPHandle,
+    expert_out: Any,
+    route: Any,
+    router_weights: Any,
+    residual: Any,
+    *,
+    zero_tail: bool = True,
+) -> jax.Array:
+    """`combine`; without `zero_tail` cotangents past the groups may be anything."""
     given = CombineArgs(expert_out, route, router_weights, residual)
     args = _checked("combine", ep, given)
     with checks.calling("combine"):
-        return _by_token(ep, _COMBINE(ep, args))
+        return _by_token(ep, _COMBINE(ep, args, static=zero_tail))
 
 
 def combine_async(
@@ -235,13 +248,13 @@ def _named(y: jax.Array) -> jax.Array:
 
 
 def _run(
-    ep: EPHandle, static: None, args: CombineArgs, after: Token
+    ep: EPHandle, zero_tail: bool, args: CombineArgs, after: Token
 ) -> tuple[jax.Array, Token]:
     (y, _), done = transport_of(ep).combine(ep, *_inputs(ep, args), after)
     return y, done
 
 
-def _keep(ep: EPHandle, static: None, args: CombineArgs, results: Any) -> Any:
+def _keep(ep: EPHandle, zero_tail: Any, args: CombineArgs, results: Any) -> Any:
     """Returns what `_cotangents` needs; the rows only if there are weights."""
     weighted = args.router_weights is not None
     weighting = (args.router_weights, args.expert_out) if weighted else None
@@ -249,15 +262,16 @@ def _keep(ep: EPHandle, static: None, args: CombineArgs, results: Any) -> Any:
     return args.route, weighting, None if args.residual is None else ()
 
 
-def _cotangents(ep: EPHandle, static: None, kept: Any, dy: jax.Array) -> CombineArgs:
+def _cotangents(ep: EPHandle, zero_tail: bool, kept: Any, dy: jax.Array) -> CombineArgs:
     route, weighting, had_residual = kept
     dresidual = None if had_residual is None else dy
     if weighting is None:
-        rows, _ = send_cached(ep, route, dy, None)
+        rows, _ = send_cached(ep, route, dy, None, zero_tail)
         return CombineArgs(rows, None, None, dresidual)
     router_weights, expert_out = weighting
     at_source = ep.config.reduce == "source"
-    rows, sent = send_cached(ep, route, dy, router_weights if at_source else None)
+    sent_weights = router_weights if at_source else None
+    rows, sent = send_cached(ep, route, dy, sent_weights, zero_tail)
     row_weights: Any = sent if at_source else router_weights
     # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
@@ -301,7 +315,7 @@ def _run_send(
 def _transpose_send(
     ep: EPHandle, static: None, kept: Any, cotangents: Any
 ) -> CombineArgs:
-    return _cotangents(ep, static, kept, cotangents[1])
+    return _cotangents(ep, True, kept, cotangents[1])
 
 
 _SEND = OrderedCall(

@@ -93,7 +93,22 @@ def dispatch(
         }
         with checks.calling("dispatch"):
             return _along(ep, tokens, router_weights, route, excluded)
-    given = _Given(router_weights is not None, token_scales is not None)
+    arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
+    return send_routed(ep, *arguments, zero_tail=ep.config.zero_tail)
+
+
+def send_routed(
+    ep: EPHandle,
+    tokens: Any,
+    topk_ids: Any,
+    router_weights: Any,
+    input_scale: Any,
+    token_scales: Any,
+    *,
+    zero_tail: bool,
+) -> Dispatched:
+    """`dispatch` without a route; `zero_tail` comes in place of the config's."""
+    given = _Given(router_weights is not None, token_scales is not None, zero_tail)
     arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
     inputs = _checked("dispatch", ep, *arguments)
     with checks.calling("dispatch"):
@@ -162,10 +177,11 @@ def dispatch_wait(pending: Pending) -> Dispatched:
 
 
 class _Given(NamedTuple):
-    """Which operands were given."""
+    """Which operands were given; whether whole calls clear rows past the groups."""
 
     weights: bool
     scales: bool
+    zero_tail: bool = True
 
 
 def _checked(
@@ -295,7 +311,7 @@ def _run(
     ep: EPHandle, given: _Given, inputs: DispatchInputs, after: Token
 ) -> tuple[Dispatched, Token]:
     routed = options.routed(ep, inputs)
-    arrived, done = transport_of(ep).dispatch(ep, routed, after)
+    arrived, done = transport_of(ep).dispatch(ep, routed, given.zero_tail, after)
     return _dispatched(ep, inputs.like(ep), inputs.input_scale, arrived), done
 
 
@@ -381,7 +397,7 @@ def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> An
     _, (tokens, weights) = halves
     # None or (), to tell by structure alone what takes gradients.
     given = _Given(weights is not None, tokens.shape[1] == 0)
-    return d.route, [() if each else None for each in given]
+    return d.route, [() if each else None for each in given[:2]]
 
 
 def _transpose_receive(

@@ -172,9 +172,12 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(
-        self, ep: EPHandle, inputs: DispatchInputs, after: Token
+        self, ep: EPHandle, inputs: DispatchInputs, zero_tail: bool, after: Token
     ) -> tuple[Arrived, Token]:
-        """Routes and exchanges tokens."""
+        """Routes and exchanges tokens.
+
+        `zero_tail` says whether rows past the last group must be zero.
+        """
 
     @abc.abstractmethod
     def dispatch_send(
@@ -196,6 +199,7 @@ class Transport(abc.ABC):
         tokens: jax.Array,
         weights: jax.Array | None,
         wire: str,
+        zero_tail: bool,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sends tokens `[n, H]` and weights `[n, K]` by a cached route.
@@ -203,7 +207,9 @@ class Transport(abc.ABC):
         `wire` is the format in which tokens are sent; "bf16" sends them unchanged.
 
         Returns:
-            Rows `[N, H]` and their weights `[N]`, zero for rows without a token.
+            Rows `[N, H]` and their weights `[N]`, zero for rows without a token; but
+            such rows may hold anything if `zero_tail` is false, which it is only where
+            all of them are past the last group.
         """
 
     @abc.abstractmethod

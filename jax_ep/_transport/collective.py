@@ -77,9 +77,9 @@ class Collective(Transport):
         return ep.route_ranks
 
     def dispatch(
-        self, ep: EPHandle, inputs: DispatchInputs, after: Token
+        self, ep: EPHandle, inputs: DispatchInputs, zero_tail: bool, after: Token
     ) -> tuple[Arrived, Token]:
-        """Packs, exchanges, unpacks."""
+        """Packs, exchanges, unpacks; clears what the config says."""
         send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=False)
         sent = (self.exchange(ep, send), slot_of, num_invalid)
         return self.dispatch_receive(ep, sent, inputs.like(ep), after)
@@ -155,9 +155,10 @@ class Collective(Transport):
         tokens: jax.Array,
         weights: jax.Array | None,
         wire: str,
+        zero_tail: bool,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Packs, exchanges, unpacks."""
+        """Packs, exchanges, unpacks; clears all rows without a token."""
         n, hidden = tokens.shape
         num_weights = 0 if weights is None else route.slot_of.shape[1]
         region_bytes = ffi.native.cached_region_bytes(

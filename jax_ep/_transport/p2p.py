@@ -76,7 +76,7 @@ class P2P(Transport):
         )
 
     def dispatch(
-        self, ep: EPHandle, inputs: DispatchInputs, after: Token
+        self, ep: EPHandle, inputs: DispatchInputs, zero_tail: bool, after: Token
     ) -> tuple[Arrived, Token]:
         """Routes and exchanges tokens in one call."""
         arrived = tables.call(
@@ -88,7 +88,7 @@ class P2P(Transport):
                 "key": ep.key,
                 "site": site(),
                 "expert_alignment": ep.config.expert_alignment,
-                "zero_tail": ep.config.zero_tail,
+                "zero_tail": zero_tail,
                 "format": ep.config.dispatch_format,
                 "scale_layout": ep.config.scale_layout,
             },
@@ -153,6 +153,7 @@ class P2P(Transport):
         tokens: jax.Array,
         weights: jax.Array | None,
         wire: str,
+        zero_tail: bool,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sends by a cached route in one call."""
@@ -168,7 +169,7 @@ class P2P(Transport):
                 "row_slot": route.row_slot,
                 "after": _one(after),
             },
-            {"key": ep.key, "site": site(), "format": wire},
+            {"key": ep.key, "site": site(), "zero_tail": zero_tail, "format": wire},
         )
         return (sent.rows, sent.row_weights), (sent.done,)
 

@@ -448,3 +448,24 @@ def test_biases_and_activations(biased, ready):
         if got.shape[0] == 64:
             got, one = got[:40], one[:40]
         assert np.abs(got - one).max() <= 0.03 * np.abs(one).max()
+
+
+def test_what_an_activation_closes_over(ready):
+    """Its gradient sums over rows, of which those past the groups are no part."""
+    shapes = (64, H), (3, H, 2, F), (3, F, H)
+    rows, gate_up, down, groups = operands((10, 0, 30), 64, *shapes, dtype="bfloat16")
+
+    def loss(run, slope):
+        y = run(
+            rows,
+            gate_up,
+            down,
+            groups,
+            activation=lambda gate, up: jax.nn.sigmoid(slope * gate) * up,
+        )
+        return jnp.sum(y[:40].astype(jnp.float32) ** 2)
+
+    slope = jnp.float32(1.5)
+    found = jax.grad(functools.partial(loss, experts.hopper))(slope)
+    want = jax.grad(functools.partial(loss, experts.ragged_dot))(slope)
+    assert np.abs(found - want) <= 0.03 * np.abs(want)

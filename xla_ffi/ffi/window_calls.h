@@ -106,7 +106,7 @@ struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKin
       std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
                  Ret<F32>("row_weights", {N}, &Step::row_weights).When(kWithWeights),
                  Ret<I32>("done", {1}, &Step::done));
-  static constexpr auto kAttributes = std::tuple(kKey, kSite, kFormat);
+  static constexpr auto kAttributes = std::tuple(kKey, kSite, kZeroTail, kFormat);
 
   void Size(Checker&) { message_bytes = CachedMessageOf(*this).bytes; }
 };

@@ -31,7 +31,8 @@ struct WindowDispatchStep : Arrivals {
   int64_t scale_bytes = 0;
 };
 
-// encode + exchange + decode + place, following a known route; padding and tail become zero.
+// encode + exchange + decode + place, following a known route; rows without a token become zero,
+// unless their caller says that all of them are in the tail and nobody reads it.
 struct WindowCachedDispatchStep {
   EpShape shape;
   ElementType element;  // of tokens and rows
@@ -45,6 +46,7 @@ struct WindowCachedDispatchStep {
   uint8_t* rows;            // [N, H]
   float* row_weights;       // [N], unused without weights
   int32_t* done;            // [1] zero; later calls of the group depend on it
+  bool zero_tail = true;
 };
 
 // reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens with one entry, and

@@ -342,7 +342,7 @@ class CachedWorker {
     return trace ^ trace >> 13;
   }
 
-  // Clears this item's equal share of the rows that no token reaches.
+  // Clears this item's equal share of the rows that no token reaches, and of their weights.
   __device__ void ClearShare(uint32_t item) {
     const int64_t rows = step_.shape.recv_rows, items = plan_.call.work.receive_items;
     const int64_t bytes = kEncodes ? step_.shape.row_bytes() : plan_.rows.payload_bytes;
@@ -353,7 +353,7 @@ class CachedWorker {
       const bool clear = row < end && step_.row_slot[row] < 0;
       if (row < end && !clear) rows_left_ += TraceOf(static_cast<int32_t>(row));
       if (clear && step_.num_weights != 0) step_.row_weights[row] = 0.0f;
-      unsigned left = __ballot_sync(kFullWarp, clear);
+      unsigned left = __ballot_sync(kFullWarp, clear && step_.zero_tail);
       while (left != 0) {
         const int begin = __ffs(static_cast<int>(left)) - 1;
         const unsigned kept = ~left & ~LanesBelow(begin);

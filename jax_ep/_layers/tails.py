@@ -1,0 +1,35 @@
+"""Whether a layer's experts see the rows past the groups: if not, nobody clears them.
+
+With capacity for the worst case most rows of a large group are there: clearing them
+would take as long as the exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_ep import experts
+from jax_ep._core.handle import EPHandle
+
+
+def seen(ep: EPHandle, run: Any, intermediate_size: int, activation: Any) -> bool:
+    """Whether results or gradients of `run` may depend on rows past the groups.
+
+    Args:
+        ep: the handle of the layer.
+        run: its experts, or None.
+        intermediate_size: F per rank.
+        activation: that of the layer, or None.
+    """
+    # The gradient of what a function closes over is a sum over all rows.
+    if activation is not None:
+        return True
+    if run is experts.fp8:
+        return False
+    if run is experts.hopper:
+        return False
+    if run not in (None, experts.auto):
+        return True
+    config, device = ep.config, ep.mesh.local_devices[0]
+    sizes = (config.hidden_size, intermediate_size)
+    return not experts.auto_is_hopper(config.dtype, *sizes, device)

@@ -1,0 +1,194 @@
+"""Rows past the groups are left as they are where a layer's experts never see them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import experts
+from jax_ep._experts import select
+from jax_ep._layers import tails
+from jax_ep._transport import base
+from jax_ep._transport.collective import Collective
+from support import grouped_kernels, helpers
+from support.call_order import p2p_handle
+from support.grouped_kernels import F, H
+from support.grouped_kernels import fake_kernels as fake_kernels
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+N, E, K = 8, 4, 2
+FIELDS: dict[str, Any] = {
+    "hidden_size": H,
+    "max_tokens_per_rank": N,
+    "num_experts": E,
+    "top_k": K,
+    "dtype": "bfloat16",
+}
+
+
+class Poisoned(Collective):
+    """Has NaN where rows past the groups need not be cleared."""
+
+    def __init__(self) -> None:
+        self.poisoned: list[str] = []
+
+    def dispatch(self, ep: Any, inputs: Any, zero_tail: Any, after: Any) -> Any:
+        arrived, done = super().dispatch(ep, inputs, zero_tail, after)
+        if zero_tail:
+            return arrived, done
+        self.poisoned.append("dispatch")
+        tail = jnp.arange(ep.recv_capacity) >= arrived.row_offsets[-1]
+        return arrived._replace(
+            tokens=with_nan(arrived.tokens, tail),
+            scales=None if arrived.scales is None else with_nan(arrived.scales, tail),
+        ), done
+
+    def dispatch_cached(
+        self, ep: Any, route: Any, x: Any, w: Any, wire: Any, zero_tail: Any, after: Any
+    ) -> Any:
+        (rows, weights), done = super().dispatch_cached(
+            ep, route, x, w, wire, zero_tail, after
+        )
+        if not zero_tail:
+            self.poisoned.append("cached")
+            rows = with_nan(rows, route.row_slot < 0)
+        return (rows, weights), done
+
+
+def with_nan(rows: jax.Array, where: jax.Array) -> jax.Array:
+    return jnp.where(where[:, None], jnp.asarray(jnp.nan, rows.dtype), rows)
+
+
+def parameters(rng: np.random.Generator) -> dict[str, jax.Array]:
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * 0.1, jnp.bfloat16)
+
+    return {
+        "router": normal(H, E),
+        "gate_up": normal(E, H, 2, F),
+        "down": normal(E, F, H),
+        "down_bias": normal(E, H),
+    }
+
+
+SPECS = {
+    "router": P(),
+    "gate_up": P("ep"),
+    "down": P("ep"),
+    "down_bias": P("ep"),
+}
+
+
+def both_ways(mesh: Any, ep: Any, **options: Any) -> Any:
+    """A layer's results and gradients."""
+
+    def layer(params: Any, x: Any) -> Any:
+        def body(params: Any, x: Any) -> Any:
+            return jax_ep.moe_ffn(ep, x, params, **options)[0]
+
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=(SPECS, P("ep")), out_specs=P("ep")
+        )(params, x)
+
+    def run(params: Any, x: Any) -> Any:
+        y, back = jax.vjp(layer, params, x)
+        return y, back(jnp.cos(y))
+
+    return jax.jit(run)
+
+
+def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jnp.clip(gate, -1, 1) * up
+
+
+@pytest.mark.parametrize("fields", [{}, {"fused_shared_expert": True}])
+@pytest.mark.parametrize("name", ["auto", "hopper", "fp8"])
+def test_what_is_left_changes_nothing(name, fields, fake_kernels, monkeypatch) -> None:
+    mesh = helpers.make_mesh(2)
+    rng = np.random.default_rng(0)
+    params = parameters(rng)
+    specs = dict(SPECS)
+    if fields:
+        params |= {
+            "shared_gate_up": params["gate_up"][0],
+            "shared_down": params["down"][0],
+        }
+        specs |= {"shared_gate_up": P(), "shared_down": P()}
+    monkeypatch.setitem(globals(), "SPECS", specs)
+    x = jnp.asarray(rng.standard_normal((2 * N, H)), jnp.bfloat16)
+    if name == "fp8":
+        fields = fields | {"dispatch_format": "fp8_block128"}
+    run = None if name == "auto" else getattr(experts, name)
+    results = []
+    poisoned = Poisoned()
+    for transport in (Collective(), poisoned):
+        monkeypatch.setitem(base._registry, "collective", transport)
+        config = helpers.make_config(**FIELDS | fields)
+        with jax_ep.init(mesh, "ep", config, "collective") as ep:
+            results.append(both_ways(mesh, ep, experts=run)(params, x))
+    assert {"dispatch", "cached"} == set(poisoned.poisoned)
+    want, found = map(jax.tree.leaves, results)
+    for a, b in zip(found, want, strict=True):
+        assert np.asarray(b, np.float32).any()
+        helpers.assert_bits(a, b)
+
+
+def cleared(text: str) -> dict[str, bool]:
+    """What the calls of a program say of rows past the groups."""
+    found = re.findall(r"@(ep_dispatch\w*)\(.*?zero_tail = (true|false)", text)
+    return {target: value == "true" for target, value in found}
+
+
+ALL = {"ep_dispatch": True, "ep_dispatch_cached": True}
+NONE = dict.fromkeys(ALL, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "hopper", "want"),
+    [
+        ({}, {}, True, NONE),
+        ({}, {}, False, ALL),
+        ({"experts": experts.fp8}, {}, False, NONE),
+        ({"experts": experts.ragged_dot}, {}, True, ALL),
+        ({"experts": experts.Padded(8)}, {}, True, ALL),
+        # What an activation closes over has gradients of all rows.
+        ({"activation": clipped}, {}, True, ALL),
+        # Padding between groups, which a route alone does not tell from the tail.
+        ({}, {"expert_alignment": 8}, True, NONE | {"ep_dispatch_cached": True}),
+        # Cotangents are zero there, whatever a config says of rows.
+        (
+            {"activation": clipped},
+            {"zero_tail": False},
+            True,
+            ALL | {"ep_dispatch": False},
+        ),
+    ],
+)
+def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("imagines p2p on CPU devices")
+    if hopper:
+        grouped_kernels.pretend(monkeypatch)
+        monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
+    assert (select.device_obstacle() is None) == hopper
+    mesh = helpers.make_mesh(2)
+    ep = p2p_handle(mesh, **FIELDS | fields)
+    x = jax.ShapeDtypeStruct((2 * N, H), jnp.bfloat16)
+    params = jax.eval_shape(lambda: parameters(np.random.default_rng(0)))
+    text = both_ways(mesh, ep, **options).lower(params, x).as_text()
+    assert cleared(text) == want
+
+
+def test_other_functions_see_them() -> None:
+    """Also such as wrap one of the library's: they may do more with the rows."""
+    ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
+    assert tails.seen(ep, lambda *args: experts.fp8(*args), F, None)
+    assert not tails.seen(ep, experts.fp8, F, None)
