@@ -5,6 +5,7 @@ import math
 import layer_bars
 import performance_tables
 
+from benchmarks.layers import grouped as grouped_benchmark
 from benchmarks.layers import report
 
 
@@ -152,11 +153,11 @@ def grouped(data, table):
         if name == "hopper"
         else "`jax` are those of `jax.experimental.pallas.ops.gpu`"
     )
-    rows = []
+    more, rows = _more_ways(data), []
     for (case, op, room), us in found.items():
         ours = us["kernels"]
         rate = f"{_flops(data, case) / ours / 1e6:.0f}"
-        cells = [_number(us.get(way)) for way in ("jax", "batched")]
+        cells = [_number(us.get(way)) for way in ("jax", *more, "batched")]
         ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
         rows.append((case, OPS[op], room, _number(ours), rate, *cells, *ratios))
     sizes = "; ".join(
@@ -170,18 +171,51 @@ def grouped(data, table):
         f"with as many rows per group as chance gives: {sizes}. `room` is how many "
         "rows the operand has for each row in a group; in a default layer that is the "
         "number of ranks. "
+        f"{_of_more_ways(data)}"
         f"Microseconds for gate, up and down together; {others}, "
         "`batched` is one matmul of as many rows "
         "for each group (cuBLAS). `faster` is the time of `jax` over that of "
         f"`{name}`, and `of batched` the time of `{name}` over that of `batched`. "
         "Results were compared in the same run."
     )
-    columns = ("size", "result", "room", "us", "TFLOP/s", "jax", "batched")
-    columns += ("faster", "of batched")
+    columns = ("size", "result", "room", "us", "TFLOP/s", "jax")
+    columns += (*more.values(), "batched", "faster", "of batched")
     parts = [head, table(columns, rows)]
     if wholes:
         parts += _experts(data, table, wholes)
     return "\n\n".join(parts)
+
+
+# Ways that not every record has, by the name of their column.
+MORE_WAYS = {
+    "jax_grouped_gemm": "jax, grouped GEMM",
+    "jax_fusion": "jax, fusion",
+    "tokamax": "tokamax",
+}
+
+
+def _more_ways(data):
+    """Those of a record."""
+    ways = {row["way"] for row in data["results"]}
+    return {way: name for way, name in MORE_WAYS.items() if way in ways}
+
+
+def _of_more_ways(data):
+    """What the text says of them, and of why some have no time."""
+    text = ""
+    for way, name in _more_ways(data).items():
+        option = grouped_benchmark.FLAGS.get(way)
+        text += f"`{name}` is " + (
+            f"`jax.lax.ragged_dot` with XLA's option `{option}`"
+            if option
+            else "that library's ragged dot"
+        )
+        rows = [row for row in data["results"] if row["way"] == way]
+        errors = sorted({row["error"] for row in rows if "error" in row})
+        text += (
+            f", which did not always run ({'; '.join(errors)}). " if errors else ". "
+        )
+    return text
 
 
 def _flops(data, case):
@@ -211,11 +245,13 @@ def _experts(data, table, rows):
         "beforehand; `quantize` is the time of those of the weights, in both "
         "orientations."
     )
-    ways = ("hopper", "fp8", "jax", "batched")
+    more = _more_ways({"results": rows})
+    ways = ("hopper", "fp8", "jax", *more, "batched")
     cells = [
         (*place, *(_number(us.get(way)) for way in ways)) for place, us in found.items()
     ]
-    yield table(("size", "pass", "room", *ways), cells)
+    names = (more.get(way, way) for way in ways)
+    yield table(("size", "pass", "room", *names), cells)
 
 
 def _stats_cost(data, table):

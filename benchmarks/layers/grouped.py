@@ -5,12 +5,13 @@
 For each size and each way to multiply: microseconds, and teraflops of the rows that
 groups hold. Of single matmuls (gate and up, down): forward, gradients of rows, and of
 matrices. Of whole experts with SwiGLU: forward, and forward with all gradients.
-`hopper` are the kernels, `jax` is `jax.lax.ragged_dot` under whatever XLA_FLAGS say,
-`tokamax`, on request and for single matmuls, that library's; `batched` is one matmul
-with equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs whole
-experts on codes of rows and weights that were made beforehand; `quantize` is how long
-those of the weights take. `--room` is how many rows the operand has for each that a
-group holds. Results are compared.
+`hopper` are the kernels, `jax` is `jax.lax.ragged_dot` under whatever XLA_FLAGS say; on
+request `jax_grouped_gemm` and `jax_fusion` are the same with the options of XLA that
+are named so, and `tokamax`, for single matmuls, is that library's; `batched` is one
+matmul with equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs
+whole experts on codes of rows and weights that were made beforehand; `quantize` is how
+long those of the weights take. `--room` is how many rows the operand has for each that
+a group holds. Results are compared.
 Leaves benchmarks/results/grouped-<device>x1-<date>.json. With
 --tiny, on a machine without such a GPU, the kernels are lowered for one.
 """
@@ -52,7 +53,13 @@ CASES = {
 SMALL = {"tiny": Case(128, 128, 2, 256)}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
 WAYS = ("hopper", "jax", "batched", "fp8")
-MORE_WAYS = ("tokamax",)  # of libraries that not everyone has
+# `jax.lax.ragged_dot` with options of XLA's, each on for that way alone.
+FLAGS = {
+    "jax_grouped_gemm": "xla_gpu_experimental_use_ragged_dot_grouped_gemm",
+    "jax_fusion": "xla_gpu_experimental_use_ragged_dot_fusion",
+}
+# Of a library, and of flags, that not everyone has.
+MORE_WAYS = ("tokamax", *FLAGS)
 CALLS = 5  # of a time
 IN_FLIGHT = 2  # whose results need memory: gradients of large-256 are 6 GB
 # Errors of results, over the largest element: of products in bfloat16, and of codes.
@@ -100,7 +107,7 @@ def products(op, groups):
         return lambda x, w, sizes: how.rows(x, w, sizes, transposed)
 
     ways = {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
-    return ways | {"tokamax": by(Tokamax())}
+    return ways | {"tokamax": by(Tokamax())} | dict.fromkeys(FLAGS, by(ragged))
 
 
 class Random:
@@ -229,7 +236,8 @@ def timed(name, program, args, flops, seconds):
     """What a row says of a way, besides its place; and its results, or None."""
     if name in ("hopper", "fp8") and jax.default_backend() != "gpu":
         return {"kernels": lowered(program, args)}, None
-    run = jax.jit(program)
+    options = {FLAGS[name]: True} if name in FLAGS else None
+    run = jax.jit(program, compiler_options=options)
     try:
         us = median_us(run, args, seconds)
         return {"us": us, "tflops": flops / us / 1e6}, run(*args)
@@ -238,9 +246,11 @@ def timed(name, program, args, flops, seconds):
             raise
         return {"error": str(error).partition("\n")[0]}, None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {"error": "out of memory"}, None
+        if name not in MORE_WAYS:
             raise
-        return {"error": "out of memory"}, None
+        return {"error": str(error).partition("\n")[0]}, None
 
 
 def compared(name, row, results, wanted, held):
@@ -268,7 +278,7 @@ def measure_products(case, room, random, names, seconds):
                 place = {"case": case, "matrix": matrix, "op": op, "way": name}
                 place["room"] = room
                 row, results = timed(name, program, args, 2 * held * a * b, seconds)
-                if name in ("jax", "tokamax"):
+                if name in ("jax", *MORE_WAYS):
                     compared("hopper", row, found, results, kept)
                 found = results if name == "hopper" else found
                 yield place | row
@@ -288,7 +298,7 @@ def measure_experts(case, room, random, names, seconds):
         "hopper": experts.hopper,
         "jax": experts.ragged_dot,
         "batched": batched_experts(groups),
-    }
+    } | dict.fromkeys(FLAGS, experts.ragged_dot)
     coded: typing.Any = None
     if "fp8" in names:
         place = {"case": case, "matrix": "experts", "op": "quantize", "way": "fp8"}
@@ -312,7 +322,7 @@ def measure_experts(case, room, random, names, seconds):
             row, results = timed(name, program, given, done, seconds)
             if name == "hopper":
                 wanted = results
-            elif name == "jax":
+            elif name in ("jax", *FLAGS):
                 compared("hopper", row, wanted, results, held)
             elif name == "fp8":
                 compared("fp8", row, results, wanted, held)
