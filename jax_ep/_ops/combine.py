@@ -276,14 +276,10 @@ def _cotangents(ep: EPHandle, zero_tail: bool, kept: Any, dy: jax.Array) -> Comb
     # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
     factor = jnp.where(real, row_weights, 0.0)
-    row_slot = route.row_slot
     if ep.config.fused_shared_expert:
-        shared = options.shared_rows(ep, dy.shape[0])
-        factor = jnp.where(shared, 1.0, factor)
-        row_slot = jnp.where(shared, 0, row_slot)
+        factor = jnp.where(options.shared_rows(ep, dy.shape[0]), 1.0, factor)
     back = rows_back if platform_of(ep.mesh) == "gpu" else rows_back_reference
-    drows, dot = back(rows, expert_out, factor, row_slot)
-    dweights = jnp.where(real, dot, 0.0)
+    drows, dweights = back(rows, expert_out, factor, route.row_slot)
     if at_source:
         # Only weights are returned, so the rows beside them have the smallest width.
         wire = ep.config.grad_format

@@ -23,9 +23,10 @@ def rows_back_reference(
     """Returns the cotangents of expert_out and weights, in plain JAX.
 
     Args:
-        cotangents: `[N, H]`, those of each row's token; zero in rows without a slot.
+        cotangents: `[N, H]`, those of each row's token.
         expert_out: `[N, H]`, which may hold anything in rows without a slot.
-        weights: float32 `[N]`.
+        weights: float32 `[N]`; 1 in rows without a slot whose cotangents are not zero,
+            as those of a shared expert.
         row_slot: int32 `[N]`, negative in rows without a slot.
     """
     wide = cotangents.astype(jnp.float32)
@@ -40,7 +41,8 @@ def rows_back(
 ) -> Back:
     """`rows_back_reference` by a kernel of the CUDA module.
 
-    It reads and writes the rows that have slots, once, and no others.
+    It reads and writes the rows that have slots, once, and leaves the others as they
+    are.
     """
     return batching.in_turn(_call)(cotangents, expert_out, weights, row_slot)
 

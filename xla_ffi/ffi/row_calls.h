@@ -26,8 +26,8 @@ struct CombineBackCall : Call<CombineBackStep> {
     step.rows = sizes[Dim::N];
     step.hidden = sizes[Dim::H];
     const int64_t bytes = step.hidden * ElementBytes(element);
-    if (bytes % kRowAlignBytes != 0) {
-      check.Fail("a row must be a multiple of 16 bytes, got " + std::to_string(bytes));
+    if (bytes <= 0 || bytes % kRowAlignBytes != 0) {
+      check.Fail("a row must be a positive multiple of 16 bytes, got " + std::to_string(bytes));
     }
   }
 };

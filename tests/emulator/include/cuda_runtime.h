@@ -153,6 +153,7 @@ inline float __int_as_float(int bits) { return ::jax_ep::emulator::Bits<float>(b
 inline unsigned __float_as_uint(float value) { return ::jax_ep::emulator::Bits<unsigned>(value); }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return shift % 32 == 0 ? high : high << shift % 32 | low >> (32 - shift % 32);

@@ -675,7 +675,7 @@ cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, Pendi
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   plan.call.of_whole_call = true;
   plan.call.work.receive_items = 0;
-  plan.call.roles = SendingRoles(group, kRowWarps, plan.call.work, QuantizedFormat<Format>);
+  plan.call.roles = SendingRoles(group, kRowWarps, plan.call, QuantizedFormat<Format>);
   return Launch(WindowCachedSendKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan,
                 pending);

@@ -42,7 +42,7 @@ cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pendin
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.work.receive_items = 0;
   plan.call.of_whole_call = of_whole_call;
-  plan.call.roles = SendingRoles(group, kSumWarps, plan.call.work, false);
+  plan.call.roles = SendingRoles(group, kSumWarps, plan.call, false);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
     return LaunchAhead(WindowCombineSendKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,

@@ -82,10 +82,9 @@ cudaError_t LaunchSend(const WindowDispatchStep& step, PendingCall* pending,
                        const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
-  WorkPlan& work = plan.call.work;
-  work.receive_items = 0;
+  plan.call.work.receive_items = 0;
   plan.call.of_whole_call = of_whole_call;
-  plan.call.roles = SendingRoles(group, kRowWarps, work, QuantizedFormat<Format>);
+  plan.call.roles = SendingRoles(group, kRowWarps, plan.call, QuantizedFormat<Format>);
   return LaunchAhead(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
                      kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
                      stream, step, group, plan, pending);

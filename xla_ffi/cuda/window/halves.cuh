@@ -15,11 +15,13 @@ namespace jax_ep::cuda {
 // concurrent work. Encoding senders need twice as many.
 inline constexpr uint32_t kSendingBlocks = 24;
 
-// In a send half every warp sends.
-inline BlockRoles SendingRoles(const WindowGroup& group, uint32_t warps, const WorkPlan& work,
+// In a send half every warp sends. That of a whole call has nothing beside it to leave
+// multiprocessors to.
+inline BlockRoles SendingRoles(const WindowGroup& group, uint32_t warps, const CallPlan& plan,
                                bool encodes) {
-  const uint32_t most = encodes ? 2 * kSendingBlocks : kSendingBlocks;
-  return BlockRoles::Alike(BlockLimit(group, most), warps, warps, work);
+  const uint32_t beside_work = encodes ? 2 * kSendingBlocks : kSendingBlocks;
+  const uint32_t most = plan.of_whole_call ? UINT32_MAX : beside_work;
+  return BlockRoles::Alike(BlockLimit(group, most), warps, warps, plan.work);
 }
 // In a receive half every warp receives. It takes all multiprocessors, because nothing that runs
 // beside it is worth waiting for.

@@ -1,0 +1,239 @@
+"""What combine's cotangent does to rows, `rows_back`, against its formula.
+
+A stand-in takes the kernel's place in all tests but those marked for GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep._ops import combine, rows_back
+from support import helpers, moe, options
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+# Those whose combines have weights.
+MODES = {"rank": {}} | {k: v for k, v in options.MODES.items() if "none" not in k}
+DTYPES = ["bfloat16", "float16", "float32"]
+BACKS = rows_back.rows_back, rows_back.rows_back_reference
+
+
+def make_operands(shape: tuple[int, ...], dtype: str, slots: int = 1) -> Any:
+    """Cotangents, expert_out, weights of rows `[..., N, H]`, slots of the last dims."""
+    rng = np.random.default_rng(0)
+    row_slot = rng.integers(-1, 2, shape[-1 - slots : -1], np.int32)
+    row_slot[..., :1] = 0  # the only row may be one that is there
+    cotangents = helpers.normal(rng, shape, jnp.dtype(dtype))
+    # As an exchange leaves them.
+    cotangents = np.where(
+        row_slot[..., None] >= 0, cotangents, np.zeros_like(cotangents)
+    )
+    expert_out = helpers.normal(rng, shape, jnp.dtype(dtype))
+    weights = helpers.normal(rng, shape[:-1], np.float32)
+    return *map(jnp.asarray, (cotangents, expert_out, weights)), jnp.asarray(row_slot)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Puts the stand-in in the kernel's place; gets a shape for each call of it."""
+    made: list[tuple[int, ...]] = []
+
+    # As the kernel's call, it has neither a batching rule nor a derivative.
+    @jax.custom_batching.custom_vmap
+    def stand_in(cotangents: Any, expert_out: Any, weights: Any, row_slot: Any) -> Any:
+        made.append(cotangents.shape)
+        operands = (cotangents, expert_out, weights, row_slot)
+        to_rows, to_weights = rows_back.rows_back_reference(*operands)
+        # The kernel leaves the other rows as they were.
+        return jnp.where(row_slot[:, None] >= 0, to_rows, cotangents), to_weights
+
+    @stand_in.def_vmap
+    def _(*_: Any) -> Any:
+        raise AssertionError("a batch came to the kernel")
+
+    monkeypatch.setattr(rows_back, "_call", stand_in)
+    return made
+
+
+def value(back: Any, operands: Any, cotangent: Any) -> Any:
+    """What it returns."""
+    del cotangent
+    return back(*operands)
+
+
+def pulled(back: Any, operands: Any, cotangent: Any) -> Any:
+    """The cotangents of cotangents, expert_out and weights."""
+    *values, row_slot = operands
+    return jax.vjp(lambda *given: back(*given, row_slot), *values)[1](cotangent)
+
+
+def curvature(back: Any, operands: Any, cotangent: Any) -> Any:
+    """Derivatives of the sum of squares of `pulled`, also by its own cotangent."""
+    *values, row_slot = operands
+
+    def squares(values: Any, cotangent: Any) -> Any:
+        found = pulled(back, (*values, row_slot), cotangent)
+        return sum(jnp.sum(each.astype(jnp.float32) ** 2) for each in found)
+
+    return jax.grad(squares, (0, 1))(values, cotangent)
+
+
+def assert_alike(actual: Any, expected: Any) -> None:
+    """Each leaf of the same dtype, and the same but for the rounding of sums."""
+    for got, want in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert got.dtype == want.dtype
+        rtol = 1e-5 if got.dtype == jnp.float32 else 2.0**-6
+        got, want = helpers.float32(got), helpers.float32(want)
+        largest = float(np.max(np.abs(want)))
+        assert 0 < largest < np.inf
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol * largest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", [value, pulled, curvature])
+def test_equals_the_reference(what: Any, dtype: str, calls: Any) -> None:
+    operands = make_operands((13, 16), dtype)
+    cotangent = (operands[1] + 1, operands[2] - 1)
+    found, want = (
+        jax.jit(functools.partial(what, back))(operands, cotangent) for back in BACKS
+    )
+    assert_alike(found, want)
+    assert calls == [(13, 16)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_vmap(count: int, slots: int, calls: Any) -> None:
+    """Row by row of a batch, with slots of its own or the same for all of it."""
+    operands = make_operands((count, 13, 16), "float32", slots)
+    cotangent = (operands[1] + 1, operands[2] - 1)
+    axes = (0, 0, 0, 0 if slots == 2 else None)
+    for what in (value, pulled, curvature):
+        found, want = (
+            jax.jit(functools.partial(what, jax.vmap(back, axes)))(operands, cotangent)
+            for back in BACKS
+        )
+        assert_alike(found, want)
+    assert set(calls) == {(13, 16)}
+    assert len(calls) >= 3 * count
+
+
+def layer(ep: Any, x: Any, ids: Any, w: Any, scale: Any) -> Any:
+    """A layer of one rank, with NaN in the rows that nothing may read."""
+    d = jax_ep.dispatch(ep, x, ids, w)
+    rows = jnp.sin(d.tokens * scale)
+    rows = jnp.where(d.src_info[:, :1] < 0, jnp.nan, rows)
+    weights = w if ep.config.reduce == "source" else d.router_weights
+    y = jax_ep.combine(ep, rows, d.route, weights)
+    return jax.lax.psum(y, "ep") if ep.config.skip_a2a else y
+
+
+def gradients(s: moe.Setup, order: int) -> Any:
+    """Those of tokens, weights and the scale: first ones, or of their squares."""
+    local = s.ep.config.skip_a2a
+    spec = P() if local else P("ep")
+    n = s.ep.config.max_tokens_per_rank if local else None
+    x, ids, w = s.tokens[:n], s.ids[:n], s.weights[:n]
+    scale = np.linspace(0.5, 1.5, x.shape[1]).astype(x.dtype)
+    run = moe.sharded(
+        s.mesh,
+        functools.partial(layer, s.ep),
+        in_specs=(spec, spec, spec, P()),
+        out_specs=spec,
+    )
+
+    def loss(*values: Any) -> Any:
+        return moe.wave(run(values[0], ids, *values[1:]))
+
+    def squares(*values: Any) -> Any:
+        found = jax.grad(loss, (0, 1, 2))(*values)
+        return sum(jnp.sum(each.astype(jnp.float32) ** 2) for each in found)
+
+    return jax.jit(jax.grad([loss, squares][order - 1], (0, 1, 2)))(x, w, scale)
+
+
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_combine(
+    mode: str,
+    dtype: str,
+    order: int,
+    calls: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are those without the kernel, with rows that are dropped and padding."""
+    changes = {"dtype": dtype, "recv_capacity": 12, "expert_alignment": 4}
+    ranks = helpers.some_ranks(4)
+    s = moe.setup(zlib.crc32(mode.encode()), ranks, **changes, **MODES[mode])
+    monkeypatch.setattr(combine, "platform_of", lambda mesh: "cpu")
+    want = gradients(s, order)
+    assert not calls
+    monkeypatch.setattr(combine, "platform_of", lambda mesh: "gpu")
+    found = gradients(s, order)
+    assert calls
+    assert_alike(found, want)
+
+
+def run_kernel(operands: Any) -> Any:
+    """Rows and weights; skips where XLA has no call without elements."""
+    try:
+        return jax.block_until_ready(jax.jit(rows_back.rows_back)(*operands))
+    except jax.errors.JaxRuntimeError as error:
+        if operands[0].size:
+            raise
+        pytest.skip(f"XLA refuses empty operands: {error}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [8, 264, 7168])
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_kernel(count: int, hidden: int, dtype: str) -> None:
+    check_kernel(count, hidden, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_warps(dtype: str) -> None:
+    """Of the largest grid, whose warps then take several rows each."""
+    check_kernel(200_000, 8, dtype)
+
+
+def check_kernel(count: int, hidden: int, dtype: str) -> None:
+    """The kernel beside the reference, and with NaN where it may not read."""
+    operands = make_operands((count, hidden), dtype)
+    cotangents, expert_out, weights, row_slot = operands
+    there = np.asarray(row_slot) >= 0
+    to_rows, to_weights = map(np.asarray, run_kernel(operands))
+    want, _ = jax.jit(rows_back.rows_back_reference)(*operands)
+    helpers.assert_bits(to_rows[there], np.asarray(want)[there])
+    helpers.assert_bits(to_rows[~there], np.zeros_like(to_rows[~there]))
+
+    assert to_weights.dtype == np.float32
+    wide = (np.asarray(each, np.float64) for each in (cotangents, expert_out))
+    products = np.multiply(*wide)
+    error = np.abs(to_weights - products.sum(-1))[there]
+    assert np.all(error <= 1e-5 * np.abs(products).sum(-1)[there])
+    helpers.assert_bits(to_weights[~there], np.zeros_like(to_weights[~there]))
+
+    nan = jnp.asarray(jnp.nan, expert_out.dtype)
+    poisoned = (
+        cotangents,
+        jnp.where(there[:, None], expert_out, nan),
+        jnp.where(there, weights, jnp.nan),
+        row_slot,
+    )
+    again = run_kernel(poisoned)
+    helpers.assert_bits(again[0], to_rows)
+    helpers.assert_bits(again[1], to_weights)

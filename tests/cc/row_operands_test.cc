@@ -1,0 +1,142 @@
+// Tests of the decoders of passes over rows: a call as Python makes it passes and becomes the step
+// that it says, and one in which any operand has another size, rank or dtype is refused with a
+// message.
+#include <cstdint>
+#include <cstdio>
+#include <string>
+
+#include "ffi/row_calls.h"
+#include "ffi_calls.h"
+#include "ffi_refusals.h"
+
+namespace jax_ep::ffi_layer {
+namespace {
+
+constexpr int64_t N = 6, G = 3, A = 384, H = 24;
+
+struct Named {
+  ffi::DataType dtype;
+  ElementType element;
+  const char* name;
+};
+constexpr Named kElements[] = {{ffi::F32, ElementType::kFloat32, "float32"},
+                               {ffi::BF16, ElementType::kBFloat16, "bfloat16"},
+                               {ffi::F16, ElementType::kFloat16, "float16"}};
+
+bool Says(const std::string& message, const char* what) {
+  return message.find(what) != std::string::npos;
+}
+
+CustomCall MadeCombineBack(ffi::DataType dtype, int64_t rows, int64_t hidden) {
+  CustomCall made;
+  made.Add("cotangents", dtype, {rows, hidden});
+  made.Add("expert_out", dtype, {rows, hidden});
+  made.Add("row_weights", ffi::F32, {rows});
+  made.Add("row_slot", ffi::S32, {rows});
+  made.Add("-> to_rows", dtype, {rows, hidden});
+  made.Add("-> to_weights", ffi::F32, {rows});
+  made.aliases = {{0, 4}};
+  return made;
+}
+
+void TestCombineBack() {
+  for (const Named& element : kElements) {
+    CustomCall made = MadeCombineBack(element.dtype, N, H);
+    const CombineBackStep step = Passes<CombineBackCall>(made).step;
+    CHECK(step.element == element.element && step.rows == N && step.hidden == H);
+    CHECK(step.cotangents != nullptr && step.to_rows == step.cotangents);
+    CHECK(step.expert_out != nullptr && step.expert_out != step.cotangents);
+    CHECK(step.row_weights != nullptr && step.row_slot != nullptr && step.to_weights != nullptr);
+    // The kernel reads what it writes.
+    made.aliases.clear();
+    CHECK(Refusal<CombineBackCall>(made) ==
+          "ep_combine_back: cotangents must be given as its own result");
+    CHECK(Refusal<CombineBackCall>(MadeCombineBack(element.dtype, 0, H)).empty());
+  }
+  CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::BF16, N, 8)).empty());
+  CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::BF16, N, 12)) ==
+        "ep_combine_back: a row must be a multiple of 16 bytes, got 24");
+  CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::F32, N, 12)).empty());
+  CHECK(Says(Refusal<CombineBackCall>(MadeCombineBack(ffi::F64, N, H)),
+             "must be bfloat16, float16 or float32"));
+}
+
+CustomCall MadeQuantize(ffi::DataType dtype, int64_t rows, int64_t columns, int64_t groups) {
+  CustomCall made;
+  made.Add("values", dtype, {rows, columns});
+  made.Add("group_sizes", ffi::S32, {groups});
+  made.Add("-> codes", kCode, {rows, columns});
+  made.Add("-> scales", ffi::F32, {rows, columns / 128});
+  return made;
+}
+
+void TestQuantizeCotangents() {
+  for (const Named& element : kElements) {
+    const CustomCall made = MadeQuantize(element.dtype, N, A, G);
+    const Free free{.sizes = "group_sizes", .element = "values"};
+    const QuantizeCotangentsStep step = Passes<QuantizeCotangentsCall>(made, free).step;
+    CHECK(step.element == element.element);
+    CHECK(step.rows == N && step.groups == G && step.columns == A);
+    CHECK(step.sizes != nullptr && step.values != nullptr);
+    CHECK(step.codes != nullptr && step.scales != nullptr);
+  }
+}
+
+CustomCall MadeDequantize(const Named& out, int64_t rows, int64_t columns, int64_t groups) {
+  CustomCall made;
+  made.Add("codes", kCode, {rows, columns});
+  made.Add("scales", ffi::F32, {rows, columns / 128});
+  made.Add("group_sizes", ffi::S32, {groups});
+  made.Add("-> out", out.dtype, {rows, columns});
+  made.attributes = {{"out_dtype", std::string(out.name)}};
+  return made;
+}
+
+void TestDequantizeRows() {
+  for (const Named& out : kElements) {
+    CustomCall made = MadeDequantize(out, N, A, G);
+    const DequantizeRowsStep step = Passes<DequantizeRowsCall>(made, {"group_sizes", {}}).step;
+    CHECK(step.out_element == out.element);
+    CHECK(step.rows == N && step.groups == G && step.columns == A);
+    CHECK(step.sizes != nullptr && step.codes != nullptr);
+    CHECK(step.scales != nullptr && step.out != nullptr);
+    made.attributes = {{"out_dtype", std::string("float64")}};
+    CHECK(Refusal<DequantizeRowsCall>(made) == "ep_dequantize_rows: unknown out_dtype float64");
+  }
+}
+
+// Any number of groups and of rows, but whole blocks of columns.
+void TestSizes() {
+  const Named& out = kElements[1];
+  for (const int64_t groups : {int64_t{0}, int64_t{1}, int64_t{1000}}) {
+    QuantizeCotangentsCall quantize;
+    CHECK(Refusal(MadeQuantize(ffi::BF16, N, A, groups), quantize).empty());
+    CHECK(quantize.step.groups == groups);
+    DequantizeRowsCall dequantize;
+    CHECK(Refusal(MadeDequantize(out, N, A, groups), dequantize).empty());
+    CHECK(dequantize.step.groups == groups);
+  }
+  CHECK(Refusal<QuantizeCotangentsCall>(MadeQuantize(ffi::F32, 0, A, G)).empty());
+  CHECK(Refusal<DequantizeRowsCall>(MadeDequantize(out, 0, A, G)).empty());
+  for (const int64_t columns : {int64_t{0}, int64_t{64}, int64_t{200}}) {
+    const std::string why =
+        ": A must be a positive multiple of 128, got " + std::to_string(columns);
+    CHECK(Refusal<QuantizeCotangentsCall>(MadeQuantize(ffi::BF16, N, columns, G)) ==
+          QuantizeCotangentsCall::kTarget + why);
+    CHECK(Refusal<DequantizeRowsCall>(MadeDequantize(out, N, columns, G)) ==
+          DequantizeRowsCall::kTarget + why);
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep::ffi_layer
+
+int main() {
+  using namespace jax_ep::ffi_layer;
+  TestCombineBack();
+  TestQuantizeCotangents();
+  TestDequantizeRows();
+  TestSizes();
+  std::printf("all row operands passed\n");
+  return 0;
+}
