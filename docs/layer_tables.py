@@ -118,6 +118,7 @@ def all_layers(data, table):
             "The experts alone, by way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
             *_stats_cost(data, table),
+            *_capacity_cost(data, table),
             *_steps(data, table),
         ]
     )
@@ -259,6 +260,17 @@ def _stats_cost(data, table):
     if rows:
         yield "What `jax_ep.stats.update` adds to p2p's layer:"
         yield table(("size", "pass", "ms", "with it", ""), rows)
+
+
+def _capacity_cost(data, table):
+    rows = list(report.capacity_cost(data))
+    if rows:
+        yield (
+            "p2p's layer with the room for rows that a config has by default, for the "
+            "worst case, beside the room that the timed routings need:"
+        )
+        columns = ("experts", "size", "pass", "ms", "default capacity", "")
+        yield table(columns, rows)
 
 
 def _steps(data, table):

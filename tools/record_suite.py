@@ -49,6 +49,8 @@ NOTHING_SELECTED = 5  # pytest's exit status
 # switch between kernels that wait for each other; with one large group they idle, since
 # each process waits behind all others after every compilation.
 SHARE = 5
+# Of processes side by side: the first of them would take most of a GPU's memory.
+SHARING_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def devices():
@@ -134,7 +136,7 @@ class Job:
             process = subprocess.Popen(
                 pytest_command(report, self.arguments()),
                 cwd=self.folder,
-                env={**os.environ, **environment},
+                env={**SHARING_MEMORY, **os.environ, **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

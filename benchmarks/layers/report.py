@@ -27,6 +27,11 @@ def counted(transport="p2p"):
     return f"{transport}, stats"
 
 
+def default_capacity(layer="p2p"):
+    """The row of a layer with room for the worst case, as it is by default."""
+    return f"{layer}, default capacity"
+
+
 def main_transport(record):
     """The transport whose layer is timed in those ways too."""
     return record.get("transport", OURS[0])
@@ -230,11 +235,26 @@ def matmuls(record):
 def stats_cost(record):
     """What jax_ep.stats.update adds to a layer: case, pass, ms without and with."""
     main = main_transport(record)
+    yield from _cost(record, {"layer": main, "format": "bf16"}, counted(main))
+
+
+def capacity_cost(record):
+    """What room for the worst case adds: as `stats_cost`, with the experts in front."""
+    main = main_transport(record)
+    layers = {"bfloat16": (main, "bf16"), "fp8": (fp8_experts(main), FP8)}
+    for experts, (layer, form) in layers.items():
+        way = {"layer": layer, "format": form}
+        for row in _cost(record, way, default_capacity(layer)):
+            yield experts, *row
+
+
+def _cost(record, way, other):
+    """Times of the layer of that `way`, and of layer `other`."""
     for case in record["cases"]:
         for each in PASSES:
             at = {"case": case, "pass": each}
-            ours = best(record["results"], layer=main, format="bf16", **at)
-            both = best(record["results"], layer=counted(main), **at)
+            ours = best(record["results"], **way, **at)
+            both = best(record["results"], layer=other, **at)
             if ours and both:
                 change = f"{100 * (both['ms'] / ours['ms'] - 1):+.1f}%"
                 yield case, each, _number(ours["ms"]), _number(both["ms"]), change
@@ -289,6 +309,11 @@ def print_table(record):
         print(f"{case:>10} {each:<8} {matmul:<11} {ms:>9} ms")
     for case, each, without, counted, change in stats_cost(record):
         print(f"{case:>10} {each:<8} {without} ms, with stats {counted} ms, {change}")
+    for experts, case, each, ms, more, change in capacity_cost(record):
+        print(
+            f"{case:>10} {each:<8} {experts} {ms} ms, default capacity {more} ms",
+            change,
+        )
     if found := list(steps(record)):
         print("\ncodes of the experts' weights, and steps with them")
         _print_columns([STEP_COLUMNS, *found])

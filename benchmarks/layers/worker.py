@@ -60,7 +60,15 @@ class Worker:
 
     def row(self, **entries):
         facts = {"case": self.name, "recv_capacity": self.case.capacity}
+        if entries.get("layer") in self.roomy:
+            facts["recv_capacity"] = None
         self.emit({**facts, **entries})
+
+    @property
+    def roomy(self):
+        """The layers with the capacity that a config has by default."""
+        main = self.spec["transport"]
+        return [report.default_capacity(e) for e in (main, report.fp8_experts(main))]
 
     def late(self):
         return process.late(self.spec)
@@ -139,7 +147,8 @@ class Worker:
         case = self.case
         for transport, name in self.spec["ours"]:
             facts = {"layer": transport, "format": name, "flags": ""}
-            yield facts, functools.partial(self.ours, transport, name, experts)
+            make = functools.partial(self.ours, transport, name, experts)
+            yield facts, functools.partial(make, case.capacity)
         if self.spec["dense"]:
             facts = {"layer": "dense", "format": "bf16", "flags": ""}
             yield facts, lambda: (kinds.over_dense(case.sizes), None)
@@ -152,30 +161,39 @@ class Worker:
         if asked:
             facts = {"layer": report.counted(main), "format": "bf16", "flags": ""}
             yield facts, functools.partial(self.counted, main, experts)
+            facts = {"layer": self.roomy[0], "format": "bf16", "flags": ""}
+            yield facts, functools.partial(self.ours, main, "bf16", experts, None)
         for transport in self.spec["fp8"]:
             if layer_experts.available(_FP8, case.sizes):
                 facts = {"layer": report.fp8_experts(transport), "format": report.FP8}
                 facts |= {"flags": "", "matmul": _FP8}
-                yield facts, functools.partial(self.coded, transport)
+                yield (
+                    facts,
+                    functools.partial(self.coded, transport, self.case.capacity),
+                )
+                if transport == main:
+                    facts = facts | {"layer": self.roomy[1]}
+                    yield facts, functools.partial(self.coded, transport, None)
         offered = self.spec["matmul"][self.name]
         default = layer_experts.default(case.sizes)
         if asked and matmul != default and default in offered:
             facts = {"layer": report.default_experts(main), "format": "bf16"}
             facts |= {"flags": "", "matmul": default}
-            yield facts, functools.partial(self.ours, main, "bf16", None)
+            make = functools.partial(self.ours, main, "bf16", None)
+            yield facts, functools.partial(make, case.capacity)
 
     def counted(self, transport, experts):
         """The layer with jax_ep.stats, and what it has counted so far."""
-        _, ep = self.ours(transport, "bf16", experts)
+        _, ep = self.ours(transport, "bf16", experts, self.case.capacity)
         return kinds.counted(ep, experts), ep, jax_ep.stats.init(ep)
 
-    def coded(self, transport):
+    def coded(self, transport, capacity):
         """The layer with experts in fp8, and codes of the weights."""
         codes = self.codes
-        _, ep = self.ours(transport, report.FP8, None)
+        _, ep = self.ours(transport, report.FP8, None, capacity)
         return kinds.coded(ep), ep, codes
 
-    def ours(self, transport, name, experts):
+    def ours(self, transport, name, experts, capacity):
         sizes = self.case.sizes
         config = jax_ep.EPConfig(
             num_experts=sizes["experts"],
@@ -183,7 +201,7 @@ class Worker:
             hidden_size=sizes["hidden"],
             max_tokens_per_rank=sizes["tokens"],
             dispatch_format=name,
-            recv_capacity=self.case.capacity,
+            recv_capacity=capacity,
             timeout_s=20.0,
         )
         ep = jax_ep.init(self.case.mesh, "ep", config, transport=transport)
@@ -311,7 +329,7 @@ class Worker:
             finishers |= {(index, name): finish for name, finish in found.items()}
         measured = any((f["layer"], f["format"]) == _REFERENCE for f, _ in layers)
         if layers and not measured:
-            layer, ep = self.ours(*_REFERENCE, experts)
+            layer, ep = self.ours(*_REFERENCE, experts, self.case.capacity)
             handles.append(ep)
             finishers["reference"] = cases.compiling(self.case, layer)["both"]
         programs = compile_all(finishers)

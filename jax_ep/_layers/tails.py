@@ -6,6 +6,7 @@ would take as long as the exchange.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jax_ep import experts
@@ -24,6 +25,8 @@ def seen(ep: EPHandle, run: Any, intermediate_size: int, activation: Any) -> boo
     # The gradient of what a function closes over is a sum over all rows.
     if activation is not None:
         return True
+    if isinstance(run, functools.partial) and "activation" not in run.keywords:
+        run = run.func
     if run is experts.fp8:
         return False
     if run is experts.hopper:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -192,3 +193,6 @@ def test_other_functions_see_them() -> None:
     ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
     assert tails.seen(ep, lambda *args: experts.fp8(*args), F, None)
     assert not tails.seen(ep, experts.fp8, F, None)
+    assert not tails.seen(ep, functools.partial(experts.fp8, down_bias=None), F, None)
+    activated = functools.partial(experts.fp8, activation=clipped)
+    assert tails.seen(ep, activated, F, None)
