@@ -222,7 +222,7 @@ def test_the_default_experts_are_measured_where_they_are_offered(
     monkeypatch.setattr(layer_worker.layer_experts, "default", lambda sizes: default)
     spec = {"ours": [("p2p", "bf16")], "dense": False, "ragged": ()}
     spec |= {"matmul": {"mid": offered}, "transport": "p2p", "fp8": []}
-    case = types.SimpleNamespace(sizes={})
+    case = types.SimpleNamespace(sizes={}, capacity=8)
     made = layer_worker.Worker(spec, case, "mid", None).layers(None, chosen)
     found = [f for f, _ in made if f["layer"] == layer_report.default_experts()]
     assert [facts["matmul"] for facts in found] == wanted
@@ -255,12 +255,27 @@ def test_fp8_experts_go_with_tokens_as_fp8(words, ours, fp8):
 def test_fp8_experts_are_measured_where_sizes_allow(hidden, inner, wanted):
     spec = {"ours": [], "dense": False, "ragged": (), "matmul": {"mid": []}}
     spec |= {"transport": "p2p", "fp8": ["p2p", "collective"]}
-    case = types.SimpleNamespace(sizes={"hidden": hidden, "inner": inner})
+    sizes = {"hidden": hidden, "inner": inner}
+    case = types.SimpleNamespace(sizes=sizes, capacity=8)
     made = layer_worker.Worker(spec, case, "mid", None).layers(None, "padded")
+    layers = [layer_report.fp8_experts(name) for name in wanted]
+    if layers:
+        # Of the main transport alone.
+        layers.insert(1, layer_report.default_capacity(layers[0]))
     assert [facts for facts, _ in made] == [
-        {"layer": layer_report.fp8_experts(name), "format": "fp8_block128"}
-        | {"flags": "", "matmul": "fp8"}
-        for name in wanted
+        {"layer": name, "format": "fp8_block128", "flags": "", "matmul": "fp8"}
+        for name in layers
+    ]
+
+
+def test_what_room_for_the_worst_case_costs():
+    found, coded = record(), layer_report.fp8_experts()
+    roomy = layer_report.default_capacity
+    found["results"] += [*fp8_rows(), row(roomy(), 6.0)]
+    found["results"].append(row(roomy(coded), 3.0, format="fp8_block128"))
+    assert list(layer_report.capacity_cost(found)) == [
+        ("bfloat16", "mid", "both", "4.00", "6.00", "+50.0%"),
+        ("fp8", "mid", "both", "2.50", "3.00", "+20.0%"),
     ]
 
 

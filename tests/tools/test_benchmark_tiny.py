@@ -89,6 +89,11 @@ def test_layer(tmp_path):
     kinds |= {("ragged", "bf16", label) for _, of in measure.RAGGED for _, label in of}
     for made in (layer_report.counted, layer_report.default_experts):
         kinds.add((made(helpers.TRANSPORT), "bf16", ""))
+    roomy = layer_report.default_capacity
+    kinds |= {
+        (roomy(helpers.TRANSPORT), "bf16", ""),
+        (roomy(coded), "fp8_block128", ""),
+    }
     found = rows_by(rows, *names, "pass")
     assert found.keys() == {(*k, each) for k in kinds for each in layer_cases.PASSES}
     assert all(row["tokens_with_drops"] == 0 for row in rows if row["layer"] != "dense")
@@ -107,6 +112,7 @@ def test_layer(tmp_path):
     assert set(layer_report.FP8_COLUMNS) <= set(layer_report.table(record)[0])
     assert all("%" in each[-1] for each in layer_report.stats_cost(record))
     assert len(list(layer_report.stats_cost(record))) == len(layer_cases.PASSES)
+    assert len(list(layer_report.capacity_cost(record))) == 2 * len(layer_cases.PASSES)
     layer_tables.all_layers(record, generate.table)
     layer_tables.layers_in_short(record, generate.table)
 
