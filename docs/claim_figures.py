@@ -29,6 +29,36 @@ def pick(rows, /, **wanted):
     return found[0]
 
 
+def quick(record):
+    """Microseconds of dispatch and combine of 4096 tokens."""
+    ops = ("dispatch", "combine")
+    timed = [row for row in record["results"] if "us" in row]
+    return [pick(timed, op=op, tokens=4096)["us"] for op in ops]
+
+
+def times_as_long(*ways):
+    """Least and most times of `hopper` that others take for rows and gradients of them.
+
+    Of gate, up and down together."""
+
+    def figures(record):
+        us = {}
+        for row in record["results"]:
+            if row["matrix"] != "experts" and row["op"] != "to matrices":
+                place = row["case"], row["op"]
+                own = us.setdefault(place, {})
+                own[row["way"]] = own.get(row["way"], 0) + row["us"]
+        ratios = [
+            own[way] / own["hopper"]
+            for own in us.values()
+            for way in ways
+            if way in own
+        ]
+        return span(ratios)
+
+    return figures
+
+
 # Whole layers.
 
 BIG, MID, BIG_64 = "large-256", "mid", "large-64"

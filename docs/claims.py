@@ -69,13 +69,14 @@ def prose(page):
 
 LAYERS = "layer-h200x2-*"
 LAYERS_BESIDE_RAGGED = "layer-h200x2-2026-11-23"
-DECODE = "decode-h200x2-*"
+DECODE = "decode-h200x1-*"
 TRAINED, TRAINED_ON_CPU = "train_fp8-h200x2-*", "train_fp8-cpux8-*"
 CALLS = "p2p-h200x4-*"
 FORMATS, FORMATS_OF_2 = "formats-h200x4-*", "formats-h200x2-*"
 CODES = "codes-h200x2-*"
 OPTIONS = "options-h200x2-*"
 OVERLAP = "overlap-h200x2-*"
+GROUPED = "grouped-h200x1-*"
 MATMULS = "matmuls-h200x1-* cutlass-h200x1-*"
 SMS = "kernels-h200x4-*"
 NODES = "nodes-h200x2-*"
@@ -288,6 +289,16 @@ PAGES = {
             of.more_than_cutlass(MID, BIG_64, BIG, "many"),
         ),
         Claim(
+            "quick-p2p-h200x2-2026-11-27 before-p2p-h200x2-2026-11-27",
+            "| 229 us, 217 us | {} us, {} us |",
+            lambda now, _: of.quick(now),
+        ),
+        Claim(
+            "before-p2p-h200x2-2026-11-27",
+            "| {} us, {} us | 230 us, 219 us |",
+            of.quick,
+        ),
+        Claim(
             MATMULS,
             "but {}% less for few rows",
             lambda *records: [-of.more_than_cutlass("decode")(*records)[0]],
@@ -497,6 +508,16 @@ PAGES = {
         Claim(OPTIONS, "`HALVES` | {} us |", of.halves_of_one_token),
     ],
     "docs/benchmarks.md": [
+        Claim(
+            GROUPED,
+            "and takes {} to {} times as long with 16 groups",
+            of.times_as_long("jax_grouped_gemm", "jax_fusion"),
+        ),
+        Claim(
+            GROUPED,
+            "tokamax takes {} to {} times as long",
+            of.times_as_long("tokamax"),
+        ),
         Claim(CALLS, "reached ({} and {} times) against", of.faster_than("flags")),
         Claim(CALLS, "jax_ep is {} and {} times as fast", of.faster_than("best")),
         Claim(

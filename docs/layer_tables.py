@@ -211,11 +211,16 @@ def _of_more_ways(data):
             if option
             else "that library's ragged dot"
         )
-        rows = [row for row in data["results"] if row["way"] == way]
-        errors = sorted({row["error"] for row in rows if "error" in row})
-        text += (
-            f", which did not always run ({'; '.join(errors)}). " if errors else ". "
-        )
+        rows = [r for r in data["results"] if r["way"] == way and "error" in r]
+        far = [row["difference"] for row in rows if "difference" in row]
+        others = sorted({row["error"] for row in rows if "difference" not in row})
+        if far:
+            text += (
+                ", without a time where its results are off by more than rounding (by "
+                f"{min(far):.2f} to {max(far):.2f} of the largest element)"
+            )
+        text += f", which did not always run ({'; '.join(others)})" if others else ""
+        text += ". "
     return text
 
 

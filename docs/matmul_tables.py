@@ -94,8 +94,11 @@ def cutlass(data, table):
     return f"{head}\n\n" + table(columns, cells)
 
 
-def decode(data, table):
-    """Experts with few rows beside a plain read of their weights, and layers."""
+def decode(data, table, with_layers=None):
+    """Experts with few rows beside a plain read of their weights, and layers.
+
+    `with_layers` is the newest record that has layers, where `data` has none.
+    """
     _must_be_right(data, "decode")
     sizes = data["sizes"]
     experts = [row for row in data["results"] if row["part"] == "experts"]
@@ -124,6 +127,7 @@ def decode(data, table):
         head,
         table(("rows", "experts hit", "weights", "us", "GB/s", "of read"), cells),
     ]
+    whole = with_layers or data
     layers = [
         (
             row["tokens"],
@@ -131,13 +135,14 @@ def decode(data, table):
             f"{row['us']:.0f}",
             f"{row['exchange_us']:.0f}",
         )
-        for row in data["results"]
+        for row in whole["results"]
         if row["part"] == "layer"
     ]
     if layers:
+        of_older = f" ({_source(whole)})" if whole is not data else ""
         parts += [
-            f"Whole layers on {data['count']} GPUs, by tokens per rank; `exchange` is "
-            "the same program with experts that return their rows:",
+            f"Whole layers on {whole['count']} GPUs{of_older}, by tokens per rank; "
+            "`exchange` is the same program with experts that return their rows:",
             table(("tokens", "weights", "us", "exchange us"), layers),
         ]
     return "\n\n".join(parts)

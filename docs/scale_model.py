@@ -28,10 +28,10 @@ RATES = {
     "SEND": (1920, "GB/s"),
     "SUM": (1500, "GB/s"),
     "COPY": (3442, "GB/s"),
-    "PUT": (145, "GB/s"),
+    "PUT": (140, "GB/s"),
     "REQUEST": (0.1, "us"),
     "HALVES": (15, "us"),
-    "FAR": (16, "us"),
+    "FAR": (14, "us"),
     "FLIGHT": (8, "us"),
     "BUNDLE": (16, "us"),
 }
@@ -92,9 +92,10 @@ def dispatch(name="bf16"):
     )
 
 
-def combine():
+def combine(in_halves=False):
     """The other way round: rows are read and added up, then what came of them."""
-    return Kind("combine", combine_bytes(), TOP_K * ROW, ROW, SUM, cells=1)
+    rate = SUM if in_halves else COPY
+    return Kind("combine", combine_bytes(), TOP_K * ROW, ROW, rate, cells=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +184,7 @@ def recorded():
 
 def over_nvlink(op, tokens, per_node=1):
     """The same by the model; with two ranks a node, of a call in halves."""
-    kind = dispatch() if op == "dispatch" else combine()
+    kind = dispatch() if op == "dispatch" else combine(in_halves=per_node == 2)
     return direct(2, tokens, kind, per_node=per_node, nvlink=True)
 
 

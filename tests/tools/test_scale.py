@@ -62,8 +62,8 @@ def test_two_nodes_by_hand(model):
         "relay": pytest.approx(7 * each / 336e3),
         "second half": pytest.approx((16 * each + 8000 * 14336) / 3442e3),
     }
-    assert plain.us == pytest.approx(sum(plain.steps.values()) + 15 + 16 + 8)
-    assert plain.overlapped_us == pytest.approx(plain.steps["puts"] + 15 + 16 + 8)
+    assert plain.us == pytest.approx(sum(plain.steps.values()) + 15 + 14 + 8)
+    assert plain.overlapped_us == pytest.approx(plain.steps["puts"] + 15 + 14 + 8)
 
 
 def test_model_is_near_what_was_recorded_over_nvlink(model):
