@@ -48,13 +48,18 @@ def rows_back(
 
 
 def _call(cotangents: Any, expert_out: Any, weights: Any, row_slot: Any) -> Back:
-    operands = {
-        "cotangents": cotangents,
-        "expert_out": expert_out,
-        "row_weights": weights,
-        "row_slot": row_slot,
-    }
-    back = tables.call("ep_combine_back", cotangents, {}, operands, {})
+    back = tables.call(
+        "ep_combine_back",
+        cotangents,
+        {},
+        {
+            "cotangents": cotangents,
+            "expert_out": expert_out,
+            "row_weights": weights,
+            "row_slot": row_slot,
+        },
+        {},
+    )
     return back.to_rows, back.to_weights
 
 
@@ -65,8 +70,8 @@ def _forward(*args: Any) -> Any:
 def _backward(args: Any, cotangent: Any) -> Any:
     *values, row_slot = args
 
-    def reference(*values: Any) -> Back:
-        return rows_back_reference(*values, row_slot)
+    def reference(cotangents: Any, expert_out: Any, weights: Any) -> Back:
+        return rows_back_reference(cotangents, expert_out, weights, row_slot)
 
     return (*jax.vjp(reference, *values)[1](cotangent), None)
 
