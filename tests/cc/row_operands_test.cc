@@ -55,7 +55,8 @@ void TestCombineBack() {
   }
   CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::BF16, N, 8)).empty());
   CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::BF16, N, 12)) ==
-        "ep_combine_back: a row must be a multiple of 16 bytes, got 24");
+        "ep_combine_back: a row must be a positive multiple of 16 bytes, got 24");
+  CHECK(!Refusal<CombineBackCall>(MadeCombineBack(ffi::BF16, N, 0)).empty());
   CHECK(Refusal<CombineBackCall>(MadeCombineBack(ffi::F32, N, 12)).empty());
   CHECK(Says(Refusal<CombineBackCall>(MadeCombineBack(ffi::F64, N, H)),
              "must be bfloat16, float16 or float32"));

@@ -119,7 +119,9 @@ inline Made Make(WindowCachedDispatchCall*, const Variant& v) {
   made.call.Add("-> rows", ffi::BF16, {N, H});
   made.call.Add("-> row_weights", ffi::F32, {v.weighted ? N : 0});
   made.call.Add("-> done", ffi::S32, {1});
-  made.call.attributes = {{"key", int64_t{7}}, {"site", int64_t{9}}, {"format", v.format}};
+  made.call.attributes = {
+      {"key", int64_t{7}}, {"site", int64_t{9}}, {"zero_tail", true}, {"format", v.format}};
+  made.flag = "zero_tail";
   return made;
 }
 
