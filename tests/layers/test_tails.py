@@ -188,6 +188,46 @@ def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
     assert cleared(text) == want
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper", "fp8"])
+def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
+    """The true kernels, in memory that held NaN, beside rows that were cleared."""
+    grouped_kernels.skip_without_hopper()
+    mesh = helpers.make_mesh(jax.device_count())
+    rng = np.random.default_rng(0)
+    experts_of_all = E * mesh.size
+    params = {
+        key: value if key == "router" else jnp.concatenate([value] * mesh.size)
+        for key, value in parameters(rng).items()
+    }
+    params["router"] = jnp.asarray(
+        rng.standard_normal((H, experts_of_all)), jnp.bfloat16
+    )
+    x = jnp.asarray(rng.standard_normal((mesh.size * N, H)), jnp.bfloat16)
+    fields = FIELDS | {"num_experts": experts_of_all, "recv_capacity": 64 * N * K}
+    if name == "fp8":
+        fields["dispatch_format"] = "fp8_block128"
+    ep = helpers.make_ep(mesh, helpers.make_config(**fields))
+
+    def run() -> Any:
+        held = [
+            jax.device_put(np.full((64 * N * K, H), np.nan, np.float32), device)
+            for device in mesh.devices.flat
+            for _ in range(8)
+        ]
+        jax.block_until_ready(held)
+        del held
+        return jax.tree.leaves(
+            both_ways(mesh, ep, experts=getattr(experts, name))(params, x)
+        )
+
+    found = run()
+    monkeypatch.setattr(tails, "seen", lambda *_: True)
+    for a, b in zip(found, run(), strict=True):
+        assert np.isfinite(np.asarray(b, np.float32)).all()
+        helpers.assert_bits(a, b)
+
+
 def test_other_functions_see_them() -> None:
     """Also such as wrap one of the library's: they may do more with the rows."""
     ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
