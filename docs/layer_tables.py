@@ -119,6 +119,7 @@ def all_layers(data, table):
             table(("size", "pass", "way", "ms"), alone),
             *_stats_cost(data, table),
             *_capacity_cost(data, table),
+            *_memory(data, table),
             *_steps(data, table),
         ]
     )
@@ -276,6 +277,17 @@ def _capacity_cost(data, table):
         )
         columns = ("experts", "size", "pass", "ms", "default capacity", "")
         yield table(columns, rows)
+
+
+def _memory(data, table):
+    rows = list(report.memory(data))
+    if rows:
+        yield (
+            "MiB on a GPU that a layer's program needs besides its operands and "
+            "results, by XLA's report (`memory_analysis`), and that of its windows, "
+            "which all calls of a handle share:"
+        )
+        yield table(report.MEMORY_COLUMNS, rows)
 
 
 def _steps(data, table):

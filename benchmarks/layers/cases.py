@@ -123,6 +123,8 @@ def compiling(case, layer, *operands):
         def run(tokens, *others):
             return executable(*before, tokens, case.params, *(others or operands))
 
+        stats = executable.memory_analysis()
+        run.temp_bytes = None if stats is None else stats.temp_size_in_bytes
         return run
 
     return {

@@ -24,6 +24,9 @@ here, and p2p's layer is also timed as one gets it without naming any.
 `jax.lax.ragged_dot` is tried in the mid-size case, and in large ones where --matmul
 names it. `recv_capacity` is 1.25 * T * K rounded up to 128.
 
+Of each layer the record has what XLA says its program needs besides operands and
+results ("temp_bytes"), and the bytes of its windows.
+
 Making the codes of the weights is timed by itself (pass "quantize"), and as a part of a
 step (pass "step"), which makes them once and then goes forward and back over 1 or 8
 microbatches, all enqueued. Beside it stands the step of p2p's layer in bfloat16.
@@ -54,6 +57,8 @@ CASES = {
     "large-256": {"hidden": 7168, "inner": 2048, "experts": 256},
     "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
     "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
+    # A step of decoding, with tokens of its own.
+    "decode": {"hidden": 7168, "inner": 2048, "experts": 128, "tokens": 128},
 }
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
@@ -62,7 +67,7 @@ EXPERTS = ("bf16", "fp8")
 # For experts.make. Surest first; a way that is slow comes last.
 MATMULS = ("padded", "hopper", "ragged_dot")
 # As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
-_OF_LARGE = MATMULS[:2]
+_WITH_RAGGED_DOT = ("mid", *SMALL)
 WORKER = "benchmarks.layers.worker"
 TINY = (
     *("--cases", *SMALL, "--layers", "collective", "dense", "ragged"),
@@ -97,7 +102,9 @@ def parse(arguments):
         help="whose layer is also timed with jax_ep.stats, with the default experts, "
         "and in steps",
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="per rank, but in a decode step"
+    )
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--seed", type=int, help="of tokens and parameters")
     common.add_times(parser, repeats=5, milliseconds=200, budget=540)
@@ -155,7 +162,7 @@ def chosen_matmuls(results, offered):
 
 def offered_matmuls(args, case):
     """What is tried for a case."""
-    return list(args.matmul or (_OF_LARGE if case.startswith("large") else MATMULS))
+    return list(args.matmul or (MATMULS if case in _WITH_RAGGED_DOT else MATMULS[:2]))
 
 
 def merged(before, after):
@@ -177,7 +184,7 @@ def main(arguments=None):
     args = parse(arguments)
     earlier = [json.loads(path.read_text()) for path in args.merge]
     cases = {
-        name: {**(CASES | SMALL)[name], "tokens": args.tokens, "top_k": args.top_k}
+        name: {"tokens": args.tokens, "top_k": args.top_k, **(CASES | SMALL)[name]}
         for name in args.cases
     }
     facts = {"cases": cases, "tokens": args.tokens, "top_k": args.top_k}

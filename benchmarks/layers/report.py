@@ -99,7 +99,10 @@ def untimed(record):
 def sizes(record, case):
     """What a case is called in tables."""
     found = record["cases"][case]
-    return f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
+    name = f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
+    if found["tokens"] == record["tokens"]:
+        return name
+    return f"{name}, {found['tokens']} tokens"
 
 
 def best(rows, **wanted):
@@ -260,6 +263,26 @@ def _cost(record, way, other):
                 yield case, each, _number(ours["ms"]), _number(both["ms"]), change
 
 
+MEMORY_COLUMNS = ("layer", "", "forward", "forward + backward", "windows")
+
+
+def memory(record):
+    """MiB on a GPU of each layer's programs, besides operands and results."""
+    layers = {}
+    for row in record["results"]:
+        if row.get("temp_bytes") is not None:
+            of_passes = layers.setdefault((row["case"], name(row)), {})
+            of_passes[row["pass"]] = row["temp_bytes"]
+            of_passes["windows"] = row["window_bytes"]
+    for (case, title), found in layers.items():
+        cells = (_mebibytes(found.get(each)) for each in (*PASSES, "windows"))
+        yield sizes(record, case), title, *cells
+
+
+def _mebibytes(size):
+    return "" if size is None else f"{size / 2**20:.0f}"
+
+
 STEP_COLUMNS = (
     "size",
     "codes ms",
@@ -314,6 +337,9 @@ def print_table(record):
             f"{case:>10} {each:<8} {experts} {ms} ms, default capacity {more} ms",
             change,
         )
+    if found := list(memory(record)):
+        print("\nMiB on a GPU besides operands and results, by XLA's report")
+        _print_columns([MEMORY_COLUMNS, *found])
     if found := list(steps(record)):
         print("\ncodes of the experts' weights, and steps with them")
         _print_columns([STEP_COLUMNS, *found])

@@ -255,6 +255,8 @@ class Worker:
             self.row(
                 **{"matmul": matmul, **facts, "pass": name},
                 **timing,
+                temp_bytes=programs[name].temp_bytes,
+                window_bytes=0 if ep is None else ep.buffer_bytes,
                 experts_ms=experts_ms,
                 exchange_share=share,
                 **checked,

@@ -268,6 +268,27 @@ def test_fp8_experts_are_measured_where_sizes_allow(hidden, inner, wanted):
     ]
 
 
+def test_memory_of_programs_and_windows():
+    found = record()
+    sizes = {"temp_bytes": 3 << 20, "window_bytes": 5 << 20}
+    found["results"] += [
+        row("p2p", 4.0, **sizes),
+        row("p2p", 2.0, "forward", **sizes | {"temp_bytes": 1 << 20}),
+        row("dense", 2.0, "forward", **sizes | {"window_bytes": 0}),
+    ]
+    assert list(layer_report.memory(found)) == [
+        ("2048 x 1024, 64 experts", "p2p, padded", "1", "3", "5"),
+        ("2048 x 1024, 64 experts", "dense, padded", "3", "", "0"),
+    ]
+
+
+def test_sizes_name_tokens_of_their_own():
+    found = record()
+    found["cases"]["decode"] = layer.CASES["decode"] | {"top_k": 8}
+    said = layer_report.sizes(found, "decode")
+    assert said == "7168 x 2048, 128 experts, 128 tokens"
+
+
 def test_what_room_for_the_worst_case_costs():
     found, coded = record(), layer_report.fp8_experts()
     roomy = layer_report.default_capacity
