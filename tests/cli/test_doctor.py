@@ -347,6 +347,8 @@ def test_shared_handles(only_memory, capsys):
     assert main.main([*asked, *sizes, "16"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("open in this process") == 2
+    if helpers.TRANSPORT == "collective":
+        assert said.count("open in this process: nothing per device, collective") == 2
     assert f"{own.transport} over 2 ranks, max_tokens_per_rank 40" in said
     own.close()
     assert len(findings.opened()) == 1

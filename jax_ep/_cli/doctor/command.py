@@ -266,13 +266,13 @@ def _handle_lines(handles: dict[str, Any]) -> list[str]:
     for each in handles["open"]:
         lines += entry(
             "" if lines else "handles",
-            f"open in this process: {_megabytes(each['bytes'])} per device, "
+            f"open in this process: {_kept_by(each['bytes'])} per device, "
             f"{each['transport']} over {each['ranks']} ranks, max_tokens_per_rank "
             f"{each['max_tokens_per_rank']:,}, {each['num_experts']} experts, "
             f"hidden_size {each['hidden_size']:,}, {each['dispatch_format']}",
         )
     if len(handles["open"]) > 1:
-        lines += entry("", f"{_megabytes(total)} per device in all")
+        lines += entry("", f"{_kept_by(total)} per device in all")
     lines += entry(
         "" if lines else "handles",
         "layers of equal sizes share one, and apply_experts opens one per batch shape. "
@@ -300,6 +300,10 @@ def _kept(handles: list[dict[str, Any]]) -> list[str]:
         whole = f", {_megabytes(sum(sizes))} in all" if len(sizes) > 1 else ""
         found.append(f"on {name} {told}{whole}")
     return found
+
+
+def _kept_by(count: int) -> str:
+    return _megabytes(count) if count else "nothing"
 
 
 def _megabytes(count: int) -> str:
