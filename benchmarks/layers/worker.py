@@ -67,7 +67,7 @@ class Worker:
     @property
     def roomy(self):
         """The layers with the capacity that a config has by default."""
-        main = self.spec["transport"]
+        main = report.main_transport(self.spec)
         return [report.default_capacity(e) for e in (main, report.fp8_experts(main))]
 
     def late(self):
