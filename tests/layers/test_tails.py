@@ -175,6 +175,8 @@ NONE = dict.fromkeys(ALL, False)
 )
 def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
     if jax.default_backend() != "cpu":
+        # A handle of the collective transport lowers as one of p2p, on devices that
+        # have no Hopper kernels of their own.
         pytest.skip("imagines p2p on CPU devices")
     if hopper:
         grouped_kernels.pretend(monkeypatch)
