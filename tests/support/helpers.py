@@ -6,9 +6,11 @@ unchanged where only some of the ranks are of this process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +63,16 @@ def make_mesh(
 def some_ranks(limit: int) -> int:
     """The largest of 1, 2, 4, 8 that is at most `limit` and has devices."""
     return max(r for r in (1, 2, 4, 8) if r <= min(limit, jax.device_count()))
+
+
+def launching(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """What threads hold while they launch programs: on CPUs a lock.
+
+    XLA may otherwise start a program on some devices alone (docs/sharp_bits.md, "CPU
+    devices"). What has been launched runs side by side all the same.
+    """
+    on_cpus = mesh.devices.flat[0].platform == "cpu"
+    return threading.Lock() if on_cpus else contextlib.nullcontext()
 
 
 def fit(sizes: Mapping[str, int]) -> dict[str, int]:

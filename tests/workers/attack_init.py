@@ -155,6 +155,8 @@ def work(port: str, process: int, attacks: list[Attack]) -> None:
     """All attempts of one process; a line of JSON for each."""
     from workers import windows_worker
 
+    # Whoever starts jobs in the background may have had Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     native = windows_worker.start(port, PROCESSES, process)
     from support import helpers
 

@@ -125,6 +125,7 @@ def in_flight(mesh, runs: int = 300) -> None:
 
 def threads(mesh, runs: int = 60) -> None:
     """Two threads: own handles, then one shared handle; nobody waits for the other."""
+    launching = helpers.launching(mesh)
     programs = [calls(mesh, [{"dtype": "float32", "top_k": k}]) for k in (1, 3)]
     programs.append(programs[0])
     made = [operands(mesh, eps, i, 3) for i, (eps, _) in enumerate(programs)]
@@ -135,7 +136,10 @@ def threads(mesh, runs: int = 60) -> None:
 
     def work(index: int) -> None:
         try:
-            results = [programs[index][1](made[index]) for _ in range(runs)]
+            results = []
+            for _ in range(runs):
+                with launching:
+                    results.append(programs[index][1](made[index]))
             for result in results:
                 same(result, wanted[index])
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -130,22 +131,28 @@ def collect(mesh):
     print("right")
 
 
-def exit_end(mesh):
+def launch(layer, launching):
+    for _ in range(CALLS):
+        with launching:
+            yield layer.run()
+
+
+def exit_end(mesh, launching=None):
     layer = Layer(mesh)
-    results = [layer.run() for _ in range(CALLS)]
+    results = list(launch(layer, launching or contextlib.nullcontext()))
     print("leaving", flush=True)
     assert results
 
 
 def exit_thread(mesh):
-    layer = Layer(mesh)
+    layer, launching = Layer(mesh), helpers.launching(mesh)
     layer.run()
     # A thread that the interpreter does not wait for.
     thread = threading.Thread(
-        target=lambda: [layer.run() for _ in range(CALLS)], daemon=True
+        target=lambda: list(launch(layer, launching)), daemon=True
     )
     thread.start()
-    exit_end(mesh)
+    exit_end(mesh, launching)
 
 
 def exit_error(mesh):
