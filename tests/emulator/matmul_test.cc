@@ -95,6 +95,9 @@ Draws Draw(Random& random, MatmulKind kind) {
     return random.OneIn(3) ? 64 * random.In(1, 5) : align * random.In(1, 42);
   };
   draws.left_columns = draw_columns(), draws.columns = draw_columns();
+  // More steps than there are stages, several times.
+  if (random.OneIn(6))
+    draws.left_columns += OfCodes(kind) ? kBlock * random.In(4, 8) : 64 * random.In(4, 12);
   int64_t groups = random.In(1, 5);
   // More than a warp has lanes.
   const bool many = random.OneIn(12);

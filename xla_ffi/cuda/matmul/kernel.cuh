@@ -19,7 +19,6 @@
 namespace jax_ep::cuda {
 
 inline constexpr int kMatmulThreads = 384;
-inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
 inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
@@ -91,6 +90,7 @@ struct MatmulArguments {
 struct MatmulShared {
   uint64_t full[kStages];
   uint64_t free[kStages];
+  uint64_t lead;  // ends when the warpgroup that begins a tile is kLead steps ahead
   TileRing ring;
 };
 // Of codes, per stage: a scale for each row, and one for each 128 columns.
@@ -383,15 +383,34 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
+// The order of the two warpgroups in a tile.
+class Lead {
+ public:
+  // Waits in the warpgroup that comes second, until the first one is ahead.
+  __device__ Lead(const Tile& tile, uint32_t warpgroup, MatmulShared& shared)
+      : barrier_(&shared.lead), first_(tile.has_lead() && tile.warpgroup == warpgroup) {
+    if (tile.has_lead() && !first_) Await(barrier_, tile.wholes % 2, &shared.ring.given_up);
+  }
+  // Called by each warp once it has begun step `step`.
+  __device__ void Begun(int32_t step) const {
+    if (kLead > 0 && first_ && step == kLead - 1 && Lane() == 0) MbarrierArrive(barrier_);
+  }
+
+ private:
+  uint64_t* barrier_;
+  bool first_;
+};
+
 // Sums over all whole steps. Returns the last stage, which may still be read.
 template <typename Traits>
 __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t steps, Stages& stages,
-                                                  uint32_t left_box) {
+                                                  uint32_t left_box, const Lead& lead) {
   uint32_t before = 0;
   JAX_EP_NO_UNROLL
   for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
     MultiplyStage<Traits>(sums, stages, left_box, Traits::kOuter || step > 0);
+    lead.Begun(step);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
@@ -403,8 +422,8 @@ __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t st
 
 template <typename Traits>
 __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box) {
-  const uint32_t last = MultiplySteps<Traits>(sums, tile.steps, stages, left_box);
+                                             uint32_t left_box, const Lead& lead) {
+  const uint32_t last = MultiplySteps<Traits>(sums, tile.steps, stages, left_box, lead);
   WgmmaWait<0>();
   HoldSums(sums);
   stages.Free(last);
@@ -415,11 +434,12 @@ __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& til
 // product.
 template <typename Traits>
 __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, uint32_t warpgroup) {
+                                             uint32_t left_box, uint32_t warpgroup,
+                                             const Lead& lead) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const int32_t whole = tile.contracted / 64, rows = tile.contracted % 64;
-  const uint32_t last = MultiplySteps<Traits>(sums, whole, stages, left_box);
+  const uint32_t last = MultiplySteps<Traits>(sums, whole, stages, left_box, lead);
   WgmmaWait<0>();
   HoldSums(sums);
   if (whole > 0) stages.Free(last);
@@ -469,7 +489,8 @@ __device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const fl
 // often than it can be read beside the copies.
 template <int kHalves>
 __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32_t steps,
-                                              Stages& stages, uint32_t left_box, uint32_t warp) {
+                                              Stages& stages, uint32_t left_box, uint32_t warp,
+                                              const Lead& lead) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
@@ -478,6 +499,7 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32
     stages.Await();
     float part[64];
     MultiplyHalf(part, stages, left_box, 0);
+    lead.Begun(step);
     const float of_row[2] = {stages.RowScale(row), stages.RowScale(row + 8)};
     float factors[kHalves][2];
 #pragma unroll
@@ -526,13 +548,14 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     if constexpr (Traits::kOuter) {
       place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
     }
+    const Lead lead(tile, warpgroup, memory.shared);
     float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
-      MultiplyCodes<Traits::kColumns / 128>(sums, tile.steps, stages, left_box, warp);
+      MultiplyCodes<Traits::kColumns / 128>(sums, tile.steps, stages, left_box, warp, lead);
     } else if constexpr (Traits::kOuter) {
-      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
+      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup, lead);
     } else {
-      MultiplyTile<Traits>(sums, tile, stages, left_box);
+      MultiplyTile<Traits>(sums, tile, stages, left_box, lead);
     }
     if (HasGivenUp(memory.shared.ring)) {
       // Nobody may take what was summed for a result.
@@ -561,6 +584,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
       MbarrierInit(&shared.full[stage], kLoaders);
       MbarrierInit(&shared.free[stage], 2 * kWarpsOfMath);
     }
+    MbarrierInit(&shared.lead, kWarpsOfMath / 2);
     InitTileRing(shared.ring, kWarpsOfMath + kLoaders);
     FenceMbarrierInit();
   }
