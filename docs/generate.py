@@ -191,6 +191,7 @@ def main():
         (BENCHMARKS, "ragged_layers", ragged_layers()),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
+        (BENCHMARKS, "profile", from_newest("profile", matmul_tables.profile)),
         (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),
         (BENCHMARKS, "decode", decode()),
         (BENCHMARKS, "train", from_newest("train", layer_tables.train)),

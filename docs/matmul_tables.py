@@ -94,6 +94,29 @@ def cutlass(data, table):
     return f"{head}\n\n" + table(columns, cells)
 
 
+def profile(data, table):
+    """What the kernels waited for, beside cuBLAS's."""
+    cells = []
+    for row in data["results"]:
+        numbers = (row[name] for name in ("us", "tensor_percent", "l2_hit_percent"))
+        texts = ("" if number is None else f"{number:.0f}" for number in numbers)
+        moved = "" if row["dram_gb_s"] is None else row["dram_gb_s"]
+        waits = ", ".join(
+            f"{name} {value:.1f}" for name, value in row["stalls"].items()
+        )
+        names = row["case"], row["product"], row["whose"]
+        cells.append((*names, *texts, moved, waits))
+    head = (
+        f"One call of each under Nsight Compute ({_source(data)}), on a cool card, "
+        "whose clock is higher than in the table above. `tensor` is the share of the "
+        "cycles in which tensor cores were busy, `L2 hits` the share of L2's sectors "
+        "that it had, `waits` the warps that waited for each instruction that was "
+        "issued, by reason."
+    )
+    columns = ("size", "product", "whose", "us", "tensor", "L2 hits", "GB/s", "waits")
+    return f"{head}\n\n" + table(columns, cells)
+
+
 def decode(data, table, with_layers=None):
     """Experts with few rows beside a plain read of their weights, and layers.
 

@@ -1,6 +1,7 @@
 // Checks the matmul kernels of xla_ffi/cuda/matmul on one Hopper GPU, without JAX, and times them
 // beside batched cuBLAS matmuls of the same arithmetic. Prints one JSON object; grouped_kernels.py
 // builds and runs it.
+#include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -57,6 +58,7 @@ struct Options {
   std::vector<std::string> cases;
   std::string only;
   bool check = true;
+  bool once = false;  // each product once, and cuBLAS's, between a profiler's start and stop
 };
 
 std::vector<int32_t> FirstsOf(const std::vector<int32_t>& sizes) {
@@ -262,6 +264,13 @@ void TimeCase(const Case& each, const Options& options, const Cublas& cublas, Ti
     const auto ours = [&](cudaStream_t stream) { CHECK_CUDA(GroupedMatmul(step, stream)); };
     const auto theirs = [&](cudaStream_t stream) { yardstick.Run(stream); };
     timer.Burst(ours, 2), timer.Burst(theirs, 2);
+    if (options.once) {
+      CHECK_CUDA(cudaProfilerStart());
+      timer.Burst(ours, 1), timer.Burst(theirs, 1);
+      CHECK_CUDA(cudaProfilerStop());
+      rows.push_back(JsonObject().Add("case", each.name).Add("product", product.name));
+      continue;
+    }
     const int our_calls = CallsOf(timer.Burst(ours, 2));
     const int their_calls = CallsOf(timer.Burst(theirs, 2));
     const int rounds = std::max(3, static_cast<int>(std::ceil(options.seconds * 1e3 / kBurstMs)));
@@ -294,7 +303,7 @@ void TimeCase(const Case& each, const Options& options, const Cublas& cublas, Ti
   std::fprintf(stderr,
                "usage: grouped_kernels [--seconds S (of each time; 0: only checks)] [--seed N]\n"
                "  [--cases mid,large-64,large-256,many,decode] [--only PART OF A PRODUCT'S NAME]\n"
-               "  [--no-check] [--cublas PATH]\n");
+               "  [--no-check] [--once] [--cublas PATH]\n");
   std::exit(2);
 }
 
@@ -305,6 +314,8 @@ Options Parsed(int argc, char** argv) {
     const std::string_view word = argv[i];
     if (word == "--no-check") {
       options.check = false;
+    } else if (word == "--once") {
+      options.once = true;
     } else if (i + 1 == argc) {
       Usage();
     } else if (word == "--seconds") {

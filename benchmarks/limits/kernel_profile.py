@@ -1,0 +1,183 @@
+"""What the matmul kernels and cuBLAS wait for: one call of each under Nsight Compute.
+
+    python -m benchmarks.limits.kernel_profile --binary PROGRAM [--cases mid]
+
+`PROGRAM` is that of grouped_kernels.py, built by its `--keep`. For each product its
+kernel and the batched cuBLAS matmul beside it run once; ncu counts how busy the tensor
+cores were, where L2 had what was asked for, what DRAM moved, and what warps waited for.
+The clock is as it is: one call on a cool card, at another clock than in long runs.
+Writes benchmarks/results/profile-<gpu>x1-<date>.json and prints a table.
+"""
+
+import csv
+import pathlib
+import shutil
+import sys
+import tempfile
+
+from benchmarks.common import arguments as common
+from benchmarks.common import programs, recording
+from benchmarks.limits import cutlass_grouped, grouped_kernels
+from jax_ep._cli.bench import record
+
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "WarpStateStats",
+)
+OURS = "MatmulKernel"  # in the name of each of our kernels
+_STALLED = "smsp__average_warps_issue_stalled_"
+_PER_ISSUE = "_per_issue_active.ratio"
+_L2_HITS = "lts__t_sector_hit_rate.pct"
+_TIME = "gpu__time_duration.sum"
+_DRAM = "dram__bytes_read.sum.per_second", "dram__bytes_write.sum.per_second"
+_MOST_STALLS = 4
+LIMIT = 300
+
+
+def number(text):
+    """ncu's: with commas, or nothing."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def kernels(log):
+    """ncu's `--csv --page raw`: a dict of numbers by metric for each kernel.
+
+    The kernel's name is under `Kernel Name`.
+    """
+    lines = log.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise SystemExit(f"ncu has reported no kernel: {log[-2000:]}")
+    header, _, *rows = csv.reader(lines[start:])
+    found = []
+    for row in rows:
+        if len(row) != len(header):
+            continue  # what ncu says besides
+        named = dict(zip(header, row, strict=True))
+        numbers = {name: number(text) for name, text in named.items()}
+        kept = {name: value for name, value in numbers.items() if value is not None}
+        found.append({**kept, "Kernel Name": named["Kernel Name"]})
+    return found
+
+
+def stalls(metrics):
+    """Warps that wait per instruction that is issued, by reason, the most first."""
+    found = {
+        name.removeprefix(_STALLED).removesuffix(_PER_ISSUE): round(value, 2)
+        for name, value in metrics.items()
+        if name.startswith(_STALLED) and name.endswith(_PER_ISSUE)
+    }
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return dict(ordered[:_MOST_STALLS])
+
+
+def summary(metrics):
+    """What of a kernel's metrics is recorded; None for what ncu has not told."""
+    busy = [
+        value
+        for name, value in metrics.items()
+        if "pipe_tensor" in name
+        and "cycles_active" in name
+        and name.endswith(".pct_of_peak_sustained_active")
+    ]
+    time, hits = metrics.get(_TIME), metrics.get(_L2_HITS)
+    moved = [metrics[name] for name in _DRAM if name in metrics]
+    return {
+        "kernel": metrics["Kernel Name"],
+        "us": None if time is None else round(time / 1e3, 1),
+        "tensor_percent": round(max(busy), 1) if busy else None,
+        "l2_hit_percent": None if hits is None else round(hits, 1),
+        "dram_gb_s": round(sum(moved) / 1e9) if moved else None,
+        "stalls": stalls(metrics),
+    }
+
+
+def results(products, found):
+    """A row per kernel: `products` are in the order in which `found` ran."""
+    first = [i for i, metrics in enumerate(found) if OURS in metrics["Kernel Name"]]
+    if len(first) != len(products) or first[:1] not in ([0], []):
+        names = [metrics["Kernel Name"] for metrics in found]
+        raise SystemExit(
+            "kernel_profile: each product must begin with jax_ep's kernel, got "
+            f"{len(products)} products and {names}"
+        )
+    rows = []
+    for product, start, end in zip(
+        products, first, [*first[1:], len(found)], strict=True
+    ):
+        for metrics in found[start:end]:
+            whose = "jax_ep" if OURS in metrics["Kernel Name"] else "cuBLAS"
+            rows.append(product | {"whose": whose} | summary(metrics))
+    return rows
+
+
+def print_table(rows):
+    print(
+        f"{'case':<10} {'product':<24} {'':<7} {'us':>8} {'tensor':>7} {'L2':>6} GB/s"
+    )
+    for row in rows:
+        cells = (row[name] for name in ("us", "tensor_percent", "l2_hit_percent"))
+        us, tensor, hits = ("-" if cell is None else cell for cell in cells)
+        waits = ", ".join(f"{name} {value}" for name, value in row["stalls"].items())
+        print(
+            f"{row['case']:<10} {row['product']:<24} {row['whose']:<7} {us:>8} "
+            f"{tensor:>7} {hits:>6} {row['dram_gb_s']} {waits}"
+        )
+
+
+def parse(arguments):
+    parser = common.parser(__doc__)
+    cases = grouped_kernels.CASES
+    parser.add_argument("--cases", nargs="+", choices=cases, default=["mid"])
+    parser.add_argument("--only", default="", help="part of a product's name")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cublas", type=pathlib.Path, metavar="PATH")
+    parser.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM", required=True)
+    return common.parsed(parser, arguments)
+
+
+def profiled(ncu, program):
+    """What the program reports, and what ncu says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        words = ["--profile-from-start", "off", "--clock-control", "none"]
+        words += ["--cache-control", "none", "--print-units", "base", "--csv"]
+        words += ["--page", "raw", "--log-file", str(log)]
+        for section in SECTIONS:
+            words += ["--section", section]
+        try:
+            return programs.report(ncu, [*words, *program], LIMIT), log.read_text()
+        except SystemExit as failed:
+            told = log.read_text()[-2000:] if log.exists() else ""
+            raise SystemExit(f"{failed}\n{told}") from None
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise SystemExit("kernel_profile: needs Nsight Compute's ncu on PATH")
+    program = [str(args.binary.resolve()), "--once", "--no-check", "--seconds", "1"]
+    program += ["--cases", ",".join(args.cases), "--seed", str(args.seed)]
+    if args.only:
+        program += ["--only", args.only]
+    library = args.cublas or cutlass_grouped.cublas()
+    if library:
+        program += ["--cublas", str(library)]
+    reported, log = profiled(pathlib.Path(ncu), program)
+    rows = results(reported.pop("results"), kernels(log))
+    told = recording.command("limits.kernel_profile", arguments)
+    made = recording.head("profile", driver=record.driver(), command=told)
+    made |= reported | {"results": rows}
+    recording.write(recording.of("profile", made), made, args.results)
+    print_table(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
