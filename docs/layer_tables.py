@@ -72,24 +72,32 @@ def layers(data, table):
         rows = [r for r in data["results"] if r["layer"] in names and "ms" in r]
         return ", ".join(sorted({row[key] for row in rows}))
 
+    flags = seen("flags", "ragged")
+    ragged = (
+        "`ragged` is the same layer over `jax.lax.ragged_all_to_all` "
+        "(`jax_ep/_cli/bench/ragged.py`): an update per rank with default flags, the "
+        f"same with XLA's better flags, and the fastest of {flags}. "
+    )
     default = seen("matmul", report.default_experts())
+    at_default = (
+        "`default experts` is p2p's as a layer had it at that commit that named none "
+        f"({default}). "
+    )
+    ways = seen("matmul", *report.OURS)
+    padded = "`Padded` has the room that the timed routings need. "
     head = (
         f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
-        f"{data['tokens']} tokens per rank, top-{data['top_k']}, "
-        "bfloat16; milliseconds of router, exchange, SwiGLU experts and exchange, with "
-        "every gradient in the second row of each size, and in brackets the share of "
-        "them that the same router and experts do not take on rows that are there "
-        "already. `ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        "(`jax_ep/_cli/bench/ragged.py`): an update per rank with default flags, the "
-        f"same with XLA's better flags, and the fastest of {seen('flags', 'ragged')}; "
-        "`dense` is `all_to_all` with room for 1.25 times the mean, what is over "
-        "dropped, and batched matmuls; `default experts` is p2p's as a layer had it at "
-        f"that commit that named none ({default}); the last columns are p2p's speed-up "
-        f"over each other layer. {_fp8(data)}"
-        "The others multiply by the fastest of several ways in each size (here "
-        f"{seen('matmul', *report.OURS)}; "
-        "`jax_ep.experts`); `Padded` has the room that the timed routings need. Why "
-        "`dense` takes longer in some sizes than its bytes say was not looked into. "
+        f"{data['tokens']} tokens per rank, top-{data['top_k']}, bfloat16. "
+        "Milliseconds for router, exchange, SwiGLU experts and exchange; the second "
+        "row of each size has every gradient as well. In brackets is the share that "
+        "the same router and experts do not take on rows that are already there. "
+        f"{ragged if flags else ''}"
+        "`dense` is `all_to_all` with room for 1.25 times the mean (what is over is "
+        "dropped) and batched matmuls; why it takes longer in some sizes than its "
+        f"bytes say was not looked into. {at_default if default else ''}"
+        f"{_fp8(data)}The last columns are p2p's speed-up over each other layer. "
+        "The other layers multiply by the fastest of the ways of `jax_ep.experts` that "
+        f"were timed in each size (here {ways}). {padded * ('padded' in ways)}"
         "All results and gradients were compared in the run that timed them, within "
         "rounding."
     )
@@ -103,7 +111,7 @@ def _fp8(data):
     return (
         "`fp8 experts` is p2p's with tokens in `fp8_block128`, whose codes "
         "`jax_ep.experts.fp8` multiplies with codes of the weights that were made "
-        "before, and `fp8 over bf16` the time of p2p's layer in bfloat16 over its. "
+        "before; `fp8 over bf16` is the time of p2p's layer in bfloat16 over its. "
     )
 
 
