@@ -25,8 +25,10 @@ inline constexpr uint32_t kLeftBoxes = 2;
 inline constexpr uint32_t kMostRightBoxes = 4;
 inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
 // Per thread of a warpgroup: all that a block of these threads begins with.
-inline constexpr int kFeederRegisters = 56;
-inline constexpr int kMathRegisters = 224;
+template <bool kCodes>
+inline constexpr int kFeederRegisters = kCodes ? 40 : 56;
+template <bool kCodes>
+inline constexpr int kMathRegisters = kCodes ? 232 : 224;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
@@ -463,42 +465,61 @@ __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& til
 
 // ---- Multiplying codes --------------------------------------------------------------------------
 
-// Columns 128 * half and on: 128 of the contracted dimension.
-__device__ __forceinline__ void MultiplyHalf(float (&part)[64], const Stages& stages,
-                                             uint32_t left_box, uint32_t half) {
+// A lane's left operand of a step, as WgmmaCodes wants it, by 32 of the contracted dimension.
+using LeftCodes = uint32_t[4][4];
+
+__device__ __forceinline__ void LoadLeftCodes(LeftCodes& left, const Stages& stages,
+                                              uint32_t left_box, uint32_t warp) {
+  const uint32_t lane = Lane();
+  const uint32_t line = SharedAddress(stages.lines()) + left_box * kBoxBytes +
+                        (warp * kWarpRows + lane % kWarpRows) * kLineBytes;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    // Units of 16 bytes are swizzled by the line.
+    LoadMatrices(left[i], line + ((2 * i + lane / kWarpRows) ^ lane % 8) * 16);
+  }
+}
+
+// Columns 64 * quarter and on: 128 of the contracted dimension.
+__device__ __forceinline__ void MultiplyQuarter(float (&part)[32], const LeftCodes& left,
+                                                const Stages& stages, uint32_t quarter) {
   const uint32_t at = stages.units();
   WgmmaFence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    WgmmaCodes(part, stages.Operand<false>(left_box, at + i * 2),
-               stages.Operand<false>(kLeftBoxes + half * 2, at + i * 2), i > 0);
+    WgmmaCodes(part, left[i], stages.Operand<false>(kLeftBoxes + quarter, at + i * 2), i > 0);
   }
   WgmmaCommit();
 }
 
-__device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const float (&factors)[2]) {
+__device__ __forceinline__ void AddQuarter(float* sums, float (&part)[32],
+                                           const float (&factors)[2]) {
   HoldSums(part);
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < 32; ++i) {
     sums[i] = FusedMultiplyAdd(part[i], factors[i / 2 % 2], sums[i]);
   }
 }
 
-// There are not registers enough for a product under way and another that is added up: while one
-// warpgroup adds, the other one multiplies. Products of fewer columns would read shared memory more
-// often than it can be read beside the copies.
+// Two quarters are under way at a time: while one is added up, the other one is multiplied. The
+// left operand is in registers, because products of 64 columns with both operands in shared memory
+// would read more of it than can be read beside the copies.
 template <int kHalves>
 __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32_t steps,
                                               Stages& stages, uint32_t left_box, uint32_t warp,
                                               const Lead& lead) {
+  constexpr int kQuarters = 2 * kHalves;
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
   JAX_EP_NO_UNROLL
   for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
-    float part[64];
-    MultiplyHalf(part, stages, left_box, 0);
+    LeftCodes left;
+    LoadLeftCodes(left, stages, left_box, warp);
+    float parts[2][32];
+    MultiplyQuarter(parts[0], left, stages, 0);
+    MultiplyQuarter(parts[1], left, stages, 1);
     lead.Begun(step);
     const float of_row[2] = {stages.RowScale(row), stages.RowScale(row + 8)};
     float factors[kHalves][2];
@@ -508,17 +529,21 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32
 #pragma unroll
       for (int r = 0; r < 2; ++r) factors[half][r] = Multiply(of_right, of_row[r]);
     }
-    WgmmaWait<0>();
-    if constexpr (kHalves == 2) {
-      AddHalf(sums, part, factors[0]);
-      MultiplyHalf(part, stages, left_box, 1);
-      WgmmaWait<0>();
+#pragma unroll
+    for (int quarter = 0; quarter < kQuarters - 1; ++quarter) {
+      WgmmaWait<1>();
+      AddQuarter(sums + quarter * 32, parts[quarter % 2], factors[quarter / 2]);
+      if (quarter + 2 < kQuarters) {
+        MultiplyQuarter(parts[quarter % 2], left, stages, quarter + 2);
+      }
     }
+    WgmmaWait<0>();
     stages.Free(stages.stage());
     stages.Next();
-    // What comes next is awaited while sums are added up.
+    // What comes next is awaited while sums are added up. Adding them behind the next step's first
+    // product would make ptxas wait after every product.
     if (step + 1 < steps) stages.Look();
-    AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
+    AddQuarter(sums + (kQuarters - 1) * 32, parts[1], factors[kHalves - 1]);
   }
 }
 
@@ -591,7 +616,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
   ClusterSync();
   const uint32_t warpgroup = Uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup == 0) {
-    ShrinkRegisters<kFeederRegisters>();
+    ShrinkRegisters<kFeederRegisters<Traits::kCodes>>();
     const uint32_t warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
       LoadOperands<Traits, false>(&maps.left, memory);
@@ -604,7 +629,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
                  memory);
     }
   } else {
-    GrowRegisters<kMathRegisters>();
+    GrowRegisters<kMathRegisters<Traits::kCodes>>();
     MultiplyTiles<Traits>(maps, arguments, memory, warpgroup - 1);
   }
   // The other block may still copy to this one's memory or arrive at its barriers.
