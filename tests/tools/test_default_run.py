@@ -8,12 +8,27 @@ import sys
 
 import pytest
 
-from support import HAS_GPUS, ROOT
+from support import HAS_GPUS, ROOT, parts
 
 FILE = "tests/tools/test_benchmark_layer.py"  # all of it is thorough
+CASES = "tests/tools/test_record_concurrent.py"  # a test of four cases, two of one
 
 
 BARE = ["-o", f"testpaths={FILE}"]
+
+
+def pytest_run(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options, *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,18 +42,28 @@ BARE = ["-o", f"testpaths={FILE}"]
     ],
 )
 def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = pytest_run(*words)
     assert done.returncode == (5 if left_out else 0), done.stdout + done.stderr
     assert ("= left out =" in done.stdout) == left_out
     assert ("test_ours_is_the_dense_formula" in done.stdout) != left_out
     assert ("bringing up nodes" in done.stdout) == processes
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(1, "a"), (2, "ag"), (3, "adg"), (7, "abcdefg"), (9, "abcdefg")]
+)
+def test_spreads_cases(most: int, kept: str) -> None:
+    assert parts.spread("abcdefg", most) == list(kept)
+
+
+def test_cases_of_each_test() -> None:
+    done = pytest_run(CASES, "--collect-only", "--cases", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert [line.rpartition("::")[2] for line in found] == [
+        "test_records_both[right]",
+        "test_records_both[no end]",
+        "test_chained_calls_must_be_right",
+        "test_without_gpus",
+    ]
+    assert "4/6 tests collected (2 deselected)" in done.stdout
