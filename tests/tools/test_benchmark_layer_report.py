@@ -164,16 +164,16 @@ def test_table_of_the_docs():
     # Without the column of what no row has.
     assert row.endswith("| 8.00 (75%) | 1.50 | 10.00 | 2.00 |")
     assert "over ragged, flags" not in text
-    assert "(here padded;" in text
+    assert "(here padded)" in text
     assert "| mid | both | 4.00 | 4.04 | +1.0% |" in text
-    assert "fastest of default, update an expert;" in text
+    assert "fastest of default, update an expert. " in text
     assert "fp8 experts" not in text
     found["results"] += fp8_rows()
     text = layer_tables.all_layers(found, generate.table)
     assert "| p2p, fp8 experts |" in text
     assert "`fp8 experts` is p2p's with tokens in `fp8_block128`" in text
     assert "| mid | 0.50 | 4000 | 8 | 32.80 | 20.50 | 1.60 |" in text
-    assert "(here padded;" in text
+    assert "(here padded)" in text
     assert layer.chosen_matmuls(found["results"], {"mid": []}) == {"mid": ["padded"]}
 
 

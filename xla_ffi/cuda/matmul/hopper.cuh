@@ -284,11 +284,10 @@ __device__ __forceinline__ void WgmmaCodes(float (&sums)[32], const uint32_t (&l
 // Stores four 8 x 8 matrices of 16-bit elements. Lane l holds, as words[m], elements (l / 4, 2 * (l
 // % 4)) and the one after of matrix m, and `line` is where row l % 8 of matrix l / 8 goes, 16
 // bytes.
-__device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
-      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-      : "memory");
+__device__ __forceinline__ void StoreMatrices(uint32_t line, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // Loads four such matrices from where StoreMatrices puts them.

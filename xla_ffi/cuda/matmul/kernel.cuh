@@ -52,12 +52,14 @@ struct MatmulTraits {
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
   static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
-  // Of an element of `out`. MatmulStep::out_element is of some kinds only.
-  JAX_EP_HOST_DEVICE static int64_t OutBytes(ElementType out_element) {
-    if (kCodes && (kGateUp || kDownBack)) return 1;
-    if (kOut == Out::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
-    return kOut == Out::kFloat32 ? 4 : 2;
-  }
+  // Of an element of `out`.
+  static constexpr int64_t kOutBytes = kCodes && (kGateUp || kDownBack) ? 1
+                                       : kOut == Out::kFloat32          ? 4
+                                                                        : 2;
+  // Whether there is a kernel for each `out`, as one would spill registers. Other kinds have no
+  // MatmulStep::out_element.
+  static constexpr bool kHasOuts = kOuter || kOf == MatmulKind::kCodeRows;
+  static constexpr bool kIsFloat32 = kOut == Out::kFloat32;
   static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
@@ -326,6 +328,7 @@ class Stages {
   }
   // From stage 0 to this one. Where it is used, or the compiler forgets that all lanes have it.
   __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
+  __device__ uint32_t address() const { return (operands_ + units()) << 4; }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
   __device__ float RowScale(uint32_t row) const {
     return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
@@ -471,13 +474,11 @@ using LeftCodes = uint32_t[4][4];
 __device__ __forceinline__ void LoadLeftCodes(LeftCodes& left, const Stages& stages,
                                               uint32_t left_box, uint32_t warp) {
   const uint32_t lane = Lane();
-  const uint32_t line = SharedAddress(stages.lines()) + left_box * kBoxBytes +
-                        (warp * kWarpRows + lane % kWarpRows) * kLineBytes;
+  const uint32_t line = left_box * kBoxBytes + (warp * kWarpRows + lane % kWarpRows) * kLineBytes;
+  // Units of 16 bytes are swizzled by the line.
+  const uint32_t first = stages.address() + line + ((lane / kWarpRows) ^ lane % 8) * 16;
 #pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    // Units of 16 bytes are swizzled by the line.
-    LoadMatrices(left[i], line + ((2 * i + lane / kWarpRows) ^ lane % 8) * 16);
-  }
+  for (uint32_t i = 0; i < 4; ++i) LoadMatrices(left[i], first ^ (2 * i * 16));
 }
 
 // Columns 64 * quarter and on: 128 of the contracted dimension.
@@ -571,7 +572,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
     ResultPlace place{tile.row + row, tile.rows - row, tile.column};
     if constexpr (Traits::kOuter) {
-      place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
+      place.row += tile.group * arguments.plan.outer_rows;
     }
     const Lead lead(tile, warpgroup, memory.shared);
     float sums[Traits::kColumns / 2];
@@ -584,7 +585,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     }
     if (HasGivenUp(memory.shared.ring)) {
       // Nobody may take what was summed for a result.
-      FillWithNans(place, results, Traits::OutBytes(results.out_element));
+      FillWithNans(place, results, Traits::kOutBytes);
       continue;
     }
     if (place.column < results.columns) {

@@ -110,11 +110,11 @@ inline void WgmmaCodes(float (&sums)[32], const uint32_t (&left)[4], uint64_t ri
 
 // ---- A warp's registers and shared memory -------------------------------------------------------
 
-inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
+inline void StoreMatrices(uint32_t line, const uint32_t (&words)[4]) {
   const auto* all = emulator::ExchangeWords({words[0], words[1], words[2], words[3]}, "stmatrix");
   const uint32_t lane = emulator::Lane();
   const auto word = [&](uint32_t i) { return all[lane % 8 * 4 + i][lane / 8]; };
-  *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
+  *SharedPointer<uint4>(line) = make_uint4(word(0), word(1), word(2), word(3));
 }
 
 inline void LoadMatrices(uint32_t (&words)[4], uint32_t line) {
