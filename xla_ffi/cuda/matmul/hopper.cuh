@@ -253,8 +253,8 @@ JAX_EP_WGMMA(Float16, "f16", true, true)
 
 // sums [64, 64] (+)= left [64, 32] * right [32, 64] of e4m3 codes. Of left, lane l of warp w has in
 // words 0 and 1 four codes of rows 16 * w + l / 4 and that plus 8, from 4 * (l % 4) on, in words 2
-// and 3 those 16 further; they must stay as they are until WgmmaWait. Of right, both lie along. The
-// tensor cores keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the
+// and 3 those 16 further; they must stay as they are until WgmmaWait. Right lies along. The tensor
+// cores keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the
 // contracted dimension.
 __device__ __forceinline__ void WgmmaCodes(float (&sums)[32], const uint32_t (&left)[4],
                                            uint64_t right, bool add) {

@@ -45,7 +45,7 @@ struct Tile {
   int32_t contracted;  // kOuter: how many
   Sharing sharing;
   uint32_t warpgroup;  // of a half: who multiplies; else who begins (kLead)
-  uint32_t wholes;     // how many of the block's earlier tiles both warpgroups multiply in turn
+  uint32_t wholes;     // how many of the block's earlier tiles had a lead
   uint32_t stage;      // how many stages the block's earlier tiles have passed
 
   __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
