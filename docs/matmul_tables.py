@@ -107,8 +107,8 @@ def profile(data, table):
         names = row["case"], row["product"], row["whose"]
         cells.append((*names, *texts, moved, waits))
     head = (
-        f"One call of each under Nsight Compute ({_source(data)}), on a cool card, "
-        "whose clock is higher than in the table above. `tensor` is the share of the "
+        f"One call of each under Nsight Compute ({_source(data)}), whose time is that "
+        "of a single call, not of a long run. `tensor` is the share of the "
         "cycles in which tensor cores were busy, `L2 hits` the share of L2's sectors "
         "that it had, `waits` the warps that waited for each instruction that was "
         "issued, by reason."

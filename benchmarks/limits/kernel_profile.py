@@ -5,7 +5,7 @@
 `PROGRAM` is that of grouped_kernels.py, built by its `--keep`. For each product its
 kernel and the batched cuBLAS matmul beside it run once; ncu counts how busy the tensor
 cores were, where L2 had what was asked for, what DRAM moved, and what warps waited for.
-The clock is as it is: one call on a cool card, at another clock than in long runs.
+The clock is left as it is, so times are those of single calls.
 Writes benchmarks/results/profile-<gpu>x1-<date>.json and prints a table.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 
 from benchmarks.common import arguments as common
 from benchmarks.common import programs, recording
-from benchmarks.limits import cutlass_grouped, grouped_kernels
+from benchmarks.limits import grouped_kernels
 from jax_ep._cli.bench import record
 
 SECTIONS = (
@@ -138,6 +138,7 @@ def parse(arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cublas", type=pathlib.Path, metavar="PATH")
     parser.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM", required=True)
+    parser.set_defaults(seconds=1.0)  # of times, which are not taken here
     return common.parsed(parser, arguments)
 
 
@@ -162,13 +163,8 @@ def main(arguments=None):
     ncu = shutil.which("ncu")
     if ncu is None:
         raise SystemExit("kernel_profile: needs Nsight Compute's ncu on PATH")
-    program = [str(args.binary.resolve()), "--once", "--no-check", "--seconds", "1"]
-    program += ["--cases", ",".join(args.cases), "--seed", str(args.seed)]
-    if args.only:
-        program += ["--only", args.only]
-    library = args.cublas or cutlass_grouped.cublas()
-    if library:
-        program += ["--cublas", str(library)]
+    program = [str(args.binary.resolve()), "--once", "--no-check"]
+    program += grouped_kernels.words(args)
     reported, log = profiled(pathlib.Path(ncu), program)
     rows = results(reported.pop("results"), kernels(log))
     told = recording.command("limits.kernel_profile", arguments)
