@@ -99,7 +99,9 @@ def test_parts_have_every_test_once() -> None:
     hook = types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
 
     def part(name: str | None) -> list:
-        config = types.SimpleNamespace(hook=hook, getoption=lambda option: name)
+        config = types.SimpleNamespace(
+            hook=hook, getoption={"--part": name, "--cases": None}.get
+        )
         items = list(range(7))
         parts.pytest_collection_modifyitems(cast("Any", config), items)
         return items
