@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax_ep
 from support import HAS_GPUS, WORKERS
+from support.launch import run_to_end
 
 
 def test_second_calls_compile_nothing() -> None:
@@ -22,14 +22,10 @@ def test_second_calls_compile_nothing() -> None:
     if not HAS_GPUS:
         env["JAX_PLATFORMS"] = "cpu"
     worker = str(WORKERS / "compiles_once_worker.py")
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, worker],
         # The backend starts before jax_ep is imported.
         env={**env, "PYTHONSAFEPATH": "1", "NPROC": "32"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from support import helpers
+from support.launch import run_to_end
 from support.pages import python_blocks
 
 RANKS, TOKENS, HIDDEN = 2, 8, 128
@@ -91,13 +91,10 @@ def test_an_exported_step_runs_in_another_process(tmp_path, quick_compiles):
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
     own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(RANKS)}
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-c", LOADER.format(block=loading), str(tmp_path)],
         env={**os.environ, **own},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     got = list(np.load(tmp_path / "results.npz").values())

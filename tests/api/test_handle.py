@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import json
-import subprocess
 import weakref
 
 import jax
@@ -19,7 +18,7 @@ import jax_ep
 from jax_ep._native import ffi
 from jax_ep._setup import init
 from support import gpus, helpers, oracle
-from support.launch import command, environment
+from support.launch import command, environment, run_to_end
 
 
 @pytest.fixture
@@ -254,13 +253,8 @@ def worker(*args: str, env: dict[str, str] | None = None) -> dict:
     platform = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if helpers.TRANSPORT == "collective":
         platform["JAX_PLATFORMS"] = "cpu"
-    done = subprocess.run(
-        command("handle_worker.py", *args),
-        env=environment(**platform | (env or {})),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    done = run_to_end(
+        command("handle_worker.py", *args), env=environment(**platform | (env or {}))
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

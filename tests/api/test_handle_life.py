@@ -11,7 +11,6 @@ import gc
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import weakref
 
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import sharded
 from support import helpers
 from support.errors import check_form, check_state
-from support.launch import command, environment
+from support.launch import command, environment, run_to_end
 
 TIMEOUT_S = 500
 
@@ -48,18 +47,9 @@ def worker(scenario: str, *, may_end_threads: bool = False) -> list[str]:
     env = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if helpers.TRANSPORT == "collective":
         env["JAX_PLATFORMS"] = "cpu"
-    try:
-        done = subprocess.run(
-            command("handle_life_worker.py", scenario),
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        tail = (error.stderr or b"")[-4000:]
-        pytest.fail(f"{scenario} did not end within {TIMEOUT_S} s: {tail!r}")
+    done = run_to_end(
+        command("handle_life_worker.py", scenario), env=env, timeout=TIMEOUT_S
+    )
     said = done.stderr.strip()
     killed = done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
     ended = killed and (not said or said.startswith(ENDED_THREAD))

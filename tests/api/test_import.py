@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import pathlib
-import subprocess
 import sys
 import typing
 
@@ -13,6 +12,7 @@ import pytest
 
 import jax_ep
 from jax_ep._setup import runtime
+from support.launch import run_to_end
 
 # The package that this process has imported, whatever lies in the current folder.
 SAME = {
@@ -25,13 +25,8 @@ def python(program: str, **env: str) -> str:
     """Standard output of `program` in a process of its own, on the CPU."""
     base = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     base |= SAME
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**base, "JAX_PLATFORMS": "cpu", **env},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    done = run_to_end(
+        [sys.executable, "-c", program], env={**base, "JAX_PLATFORMS": "cpu", **env}
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -17,6 +17,7 @@ from jax_ep._cli.bench import command as _cli_bench
 from jax_ep._cli.bench import compare as records
 from jax_ep._cli.demo import picture
 from support.commands import command, record, write
+from support.launch import run_to_end
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -215,7 +216,7 @@ def bench(
 ) -> subprocess.CompletedProcess:
     """As the command is started, in `folder`: whose modules are no business of it."""
     package = str(pathlib.Path(main.__file__).parents[2])
-    return subprocess.run(
+    return run_to_end(
         [
             sys.executable,
             *options,
@@ -227,10 +228,6 @@ def bench(
         ],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": package, **env},
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
     )
 
 

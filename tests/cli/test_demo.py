@@ -32,6 +32,7 @@ from jax_ep._cli.demo import (
 from jax_ep._cli.demo.train import Metrics
 from jax_ep._cli.doctor import command as _cli_doctor
 from jax_ep._native import ffi
+from support.launch import run_to_end
 
 QUICK = ("-m", "jax_ep._cli.main", "demo", "--quick")
 # What the demo must choose for itself.
@@ -40,15 +41,7 @@ OWN_CHOICE = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
 
 def python(folder: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in OWN_CHOICE}
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return run_to_end([sys.executable, *args], cwd=folder, env=env)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import functools
 import os
 import pathlib
 import pickle
-import subprocess
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers, moe, options, remat
 from support.errors import check_form, raises
+from support.launch import run_to_end
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 RANKS, EXPERTS, TOP_K, HIDDEN, N = 4, 8, 2, 128, 6
@@ -357,13 +357,10 @@ def test_an_executable_runs_in_another_process(mesh: Any, tmp_path: Any) -> None
     (tmp_path / "program").write_bytes(pickle.dumps((config, program)))
     np.savez(tmp_path / "arguments.npz", *map(np.asarray, given))
     package = pathlib.Path(jax_ep.__file__).parent.parent
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-c", LOADER, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     helpers.assert_bits(np.load(tmp_path / "result.npy"), compiled(*given))

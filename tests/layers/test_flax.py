@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 
 import jax
@@ -25,6 +24,7 @@ from flax import nnx
 import jax_ep.flax
 import jax_ep.flax.linen
 from support.flax_layers import dense_grads, fields, inputs, nnx_layer, wave
+from support.launch import run_to_end
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -214,8 +214,6 @@ try:
 except ImportError as error:
     print(error)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    run = run_to_end([sys.executable, "-c", program])
     assert run.returncode == 0, run.stderr
     assert "pip install 'jax_ep[flax]'" in run.stdout

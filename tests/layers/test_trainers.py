@@ -9,7 +9,6 @@ import functools
 import os
 import pathlib
 import pickle
-import subprocess
 import sys
 
 import jax
@@ -30,6 +29,7 @@ from flax import nnx
 import jax_ep
 import jax_ep.flax
 from support.flax_layers import fields
+from support.launch import run_to_end
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -270,13 +270,10 @@ def test_a_compiled_step_runs_in_another_process(tmp_path):
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
     own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(mesh.size)}
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-c", LOADER, str(tmp_path)],
         env={**os.environ, **own},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     got = dict(np.load(tmp_path / "results.npz"))

@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax_ep
+from support.launch import run_to_end
 
 
 def command(*arguments):
     package = str(pathlib.Path(jax_ep.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
-    return subprocess.run(
-        [sys.executable, "-m", "jax_ep", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=environment,
-    )
+    return run_to_end([sys.executable, "-m", "jax_ep", *arguments], env=environment)
 
 
 def record(**times):

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import json
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -18,7 +17,7 @@ import pytest
 from jax_ep._native import ffi, loader
 from jax_ep._transport import p2p
 from support import gpu_lock
-from support.launch import command, environment
+from support.launch import command, environment, run_to_end
 
 ONE_GPU = "JAX_EP_TEST_ONE_GPU"
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -127,19 +126,12 @@ def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:
     A hang or a crash then fails one test and leaves the session alone. The session's
     own process may hold most of the GPUs' memory: the worker takes what it needs.
     """
-    try:
-        with gpu_lock.for_processes():
-            done = subprocess.run(
-                command(script, *args),
-                env=environment(**{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env),
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-    except subprocess.TimeoutExpired as error:
-        tail = (error.stderr or b"")[-4000:]
-        pytest.fail(f"{script} {args} did not end within {timeout} s: {tail!r}")
+    with gpu_lock.for_processes():
+        done = run_to_end(
+            command(script, *args),
+            env=environment(**{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env),
+            timeout=timeout,
+        )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 

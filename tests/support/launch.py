@@ -1,4 +1,4 @@
-"""Starts the processes of a jax.distributed job on this host; collects their ends."""
+"""Processes that tests start: one, or those of a jax.distributed job on this host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+
+import pytest
 
 from benchmarks.common.processes import free_port
 from support import TESTS, WORKERS, gpu_lock
@@ -24,6 +26,29 @@ def environment(**given: str) -> dict[str, str]:
     """That of this process with `given`, in which workers find `support`."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **given}
+
+
+def run_to_end(
+    command: Sequence[str],
+    *,
+    timeout: float = 600,
+    env: Mapping[str, str] | None = None,
+    cwd: pathlib.Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Whatever its exit status; the test fails if it takes more than `timeout` s."""
+    try:
+        return subprocess.run(
+            command,
+            env=env,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"")[-4000:]
+        pytest.fail(f"{command} did not end within {timeout} s: {tail!r}")
 
 
 def shares(processes: int, devices: int) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from support import HAS_GPUS, ROOT, parts
+from support.launch import run_to_end
 
 FILE = "tests/tools/test_benchmark_layer.py"  # all of it is thorough
 CASES = "tests/tools/test_record_concurrent.py"  # a test of four cases, two of one
@@ -20,14 +21,8 @@ BARE = ["-o", f"testpaths={FILE}"]
 def pytest_run(*words: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    return run_to_end(
+        [sys.executable, "-m", "pytest", "-q", *options, *words], cwd=ROOT, env=env
     )
 
 

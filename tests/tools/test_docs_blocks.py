@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._core import literals
 from support import ROOT, gpus, helpers
+from support.launch import run_to_end
 from support.pages import python_blocks
 
 HIDDEN, TOP_K, N = 128, 2, 8
@@ -337,9 +338,7 @@ def test_extending_page(tmp_path):
         "static_assert(kNames[1][0] == 'm' && kNames[1][9] == 0);\n}\n"
     )
     words = [compiler, "-std=c++20", "-fsyntax-only", "-I", str(ROOT / "xla_ffi")]
-    done = subprocess.run(
-        [*words, str(source)], capture_output=True, text=True, check=False
-    )
+    done = run_to_end([*words, str(source)])
     assert done.returncode == 0, done.stderr
 
 

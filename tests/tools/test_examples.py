@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import warnings
 
@@ -19,6 +18,7 @@ import pytest
 
 import jax_ep
 from support import ROOT
+from support.launch import run_to_end
 
 
 def run(name, *arguments):
@@ -30,13 +30,8 @@ def run(name, *arguments):
         # A short form spends most of its time in the compiler.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(package), *sys.path])
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=environment,
+    return run_to_end(
+        [sys.executable, str(ROOT / "examples" / name), *arguments], env=environment
     )
 
 

@@ -109,14 +109,8 @@ def test_a_test_has_the_lock(tmp_path) -> None:
         "CUDA_VISIBLE_DEVICES": "0,1",
         "JAX_PLATFORMS": "cpu",
     }
-    run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    run = launch.run_to_end(
+        command, cwd=tmp_path, env={**os.environ, **environment}, timeout=120
     )
     assert "1 passed" in run.stdout, run.stdout + run.stderr
 

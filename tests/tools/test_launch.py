@@ -6,6 +6,7 @@ import os
 import pathlib
 import socket
 import subprocess
+import sys
 import types
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.common import processes as ports
 from support import ROOT, gpu_processes, parts, worker_process
+from support.launch import run_to_end
 
 
 def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:
@@ -24,6 +26,16 @@ def test_port_is_free_and_not_one_of_the_kernel(monkeypatch) -> None:
         assert ports.PORTS[0] <= port < ports.PORTS[1]
         monkeypatch.setattr(ports, "PORTS", (port, port + 20))
         assert all(port < ports.free_port() < port + 20 for _ in range(200))
+
+
+def test_a_process_is_run_to_its_end(tmp_path) -> None:
+    program = "import os, sys, time; print(os.getcwd()); time.sleep({}); sys.exit(3)"
+    command = [sys.executable, "-c", program.format(0)]
+    done = run_to_end(command, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, f"{tmp_path}\n")
+    command[-1] = program.format(60)
+    with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.5 s"):
+        run_to_end(command, timeout=0.5)
 
 
 def environments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 import tomllib
 import types
@@ -14,6 +13,7 @@ import jax_ep
 from jax_ep._cli.doctor import advice, findings
 from jax_ep._native import ffi, loader, plugins
 from support import ROOT, helpers
+from support.launch import run_to_end
 
 VERSION = jax_ep.__version__
 OTHER = "0.0.9"
@@ -89,13 +89,8 @@ def test_import_loads_it_or_says_why_not(
     install(tmp_path, plugin(13, version), module)
     here = str(pathlib.Path(jax_ep.__file__).parent.parent)
     program = f"import sys; sys.path += [{here!r}, {str(tmp_path)!r}]\n{LOADED}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    done = run_to_end([sys.executable, "-P", "-c", program])
+    assert done.returncode == 0, done.stderr
     name = "jax_ep_cuda13_plugin._native_cuda" if loaded else "None"
     assert done.stdout.split() == [name, "None"]
     warned = [line for line in done.stderr.splitlines() if "RuntimeWarning" in line]

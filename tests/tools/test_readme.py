@@ -3,12 +3,12 @@
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 
 import pytest
 
 from support import ROOT
+from support.launch import run_to_end
 from support.pages import python_blocks
 
 
@@ -27,25 +27,13 @@ def test_readme_program_runs_and_differentiates():
         "assert np.isfinite(np.asarray(y, np.float32)).all()\n"
     )
     header = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
-    run = subprocess.run(
-        [sys.executable, "-c", header + first + program],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    run = run_to_end([sys.executable, "-c", header + first + program])
     assert run.returncode == 0, run.stderr
     assert "devices" in run.stdout
 
 
 def test_generated_parts_are_current():
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    run = run_to_end([sys.executable, str(ROOT / "docs" / "generate.py"), "--check"])
     assert run.returncode == 0, run.stdout + run.stderr
 
 

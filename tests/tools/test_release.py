@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 
@@ -11,6 +10,7 @@ import pytest
 
 import jax_ep
 from support import ROOT
+from support.launch import run_to_end
 from tools import release_notes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -64,12 +64,8 @@ def test_notes() -> None:
 @pytest.mark.parametrize("tag", ["", "v9.9.9", f"v{jax_ep.__version__}"])
 def test_notes_of_a_tag(tag: str) -> None:
     """A tag must be the version, and the changelog must say when."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.release_notes", *filter(None, [tag])],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_to_end(
+        [sys.executable, "-m", "tools.release_notes", *filter(None, [tag])], cwd=ROOT
     )
     heading = release_notes.newest((ROOT / "CHANGELOG.md").read_text())[0]
     right = not tag or (tag == f"v{heading.split()[0]}" and "unrel" not in heading)

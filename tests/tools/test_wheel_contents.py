@@ -15,6 +15,7 @@ import pytest
 
 from jax_ep._native import loader
 from support import ROOT
+from support.launch import run_to_end
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SYSTEM_LIBRARIES = {
@@ -138,13 +139,9 @@ print("quiet")
 
 
 def test_no_network_and_no_processes() -> None:
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-W", "ignore", "-c", QUIET],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "quiet"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-import subprocess
 import sys
 import types
 from typing import Any
@@ -23,7 +22,7 @@ from jax_ep._native import ffi, loader
 from jax_ep._setup import init
 from jax_ep._transport import select
 from support import helpers, options
-from support.launch import environment
+from support.launch import environment, run_to_end
 
 
 @pytest.fixture
@@ -206,7 +205,7 @@ def test_site_is_the_users_line() -> None:
     """So that a mix-up of calls shows; equal in processes with other hash seeds."""
     one, other, again = sites()
     assert one == again != other
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             "-c",
@@ -214,10 +213,6 @@ def test_site_is_the_users_line() -> None:
         ],
         env=environment(PYTHONHASHSEED="7", JAX_PLATFORMS="cpu"),
         cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == str([one, other, again])
