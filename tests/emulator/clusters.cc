@@ -4,6 +4,15 @@
 #include "emulator.h"
 
 namespace jax_ep::emulator {
+namespace {
+
+// Where a block's shared memory begins. As on GPUs, the bits from 24 on say which block of the
+// cluster has it: without them an address is one of block 0.
+uint32_t BlockAddress(const Block& block) {
+  return block.cluster->start | block.rank() << 24;
+}
+
+}  // namespace
 
 void ClusterSync() {
   const Unseen unseen;
@@ -32,12 +41,16 @@ uint32_t SharedAddress(const void* shared) {
       offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
     Die("the address of %p, which is not in the shared memory of a block in a cluster", shared);
   }
-  return block.cluster->start + static_cast<uint32_t>(offset);
+  return BlockAddress(block) + static_cast<uint32_t>(offset);
 }
 
 uint8_t* SharedPointer(uint32_t address) {
   const Block& block = *current->block;
-  return block.shared.at + (address - block.cluster->start);
+  const uint32_t offset = address - BlockAddress(block);
+  if (offset > block.shared.bytes) {
+    Die("shared address %#x, where this block's begin at %#x", address, BlockAddress(block));
+  }
+  return block.shared.at + offset;
 }
 
 uint8_t* SharedOf(const Block& block, const void* shared) {

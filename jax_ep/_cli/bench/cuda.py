@@ -57,7 +57,7 @@ def run(
     # What it measures is bounded by itself; a hung GPU is not.
     try:
         done = subprocess.run(
-            [str(program), *arguments],
+            [str(program.resolve()), *arguments],
             stdout=subprocess.PIPE,
             text=True,
             timeout=limit,
@@ -65,6 +65,8 @@ def run(
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{program.name}: no answer in {limit:.0f} s") from error
+    except OSError as error:
+        raise RuntimeError(f"{program}: {error.strerror}") from error
     if done.returncode != 0:
         raise RuntimeError(f"{done.stdout}\n{program.name}: failed, see above")
     return json.loads(done.stdout)

@@ -282,7 +282,8 @@ class Stages {
  public:
   __device__ explicit Stages(const MatmulMemory& memory)
       : shared_(memory.shared),
-        operands_(Uniform(OperandUnits(SharedAddress(memory.stages)))),
+        stages_(Uniform(SharedAddress(memory.stages))),
+        operands_(OperandUnits(stages_)),
         scales_(Uniform(SharedAddress(memory.scales))),
         barriers_(Uniform(SharedAddress(memory.shared.full))),
         memory_(memory) {}
@@ -328,7 +329,8 @@ class Stages {
   }
   // From stage 0 to this one. Where it is used, or the compiler forgets that all lanes have it.
   __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
-  __device__ uint32_t address() const { return (operands_ + units()) << 4; }
+  // With the bits that say which block of the cluster has it, which operands leave out.
+  __device__ uint32_t address() const { return stages_ + (units() << 4); }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
   __device__ float RowScale(uint32_t row) const {
     return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
@@ -344,6 +346,7 @@ class Stages {
   __device__ uint32_t scales() const { return scales_ + stage() * sizeof(StageScales); }
 
   MatmulShared& shared_;
+  const uint32_t stages_;
   const uint32_t operands_;  // in units of OperandAt
   const uint32_t scales_;
   const uint32_t barriers_;
