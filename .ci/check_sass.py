@@ -21,9 +21,8 @@ from typing import NamedTuple
 # Bytes that a thread of another kernel may spill, outside of its inner loops; window
 # kernels spill none.
 MAX_SPILL_BYTES = 100
-# Of matmuls: what is used once per tile, by warps that multiply or by the one that
-# finds tiles, but no sums.
-MAX_MATMUL_SPILL_BYTES = 48
+# Of matmuls: addresses that are used once per tile, but no sums.
+MAX_MATMUL_SPILL_BYTES = 32
 # What ptxas says of tensor-core instructions that it makes wait for each other.
 SERIALIZED = re.compile(r"wgmma.*serialized.*function '?([\w.$]+)", re.I)
 

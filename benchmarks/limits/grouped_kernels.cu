@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "cuda/matmul/step.h"
-#include "cuda/matmul/units.cuh"
 #include "gpu_limits/report.cuh"
 #include "grouped/cases.cuh"
 #include "grouped/cublas.cuh"
@@ -353,7 +352,6 @@ int Main(int argc, char** argv) {
       .Add("device", properties.name)
       .Add("count", 1)
       .Add("seed", static_cast<double>(options.seed))
-      .Add("lead", kLead)
       .Add("seconds_each", options.seconds);
   std::mt19937_64 random(options.seed);
   Timer timer;

@@ -10,8 +10,6 @@ on random normal data: `of cuBLAS` is the median of a burst's time over that of 
 in the same round. `clocks` are medians of the GPU's clock and power over all of it.
 cuBLAS is loaded from JAX's wheels or `--cublas PATH`.
 `--keep PROGRAM` only builds, for `--binary PROGRAM` on a machine without the toolkit.
-`--define JAX_EP_MATMUL_LEAD=3` builds kernels whose warpgroups begin a tile one after
-the other (cuda/matmul/units.cuh); the record has it as `lead`.
 Writes benchmarks/results/matmuls-<gpu>x1-<date>.json and prints a table. Status: 1 for
 a wrong result.
 """
@@ -33,11 +31,10 @@ PRODUCTS = 11
 BESIDES = 2
 
 
-def build(defines):
+def build():
     matmul = KERNELS / "matmul"
     sources = [*matmul.glob("*.cu"), *matmul.glob("*.cc"), KERNELS / "memory/driver.cc"]
-    words = ["-I", str(SOURCE.parent), "--fmad=false", *map(str, sources), "-ldl"]
-    words += [f"-D{each}" for each in defines]
+    words = ("-I", str(SOURCE.parent), "--fmad=false", *map(str, sources), "-ldl")
     return programs.build(SOURCE, *words, arch=cutlass_grouped.ARCH)[0]
 
 
@@ -61,7 +58,6 @@ def parse(arguments):
     parser.add_argument("--only", default="", help="part of a product's name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cublas", type=pathlib.Path, metavar="PATH")
-    parser.add_argument("--define", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM")
     parser.add_argument("--keep", type=pathlib.Path, metavar="PROGRAM")
     return common.parsed(parser, arguments)
@@ -79,7 +75,7 @@ def words(args):
 
 def main(arguments=None):
     args = parse(arguments)
-    program = args.binary or build(args.define)
+    program = args.binary or build()
     if args.keep:
         shutil.move(program, args.keep)
         print(f"built {args.keep}")

@@ -271,15 +271,9 @@ struct Product {
   uint32_t columns;
   bool left_across, right_across, add;
   uint64_t left, right;
-  bool left_held = false;  // in registers of the threads, and `left` is nothing
   bool operator==(const Product&) const = default;
 };
-using HeldWords = std::array<uint32_t, 4>;
-// `held`: the thread's words of a left operand in registers, which stay until the product was
-// waited for.
-void IssueProduct(const Product& product, float* sums, const uint32_t* held = nullptr);
-// The thread has stored to such words.
-void HoldsWords();
+void IssueProduct(const Product& product, float* sums);
 void FenceProducts();
 void CommitProducts();
 void WaitForProducts(uint32_t pending);

@@ -47,8 +47,6 @@ struct Action {
   uint32_t arrived = 0;
   // Of a product.
   std::shared_ptr<Sums> sums{};
-  std::vector<HeldWords> held{};  // by thread
-  std::vector<const uint32_t*> held_at{};
   bool first = false;  // of its sums
   std::vector<Range> reads{};
   bool done = false, retired = false;
@@ -75,8 +73,6 @@ struct Warpgroup {
   uint64_t of_thread[kWarpgroupThreads] = {}, through[kWarpgroupThreads] = {};
   // As of the last action.
   bool fenced = false;
-  // Threads that have stored to words of a left operand since.
-  bool holds_new[kWarpgroupThreads] = {};
   std::vector<std::pair<std::shared_ptr<Sums>, uint64_t>>
       under_way;                 // and the last product's number
   std::vector<uint64_t> groups;  // that are committed: numbers of the actions behind
@@ -173,20 +169,6 @@ float ToFloat(Operands operands, const uint8_t* at) {
                                         : jax_ep::ToFloat(BFloat16{bits});
 }
 
-// The same of a left operand in registers.
-void ReadHeld(const Action& action, float* to) {
-  for (uint32_t thread = 0; thread < kWarpgroupThreads; ++thread) {
-    const uint32_t lane = thread % kWarpLanes;
-    for (uint32_t i = 0; i < 16; ++i) {
-      const uint32_t word = i / 4;
-      const uint32_t row = thread / kWarpLanes * 16 + lane / 4 + word % 2 * 8;
-      const uint32_t k = lane % 4 * 4 + word / 2 * 16 + i % 4;
-      const auto code = static_cast<uint8_t>(action.held[thread][word] >> i % 4 * 8);
-      to[k * kRows + row] = E4M3::Decode(code);
-    }
-  }
-}
-
 // to[k * rows + row].
 void Read(const Block& block, const Product& product, bool right, float* to) {
   const bool across = right ? product.right_across : product.left_across;
@@ -241,12 +223,12 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   for (const Range range : action.reads) Reads(Shared(block, range), range.bytes);
   Release(&action.end);
   host.Run();
-  product.left_held ? ReadHeld(action, left) : Read(block, product, false, left);
+  Read(block, product, false, left);
   Read(block, product, true, right);
   if (product.columns == 256) {
     Multiply<256>(left, right, 16, product.add, action.sums->at);
   } else {
-    Multiply<64>(left, right, 32, product.add, action.sums->at);
+    Multiply<128>(left, right, 32, product.add, action.sums->at);
   }
   action.done = true;
   ++warpgroup.done;
@@ -281,12 +263,7 @@ void Begin(Warpgroup& warpgroup, Action& action, const float* sums) {
   const Product& product = action.product;
   Block& block = *current->block;
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
-  if (product.left_held) {
-    action.held.resize(kWarpgroupThreads);
-    action.held_at.resize(kWarpgroupThreads);
-  } else {
-    AddReads(OperandOf(product.left, product.left_across), kRows, steps, action.reads);
-  }
+  AddReads(OperandOf(product.left, product.left_across), kRows, steps, action.reads);
   AddReads(OperandOf(product.right, product.right_across), product.columns, steps, action.reads);
   for (const Range range : action.reads) ExpectLoaded(block, Shared(block, range), range.bytes);
   for (auto& [own, last] : warpgroup.under_way) {
@@ -356,19 +333,12 @@ Action& Next(Warpgroup& warpgroup, Kind kind, const Product& product, uint32_t p
 
 }  // namespace
 
-void HoldsWords() { Own().holds_new[Thread()] = true; }
-
-void IssueProduct(const Product& product, float* sums, const uint32_t* held) {
+void IssueProduct(const Product& product, float* sums) {
   const Unseen unseen;
   Warpgroup& warpgroup = Own();
   Action& action = Next(warpgroup, Kind::kProduct, product, 0, sums);
   Sums& all = *action.sums;
   const uint32_t thread = Thread();
-  if (product.left_held) {
-    if (warpgroup.holds_new[thread]) Die("a product with words that are new, without a fence");
-    std::copy_n(held, action.held[thread].size(), action.held[thread].begin());
-    action.held_at[thread] = held;
-  }
   Release(&action.begin);
   if (!action.first) {
     if (all.of_thread[thread] != sums) Die("threads of a warpgroup do not agree about sums");
@@ -383,9 +353,7 @@ void IssueProduct(const Product& product, float* sums, const uint32_t* held) {
 
 void FenceProducts() {
   const Unseen unseen;
-  Warpgroup& warpgroup = Own();
-  Next(warpgroup, Kind::kFence, {}, 0, nullptr);
-  warpgroup.holds_new[Thread()] = false;
+  Next(Own(), Kind::kFence, {}, 0, nullptr);
 }
 
 void CommitProducts() {
@@ -405,11 +373,6 @@ void WaitForProducts(uint32_t pending) {
     if (action.kind != Kind::kProduct) continue;
     Acquire(&action.end);
     action.retired = true;
-    if (!action.product.left_held) continue;
-    const auto& words = action.held[Thread()];
-    if (!std::equal(words.begin(), words.end(), action.held_at[Thread()])) {
-      Die("words of a left operand were stored while a product read them");
-    }
   }
   for (const auto& sums : warpgroup.At(number).whole) {
     const uint32_t thread = Thread();

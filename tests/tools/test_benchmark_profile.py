@@ -27,7 +27,7 @@ METRICS = {
     STALL.format("lg_throttle"): ("inst", "0.00"),
 }
 PRODUCTS = [{"case": "mid", "product": name} for name in ("gate_up", "down")]
-REPORT = {"device": "NVIDIA H200", "count": 1, "lead": 0, "checks": []}
+REPORT = {"device": "NVIDIA H200", "count": 1, "checks": []}
 
 
 def log(*names):

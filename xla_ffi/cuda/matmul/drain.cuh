@@ -28,12 +28,11 @@ struct ResultMatrix {
 // A warp's 16 rows of one.
 struct DrainRows {
   // Rows from `row` on, of which `rows` exist; any number.
-  __device__ DrainRows(const ResultMatrix& matrix, int32_t row, int32_t rows)
+  __device__ DrainRows(const ResultMatrix& matrix, int64_t row, int32_t rows)
       : map(matrix.map),
         columns(matrix.columns),
-        row(row),
-        at(matrix.base + (row + static_cast<int32_t>(Lane() / 8)) * matrix.row_bytes +
-           Lane() % 8 * 16),
+        row(static_cast<int32_t>(row)),
+        at(matrix.base + (row + Lane() / 8) * matrix.row_bytes + Lane() % 8 * 16),
         step(4 * matrix.row_bytes),
         rows(rows - static_cast<int32_t>(Lane() / 8)),
         all(rows >= static_cast<int32_t>(kWarpRows)) {}
@@ -62,7 +61,7 @@ class Drain {
  public:
   // `buffers`: kDrains * kDrainBytes of this warp, aligned to 1024.
   __device__ explicit Drain(uint8_t* buffers)
-      : at_(Uniform(static_cast<uint32_t>(buffers - SharedAtoms()))), lane_(Lane()) {}
+      : buffer_(buffers), address_(Uniform(SharedAddress(buffers))), lane_(Lane()) {}
 
   // Waits until the buffer may be written.
   __device__ void Take() {
@@ -81,13 +80,11 @@ class Drain {
   __device__ void Store16(const DrainRows& to, int32_t side, int32_t column, Word word) {
     if constexpr (!kWordsFromHere) Take();
     const uint32_t row = lane_ % 16, right = lane_ / 16;
-    const uint32_t first = address() + row * kLineBytes + (right ^ row % 8) * 16;
 #pragma unroll
     for (uint32_t c = 0; c < 8; c += 2) {
       const uint32_t words[4] = {word(c, 0), word(c, 1), word(c + 1, 0), word(c + 1, 1)};
       if constexpr (kWordsFromHere) __syncwarp();
-      // As At(row, c + right).
-      StoreMatrices(first ^ (c * 16), words);
+      StoreMatrices(At(row, c + right), words);
     }
     Copy<2>(to, side, column);
   }
@@ -156,7 +153,7 @@ class Drain {
  private:
   // Units of 16 bytes are swizzled, as the map says; neither side meets bank conflicts.
   __device__ uint8_t* At(uint32_t row, uint32_t unit) const {
-    return SharedAtoms() + at_ + row * kLineBytes + (unit ^ row % 8) * 16;
+    return buffer_ + row * kLineBytes + (unit ^ row % 8) * 16;
   }
 
   template <int kElementBytes>
@@ -164,7 +161,7 @@ class Drain {
     if (to.all) FenceProxyAsyncShared();
     __syncwarp();
     if (to.all) {
-      if (IsElected()) TensorStore(to.map, {{column, side, to.row, 0}}, address());
+      if (IsElected()) TensorStore(to.map, {{column, side, to.row, 0}}, address_);
     } else {
       uint8_t* at = to.At<kElementBytes>(side, column);
       const bool has_columns = to.Has<kElementBytes>(column);
@@ -176,13 +173,13 @@ class Drain {
     }
     // Also of nothing: Take counts.
     if (IsElected()) BulkCommit();
-    at_ += static_cast<uint32_t>(to_other_);
+    buffer_ += to_other_;
+    address_ += to_other_;
     to_other_ = -to_other_;
   }
 
-  __device__ uint32_t address() const { return SharedAddress(SharedAtoms()) + at_; }
-
-  uint32_t at_;  // of the buffer, in the block's shared memory
+  uint8_t* buffer_;
+  uint32_t address_;  // of it
   int32_t to_other_ = kDrainBytes;
   uint32_t lane_;
 };

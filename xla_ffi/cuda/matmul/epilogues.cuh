@@ -43,7 +43,7 @@ struct Results : ResultArguments {
 
 // A warp's rows of a tile.
 struct ResultPlace {
-  int32_t row;     // of the result
+  int64_t row;     // of the result
   int32_t rows;    // how many of the warp's 16 rows exist
   int32_t column;  // of a side
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
     of_row[r] = Format::ScaleOf(amax, input_scale);
     const int32_t row = static_cast<int32_t>(lane / 4 + 8 * r);
     if (lane % 4 == 0 && row < place.rows) {
-      const int64_t line = int64_t{place.row + row} * to.out_sides + side;
+      const int64_t line = (place.row + row) * to.out_sides + side;
       to.out_scales[line * (to.columns / 128) + place.column / 128] = of_row[r];
     }
   }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& row
 }
 
 // What `out` of StoreSums may be.
-enum class Out { kElement, kFloat32 };
+enum class Out { kElement, kFloat32, kEither };
 
 // out [N or L * K, B].
 template <Out kOut>
@@ -166,7 +166,8 @@ struct StoreSums {
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const Results& to, const ResultPlace& place,
                              Drain& drain) {
-    if constexpr (kOut == Out::kFloat32) {
+    if (kOut == Out::kFloat32 ||
+        (kOut == Out::kEither && to.out_element == ElementType::kFloat32)) {
       const DrainRows rows = place.Of(to.Out(4));
 #pragma unroll
       for (int part = 0; part < 8; ++part) {

@@ -251,51 +251,52 @@ JAX_EP_WGMMA(Float16, "f16", false, true)
 JAX_EP_WGMMA(Float16, "f16", true, true)
 #undef JAX_EP_WGMMA
 
-// sums [64, 64] (+)= left [64, 32] * right [32, 64] of e4m3 codes. Of left, lane l of warp w has in
-// words 0 and 1 four codes of rows 16 * w + l / 4 and that plus 8, from 4 * (l % 4) on, in words 2
-// and 3 those 16 further; they must stay as they are until WgmmaWait. Right lies along. The tensor
-// cores keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the
-// contracted dimension.
-__device__ __forceinline__ void WgmmaCodes(float (&sums)[32], const uint32_t (&left)[4],
-                                           uint64_t right, bool add) {
+// sums [64, 128] (+)= left [64, 32] * right [32, 128] of e4m3 codes, both along. The tensor cores
+// keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the contracted
+// dimension.
+__device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right,
+                                           bool add) {
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "setp.ne.b32 add, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, add, 1, 1;\n"
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, add, 1, 1;\n"
       "}"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
         "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
         "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]),
         "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),
         "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]),
-        "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31])
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),
-        "r"(static_cast<uint32_t>(add)));
+        "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
+        "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]),
+        "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]),
+        "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]),
+        "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
+        "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]),
+        "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]),
+        "+f"(sums[62]), "+f"(sums[63])
+      : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));
 }
 
-// ---- A warp's registers and shared memory -------------------------------------------------------
+// ---- A warp's registers to shared memory --------------------------------------------------------
 
 // Stores four 8 x 8 matrices of 16-bit elements. Lane l holds, as words[m], elements (l / 4, 2 * (l
 // % 4)) and the one after of matrix m, and `line` is where row l % 8 of matrix l / 8 goes, 16
 // bytes.
-__device__ __forceinline__ void StoreMatrices(uint32_t line, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
-// Loads four such matrices from where StoreMatrices puts them.
-__device__ __forceinline__ void LoadMatrices(uint32_t (&words)[4], uint32_t line) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(line)
-               : "memory");
+__device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
 }
 
 // Stores 16 bytes of zeros. Several threads may do so at one place, and wgmma of another warpgroup

@@ -19,16 +19,15 @@
 namespace jax_ep::cuda {
 
 inline constexpr int kMatmulThreads = 384;
+inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
 inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
 inline constexpr uint32_t kMostRightBoxes = 4;
 inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
 // Per thread of a warpgroup: all that a block of these threads begins with.
-template <bool kCodes>
-inline constexpr int kFeederRegisters = kCodes ? 40 : 56;
-template <bool kCodes>
-inline constexpr int kMathRegisters = kCodes ? 232 : 224;
+inline constexpr int kFeederRegisters = 56;
+inline constexpr int kMathRegisters = 224;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
@@ -52,14 +51,12 @@ struct MatmulTraits {
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
   static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
-  // Of an element of `out`.
-  static constexpr int64_t kOutBytes = kCodes && (kGateUp || kDownBack) ? 1
-                                       : kOut == Out::kFloat32          ? 4
-                                                                        : 2;
-  // Whether there is a kernel for each `out`, as one would spill registers. Other kinds have no
-  // MatmulStep::out_element.
-  static constexpr bool kHasOuts = kOuter || kOf == MatmulKind::kCodeRows;
-  static constexpr bool kIsFloat32 = kOut == Out::kFloat32;
+  // Of an element of `out`. MatmulStep::out_element is of some kinds only.
+  JAX_EP_HOST_DEVICE static int64_t OutBytes(ElementType out_element) {
+    if (kCodes && (kGateUp || kDownBack)) return 1;
+    if (kOut == Out::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
+    return kOut == Out::kFloat32 ? 4 : 2;
+  }
   static constexpr uint32_t kRightBoxes = kColumns / 64;
   static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
@@ -94,7 +91,6 @@ struct MatmulArguments {
 struct MatmulShared {
   uint64_t full[kStages];
   uint64_t free[kStages];
-  uint64_t lead;  // ends when the warpgroup that begins a tile is kLead steps ahead
   TileRing ring;
 };
 // Of codes, per stage: a scale for each row, and one for each 128 columns.
@@ -282,8 +278,7 @@ class Stages {
  public:
   __device__ explicit Stages(const MatmulMemory& memory)
       : shared_(memory.shared),
-        stages_(Uniform(SharedAddress(memory.stages))),
-        operands_(OperandUnits(stages_)),
+        operands_(Uniform(OperandUnits(SharedAddress(memory.stages)))),
         scales_(Uniform(SharedAddress(memory.scales))),
         barriers_(Uniform(SharedAddress(memory.shared.full))),
         memory_(memory) {}
@@ -329,8 +324,6 @@ class Stages {
   }
   // From stage 0 to this one. Where it is used, or the compiler forgets that all lanes have it.
   __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
-  // With the bits that say which block of the cluster has it, which operands leave out.
-  __device__ uint32_t address() const { return stages_ + (units() << 4); }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
   __device__ float RowScale(uint32_t row) const {
     return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
@@ -346,7 +339,6 @@ class Stages {
   __device__ uint32_t scales() const { return scales_ + stage() * sizeof(StageScales); }
 
   MatmulShared& shared_;
-  const uint32_t stages_;
   const uint32_t operands_;  // in units of OperandAt
   const uint32_t scales_;
   const uint32_t barriers_;
@@ -391,34 +383,15 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
-// The order of the two warpgroups in a tile.
-class Lead {
- public:
-  // Waits in the warpgroup that comes second, until the first one is ahead.
-  __device__ Lead(const Tile& tile, uint32_t warpgroup, MatmulShared& shared)
-      : barrier_(&shared.lead), first_(tile.has_lead() && tile.warpgroup == warpgroup) {
-    if (tile.has_lead() && !first_) Await(barrier_, tile.wholes % 2, &shared.ring.given_up);
-  }
-  // Called by each warp once it has begun step `step`.
-  __device__ void Begun(int32_t step) const {
-    if (kLead > 0 && first_ && step == kLead - 1 && Lane() == 0) MbarrierArrive(barrier_);
-  }
-
- private:
-  uint64_t* barrier_;
-  bool first_;
-};
-
 // Sums over all whole steps. Returns the last stage, which may still be read.
 template <typename Traits>
 __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t steps, Stages& stages,
-                                                  uint32_t left_box, const Lead& lead) {
+                                                  uint32_t left_box) {
   uint32_t before = 0;
   JAX_EP_NO_UNROLL
   for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
     MultiplyStage<Traits>(sums, stages, left_box, Traits::kOuter || step > 0);
-    lead.Begun(step);
     // The step before has been read.
     WgmmaWait<1>();
     if (step > 0) stages.Free(before);
@@ -430,8 +403,8 @@ __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t st
 
 template <typename Traits>
 __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, const Lead& lead) {
-  const uint32_t last = MultiplySteps<Traits>(sums, tile.steps, stages, left_box, lead);
+                                             uint32_t left_box) {
+  const uint32_t last = MultiplySteps<Traits>(sums, tile.steps, stages, left_box);
   WgmmaWait<0>();
   HoldSums(sums);
   stages.Free(last);
@@ -442,12 +415,11 @@ __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& til
 // product.
 template <typename Traits>
 __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
-                                             uint32_t left_box, uint32_t warpgroup,
-                                             const Lead& lead) {
+                                             uint32_t left_box, uint32_t warpgroup) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const int32_t whole = tile.contracted / 64, rows = tile.contracted % 64;
-  const uint32_t last = MultiplySteps<Traits>(sums, whole, stages, left_box, lead);
+  const uint32_t last = MultiplySteps<Traits>(sums, whole, stages, left_box);
   WgmmaWait<0>();
   HoldSums(sums);
   if (whole > 0) stages.Free(last);
@@ -471,60 +443,41 @@ __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& til
 
 // ---- Multiplying codes --------------------------------------------------------------------------
 
-// A lane's left operand of a step, as WgmmaCodes wants it, by 32 of the contracted dimension.
-using LeftCodes = uint32_t[4][4];
-
-__device__ __forceinline__ void LoadLeftCodes(LeftCodes& left, const Stages& stages,
-                                              uint32_t left_box, uint32_t warp) {
-  const uint32_t lane = Lane();
-  const uint32_t line = left_box * kBoxBytes + (warp * kWarpRows + lane % kWarpRows) * kLineBytes;
-  // Units of 16 bytes are swizzled by the line.
-  const uint32_t first = stages.address() + line + ((lane / kWarpRows) ^ lane % 8) * 16;
-#pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) LoadMatrices(left[i], first ^ (2 * i * 16));
-}
-
-// Columns 64 * quarter and on: 128 of the contracted dimension.
-__device__ __forceinline__ void MultiplyQuarter(float (&part)[32], const LeftCodes& left,
-                                                const Stages& stages, uint32_t quarter) {
+// Columns 128 * half and on: 128 of the contracted dimension.
+__device__ __forceinline__ void MultiplyHalf(float (&part)[64], const Stages& stages,
+                                             uint32_t left_box, uint32_t half) {
   const uint32_t at = stages.units();
   WgmmaFence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    WgmmaCodes(part, left[i], stages.Operand<false>(kLeftBoxes + quarter, at + i * 2), i > 0);
+    WgmmaCodes(part, stages.Operand<false>(left_box, at + i * 2),
+               stages.Operand<false>(kLeftBoxes + half * 2, at + i * 2), i > 0);
   }
   WgmmaCommit();
 }
 
-__device__ __forceinline__ void AddQuarter(float* sums, float (&part)[32],
-                                           const float (&factors)[2]) {
+__device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const float (&factors)[2]) {
   HoldSums(part);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < 64; ++i) {
     sums[i] = FusedMultiplyAdd(part[i], factors[i / 2 % 2], sums[i]);
   }
 }
 
-// Two quarters are under way at a time: while one is added up, the other one is multiplied. The
-// left operand is in registers, because products of 64 columns with both operands in shared memory
-// would read more of it than can be read beside the copies.
+// There are not registers enough for a product under way and another that is added up: while one
+// warpgroup adds, the other one multiplies. Products of fewer columns would read shared memory more
+// often than it can be read beside the copies.
 template <int kHalves>
 __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32_t steps,
-                                              Stages& stages, uint32_t left_box, uint32_t warp,
-                                              const Lead& lead) {
-  constexpr int kQuarters = 2 * kHalves;
+                                              Stages& stages, uint32_t left_box, uint32_t warp) {
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = left_box * 64 + warp * kWarpRows + Lane() / 4;
   JAX_EP_NO_UNROLL
   for (int32_t step = 0; step < steps; ++step) {
     stages.Await();
-    LeftCodes left;
-    LoadLeftCodes(left, stages, left_box, warp);
-    float parts[2][32];
-    MultiplyQuarter(parts[0], left, stages, 0);
-    MultiplyQuarter(parts[1], left, stages, 1);
-    lead.Begun(step);
+    float part[64];
+    MultiplyHalf(part, stages, left_box, 0);
     const float of_row[2] = {stages.RowScale(row), stages.RowScale(row + 8)};
     float factors[kHalves][2];
 #pragma unroll
@@ -533,21 +486,17 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32
 #pragma unroll
       for (int r = 0; r < 2; ++r) factors[half][r] = Multiply(of_right, of_row[r]);
     }
-#pragma unroll
-    for (int quarter = 0; quarter < kQuarters - 1; ++quarter) {
-      WgmmaWait<1>();
-      AddQuarter(sums + quarter * 32, parts[quarter % 2], factors[quarter / 2]);
-      if (quarter + 2 < kQuarters) {
-        MultiplyQuarter(parts[quarter % 2], left, stages, quarter + 2);
-      }
-    }
     WgmmaWait<0>();
+    if constexpr (kHalves == 2) {
+      AddHalf(sums, part, factors[0]);
+      MultiplyHalf(part, stages, left_box, 1);
+      WgmmaWait<0>();
+    }
     stages.Free(stages.stage());
     stages.Next();
-    // What comes next is awaited while sums are added up. Adding them behind the next step's first
-    // product would make ptxas wait after every product.
+    // What comes next is awaited while sums are added up.
     if (step + 1 < steps) stages.Look();
-    AddQuarter(sums + (kQuarters - 1) * 32, parts[1], factors[kHalves - 1]);
+    AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
   }
 }
 
@@ -575,20 +524,19 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     const int32_t row = static_cast<int32_t>(left_box * 64 + warp * kWarpRows);
     ResultPlace place{tile.row + row, tile.rows - row, tile.column};
     if constexpr (Traits::kOuter) {
-      place.row += tile.group * arguments.plan.outer_rows;
+      place.row += static_cast<int64_t>(tile.group) * arguments.plan.outer_rows;
     }
-    const Lead lead(tile, warpgroup, memory.shared);
     float sums[Traits::kColumns / 2];
     if constexpr (Traits::kCodes) {
-      MultiplyCodes<Traits::kColumns / 128>(sums, tile.steps, stages, left_box, warp, lead);
+      MultiplyCodes<Traits::kColumns / 128>(sums, tile.steps, stages, left_box, warp);
     } else if constexpr (Traits::kOuter) {
-      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup, lead);
+      MultiplyRows<Traits>(sums, tile, stages, left_box, warpgroup);
     } else {
-      MultiplyTile<Traits>(sums, tile, stages, left_box, lead);
+      MultiplyTile<Traits>(sums, tile, stages, left_box);
     }
     if (HasGivenUp(memory.shared.ring)) {
       // Nobody may take what was summed for a result.
-      FillWithNans(place, results, Traits::kOutBytes);
+      FillWithNans(place, results, Traits::OutBytes(results.out_element));
       continue;
     }
     if (place.column < results.columns) {
@@ -613,14 +561,13 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
       MbarrierInit(&shared.full[stage], kLoaders);
       MbarrierInit(&shared.free[stage], 2 * kWarpsOfMath);
     }
-    MbarrierInit(&shared.lead, kWarpsOfMath / 2);
     InitTileRing(shared.ring, kWarpsOfMath + kLoaders);
     FenceMbarrierInit();
   }
   ClusterSync();
   const uint32_t warpgroup = Uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup == 0) {
-    ShrinkRegisters<kFeederRegisters<Traits::kCodes>>();
+    ShrinkRegisters<kFeederRegisters>();
     const uint32_t warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
       LoadOperands<Traits, false>(&maps.left, memory);
@@ -633,7 +580,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
                  memory);
     }
   } else {
-    GrowRegisters<kMathRegisters<Traits::kCodes>>();
+    GrowRegisters<kMathRegisters>();
     MultiplyTiles<Traits>(maps, arguments, memory, warpgroup - 1);
   }
   // The other block may still copy to this one's memory or arrive at its barriers.

@@ -64,8 +64,8 @@ template <typename Traits>
 cudaError_t MapResults(const MatmulStep& step, MatmulMaps* maps) {
   const void* both = Traits::kDownBack ? step.to_both : step.both;
   if (step.out != nullptr) {
-    const cudaError_t error =
-        MapResult<Traits>(step, step.out, Traits::kOutBytes, Traits::kOutSides, &maps->out);
+    const cudaError_t error = MapResult<Traits>(step, step.out, Traits::OutBytes(step.out_element),
+                                                Traits::kOutSides, &maps->out);
     if (error != cudaSuccess) return error;
     maps->both = maps->out;
   }
@@ -121,31 +121,32 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                        kMatmulSharedBytes<Traits::kCodes>, stream, maps, arguments);
 }
 
-// Calls `run(Traits)` for each kernel of a kind until one fails.
+// Calls `run(Traits)` for the kernels of a kind until one fails: `out` says which, or all if it is
+// kEither. Both results of outer products have kernels of their own, as one would spill registers.
 template <MatmulKind kKind, typename Element, typename Run>
-cudaError_t ForEachOut(Run run) {
-  using Traits = MatmulTraits<kKind, Element, Out::kElement>;
-  const cudaError_t error = run(Traits{});
-  if constexpr (Traits::kHasOuts) {
-    if (error == cudaSuccess) return run(MatmulTraits<kKind, Element, Out::kFloat32>{});
+cudaError_t ForOut(Out out, Run run) {
+  if constexpr (kKind == MatmulKind::kOuter) {
+    cudaError_t error = cudaSuccess;
+    if (out != Out::kFloat32) error = run(MatmulTraits<kKind, Element, Out::kElement>{});
+    if (out == Out::kElement || error != cudaSuccess) return error;
+    return run(MatmulTraits<kKind, Element, Out::kFloat32>{});
+  } else {
+    constexpr Out kOut = kKind == MatmulKind::kCodeRows ? Out::kEither : Out::kElement;
+    return run(MatmulTraits<kKind, Element, kOut>{});
   }
-  return error;
 }
 
 template <MatmulKind kKind, typename Element>
 cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
-  return ForEachOut<kKind, Element>([&]<typename Traits>(Traits) {
-    if constexpr (Traits::kHasOuts) {
-      const bool is_float32 = step.out_element == ElementType::kFloat32;
-      if (is_float32 != Traits::kIsFloat32) return cudaSuccess;
-    }
-    return LaunchMatmul<Traits>(step, stream);
-  });
+  const bool is_float = step.out_element == ElementType::kFloat32;
+  return ForOut<kKind, Element>(
+      is_float ? Out::kFloat32 : Out::kElement,
+      [&]<typename Traits>(Traits) { return LaunchMatmul<Traits>(step, stream); });
 }
 
 template <MatmulKind kKind, typename Element>
 cudaError_t PreloadKind() {
-  return ForEachOut<kKind, Element>([]<typename Traits>(Traits) {
+  return ForOut<kKind, Element>(Out::kEither, []<typename Traits>(Traits) {
     const cudaError_t error = Preload(MatmulKernel<Traits>);
     return error == cudaSuccess ? AllowShared<Traits>() : error;
   });

@@ -21,17 +21,6 @@ inline constexpr int kTileRows = 128;
 inline constexpr int kHalfRows = 64;
 inline constexpr int kTileColumns = 256;  // at most, of all sides together
 
-// Stages of operands in shared memory.
-inline constexpr uint32_t kStages = 4;
-// How many steps of a tile one warpgroup multiplies before the other begins: they then end at
-// different times, and one multiplies while the other writes. 0: they begin together. The stages in
-// between cannot be loaded ahead.
-#ifndef JAX_EP_MATMUL_LEAD
-#define JAX_EP_MATMUL_LEAD 0
-#endif
-inline constexpr int32_t kLead = JAX_EP_MATMUL_LEAD;
-static_assert(kLead >= 0 && kLead <= static_cast<int32_t>(kStages));
-
 enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
 
 // One block's part of a unit.
@@ -44,16 +33,10 @@ struct Tile {
   int32_t first;       // kOuter: the first row of N to sum over
   int32_t contracted;  // kOuter: how many
   Sharing sharing;
-  uint32_t warpgroup;  // of a half: who multiplies; else who begins (kLead)
-  uint32_t wholes;     // how many of the block's earlier tiles had a lead
+  uint32_t warpgroup;  // of a half: who multiplies; they take turns, so that one writes meanwhile
   uint32_t stage;      // how many stages the block's earlier tiles have passed
 
   __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
-  // Whether one warpgroup begins kLead steps before the other. Not in tiles that fit into the
-  // stages, of which it could finish several before the other one begins with the first.
-  __device__ bool has_lead() const {
-    return kLead > 0 && !half() && steps > static_cast<int32_t>(kStages);
-  }
 };
 
 // What the units are made from.
@@ -113,11 +96,7 @@ class UnitWalk {
     }
     (is_half ? half_ : whole_) += clusters_;
     Place(tile, unit, is_half);
-    // Who has begun is done first, and takes the next half; then the other one is first.
-    tile.warpgroup = first_;
-    first_ ^= is_half ? 1 : 0;
-    tile.wholes = wholes_;
-    wholes_ += tile.has_lead() ? 1 : 0;
+    tile.warpgroup = taken_++ % 2;
     tile.stage = stage_;
     stage_ += static_cast<uint32_t>(tile.steps);
     return tile;
@@ -170,8 +149,7 @@ class UnitWalk {
   // The next unit of each kind.
   uint32_t whole_;
   uint32_t half_;
-  uint32_t first_ = 0;
-  uint32_t wholes_ = 0;
+  uint32_t taken_ = 0;
   uint32_t stage_ = 0;
   bool stale_ = true;  // groups must be loaded
 };
@@ -287,7 +265,6 @@ class TileReader {
             Uniform(tile.contracted),
             static_cast<Sharing>(Uniform(static_cast<uint32_t>(tile.sharing))),
             Uniform(tile.warpgroup),
-            Uniform(tile.wholes),
             Uniform(tile.stage)};
   }
 

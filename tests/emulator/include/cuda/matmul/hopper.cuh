@@ -103,26 +103,17 @@ void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add) {
                                                               : emulator::Operands::kBFloat16;
   emulator::IssueProduct({kOperands, 256, kLeftAcross, kRightAcross, add, left, right}, sums);
 }
-inline void WgmmaCodes(float (&sums)[32], const uint32_t (&left)[4], uint64_t right, bool add) {
-  emulator::IssueProduct({emulator::Operands::kE4M3, 64, false, false, add, 0, right, true}, sums,
-                         left);
+inline void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right, bool add) {
+  emulator::IssueProduct({emulator::Operands::kE4M3, 128, false, false, add, left, right}, sums);
 }
 
-// ---- A warp's registers and shared memory -------------------------------------------------------
+// ---- A warp's registers to shared memory --------------------------------------------------------
 
-inline void StoreMatrices(uint32_t line, const uint32_t (&words)[4]) {
+inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
   const auto* all = emulator::ExchangeWords({words[0], words[1], words[2], words[3]}, "stmatrix");
   const uint32_t lane = emulator::Lane();
   const auto word = [&](uint32_t i) { return all[lane % 8 * 4 + i][lane / 8]; };
-  *SharedPointer<uint4>(line) = make_uint4(word(0), word(1), word(2), word(3));
-}
-
-inline void LoadMatrices(uint32_t (&words)[4], uint32_t line) {
-  const uint4 unit = *SharedPointer<uint4>(line);
-  const auto* all = emulator::ExchangeWords({unit.x, unit.y, unit.z, unit.w}, "ldmatrix");
-  const uint32_t lane = emulator::Lane();
-  for (uint32_t i = 0; i < 4; ++i) words[i] = all[8 * i + lane / 4][lane % 4];
-  emulator::HoldsWords();
+  *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
 }
 
 // Several threads may store the same zeros while products read those of another one, so races are
