@@ -12,11 +12,27 @@ COLUMNS = (
     "GB/s",
     "% of peak",
     "collective us",
-    "ragged us",
-    "best flags us",
-    "its best us",
-    "speed-up",
 )
+# What a way to call `jax.lax.ragged_all_to_all` is, by its label in measure.RAGGED.
+RAGGED_WAYS = {
+    "default": "an update per rank with XLA's default flags",
+    "update an expert": "an update per expert with the default flags",
+    "decomposer": (
+        "an update per rank with "
+        "`--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer`"
+    ),
+    "no one-shot": (
+        "an update per rank without XLA's one-shot kernel "
+        "(`--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false`)"
+    ),
+    "no one-shot, update an expert": "the same with an update per expert",
+    "device kernel": (
+        "an update per rank with "
+        "`--xla_gpu_experimental_ragged_all_to_all_use_device_kernel` and "
+        "`--xla_gpu_ragged_all_to_all_mode=symmetric`"
+    ),
+    "device kernel, update an expert": "the same with an update per expert",
+}
 SHORT_TOKENS = 4096
 
 
@@ -31,35 +47,36 @@ def rows_of(data):
 
 def headline(data, table):
     """Both ops at one size."""
-    found = []
+    found, best = [], set()
     for row in rows_of(data):
         if row["tokens"] != SHORT_TOKENS or row["routing"] != "uniform":
             continue
         p2p = row["p2p"]
-        ragged = [row[f"ragged_{way}_us"] for way in ("default", "flags", "best")]
+        ragged = row["ragged_default_us"], row["ragged_best_us"]
         times = [f"{us / 1000:.3g} ms" for us in (p2p["us"], *ragged)]
         share = f"{100 * p2p['of_peak']:.0f}%"
         found.append((row["op"], f"**{times[0]}**", share, *times[1:]))
+        best.add(row["ragged_best"])
     sizes = (
         f"{SHORT_TOKENS} tokens per rank of {data['hidden']} {data['dtype']}, "
         f"top-{data['top_k']} of {data['experts']} experts, {data['count']} x "
-        f"{data['device']}"
+        f"{data['device']}, {data['date']}"
     )
     columns = (
         sizes,
         "jax_ep",
         "of the link's speed",
         "JAX's `ragged_all_to_all`",
-        "the same, XLA's best flags",
-        "its fastest variant found",
+        f"its fastest way found ({', '.join(sorted(best))})",
     )
     return table(columns, found)
 
 
-def p2p(data, table, picture):
-    """Whole calls beside JAX's own path: what README.md shows."""
+def p2p(data, table, picture=None):
+    """Whole calls beside JAX's own path; with `picture`, as README.md shows them."""
     rows = [row for row in rows_of(data) if row["routing"] == "uniform"]
-    labels = sorted({row["ragged_best"] for row in rows} - {None})
+    ways = report.ragged_ways(data["results"])
+    page = "docs/benchmarks.md" if picture else ""
     head = (
         f"**Single calls over p2p, {data['count']} x {data['device']}** (jax "
         f"{data['jax']}, driver {data['driver']}, {data['date']}, commit "
@@ -68,18 +85,25 @@ def p2p(data, table, picture):
         "experts, distinct random ids. `floor` is the time that the busiest rank's "
         f"bytes need at {report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
         "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
-        "JAX's own path: with XLA's default flags, with the best flags, and the "
-        f"fastest variant we found (here {', '.join(labels)}), which `speed-up` "
-        "compares with. Blank cells were not measured. Every result was compared bit "
+        "JAX's own path, in the ways that the columns name; `speed-up` is over the "
+        "fastest of them. Blank cells were not measured. Every result was compared bit "
         "for bit with transport `collective`'s in the same run. "
-        "[How calls are timed](docs/benchmarks.md#how-calls-are-timed)."
+        f"[How calls are timed]({page}#how-calls-are-timed)."
     )
-    shown = (
-        "![Microseconds and GB/s of dispatch and combine against tokens per rank]"
-        f"({picture})"
-    )
-    times = table(COLUMNS, [performance_tables.p2p_row(row) for row in rows])
-    return "\n\n".join([head, shown, times])
+    parts = [head]
+    if picture:
+        parts.append(
+            "![Microseconds and GB/s of dispatch and combine against tokens per rank]"
+            f"({picture})"
+        )
+    columns = [*COLUMNS, *(f"ragged, {way} us" for way in ways), "speed-up"]
+    cells = [performance_tables.p2p_row(row, ways) for row in rows]
+    return "\n\n".join([*parts, table(columns, cells)])
+
+
+def ragged_ways():
+    """What the columns of JAX's own path stand for."""
+    return "\n".join(f"* `{way}`: {what}." for way, what in RAGGED_WAYS.items())
 
 
 def p2p_others(data, table):
@@ -91,8 +115,7 @@ def p2p_others(data, table):
             "popularity of experts as 1 / place, `recv_capacity` what the fullest rank "
             "needs."
         )
-        cells = [performance_tables.p2p_row(row)[:7] for row in rows]
-        yield table(COLUMNS[:7], cells)
+        yield table(COLUMNS, map(performance_tables.p2p_row, rows))
     for row in data["results"]:
         if row["transport"] == "p2p" and row["zero_tail"]:
             yield (

@@ -69,12 +69,6 @@ def layers(record):
     return {(row["case"], row["pass"]): row for row in layer_report.summary(record)}
 
 
-def ms_of_p2p(record):
-    found = layers(record)
-    places = [(case, each) for case in (BIG, MID) for each in layer_report.PASSES]
-    return [found[place]["p2p"]["ms"] for place in places]
-
-
 def of_bf16(each, **more):
     """The share of bfloat16's time that experts in fp8 take, in both sizes."""
 
@@ -110,11 +104,11 @@ def over_ragged(each):
 
 
 def exchange_shares(each):
-    """The least and the most that p2p's exchanges take of a layer, in percent."""
+    """The least and the most that p2p's take of layers of 4096 tokens, in percent."""
     return lambda record: span(
         100 * row["p2p"]["exchange_share"]
-        for (_, found), row in layers(record).items()
-        if found == each
+        for (case, found), row in layers(record).items()
+        if found == each and case in (MID, BIG_64, BIG)
     )
 
 
@@ -190,7 +184,7 @@ def of_peak(record):
 def faster_than(name, tokens=4096):
     """How many times as long both ops take over a ragged way."""
     return lambda record: [
-        row[f"ragged_{name}_us"] / row["p2p"]["us"]
+        row["ragged"][name] / row["p2p"]["us"]
         for row in (calls(record)[op, tokens] for op in ("dispatch", "combine"))
     ]
 
@@ -383,6 +377,92 @@ def more_than_cutlass(*cases):
     )
 
 
+def tensor_busy(case, whose, *products):
+    """The share of cycles in which tensor cores multiply, in percent."""
+
+    def found(record):
+        for product in products:
+            row = pick(record["results"], case=case, product=product, whose=whose)
+            yield row["tensor_percent"]
+
+    return found
+
+
+def tried(variant, beside="as it is"):
+    """The least and the most of the times of other kernels."""
+
+    def found(record):
+        us = {}
+        for run in record["runs"]:
+            for row in run["results"]:
+                place = row["case"], row["product"], run["variant"]
+                us.setdefault(place, []).append(row["us"])
+        means = {place: statistics.mean(each) for place, each in us.items()}
+        return span(
+            mean / means[(*place, beside)]
+            for (*place, name), mean in means.items()
+            if name == variant
+        )
+
+    return found
+
+
+def four_bits_by_card(*records):
+    """The least and the most us of 1024 rows by "mxfp4" weights."""
+    return span(
+        pick(each["results"], part="experts", rows=1024, way="mxfp4")["us"]
+        for each in records
+    )
+
+
+def layer_ms(*records):
+    """Of p2p's layer of 256 experts: forward and with gradients, by record."""
+    found = (
+        layer_report.best(each["results"], layer="p2p", **{"pass": name})["ms"]
+        for each in records
+        for name in layer_report.PASSES
+    )
+    return list(found)
+
+
+def whole_experts(case, *ways):
+    return lambda record: [
+        pick(record["results"], case=case, matrix="experts", op="forward", way=way)[
+            "us"
+        ]
+        for way in ways
+    ]
+
+
+def most_of_cards(record, other, besides="mid"):
+    """How much any forward pass of whole experts took longer or shorter, in percent."""
+
+    def times(found):
+        return {
+            (row["case"], row["way"]): row["us"]
+            for row in found["results"]
+            if (row["matrix"], row["op"]) == ("experts", "forward")
+            and row["case"] != besides
+        }
+
+    ours, theirs = times(record), times(other)
+    shared = ours.keys() & theirs.keys()
+    return [max(100 * abs(ours[each] / theirs[each] - 1) for each in shared)]
+
+
+def concurrent_calls(record):
+    assert record["chained"]["outcome"] == "right"
+    assert record["unchained"]["outcome"] == "no end"
+    return [record["chained"]["calls"], record["unchained"]["limit_s"]]
+
+
+def capped_clock(record):
+    """The least and the most MHz, and the least W, of the runs' medians."""
+    clocks = [run["clocks"] for run in record["runs"]]
+    mhz = span(each["mhz"] for each in clocks)
+    return [*mhz, min(each["watts"] for each in clocks)]
+
+
 # Exchanges beside other work.
 
 
@@ -406,6 +486,16 @@ def whole_calls(record):
     return [overlapped(op, "matmul", "whole")(record)["alone_us"] for op in ops]
 
 
+def traced(op, beside, arrangement):
+    """The same of those that were profiled, which have the default `num_sms`."""
+
+    def found(record):
+        rows = [row for row in record["results"] if row.get("trace")]
+        return overlapped(op, beside, arrangement)(record | {"results": rows})
+
+    return found
+
+
 STREAM, COPY = "stream_halves", "copy_halves"
 
 
@@ -415,10 +505,10 @@ def exposed(op, beside, arrangement=STREAM):
 
 def placing(op):
     """The second half in the timelines: its median beside each kind of work."""
-    kinds = "matmul", "mosaic", "elementwise", "attention"
+    kinds = "matmul", "elementwise", "attention"
 
     def found(record):
-        traces = [overlapped(op, kind, STREAM)(record)["trace"] for kind in kinds]
+        traces = [traced(op, kind, STREAM)(record)["trace"] for kind in kinds]
         streams = [trace["streams"] for trace in traces]
         spans = [
             [s["exchange"] for s in each if "exchange" in s and s["gpu"] == of["gpu"]]
@@ -438,9 +528,10 @@ def without_placing(op, beside):
 def matmul_beside_combine(record):
     """The matmul in the timelines beside a first half, and beside the whole call."""
     for arrangement in (STREAM, "whole"):
-        row = overlapped("combine", "matmul", arrangement)(record)
+        row = traced("combine", "matmul", arrangement)(record)
         first = row["trace"]["streams"][0]["gpu"]
-        spans = [s["other"] for s in row["trace"]["streams"] if s["gpu"] == first]
+        streams = [s for s in row["trace"]["streams"] if s["gpu"] == first]
+        spans = [s["other"] for s in streams if "other" in s]
         yield max(span["busy_us"] for span in spans)
 
 

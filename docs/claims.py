@@ -68,7 +68,6 @@ def prose(page):
 
 
 LAYERS = "layer-h200x2-*"
-LAYERS_BESIDE_RAGGED = "layer-h200x2-2026-11-23"
 DECODE = "decode-h200x1-*"
 TRAINED, TRAINED_ON_CPU = "train_fp8-h200x2-*", "train_fp8-cpux8-*"
 CALLS = "p2p-h200x4-*"
@@ -76,7 +75,8 @@ FORMATS, FORMATS_OF_2 = "formats-h200x4-*", "formats-h200x2-*"
 CODES = "codes-h200x2-*"
 OPTIONS = "options-h200x2-*"
 OVERLAP = "overlap-h200x2-*"
-GROUPED = "grouped-h200x1-*"
+GROUPED, EXPERTS = "grouped-h200x1-*", "experts-h200x1-*"
+PROFILE, TRIED = "profile-h200x1-*", "tried-matmuls-h200x1-*"
 MATMULS = "matmuls-h200x1-* cutlass-h200x1-*"
 SMS = "kernels-h200x4-*"
 NODES = "nodes-h200x2-*"
@@ -306,22 +306,22 @@ PAGES = {
     ],
     "docs/layers.md": [
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "exchanges take {} to {}% of a layer's forward pass",
             of.exchange_shares("forward"),
         ),
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "| 2048 x 1024, 64 experts | {} ms | {} ms | {} ms | {} ms |",
             of.beside_ragged(MID),
         ),
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "| 7168 x 2048, 64 experts | {} ms | {} ms | {} ms | {} ms |",
             of.beside_ragged(BIG_64),
         ),
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "| 7168 x 2048, 256 experts | {} ms | {} ms | {} ms | {} ms |",
             of.beside_ragged(BIG),
         ),
@@ -339,8 +339,11 @@ PAGES = {
         ),
         Claim(
             OVERLAP,
-            "hidden completely ({} us of the call are exposed)",
-            of.exposed("dispatch", "elementwise"),
+            "hidden except for {} us ({} us of the call are exposed)",
+            of.joined(
+                of.without_placing("dispatch", "elementwise"),
+                of.exposed("dispatch", "elementwise"),
+            ),
         ),
         Claim(
             OVERLAP,
@@ -365,15 +368,9 @@ PAGES = {
         ),
         Claim(
             OVERLAP,
-            "leaves {} us of a dispatch exposed beside the long matmul",
-            of.over_parts("dispatch"),
+            "but packing and placing, and {} us of a combine; the aim is {} us",
+            of.joined(of.over_parts("combine"), of.aim_beside_work),
         ),
-        Claim(
-            OVERLAP,
-            "It leaves {} us of a combine exposed",
-            of.over_parts("combine"),
-        ),
-        Claim(OVERLAP, "more than the aim of {} us", of.aim_beside_work),
         Claim(
             OVERLAP,
             "takes {} ms even for 128 columns. Nothing hides beside it: the work alone "
@@ -507,7 +504,74 @@ PAGES = {
         Claim(LIMITS, "`COPY` | {} GB/s |", of.rate("local", "bulk_place", 64)),
         Claim(OPTIONS, "`HALVES` | {} us |", of.halves_of_one_token),
     ],
+    "docs/sharp_bits.md": [
+        Claim(
+            "concurrent-h200x2-*",
+            "a program of {} calls was right with it, and the same program without "
+            "chaining did not end within {} s",
+            of.concurrent_calls,
+        ),
+    ],
     "docs/benchmarks.md": [
+        Claim(
+            "decode-h200x1-* decode-h200x2-2026-11-26 decode-h200x2-2026-11-27",
+            "card to card: {} to {} us in three records",
+            of.four_bits_by_card,
+        ),
+        Claim(
+            "tokens128-h200x2-* before-tokens128-h200x2-*",
+            "on each of 2 GPUs, takes {} ms, and {} with gradients. With the Pallas "
+            "kernels of commit 08b5e9d it took {} and {} on the same GPUs",
+            of.layer_ms,
+        ),
+        Claim(
+            EXPERTS,
+            "whole experts of the mid size took {} us, as long as batched cuBLAS ({}), "
+            "and {} in fp8",
+            of.whole_experts("mid", "hopper", "batched", "fp8"),
+        ),
+        Claim(
+            f"{EXPERTS} {GROUPED}",
+            "no forward pass differed by more than {}% from the table",
+            lambda *records: [math.ceil(*of.most_of_cards(*records))],
+        ),
+        Claim(
+            TRIED,
+            "the medians of seven runs (`tried-matmuls-h200x1-2026-11-27.json`) are {} "
+            "to {} MHz at {} W and more",
+            of.capped_clock,
+        ),
+        Claim(
+            PROFILE,
+            "busy {}% and {}% of the cycles of gate/up and down, in cuBLAS's {}% and "
+            "{}%",
+            of.joined(
+                of.tensor_busy("mid", "jax_ep", "gate_up", "down"),
+                of.tensor_busy("mid", "cuBLAS", "gate_up", "down"),
+            ),
+        ),
+        Claim(
+            PROFILE,
+            "busy {}% and {}% of the cycles in the mid size, {}% and {}% in "
+            '"large-256"',
+            of.joined(
+                of.tensor_busy("mid", "jax_ep", "fp8 gate_up", "fp8 down"),
+                of.tensor_busy("large-256", "jax_ep", "fp8 gate_up", "fp8 down"),
+            ),
+        ),
+        Claim(
+            TRIED,
+            "one is added while the next is multiplied, took {} to {} times as long",
+            of.tried("64 columns from registers"),
+        ),
+        Claim(
+            TRIED,
+            "only one of them stores results at a time, took {} to {} times as long",
+            of.tried(
+                "64 columns from registers, one warpgroup 3 steps ahead",
+                "64 columns from registers",
+            ),
+        ),
         Claim(
             GROUPED,
             "and takes {} to {} times as long with 16 groups",
@@ -518,8 +582,12 @@ PAGES = {
             "tokamax takes {} to {} times as long",
             of.times_as_long("tokamax"),
         ),
-        Claim(CALLS, "reached ({} and {} times) against", of.faster_than("flags")),
-        Claim(CALLS, "jax_ep is {} and {} times as fast", of.faster_than("best")),
+        Claim(CALLS, "reached ({} and {} times) against", of.faster_than("decomposer")),
+        Claim(
+            CALLS,
+            "jax_ep is {} and {} times as fast",
+            of.faster_than("update an expert"),
+        ),
         Claim(
             FORMATS,
             "T = 4096: 267 us | {} | each 1024 tokens take {} us longer than their "
@@ -554,25 +622,15 @@ PAGES = {
         ),
         Claim(SMS, "which were the aim, take {} to {} |", of.long_calls(24)),
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "forward {} times (2048 x 1024, 64 experts), {} and {} (7168 x 2048, 64 "
             "and 256); with gradients {}, {}, {} |",
             of.joined(of.over_ragged("forward"), of.over_ragged("both")),
         ),
         Claim(
-            LAYERS_BESIDE_RAGGED,
+            LAYERS,
             "the layer of 256 experts would be {} times as fast",
             of.without_exchange,
-        ),
-        Claim(
-            f"{LAYERS} {LAYERS_BESIDE_RAGGED}",
-            "p2p's layer of 256 experts takes {} ms where it took {}, with gradients "
-            "{} for {}, and that of 2048 x 1024 {} for {} and {} for {}",
-            lambda new, old: [
-                ms
-                for pair in zip(of.ms_of_p2p(new), of.ms_of_p2p(old), strict=True)
-                for ms in pair
-            ],
         ),
         *(
             Claim(FORMATS, f"| `{name}` | {{}} | {{}} | {{}} |", of.more_tokens(name))

@@ -87,31 +87,28 @@ def records(prefix):
     return [json.loads(path.read_text()) for path in by_date]
 
 
+# On two, a call places more rows in its own memory than it sends over the link.
+BOUND_BY_THE_LINK = 4
+
+
 def newest(prefix, count=None):
     """With `count`, of as many devices."""
     found = [data for data in records(prefix) if count in (None, data.get("count"))]
     return found[-1] if found else None
 
 
-def from_newest(prefix, part):
-    data = newest(prefix)
+def from_newest(prefix, part, count=None):
+    data = newest(prefix, count)
     return part(data, table) if data else "No run is recorded yet."
 
 
+def on_the_link(part):
+    return from_newest("p2p", part, BOUND_BY_THE_LINK)
+
+
 def targets():
-    return performance_tables.targets(newest("p2p", 4), newest("formats", 4), table)
-
-
-def ragged_layers():
-    """The newest table with layers over ragged_all_to_all, if the newest has none."""
-    found = [
-        data
-        for data in records("layer")
-        if any(row["layer"] == "ragged" for row in data["results"])
-    ]
-    if not found or found[-1] == newest("layer"):
-        return "The table above has them."
-    return layer_tables.layers(found[-1], table)
+    found = (newest(prefix, BOUND_BY_THE_LINK) for prefix in ("p2p", "formats"))
+    return performance_tables.targets(*found, table)
 
 
 def decode():
@@ -122,11 +119,15 @@ def decode():
     return matmul_tables.decode(found[-1], table, newest_layers)
 
 
-def benchmarks():
+def benchmarks(data, table):
     """What README.md shows of single calls."""
-    data = newest("p2p")
     picture = P2P_PICTURE.relative_to(ROOT)
-    return call_tables.p2p(data, table, picture) if data else ""
+    return call_tables.p2p(data, table, picture)
+
+
+def two_gpus(data, table):
+    parts = (call_tables.p2p(data, table), *call_tables.p2p_others(data, table))
+    return "\n\n".join(parts)
 
 
 def suites():
@@ -134,15 +135,18 @@ def suites():
 
 
 def other_calls():
-    found = [(newest(prefix), part) for prefix, part in OTHER_CALLS]
+    found = [(newest(prefix, count), part) for prefix, count, part in OTHER_CALLS]
     parts = [part(data, table) for data, part in found if data]
     return "\n\n".join(parts) or "No run is recorded yet."
 
 
 OTHER_CALLS = (
-    ("p2p", lambda *given: "\n\n".join(call_tables.p2p_others(*given))),
-    ("collective", call_tables.collective),
-    ("cpu", call_tables.cpu),
+    (
+        *("p2p", BOUND_BY_THE_LINK),
+        lambda *given: "\n\n".join(call_tables.p2p_others(*given)),
+    ),
+    ("collective", None, call_tables.collective),
+    ("cpu", None, call_tables.cpu),
 )
 
 
@@ -158,7 +162,7 @@ def fill(text, name, body):
 
 def draw_p2p(check):
     """Draws docs/p2p.svg if it shows another file than the newest; True if so."""
-    data = newest("p2p")
+    data = newest("p2p", BOUND_BY_THE_LINK)
     shown = P2P_PICTURE.read_text() if P2P_PICTURE.exists() else ""
     if data is None or draw.mark(data) in shown:
         return False
@@ -175,12 +179,14 @@ def main():
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
-        (README, "headline", from_newest("p2p", call_tables.headline)),
-        (README, "benchmarks", benchmarks()),
+        (README, "headline", on_the_link(call_tables.headline)),
+        (README, "benchmarks", on_the_link(benchmarks)),
+        (BENCHMARKS, "two_gpus", from_newest("p2p", two_gpus, 2)),
         (TEST_RECORDS, "promises", reliability_table.promises(records, table)),
         (TEST_RECORDS, "suites", suites()),
         (TEST_RECORDS, "figures", reliability_table.figures(records, table)),
         (TEST_RECORDS, "soak", from_newest("soak", reliability_table.soak_part)),
+        (BENCHMARKS, "ragged_ways", call_tables.ragged_ways()),
         (BENCHMARKS, "targets", targets()),
         (BENCHMARKS, "others", other_calls()),
         (BENCHMARKS, "formats", from_newest("formats", performance_tables.formats)),
@@ -188,7 +194,6 @@ def main():
         (BENCHMARKS, "host", from_newest("host", performance_tables.host)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
-        (BENCHMARKS, "ragged_layers", ragged_layers()),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "profile", from_newest("profile", matmul_tables.profile)),

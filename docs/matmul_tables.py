@@ -114,7 +114,9 @@ def profile(data, table):
         "issued, by reason."
     )
     columns = ("size", "product", "whose", "us", "tensor", "L2 hits", "GB/s", "waits")
-    return f"{head}\n\n" + table(columns, cells)
+    kept = [i for i in range(len(columns)) if any(row[i] != "" for row in cells)]
+    shown = [[row[i] for i in kept] for row in cells]
+    return f"{head}\n\n" + table([columns[i] for i in kept], shown)
 
 
 def decode(data, table, with_layers=None):

@@ -253,7 +253,8 @@ def _speed_up(row):
     return report.number(ragged / p2p["us"] if p2p and ragged else None, 1)
 
 
-def p2p_row(row):
+def p2p_row(row, ways=()):
+    """`ways` are those of `jax.lax.ragged_all_to_all` that have columns."""
     p2p = row["p2p"] or {}
     share = p2p.get("of_peak")
     return (
@@ -264,8 +265,6 @@ def p2p_row(row):
         report.number(p2p.get("gb_s"), 0),
         report.number(100 * share if share else None, 0),
         report.number(row["collective_us"], 0),
-        report.number(row["ragged_default_us"], 0),
-        report.number(row["ragged_flags_us"], 0),
-        report.number(row["ragged_best_us"], 0),
-        _speed_up(row),
+        *(report.number(row["ragged"].get(way), 0) for way in ways),
+        *([_speed_up(row)] if ways else []),
     )

@@ -9,9 +9,10 @@
 On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
 GPU at once), then dispatch and combine of each transport, then the same by sorting and
 `jax.lax.ragged_all_to_all` (jax_ep/_cli/bench/ragged.py), with XLA's default flags and
-with its better ones. Routing is drawn from a printed seed, 4 draws that a program takes
-in turn; tokens are random. `recv_capacity` is 1.25 * T * K rounded up to 128, or what
-skewed routing needs, and `zero_tail=False`; one more row has the defaults.
+with others (RAGGED of jax_ep/_cli/bench/measure.py). Routing is drawn from a printed
+seed, 4 draws that a program takes in turn; tokens are random. `recv_capacity` is
+1.25 * T * K rounded up to 128, or what skewed routing needs, and `zero_tail=False`; one
+more row has the defaults.
 
 With several `--formats`, dispatch is measured in each, one after the other on each
 case, so that times can be divided by each other. Combine is measured with the first of

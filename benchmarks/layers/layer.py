@@ -13,8 +13,8 @@ experts, exchange; forward, and forward with every gradient. The layers:
   made before, and gives the weights their gradients. Only of sizes that are multiples
   of 128; `--experts bf16` leaves them out;
 * "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all`
-  (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with its better ones, each
-  in a process of its own;
+  (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with others (RAGGED of
+  jax_ep/_cli/bench/measure.py), each set in a process of its own;
 * "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), the rest is
   dropped, and batched matmuls.
 
@@ -50,7 +50,7 @@ import sys
 from benchmarks.common import arguments as common
 from benchmarks.common import merging, recording
 from benchmarks.layers import report
-from jax_ep._cli.bench.measure import RAGGED
+from jax_ep._cli.bench import measure
 
 # In the order in which they are measured. Sizes of models that people train.
 CASES = {
@@ -138,16 +138,15 @@ def workers(args, cases):
     with_ragged = "ragged" in args.layers
     if args.tiny:
         # In this process flags change nothing.
-        ragged = [each for _, measured in RAGGED for each in measured]
+        ragged = [each for _, measured in measure.RAGGED for each in measured]
         yield "all layers", "", 1.0, {**shared, **found, "ragged": ragged * with_ragged}
         return
     if any(found.values()):
         share = 0.5 if with_ragged else 1.0
         yield "jax_ep", "", share, {**shared, **found}
     if with_ragged:
-        for index, (flags, measured) in enumerate(RAGGED):
-            name = f"ragged_all_to_all with {flags or 'the default flags'}"
-            yield name, flags, 0.8 + 0.2 * index, {**shared, "ragged": measured}
+        for name, flags, share, measured in measure.ragged(0.5):
+            yield name, flags, share, {**shared, "ragged": measured}
 
 
 def chosen_matmuls(results, offered):

@@ -30,8 +30,8 @@ OURS = "MatmulKernel"  # in the name of each of our kernels
 _STALLED = "smsp__average_warps_issue_stalled_"
 _PER_ISSUE = "_per_issue_active.ratio"
 _L2_HITS = "lts__t_sector_hit_rate.pct"
-_TIME = "gpu__time_duration.sum"
-_DRAM = "dram__bytes_read.sum.per_second", "dram__bytes_write.sum.per_second"
+_TIME = "gpu__time_duration.sum"  # ns
+_DRAM = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _MOST_STALLS = 4
 LIMIT = 300
 
@@ -92,7 +92,7 @@ def summary(metrics):
         "us": None if time is None else round(time / 1e3, 1),
         "tensor_percent": round(max(busy), 1) if busy else None,
         "l2_hit_percent": None if hits is None else round(hits, 1),
-        "dram_gb_s": round(sum(moved) / 1e9) if moved else None,
+        "dram_gb_s": round(sum(moved) / time) if moved and time else None,
         "stalls": stalls(metrics),
     }
 
@@ -151,6 +151,7 @@ def profiled(ncu, program):
         words += ["--page", "raw", "--log-file", str(log)]
         for section in SECTIONS:
             words += ["--section", section]
+        words += ["--metrics", ",".join(_DRAM)]
         try:
             return programs.report(ncu, [*words, *program], LIMIT), log.read_text()
         except SystemExit as failed:

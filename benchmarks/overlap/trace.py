@@ -12,6 +12,8 @@ import jax
 from jax_ep._cli.bench import process
 
 _EXCHANGE = ("jax_ep", "nccl")
+# Kernels of jax_ep's that multiply, or quantise weights.
+_EXPERTS = ("matmulkernel", "fourbitkernel", "quantizematriceskernel")
 
 
 def _is_peer_copy(name):
@@ -21,6 +23,8 @@ def _is_peer_copy(name):
 
 
 def _is_exchange(name):
+    if any(word in name.lower() for word in _EXPERTS):
+        return False
     return _is_peer_copy(name) or any(word in name.lower() for word in _EXCHANGE)
 
 

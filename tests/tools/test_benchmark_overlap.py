@@ -169,7 +169,8 @@ def plane(name, **lines):
 def test_trace_is_summed_up():
     kernels = [
         event("void jax_ep::cuda::PackKernel<int>()", 10, 5),
-        event("gemm", 20, 40),
+        event("void jax_ep::cuda::MatmulKernel<int>()", 20, 20),
+        event("gemm", 40, 20),
     ]
     copies = [event("MemcpyP2P", 16, 9), event("MemcpyP2P", 26, 9)]
     lines = {"Stream #13(Compute)": kernels, "Stream #14": copies, "XLA Ops": kernels}
@@ -178,7 +179,7 @@ def test_trace_is_summed_up():
     assert found["peer_copies"] == 2
     compute, side = found["streams"]
     assert compute["other"] == {
-        "events": 1,
+        "events": 2,
         "start_us": 10,
         "end_us": 50,
         "busy_us": 40,

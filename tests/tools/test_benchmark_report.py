@@ -70,11 +70,11 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
     assert found["p2p"]["us"] == 20.0
     assert found["collective_us"] == 70.0
     assert (found["ragged_default_us"], found["ragged_best_us"]) == (900.0, 300.0)
-    assert (found["ragged_best"], found["ragged_flags_us"]) == ("decomposer", 500.0)
-    # Nothing was found of flags where there was no time to try any.
+    assert found["ragged_best"] == "decomposer"
+    assert found["ragged"] == {"default": 900.0, "other": 500.0, "decomposer": 300.0}
+    # No way is told that there was no time to try.
     (found,) = p2p_report.summary([*rows[:5], *rows[6:]])
-    assert found["ragged_default_us"] == 900.0
-    assert found["ragged_flags_us"] is None
+    assert found["ragged"] == {"default": 900.0, "decomposer": 300.0}
     p2p_report.print_table(record(*rows))
     assert "WRONG: {'y': 3}" in " ".join(capsys.readouterr().out.split())
 

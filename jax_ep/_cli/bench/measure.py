@@ -26,6 +26,15 @@ RAGGED = (
         "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true",
         (("rank", "decomposer"),),
     ),
+    (
+        "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false",
+        (("rank", "no one-shot"), ("expert", "no one-shot, update an expert")),
+    ),
+    (
+        "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true"
+        " --xla_gpu_ragged_all_to_all_mode=symmetric",
+        (("rank", "device kernel"), ("expert", "device kernel, update an expert")),
+    ),
 )
 Peak = tuple[float | None, dict[str, Any]]
 
@@ -136,6 +145,17 @@ def _variants(plan: Plan) -> list[dict[str, Any]]:
     return found + [{"format": name, **coded} for name in plan.codes]
 
 
+def ragged(after: float) -> Iterator[tuple[str, str, float, Any]]:
+    """`workers` of JAX's own path, with what each measures in place of the rest.
+
+    Args:
+        after: the share of the time that is over by then.
+    """
+    for index, (flags, measured) in enumerate(RAGGED, 1):
+        name = f"ragged_all_to_all with {flags or 'the default flags'}"
+        yield name, flags, after + (1 - after) * index / len(RAGGED), measured
+
+
 def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
     """(what it measures, XLA flags, its share of the time, its specification)."""
     assert plan.transports is not None
@@ -162,14 +182,13 @@ def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
         share = 0.65 if "ragged" in plan.transports else 1.0
         yield report.OURS, GRAPHS, share, common | changes
     if "ragged" in plan.transports:
-        for index, (flags, measured) in enumerate(RAGGED):
-            name = f"ragged_all_to_all with {flags or 'the default flags'}"
+        for name, flags, share, measured in ragged(0.65):
             changes = {
                 "tokens": plan.ragged_tokens,
                 "routings": plan.routing[:1],
                 "ragged": measured,
             }
-            yield name, flags, 0.85 + 0.15 * index, common | changes
+            yield name, flags, share, common | changes
 
 
 def measure(

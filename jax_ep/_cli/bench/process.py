@@ -91,6 +91,14 @@ def _run_apart(
     return f"worker ended with {done.returncode}" if done.returncode else ""
 
 
+def understood(flags: str) -> bool:
+    """Whether XLA knows all of these flags; it ends a process that has others."""
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    return done.returncode == 0
+
+
 def error_text(error: BaseException) -> str:
     """An exception's name and message, not too long for a record."""
     return f"{type(error).__name__}: {error}"[:500]

@@ -121,6 +121,12 @@ def fastest(rows: Iterable[Row], **wanted: Any) -> Row | None:
     return min(found, key=lambda row: row["us"], default=None)
 
 
+def ragged_ways(rows: Iterable[Row]) -> list[str]:
+    """The ways of JAX's own path that rows have times of, in their order."""
+    found = (row for row in rows if row.get("transport") == "ragged" and "us" in row)
+    return list(dict.fromkeys(row["flags"] for row in found))
+
+
 def summary(rows: Sequence[Row]) -> list[Row]:
     """What tables show: a dict for every (routing, op, T, format) at N that fits."""
     keys = {
@@ -134,11 +140,11 @@ def summary(rows: Sequence[Row]) -> list[Row]:
         wanted["zero_tail"] = False
         p2p = fastest(rows, transport="p2p", num_sms=None, **wanted)
         collective = fastest(rows, transport="collective", **wanted)
-        default = fastest(rows, transport="ragged", flags="default", **wanted)
-        # Which flags are best is not known where none were tried.
-        tried = [row for row in rows if row.get("flags") != "default"]
-        as_many = {"transport": "ragged", "updates": "rank", **wanted}
-        flags = fastest(tried, **as_many) and fastest(rows, **as_many)
+        ragged = {
+            label: found["us"]
+            for label in ragged_ways(rows)
+            if (found := fastest(rows, transport="ragged", flags=label, **wanted))
+        }
         best = fastest(rows, transport="ragged", **wanted)
         some = p2p or collective or best
         if some is None:
@@ -150,8 +156,8 @@ def summary(rows: Sequence[Row]) -> list[Row]:
                 "floor_us": some["floor_us"],
                 "p2p": p2p,
                 "collective_us": collective and collective["us"],
-                "ragged_default_us": default and default["us"],
-                "ragged_flags_us": flags and flags["us"],
+                "ragged": ragged,
+                "ragged_default_us": ragged.get("default"),
                 "ragged_best_us": best and best["us"],
                 "ragged_best": best and best["flags"],
             }
@@ -253,7 +259,8 @@ def print_table(record: Record) -> None:
     )
     print()
     print("\n".join(fill(about)))
-    heads = ("routing", "op", "T", "floor", "p2p", "GB/s", "%", "collective", "ragged")
+    ways = ragged_ways(rows)
+    heads = ("routing", "op", "T", "floor", "p2p", "GB/s", "%", "collective")
     cells = []
     for s in summary(rows):
         p2p, best = s["p2p"], s["ragged_best_us"]
@@ -268,15 +275,14 @@ def print_table(record: Record) -> None:
                 number(p2p and p2p["gb_s"], 0),
                 number(share and 100 * share, 0),
                 number(s["collective_us"], 1),
-                number(s["ragged_default_us"], 0),
-                number(s["ragged_flags_us"], 0),
-                number(best, 0),
+                *(number(s["ragged"].get(way), 0) for way in ways),
                 number(best / p2p["us"] if best and p2p else None, 1),
                 "" if s["format"] == PLAIN else s["format"],
             )
         )
     if cells:
-        heads = (*heads, "flags", "best", "speed-up", "")
+        ragged = (f"ragged, {way}" for way in ways)
+        heads = (*heads, *ragged, "speed-up", "")
         print("\n".join(table(heads, cells, names=3)))
     print_formats(rows)
     for row in rows:
