@@ -388,16 +388,24 @@ def tensor_busy(case, whose, *products):
     return found
 
 
-def tried(variant, beside="as it is"):
+AS_IT_IS = "as it is"
+
+
+def us_tried(record):
+    """Microseconds by case, product and variant: means of the runs of a variant."""
+    us = {}
+    for run in record["runs"]:
+        for row in run["results"]:
+            place = row["case"], row["product"], run["variant"]
+            us.setdefault(place, []).append(row["us"])
+    return {place: statistics.mean(each) for place, each in us.items()}
+
+
+def tried(variant, beside=AS_IT_IS):
     """The least and the most of the times of other kernels."""
 
     def found(record):
-        us = {}
-        for run in record["runs"]:
-            for row in run["results"]:
-                place = row["case"], row["product"], run["variant"]
-                us.setdefault(place, []).append(row["us"])
-        means = {place: statistics.mean(each) for place, each in us.items()}
+        means = us_tried(record)
         return span(
             mean / means[(*place, beside)]
             for (*place, name), mean in means.items()
@@ -454,6 +462,18 @@ def concurrent_calls(record):
     assert record["chained"]["outcome"] == "right"
     assert record["unchained"]["outcome"] == "no end"
     return [record["chained"]["calls"], record["unchained"]["limit_s"]]
+
+
+def less_of_single_calls(profile, record):
+    """How much less a call that is profiled takes than one of many, in percent."""
+    means = us_tried(record)
+    singles = {
+        (row["case"], row["product"], AS_IT_IS): row["us"]
+        for row in profile["results"]
+        if row["whose"] == "jax_ep"
+    }
+    shared = means.keys() & singles.keys()
+    return span(100 * (1 - singles[each] / means[each]) for each in shared)
 
 
 def capped_clock(record):

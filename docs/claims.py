@@ -542,6 +542,11 @@ PAGES = {
             of.capped_clock,
         ),
         Claim(
+            f"{PROFILE} {TRIED}",
+            "Single calls take {} to {}% less.",
+            of.less_of_single_calls,
+        ),
+        Claim(
             PROFILE,
             "busy {}% and {}% of the cycles of gate/up and down, in cuBLAS's {}% and "
             "{}%",

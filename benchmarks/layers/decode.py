@@ -13,8 +13,10 @@ that are hit were read, and the time over that of `read`. Everything with as man
 is timed by turns, and rows of the results are compared with float32 products of the
 same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs: for each kind of
 weights its time, and that of the same program with experts that return their rows
-unchanged, `exchange`. Leaves benchmarks/results/decode-<device>x<n>-<date>.json. With
---tiny, on a machine without such a GPU, what runs everywhere replaces the kernels.
+unchanged, `exchange`. With --kernels one call of each, of as many steps as there are
+draws, is profiled: what the first GPU ran, and for how long.
+Leaves benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny, on a machine
+without such a GPU, what runs everywhere replaces the kernels.
 """
 
 import functools
@@ -31,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from benchmarks.common import arguments as common
-from benchmarks.common import recording, timing
+from benchmarks.common import recording, timing, trace
 from benchmarks.layers import decode_steps as steps
 from benchmarks.layers import grouped, kinds
 from benchmarks.layers.decode_steps import DRAWS, FORMATS, READS, WAYS, Sizes
@@ -43,7 +45,7 @@ SIZES = Sizes(7168, 2048, 64, 8)
 SMALL = Sizes(128, 128, 8, 2)
 ROWS = (1024, 256, 64, 16, 8)
 TOKENS = (1, 8, 32, 128)  # per rank, of whole layers
-TINY = ("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0")
+TINY = ("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels")
 STEPS = 40  # of a time, so that the host's wait for its end does not count
 IN_FLIGHT = 16
 # Of a row's norm: codes of the activation differ where it is near a tie, and `batched`
@@ -243,16 +245,26 @@ def measure_layers(sizes, args):
             us = by_turns(runs, args.seconds)
             for ep in handles:
                 ep.check()
+            yield from layer_rows(args, tokens, runs, facts, us)
         finally:
             for ep in handles:
                 ep.close()
-        for kind, found in facts.items():
-            row = {"part": "layer", "tokens": tokens, "way": kind, **found}
-            if (kind, "layer") in us:
-                whole, exchange = us[kind, "layer"], us[kind, "exchange"]
-                row |= {"us": whole, "exchange_us": exchange}
-                row["exchange_share"] = exchange / whole
-            yield row
+
+
+def layer_rows(args, tokens, runs, facts, us):
+    """A row for each kind of weights, while its handle is open."""
+    for kind, found in facts.items():
+        row = {"part": "layer", "tokens": tokens, "way": kind, **found}
+        if (kind, "layer") in us:
+            whole, exchange = us[kind, "layer"], us[kind, "exchange"]
+            row |= {"us": whole, "exchange_us": exchange}
+            row["exchange_share"] = exchange / whole
+            if args.kernels:
+                row["traces"] = {
+                    part: trace.traced(runs[kind, part][0], 0, made=trace.kernels)
+                    for part in ("layer", "exchange")
+                }
+        yield row
 
 
 # ---- The program --------------------------------------------------------------------
@@ -293,6 +305,9 @@ def parse(arguments):
     parser.add_argument("--layer", action="store_true", help="whole layers as well")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=TOKENS, help="per rank, of a layer"
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="of layers, profile a call of each"
     )
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, on average"

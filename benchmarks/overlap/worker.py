@@ -13,8 +13,9 @@ import gc
 import jax
 import numpy as np
 
+from benchmarks.common import trace
 from benchmarks.overlap import batches as overlap_batches
-from benchmarks.overlap import cases, report, trace
+from benchmarks.overlap import cases, report
 from benchmarks.overlap import parts as overlap_parts
 from jax_ep._cli.bench import checks, loops, process, transports
 from jax_ep._cli.bench.loops import compile_all, raised

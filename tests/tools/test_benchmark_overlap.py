@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.common import trace
 from benchmarks.overlap import cases as overlap_cases
 from benchmarks.overlap import overlap
 from benchmarks.overlap import report as overlap_report
-from benchmarks.overlap import trace as overlap_trace
 from benchmarks.overlap import worker as overlap_worker
 from jax_ep._cli.bench import loops as p2p_programs
 from jax_ep._cli.bench import process
@@ -175,8 +175,14 @@ def test_trace_is_summed_up():
     copies = [event("MemcpyP2P", 16, 9), event("MemcpyP2P", 26, 9)]
     lines = {"Stream #13(Compute)": kernels, "Stream #14": copies, "XLA Ops": kernels}
     planes = [plane("/host:CPU", python=kernels), plane("/device:GPU:0", **lines)]
-    found = overlap_trace.summary(planes)
+    found = trace.summary(planes)
     assert found["peer_copies"] == 2
+    ran = trace.kernels(planes)
+    assert (ran["span_us"], ran["busy_us"]) == (50, 63)
+    names = ["jax_ep::cuda::MatmulKernel<int>", "gemm", "MemcpyP2P"]
+    assert all(n in row["name"] for n, row in zip(names, ran["kernels"], strict=False))
+    assert ran["kernels"][2] == {"name": "MemcpyP2P", "count": 2, "us": 18.0}
+    assert "error" in trace.kernels(planes[:1])
     compute, side = found["streams"]
     assert compute["other"] == {
         "events": 2,
@@ -185,17 +191,17 @@ def test_trace_is_summed_up():
         "busy_us": 40,
     }
     assert side["exchange"]["end_us"] == 25
-    overlap_trace.require_copies("copy_halves", found)
+    trace.require_copies("copy_halves", found)
     with pytest.raises(RuntimeError, match="no copies"):
-        overlap_trace.require_copies("copy_halves", found | {"peer_copies": 0})
-    overlap_trace.require_copies("halves", found | {"peer_copies": 0})
+        trace.require_copies("copy_halves", found | {"peer_copies": 0})
+    trace.require_copies("halves", found | {"peer_copies": 0})
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of machines without a GPU")
 def test_trace_that_cannot_be_costs_nothing(capsys):
-    found = overlap_trace.traced(jax.jit(lambda x: x + 1), np.float32(1))
+    found = trace.traced(jax.jit(lambda x: x + 1), np.float32(1))
     assert "no exchange on a GPU's stream" in found["error"]
-    overlap_trace.require_copies("copy_halves", found)
+    trace.require_copies("copy_halves", found)
     assert "no trace" in capsys.readouterr().out
 
 

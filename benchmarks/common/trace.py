@@ -1,4 +1,4 @@
-"""What the profiler saw of one call beside other work.
+"""What the profiler saw of one call.
 
 Nothing here may cost a measurement: a row says what could not be traced.
 """
@@ -11,6 +11,7 @@ import jax
 
 from jax_ep._cli.bench import process
 
+_NAME = 120  # of a kernel, which may have a page of template arguments
 _EXCHANGE = ("jax_ep", "nccl")
 # Kernels of jax_ep's that multiply, or quantise weights.
 _EXPERTS = ("matmulkernel", "fourbitkernel", "quantizematriceskernel")
@@ -28,20 +29,50 @@ def _is_exchange(name):
     return _is_peer_copy(name) or any(word in name.lower() for word in _EXCHANGE)
 
 
+def _streams(planes):
+    """The planes of GPUs, and of each the lines of what its streams ran."""
+    for plane in planes:
+        if plane.name.startswith("/device:GPU"):
+            # XLA's own lines repeat, by module and by op, what streams did.
+            lines = [line for line in plane.lines if line.name.startswith("Stream")]
+            yield plane, lines
+
+
+def kernels(planes):
+    """What the first GPU ran, by name, longest first, and for how long it was busy.
+
+    `busy_us` is less than `span_us` by the gaps between kernels of one stream, in which
+    others may run.
+    """
+    for _, lines in _streams(planes):
+        events = [event for line in lines for event in line.events]
+        if not events:
+            continue
+        found = collections.defaultdict(lambda: {"count": 0, "us": 0.0})
+        for event in events:
+            each = found[event.name[:_NAME]]
+            each["count"] += 1
+            each["us"] += event.duration_ns / 1e3
+        first = min(event.start_ns for event in events)
+        last = max(event.start_ns + event.duration_ns for event in events)
+        rows = [{"name": name, **each} for name, each in found.items()]
+        return {
+            "span_us": (last - first) / 1e3,
+            "busy_us": sum(row["us"] for row in rows),
+            "kernels": sorted(rows, key=lambda row: -row["us"]),
+        }
+    return {"error": f"nothing on a GPU's stream in {[p.name for p in planes]}"}
+
+
 def summary(planes):
     """When the exchange and the rest began and ended, for each stream of each GPU.
 
     In microseconds since the first event of a GPU; also counts the copies between GPUs.
     """
     streams, copies = [], 0
-    for plane in planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
+    for plane, lines in _streams(planes):
         spans = []
-        for line in plane.lines:
-            # XLA's own lines repeat, by module and by op, what streams did.
-            if not line.name.startswith("Stream"):
-                continue
+        for line in lines:
             kinds = collections.defaultdict(list)
             for event in line.events:
                 copies += _is_peer_copy(event.name)
@@ -66,8 +97,8 @@ def summary(planes):
     return {"streams": streams, "peer_copies": copies}
 
 
-def traced(program, *arguments):
-    """`summary` of one call of a compiled program, or what went wrong."""
+def traced(program, *arguments, made=summary):
+    """What `made` makes of one call of a compiled program, or what went wrong."""
     try:
         jax.block_until_ready(program(*arguments))
         with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +106,7 @@ def traced(program, *arguments):
                 jax.block_until_ready(program(*arguments))
             (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
             profile = jax.profiler.ProfileData.from_file(str(path))
-            found = summary(list(profile.planes))
+            found = made(list(profile.planes))
     except Exception as error:  # a profiler that is not there, or another format
         found = {"error": process.error_text(error)[:300]}
     if "error" in found:
