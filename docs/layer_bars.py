@@ -17,7 +17,7 @@ BAR, GAP, TITLE, LABEL, BARS, NUMBER = 20, 6, 30, 250, 420, 80
 # Of a row of report.summary, what it is called, and its colour; JAX's own ways first.
 WAYS = (
     ("dense", "JAX: dense all_to_all, with drops", "#c9a27a"),
-    ("ragged", "JAX: ragged_all_to_all, at its best", "#e08a2e"),
+    ("ragged", "JAX: ragged_all_to_all, our experts", "#e08a2e"),
     ("p2p", "jax_ep, bfloat16", "#2a6fb0"),
     ("p2p_fp8_experts", "jax_ep, experts in fp8", "#2e8b57"),
 )

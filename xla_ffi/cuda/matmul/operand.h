@@ -16,7 +16,8 @@ namespace jax_ep::cuda {
 inline constexpr uint32_t kAtomBytes = 1024;
 inline constexpr uint32_t kChunkBytes = 8192;
 
-// Addresses in these descriptors count 16 bytes.
+// Addresses in these descriptors count 16 bytes, and leave out the bits that say which block of a
+// cluster has them: wgmma reads its own. To a load they would be addresses of block 0.
 JAX_EP_HOST_DEVICE uint32_t OperandUnits(uint32_t shared_bytes) {
   return (shared_bytes & 0x3FFFF) >> 4;
 }
