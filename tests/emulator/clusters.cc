@@ -8,9 +8,7 @@ namespace {
 
 // Where a block's shared memory begins. As on GPUs, the bits from 24 on say which block of the
 // cluster has it: without them an address is one of block 0.
-uint32_t BlockAddress(const Block& block) {
-  return block.cluster->start | block.rank() << 24;
-}
+uint32_t BlockAddress(const Block& block) { return block.cluster->start | block.rank() << 24; }
 
 }  // namespace
 
