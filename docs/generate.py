@@ -87,7 +87,7 @@ def records(prefix):
     return [json.loads(path.read_text()) for path in by_date]
 
 
-# On two, a call places more rows in its own memory than it sends over the link.
+# GPUs. On two, a call places more rows in its own memory than it sends over the link.
 BOUND_BY_THE_LINK = 4
 
 
