@@ -41,8 +41,8 @@ def _streams(planes):
 def kernels(planes):
     """What the first GPU ran, by name, longest first, and for how long it was busy.
 
-    `busy_us` is less than `span_us` by the gaps between kernels of one stream, in which
-    others may run.
+    `busy_us` is the sum of all streams' kernels. Where there is one stream, the rest of
+    `span_us` is gaps between them.
     """
     for _, lines in _streams(planes):
         events = [event for line in lines for event in line.events]

@@ -137,15 +137,14 @@ def workers(args, cases):
     }
     with_ragged = "ragged" in args.layers
     if args.tiny:
-        # In this process flags change nothing.
-        ragged = [each for _, measured in measure.RAGGED for each in measured]
+        ragged = [way for *_, ways in measure.ragged(0.5, here=True) for way in ways]
         yield "all layers", "", 1.0, {**shared, **found, "ragged": ragged * with_ragged}
         return
     if any(found.values()):
         share = 0.5 if with_ragged else 1.0
         yield "jax_ep", "", share, {**shared, **found}
     if with_ragged:
-        for name, flags, share, measured in measure.ragged(0.5):
+        for name, flags, share, measured in measure.ragged(0.5, here=False):
             yield name, flags, share, {**shared, "ragged": measured}
 
 

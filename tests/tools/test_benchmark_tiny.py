@@ -86,7 +86,7 @@ def test_layer(tmp_path):
     coded = layer_report.fp8_experts(helpers.TRANSPORT)
     kinds |= {(layer_report.fp8_experts(name), "fp8_block128", "") for name in ours}
     kinds |= {("dense", "bf16", "")}
-    kinds |= {("ragged", "bf16", label) for _, of in measure.RAGGED for _, label in of}
+    kinds |= {("ragged", "bf16", label) for _, label in measure.RAGGED[0][1]}
     for made in (layer_report.counted, layer_report.default_experts):
         kinds.add((made(helpers.TRANSPORT), "bf16", ""))
     roomy = layer_report.default_capacity
@@ -130,7 +130,7 @@ def test_p2p(tmp_path, capsys):
         for transport in over("collective")
         for case in [*((r, False) for r in p2p_cases.ROUTINGS), ("uniform", True)]
     }
-    ragged = (label for _, updates in measure.RAGGED for _, label in updates)
+    ragged = (label for _, label in measure.RAGGED[0][1])
     kinds |= {("ragged", "uniform", False, label) for label in ragged}
     default = [row for row in rows if row["num_sms"] is None]
     found = rows_by(default, *names)

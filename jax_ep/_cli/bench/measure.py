@@ -145,15 +145,18 @@ def _variants(plan: Plan) -> list[dict[str, Any]]:
     return found + [{"format": name, **coded} for name in plan.codes]
 
 
-def ragged(after: float) -> Iterator[tuple[str, str, float, Any]]:
+def ragged(after: float, here: bool) -> Iterator[tuple[str, str, float, Any]]:
     """`workers` of JAX's own path, with what each measures in place of the rest.
 
     Args:
         after: the share of the time that is over by then.
+        here: whether they run in this process, where flags change nothing: then only
+            what has none.
     """
-    for index, (flags, measured) in enumerate(RAGGED, 1):
+    ways = RAGGED[:1] if here else RAGGED
+    for index, (flags, measured) in enumerate(ways, 1):
         name = f"ragged_all_to_all with {flags or 'the default flags'}"
-        yield name, flags, after + (1 - after) * index / len(RAGGED), measured
+        yield name, flags, after + (1 - after) * index / len(ways), measured
 
 
 def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
@@ -182,7 +185,7 @@ def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
         share = 0.65 if "ragged" in plan.transports else 1.0
         yield report.OURS, GRAPHS, share, common | changes
     if "ragged" in plan.transports:
-        for name, flags, share, measured in ragged(0.65):
+        for name, flags, share, measured in ragged(0.65, plan.here):
             changes = {
                 "tokens": plan.ragged_tokens,
                 "routings": plan.routing[:1],
