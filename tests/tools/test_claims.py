@@ -24,6 +24,7 @@ SAID = re.compile(
 BLOCK = re.compile(r"^[ ]*\S.*(?:\n(?![ ]*(?:[*|]|$)).+)*", re.M)
 # Sections that say so of all their figures.
 SECTIONS = {
+    "docs/benchmarks.md": ("Beside other libraries",),
     "docs/performance.md": (
         "Where the time goes",
         "Long calls wait for the link",
