@@ -2,7 +2,7 @@
 
 import performance_tables
 
-from jax_ep._cli.bench import report
+from jax_ep._cli.bench import measure, report
 
 COLUMNS = (
     "T per rank",
@@ -13,26 +13,6 @@ COLUMNS = (
     "% of peak",
     "collective us",
 )
-# What a way to call `jax.lax.ragged_all_to_all` is, by its label in measure.RAGGED.
-RAGGED_WAYS = {
-    "default": "an update per rank with XLA's default flags",
-    "update an expert": "an update per expert with the default flags",
-    "decomposer": (
-        "an update per rank with "
-        "`--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer`"
-    ),
-    "no one-shot": (
-        "an update per rank without XLA's one-shot kernel "
-        "(`--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false`)"
-    ),
-    "no one-shot, update an expert": "the same with an update per expert",
-    "device kernel": (
-        "an update per rank with "
-        "`--xla_gpu_experimental_ragged_all_to_all_use_device_kernel` and "
-        "`--xla_gpu_ragged_all_to_all_mode=symmetric`"
-    ),
-    "device kernel, update an expert": "the same with an update per expert",
-}
 SHORT_TOKENS = 4096
 
 
@@ -103,26 +83,34 @@ def p2p(data, table, picture=None):
 
 def ragged_ways():
     """What the columns of JAX's own path stand for."""
-    return "\n".join(f"* `{way}`: {what}." for way, what in RAGGED_WAYS.items())
+    lines = []
+    for flags, measured in measure.RAGGED:
+        named = " and ".join(f"`{flag}`" for flag in flags.split())
+        with_flags = named or "XLA's default flags"
+        for updates, label in measured:
+            lines.append(f"* `{label}`: an update per {updates} with {with_flags}.")
+    return "\n".join(lines)
 
 
 def p2p_others(data, table):
     """Calls of the same record with skewed routing, and with all defaults."""
+    parts = []
     rows = [row for row in rows_of(data) if row["routing"] == "zipf"]
     if rows:
-        yield (
+        parts.append(
             f"**Skewed routing** ({performance_tables.source(data, data['command'])}): "
             "popularity of experts as 1 / place, `recv_capacity` what the fullest rank "
             "needs."
         )
-        yield table(COLUMNS, map(performance_tables.p2p_row, rows))
+        parts.append(table(COLUMNS, map(performance_tables.p2p_row, rows)))
     for row in data["results"]:
         if row["transport"] == "p2p" and row["zero_tail"]:
-            yield (
+            parts.append(
                 f"With the defaults, the worst case of {row['recv_capacity']} rows and "
                 f"a cleared tail, {row['op']} of T = {row['tokens']} takes "
                 f"{row['us']:.0f} us."
             )
+    return "\n\n".join(parts)
 
 
 def cpu(data, table):

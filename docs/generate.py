@@ -126,8 +126,8 @@ def benchmarks(data, table):
 
 
 def two_gpus(data, table):
-    parts = (call_tables.p2p(data, table), *call_tables.p2p_others(data, table))
-    return "\n\n".join(parts)
+    shown = call_tables.p2p, call_tables.p2p_others
+    return "\n\n".join(part(data, table) for part in shown)
 
 
 def suites():
@@ -141,10 +141,7 @@ def other_calls():
 
 
 OTHER_CALLS = (
-    (
-        *("p2p", BOUND_BY_THE_LINK),
-        lambda *given: "\n\n".join(call_tables.p2p_others(*given)),
-    ),
+    ("p2p", BOUND_BY_THE_LINK, call_tables.p2p_others),
     ("collective", None, call_tables.collective),
     ("cpu", None, call_tables.cpu),
 )

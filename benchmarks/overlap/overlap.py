@@ -136,9 +136,14 @@ def _joined(before, after):
 
 
 def merged(before, after):
-    """One record of two runs of the same case on the same devices."""
+    """One record of two runs of the same case on the same devices.
+
+    Without work of the earlier one that is no longer among `BESIDE`.
+    """
     for name in OF_A_CASE:
         merging.require_same("overlap.py", name, before[name], after[name])
+    known = [row for row in before["results"] if row["beside"] in (None, *BESIDE)]
+    before = before | {"results": known}
     rows = {name: _joined(before[name], after[name]) for name in ("results", "graphs")}
     return merging.joined(before, after, **rows)
 

@@ -62,6 +62,10 @@ def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
     assert "quantize_matrices" in taken
     rows = record["results"]
     assert not decode.unfit(rows)
+    traces = [row["traces"] for row in rows if row["part"] == "layer"]
+    # That of CPUs has no plane of a GPU.
+    assert all("GPU" in each[part]["error"] for each in traces for part in each)
+    assert all(set(each) == {"layer", "exchange"} for each in traces)
     parts = rows_by(rows, "part", "rows", "tokens", "way", "format")
     expected = {
         ("experts", count, None, way, name)

@@ -160,9 +160,13 @@ def test_two_batches_in_the_table():
 
 
 def test_runs_of_a_day_make_one_record():
-    """A later row takes a place, unless it has no time or the earlier one was wrong."""
+    """A later row takes a place, unless it has no time or the earlier one was wrong.
+
+    Work that is measured no more is left out.
+    """
     lost = {key: v for key, v in row(0.0).items() if key != "us"} | {"error": "failed"}
     first = record(graphs=[])
+    first["results"].append(row(2.0, beside="measured no more"))
     second = record(
         results=[lost, row(1250.0, num_sms=32), row(1.0, beside="attention")],
         problems=[{"problem": "worker killed"}],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import call_tables
 import generate
 import performance_tables
 import pytest
@@ -138,11 +137,6 @@ def test_specifications_of_the_workers_are_json_and_cover_the_arguments():
     assert spec["variants"] == [{"format": "bf16", "combine_format": None}]
     quick = specifications("--quick")
     assert [spec["transports"] for *_, spec in quick] == [["p2p"]]
-
-
-def test_every_way_to_call_ragged_all_to_all_is_described():
-    labels = [label for _, measured in measure.RAGGED for _, label in measured]
-    assert sorted(labels) == sorted(call_tables.RAGGED_WAYS)
 
 
 def test_formats_are_variants_of_one_worker():
