@@ -61,7 +61,7 @@ def return_rows(
     ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
 ) -> Weighted:
     """Sums rows `[N, H]` back to tokens `[n, H]`; returns weights `[N]` as `[n, K]`."""
-    return _RETURN(ep, (route, rows, row_weights))
+    return _RETURN(ep, (route, rows, row_weights), None)
 
 
 def return_weights(ep: EPHandle, route: Route, row_weights: jax.Array) -> jax.Array:

@@ -136,7 +136,7 @@ def combine_async(
     args = _checked(function, ep, given)
     pendings.require_room(function, "combine", ep, args)
     with checks.calling(function):
-        held, port = _SEND(ep, args)
+        held, port = _SEND(ep, args, None)
     return pendings.opened(Pending("combine", ep.key, held, port))
 
 
@@ -156,7 +156,7 @@ def combine_wait(pending: Pending) -> jax.Array:
     """
     ep = pendings.awaited("combine_wait", "combine", pending)
     with checks.calling("combine_wait"):
-        y = _by_token(ep, _RECEIVE(ep, (pending.held, pending.ports)))
+        y = _by_token(ep, _RECEIVE(ep, (pending.held, pending.ports), None))
     pendings.closed(pending)
     return y
 

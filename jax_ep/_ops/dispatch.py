@@ -171,7 +171,7 @@ def dispatch_wait(pending: Pending) -> Dispatched:
     """
     ep = pendings.awaited("dispatch_wait", "dispatch", pending)
     with checks.calling("dispatch_wait"):
-        d = _RECEIVE(ep, (pending.held, pending.ports))
+        d = _RECEIVE(ep, (pending.held, pending.ports), None)
     pendings.closed(pending)
     return d
 

@@ -16,7 +16,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from jax_ep._transport.base import Token
 
 # Results of a call, and the token for the next call.
 Outcome = tuple[Any, Token]
+
+# A call's further arguments for `run`; hashable.
+Static = TypeVar("Static")
 
 _CHECKS_LEAKS = "jax_check_tracer_leaks"
 
@@ -47,7 +50,7 @@ def _unlimited(ep: EPHandle) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OrderedCall:
+class OrderedCall(Generic[Static]):
     """A kind of call of a handle.
 
     Attributes:
@@ -66,21 +69,21 @@ class OrderedCall:
     """
 
     function: str
-    run: Callable[[EPHandle, Any, Any, Token], tuple[Any, Token]]
-    keep: Callable[[EPHandle, Any, Any, Any], Any]
-    transpose: Callable[[EPHandle, Any, Any, Any], Any]
+    run: Callable[[EPHandle, Static, Any, Token], tuple[Any, Token]]
+    keep: Callable[[EPHandle, Static, Any, Any], Any]
+    transpose: Callable[[EPHandle, Static, Any, Any], Any]
     like: Callable[[Any], jax.Array]
     named: Callable[[Any], Any] = _unnamed
     ordered: Callable[[EPHandle], bool] = in_order
     most_batched: Callable[[EPHandle], int | None] = _unlimited
 
-    def __call__(self, ep: EPHandle, args: Any, static: Any = None) -> Any:
+    def __call__(self, ep: EPHandle, args: Any, static: Static) -> Any:
         """Makes the call.
 
         Args:
             ep: the handle.
             args: a pytree of arrays, as `run` takes them.
-            static: further arguments for `run`; hashable.
+            static: further arguments for `run`; None for calls without any.
 
         Returns:
             The results.
@@ -89,7 +92,7 @@ class OrderedCall:
 
 
 def _made(
-    call: OrderedCall, ep: EPHandle, static: Any, args: Any, given: Token | None
+    call: OrderedCall[Static], ep: EPHandle, static: Static, args: Any, given: Token | None
 ) -> tuple[Any, Token]:
     """Makes the call in order; returns its results and the token for the next call.
 
@@ -107,14 +110,14 @@ def _made(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rule(
-    call: OrderedCall, ep: EPHandle, static: Any, args: Any, after: Token
+    call: OrderedCall[Static], ep: EPHandle, static: Static, args: Any, after: Token
 ) -> tuple[Any, Token]:
     results, done = _one_by_one(call, ep, static)(args, after)
     return call.named(results), done
 
 
 def _rule_fwd(
-    call: OrderedCall, ep: EPHandle, static: Any, args: Any, after: Token
+    call: OrderedCall[Static], ep: EPHandle, static: Static, args: Any, after: Token
 ) -> Any:
     # Ordered again, because in this trace another call may have come before it.
     results, done = _made(call, ep, static, args, after)
@@ -124,7 +127,7 @@ def _rule_fwd(
 
 
 def _rule_bwd(
-    call: OrderedCall, ep: EPHandle, static: Any, kept: Any, cotangents: Any
+    call: OrderedCall[Static], ep: EPHandle, static: Static, kept: Any, cotangents: Any
 ) -> Any:
     return call.transpose(ep, static, kept, cotangents[0]), None
 
@@ -133,7 +136,7 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _one_by_one(
-    call: OrderedCall, ep: EPHandle, static: Any
+    call: OrderedCall[Static], ep: EPHandle, static: Static
 ) -> Callable[[Any, Token], tuple[Any, Token]]:
     """Returns `call.run` with a vmap rule that makes the calls of a batch in turn."""
     guarded = jax.custom_batching.custom_vmap(partial(call.run, ep, static))
@@ -176,7 +179,7 @@ _batches = threading.local()
 
 
 @contextlib.contextmanager
-def _batch_of(call: OrderedCall, ep: EPHandle, axis_size: int) -> Iterator[None]:
+def _batch_of(call: OrderedCall[Any], ep: EPHandle, axis_size: int) -> Iterator[None]:
     """Surrounds the calls of a batch; raises if nested batches exceed the limit."""
     outer = getattr(_batches, "size", 1)
     most = call.most_batched(ep)

@@ -34,11 +34,13 @@ FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
 
 def dispatch(ep, x, ids, w):
     scale = formats.global_scale("dispatch", "bf16", x, None)
-    return dispatching._DISPATCH(ep, DispatchInputs(x, ids, w, scale), static=True)
+    given = dispatching._Given(weights=True, scales=False)
+    return dispatching._DISPATCH(ep, DispatchInputs(x, ids, w, scale), static=given)
 
 
 def combine(ep, route, rows, w):
-    return combining._COMBINE(ep, combining.CombineArgs(rows, route, w, None))
+    args = combining.CombineArgs(rows, route, w, None)
+    return combining._COMBINE(ep, args, static=True)
 
 
 def cached(ep, route, x, w):
@@ -184,7 +186,9 @@ def missing(which, mesh):
 
 
 def combine_elsewhere(ep, route, rows, w):
-    return combine(ep, route, rows, w)
+    # On a line of its own, which is what differs.
+    args = combining.CombineArgs(rows, route, w, None)
+    return combining._COMBINE(ep, args, static=True)
 
 
 def differs(how, mesh):
