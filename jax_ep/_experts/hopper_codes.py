@@ -255,11 +255,12 @@ def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
     """`kernels.quantize_matrices`, which each device runs on its own part.
 
     Outside of shard_map XLA knows nothing of a custom call, and would gather its
-    operand; with explicit axes JAX has no rule for one, so XLA's own code quantises.
+    operand. With explicit axes JAX has no rule for one.
     """
-    if any(entry is not None for entry in jax.typeof(matrices).sharding.spec):
-        codes, scales = quantized.to_blocks(matrices)
-        return codes, scales, quantized.turn(codes)
+    placed = jax.typeof(matrices).sharding
+    if any(entry is not None for entry in placed.spec):
+        outs = _out_shardings(placed.mesh, matrices.shape, placed.spec)
+        return jax.sharding.auto_axes(_partitioned, out_sharding=outs)(matrices)
     mesh = jax.sharding.get_abstract_mesh()
     # Arrays may be sharded without a mesh that is set.
     unknown = mesh.empty or AxisType.Auto in mesh.axis_types
@@ -274,39 +275,41 @@ def _partitioned(matrices: jax.Array) -> Any:
 def _partition(mesh: Any, given: Any, result: Any) -> Any:
     del result
     (matrices,) = given
-    spec = _whole_blocks(mesh, matrices.shape, matrices.sharding.spec)
-    group, row, side, column = spec
-    outs = (spec, spec, (group, side, column, row))
-    placed = [NamedSharding(mesh, PartitionSpec(*each)) for each in outs]
-    return mesh, kernels.quantize_matrices, tuple(placed), (placed[0],)
+    outs = _out_shardings(mesh, matrices.shape, matrices.sharding.spec)
+    return mesh, kernels.quantize_matrices, outs, outs[:1]
 
 
-def _whole_blocks(mesh: Any, shape: Any, spec: Any) -> tuple[Any, ...]:
-    """Returns `spec` without the entries that would cut blocks of 128 x 128."""
-    entries = (*spec, *(None,) * (len(shape) - len(spec)))
-
-    def kept(dim: int) -> Any:
-        entry, size = entries[dim], shape[dim]
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        parts = 1
-        for name in names:
-            parts *= mesh.shape[name]
-        unit = kernels.BLOCK if dim in (1, 3) else 1
-        return entry if size % (unit * parts) == 0 else None
-
-    return tuple(kept(dim) for dim in range(len(shape)))
+def _out_shardings(mesh: Any, shape: Any, spec: Any) -> tuple[NamedSharding, ...]:
+    """Returns those of codes, of scales and of the codes turned."""
+    units = {1: kernels.BLOCK, 3: kernels.BLOCK}
+    whole = quantized.without_cuts(mesh, shape, spec, units)
+    group, row, side, column = whole
+    specs = whole, whole, (group, side, column, row)
+    return tuple(NamedSharding(mesh, PartitionSpec(*each)) for each in specs)
 
 
 def _infer(mesh: Any, given: Any, result: Any) -> Any:
     return _partition(mesh, given, result)[2]
 
 
+def _rule(mesh: Any, given: Any, results: Any) -> Any:
+    """Returns what Shardy may shard: blocks of 128 x 128, a and b, are not cut."""
+    del mesh, results
+    _, rows, _, columns = given[0].shape
+    sizes = {}
+
+    def blocks(count: str, inner: str, size: int) -> str:
+        if size == kernels.BLOCK:
+            return inner  # Shardy refuses a factor of size 1 beside another one
+        sizes[inner] = kernels.BLOCK
+        return f"({count} {inner})"
+
+    first, last = blocks("a", "i", rows), blocks("b", "j", columns)
+    codes = f"g {first} s {last}"
+    rule = f"{codes} -> {codes}, g a s b, g s {last} {first}"
+    return rule, {"need_replication_factors": ("i", "j"), **sizes}
+
+
 _partitioned.def_partition(
-    partition=_partition,
-    infer_sharding_from_operands=_infer,
-    # a and b are blocks of 128 x 128, which are not cut.
-    sharding_rule="g (a i) s (b j) -> g (a i) s (b j), g a s b, g s (b j) (a i)",
-    need_replication_factors=("i", "j"),
-    i=kernels.BLOCK,
-    j=kernels.BLOCK,
+    partition=_partition, infer_sharding_from_operands=_infer, sharding_rule=_rule
 )

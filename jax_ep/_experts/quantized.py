@@ -9,6 +9,8 @@ integers flushes no denormals.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -268,11 +270,30 @@ def _of_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return _merge(jnp.where(byte == 0xFF, jnp.nan, values), 1)
 
 
+def without_cuts(
+    mesh: Any, shape: tuple[int, ...], spec: Sequence[Any], units: Mapping[int, int]
+) -> tuple[Any, ...]:
+    """Returns `spec` without the entries that would cut a unit of a dimension."""
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    for dim, unit in units.items():
+        entry = entries[dim]
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        parts = math.prod(mesh.shape[name] for name in names)
+        if shape[dim] % (unit * parts):
+            entries[dim] = None
+    return tuple(entries)
+
+
 def _split(values: jax.Array, axis: int, size: int) -> jax.Array:
     """Splits a dimension into blocks of `size`, which become the dimension after it."""
+    kind = jax.typeof(values).sharding
+    spec = without_cuts(kind.mesh, values.shape, kind.spec, {axis: size})
+    if spec != _spec(values):
+        # Of axes that are not explicit there is nothing to see here, and XLA gathers.
+        whole = jax.sharding.PartitionSpec(*spec)
+        values = jax.sharding.reshard(values, kind.update(spec=whole))
     before, after = values.shape[:axis], values.shape[axis + 1 :]
     shape = (*before, values.shape[axis] // size, size, *after)
-    spec = _spec(values)
     return _reshaped(values, shape, (*spec[: axis + 1], None, *spec[axis + 1 :]))
 
 

@@ -92,7 +92,11 @@ class OrderedCall(Generic[Static]):
 
 
 def _made(
-    call: OrderedCall[Static], ep: EPHandle, static: Static, args: Any, given: Token | None
+    call: OrderedCall[Static],
+    ep: EPHandle,
+    static: Static,
+    args: Any,
+    given: Token | None,
 ) -> tuple[Any, Token]:
     """Makes the call in order; returns its results and the token for the next call.
 

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 # Those whose combines have weights.
 MODES = {"rank": {}} | {k: v for k, v in options.MODES.items() if "none" not in k}
 DTYPES = ["bfloat16", "float16", "float32"]
+# What bfloat16 may differ by, relative to the largest value.
+BFLOAT16 = 2.0**-6
 BACKS = rows_back.rows_back, rows_back.rows_back_reference
 
 
@@ -86,13 +88,16 @@ def curvature(back: Any, operands: Any, cotangent: Any) -> Any:
     return jax.grad(squares, (0, 1))(values, cotangent)
 
 
-def assert_alike(actual: Any, expected: Any) -> None:
-    """Each leaf of the same dtype, and the same but for the rounding of sums."""
+def assert_alike(actual: Any, expected: Any, least: float = 1e-5) -> None:
+    """Each leaf of the same dtype, and the same but for the rounding of sums.
+
+    `least` is what float32 may differ by, relative to the largest value.
+    """
     for got, want in zip(
         jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
     ):
         assert got.dtype == want.dtype
-        rtol = 1e-5 if got.dtype == jnp.float32 else 2.0**-6
+        rtol = least if got.dtype == jnp.float32 else BFLOAT16
         got, want = helpers.float32(got), helpers.float32(want)
         largest = float(np.max(np.abs(want)))
         assert 0 < largest < np.inf
@@ -182,7 +187,9 @@ def test_gradients_of_combine(
     monkeypatch.setattr(combine, "platform_of", lambda mesh: "gpu")
     found = gradients(s, order)
     assert calls
-    assert_alike(found, want)
+    # GPUs round other values to bfloat16 on the way to a second derivative in float32.
+    rounded = dtype == "bfloat16" and order == 2
+    assert_alike(found, want, BFLOAT16 if rounded else 1e-5)
 
 
 def run_kernel(operands: Any) -> Any:

@@ -94,21 +94,24 @@ def test_inside_of_shard_map(mesh, one, batch: int, wrapped: str) -> None:
     ep = helpers.init(mesh, **FIELDS)
     args = operands(ep.config, batch, mesh.size)
 
-    def body(batched: Any, x: Any, ids: Any, w: Any) -> Any:
-        run = REMAT[wrapped](functools.partial(gradients, one, ep))
-        results = functools.partial(one, ep)
-        if batched:
-            return jax.vmap(results)(x, ids, w), jax.vmap(run)(x, ids, w)
-        return one_by_one(results, (x, ids, w)), one_by_one(run, (x, ids, w))
-
     spec = P(None, "ep")
-    found, expected = (
-        jax.jit(mapped_over(mesh, functools.partial(body, batched), spec))(*args)
-        for batched in (True, False)
-    )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(b).any()
-        helpers.assert_bits(a, b)
+    # A program each: calls in a checkpoint are not chained with those around it, so
+    # that one more than `pending_calls` might be pending.
+    for run in (
+        functools.partial(one, ep),
+        REMAT[wrapped](functools.partial(gradients, one, ep)),
+    ):
+
+        def in_turn(*batched: Any, run: Any = run) -> Any:
+            return one_by_one(run, batched)
+
+        found, expected = (
+            jax.jit(mapped_over(mesh, body, spec))(*args)
+            for body in (jax.vmap(run), in_turn)
+        )
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.asarray(b).any()
+            helpers.assert_bits(a, b)
 
 
 def mapped_over(mesh: Any, body: Any, spec: Any, **options: Any) -> Any:

@@ -132,6 +132,21 @@ def test_sharded(name, kind):
         assert_codes(jax.jit(run)(*placed), *given)
 
 
+@pytest.mark.parametrize(("name", "hidden"), [("fp8_block128", 384), ("mxfp4", 96)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharding_that_would_cut_blocks(kind, name, hidden):
+    """The blocks are gathered, whatever the type of the axes."""
+    mesh = helpers.make_mesh(helpers.fit({"fsdp": 2}), kind=kind)
+    given = weights(shape=(L, hidden, 2 * hidden))
+    specs = P(None, "fsdp"), P(None, None, "fsdp")
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(given, specs, strict=True)
+    ]
+    quantize = jax.jit(experts.quantize_weights, static_argnames="format")
+    assert_codes(quantize(*placed, format=name), *given)
+
+
 def test_no_gradients_pass():
     given = weights()
 
@@ -151,7 +166,12 @@ def test_cotangents_have_a_floor_of_their_own(amax):
     blocks = values.reshape(3, 2, 128)
     want, want_scales = fp8_experts.block_codes(blocks, (2,), 2.0**-80)
     helpers.assert_bits(codes, want.reshape(values.shape))
-    helpers.assert_bits(scales, want_scales[..., 0])
+    want_scales = want_scales[..., 0]
+    if jax.default_backend() == "gpu":
+        # XLA's division is not correctly rounded there.
+        np.testing.assert_array_max_ulp(np.asarray(scales), want_scales, 1)
+    else:
+        helpers.assert_bits(scales, want_scales)
     assert np.any(np.asarray(codes[0], np.float32)) == (amax > 1e-25)
 
 

@@ -146,7 +146,10 @@ def test_ranks_are_places_in_the_mesh(order) -> None:
 
 
 def test_backward_reuses_the_route() -> None:
-    """Forward: one dispatch, one combine. Backward: along the route, no second one."""
+    """Forward: one dispatch, one combine. Backward: along the route, no second one.
+
+    `ep_combine_back` scales rows on their own rank.
+    """
     mesh = compare_transports.p2p_mesh()
     with jax_ep.init(mesh, "ep", helpers.make_config(), transport="p2p") as ep:
         x = jnp.ones((8 * mesh.size, 16), jnp.bfloat16)
@@ -159,6 +162,7 @@ def test_backward_reuses_the_route() -> None:
         assert sorted(targets) == [
             "ep_combine",
             "ep_combine",
+            "ep_combine_back",
             "ep_dispatch",
             "ep_dispatch_cached",
         ]
