@@ -9,7 +9,7 @@ import sys
 from jax_ep._native import tables
 
 STUB = pathlib.Path(__file__).resolve().parent.parent / "jax_ep/_native/tables.pyi"
-TYPES = {"int64": "int", "bool": "bool", "string": "str"}
+TYPES = {"int64": "int", "float32": "float", "bool": "bool", "string": "str"}
 HEAD = """# Written by .ci/table_stubs.py.
 import dataclasses
 from collections.abc import Mapping

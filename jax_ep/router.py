@@ -10,6 +10,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
+from jax_ep._ops import router_choice
 
 # Lower bound for a sum of sigmoids that weights are divided by. It keeps the quotient
 # finite if all underflow, and the derivative, which divides by the square.
@@ -172,25 +174,86 @@ def route(
     logits = logits.astype(jnp.float32)
     # NaN logits of padding would reach derivatives even though their weights are 0.
     real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
-    if router.score == "softmax":
-        scores = probabilities = jax.nn.softmax(real)
+    scores = _scores(router, real)
+    probabilities = scores if router.score == "softmax" else _shares(scores)
+    if router_choice.has_kernel(experts, top_k, router.num_groups):
+        ids, weights = _chosen_by_kernel(router, top_k, real, bias)
     else:
-        scores = jax.nn.sigmoid(real)
-        probabilities = _shares(scores)
+        ids, weights = _chosen(router, top_k, scores, bias)
+    if mask is not None:
+        ids = jnp.where(mask[:, None], ids, -1)
+        weights = jnp.where(mask[:, None], weights, 0.0)
+    return Routing(ids, weights, logits, probabilities)
+
+
+def _scores(router: Router, logits: jax.Array) -> jax.Array:
+    return (jax.nn.softmax if router.score == "softmax" else jax.nn.sigmoid)(logits)
+
+
+def _chosen(
+    router: Router, top_k: int, scores: jax.Array, bias: jax.Array | None
+) -> router_choice.Choice:
+    """Returns ids and weights, in plain JAX."""
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
         wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
     ids = _best(wanted, top_k)
+    return ids, _weights(router, scores, ids)
+
+
+def _weights(router: Router, scores: jax.Array, ids: jax.Array) -> jax.Array:
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if top_k > 1 if router.normalize is None else router.normalize:
+    if _normalizes(router, ids.shape[-1]):
         weights = _shares(weights)
-    weights = weights * float(router.scale)
-    if mask is not None:
-        ids = jnp.where(mask[:, None], ids, -1)
-        weights = jnp.where(mask[:, None], weights, 0.0)
-    return Routing(ids, weights, logits, probabilities)
+    return weights * float(router.scale)
+
+
+def _normalizes(router: Router, top_k: int) -> bool:
+    return top_k > 1 if router.normalize is None else router.normalize
+
+
+def _chosen_by_kernel(
+    router: Router, top_k: int, logits: jax.Array, bias: jax.Array | None
+) -> router_choice.Choice:
+    """`_chosen` from logits, on GPUs by a kernel."""
+    kernel = partial(
+        router_choice.choose,
+        top_k=top_k,
+        score=router.score,
+        num_groups=router.num_groups,
+        top_groups=router.top_groups,
+        best_of_group=router.best_of_group,
+        least_sum=_LEAST_SUM if _normalizes(router, top_k) else 0.0,
+        scale=float(router.scale),
+    )
+
+    def plain(logits: jax.Array, bias: jax.Array | None) -> router_choice.Choice:
+        return _chosen(router, top_k, _scores(router, logits), bias)
+
+    fixed = jax.lax.stop_gradient((logits, bias))
+    ids, weights = router_choice.on_gpus(kernel, plain, *fixed)
+    return ids, _of_logits(router, weights, ids, logits)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_logits(
+    router: Router, weights: jax.Array, ids: jax.Array, logits: jax.Array
+) -> jax.Array:
+    """Returns `weights`, with the derivative that they have by their formula."""
+    return weights
+
+
+@_of_logits.defjvp
+def _(router: Router, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    _, ids, logits = primals
+
+    def formula(logits: jax.Array) -> jax.Array:
+        return _weights(router, _scores(router, logits), ids)
+
+    _, tangent = jax.jvp(formula, (logits,), (tangents[2],))
+    return _of_logits(router, *primals), tangent
 
 
 def _shares(scores: jax.Array) -> jax.Array:

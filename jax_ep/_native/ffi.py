@@ -68,11 +68,12 @@ def call(
     has_side_effect: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: dict[int, int] | None = None,
-    **attributes: int | bool | str,
+    **attributes: int | float | bool | str,
 ) -> list[jax.Array]:
-    """Calls a target; Python ints become the int64 attributes that handlers read."""
+    """Calls a target; handlers read Python ints as int64 and floats as float32."""
+    kinds = {int: np.int64, float: np.float32}
     attrs = {
-        name: np.int64(value) if type(value) is int else value
+        name: kinds[type(value)](value) if type(value) in kinds else value
         for name, value in attributes.items()
     }
     function = jax.ffi.ffi_call(

@@ -173,7 +173,7 @@ def call(
     like: jax.Array,
     dims: Mapping[str, int],
     operands: Mapping[str, jax.Array | None],
-    attributes: Mapping[str, int | bool | str],
+    attributes: Mapping[str, int | float | bool | str],
 ) -> Any:
     """Calls `target` with operands and attributes by name.
 

@@ -349,6 +349,22 @@ class CombineSendAsideAttributes(TypedDict):
     by_entry: bool
     combine_dtype: str
 
+class Router(NamedTuple):
+    ids: jax.Array
+    weights: jax.Array
+
+class RouterOperands(TypedDict):
+    logits: jax.Array
+    bias: NotRequired[jax.Array | None]
+
+class RouterAttributes(TypedDict):
+    score: str
+    num_groups: int
+    top_groups: int
+    best_of_group: int
+    least_sum: float
+    scale: float
+
 class CombineBack(NamedTuple):
     to_rows: jax.Array
     to_weights: jax.Array
@@ -637,6 +653,14 @@ def call(
     operands: CombineSendAsideOperands,
     attributes: CombineSendAsideAttributes,
 ) -> CombineSendAside: ...
+@overload
+def call(
+    target: Literal["ep_router"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: RouterOperands,
+    attributes: RouterAttributes,
+) -> Router: ...
 @overload
 def call(
     target: Literal["ep_combine_back"],

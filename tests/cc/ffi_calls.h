@@ -28,7 +28,7 @@ struct Operand {
 
   bool SameType(const Operand& other) const { return dims == other.dims && dtype == other.dtype; }
 };
-using Attribute = std::variant<int64_t, bool, std::string>;
+using Attribute = std::variant<int64_t, bool, float, std::string>;
 
 struct CustomCall {
   std::vector<Operand> operands;  // and results, behind them
@@ -120,7 +120,8 @@ class Arguments {
 
   template <typename T>
   T Next() {
-    if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, bool>) {
+    if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, bool> ||
+                  std::is_same_v<T, float>) {
       return std::get<T>(call_.attributes[attribute_++].second);
     } else if constexpr (std::is_same_v<T, std::string_view>) {
       return std::get<std::string>(call_.attributes[attribute_++].second);

@@ -1,10 +1,11 @@
-// Tests of the decoders of passes over rows: a call as Python makes it passes and becomes the step
-// that it says, and one in which any operand has another size, rank or dtype is refused with a
-// message.
+// Tests of the decoders of passes over rows and of routers: a call as Python makes it passes and
+// becomes the step that it says, and one in which any operand has another size, rank or dtype is
+// refused with a message.
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
+#include "ffi/router_calls.h"
 #include "ffi/row_calls.h"
 #include "ffi_calls.h"
 #include "ffi_refusals.h"
@@ -129,6 +130,69 @@ void TestSizes() {
   }
 }
 
+// ---- Routers ------------------------------------------------------------------------------------
+
+CustomCall MadeRouter(int64_t experts, int64_t top_k, bool with_bias) {
+  CustomCall made;
+  made.Add("logits", ffi::F32, {N, experts});
+  made.Add("bias", ffi::F32, {with_bias ? experts : 0});
+  made.Add("-> ids", ffi::S32, {N, top_k});
+  made.Add("-> weights", ffi::F32, {N, top_k});
+  made.attributes = {{"with_bias", with_bias},
+                     {"score", std::string("sigmoid")},
+                     {"num_groups", int64_t{4}},
+                     {"top_groups", int64_t{2}},
+                     {"best_of_group", int64_t{3}},
+                     {"least_sum", 0.5f},
+                     {"scale", 2.5f}};
+  return made;
+}
+
+void Set(CustomCall& made, std::string_view name, Attribute value) {
+  for (auto& [known, attribute] : made.attributes) {
+    if (known == name) attribute = std::move(value);
+  }
+}
+
+void TestRouter() {
+  const RouterStep step = Passes<RouterCall>(MadeRouter(64, 8, true)).step;
+  CHECK(step.tokens == N && step.experts == 64 && step.top_k == 8 && step.sigmoid);
+  CHECK(step.num_groups == 4 && step.top_groups == 2 && step.best_of_group == 3);
+  CHECK(step.least_sum == 0.5f && step.scale == 2.5f);
+  CHECK(step.logits != nullptr && step.bias != nullptr);
+  CHECK(step.ids != nullptr && step.weights != nullptr);
+  CustomCall made = MadeRouter(64, 8, false);
+  Set(made, "score", std::string("softmax"));
+  RouterCall plain;
+  CHECK(Refusal(made, plain).empty() && plain.step.bias == nullptr && !plain.step.sigmoid);
+
+  const auto refused = [](std::string_view name, Attribute value, int64_t experts = 64,
+                          int64_t top_k = 8) {
+    CustomCall other = MadeRouter(experts, top_k, true);
+    Set(other, name, std::move(value));
+    return Refusal<RouterCall>(other);
+  };
+  CHECK(refused("score", std::string("tanh")) ==
+        "ep_router: score must be softmax or sigmoid, got tanh");
+  for (const int64_t wrong : {int64_t{-1}, int64_t{0}, int64_t{33}, int64_t{1} << 40}) {
+    CHECK(Says(refused("num_groups", wrong), "num_groups must be in [1, 32], got "));
+    CHECK(Says(refused("top_groups", wrong), "top_groups must be in [1, 4], got "));
+    CHECK(Says(refused("best_of_group", wrong), "best_of_group must be in [1, 16], got "));
+  }
+  CHECK(Says(refused("num_groups", int64_t{5}), "num_groups must divide E, 64, got 5"));
+  // The groups that are kept have too few.
+  CHECK(Says(refused("top_groups", int64_t{1}, 16), "K must be in [1, 4], got 8"));
+  // Where all groups are kept, their scores do not count.
+  CustomCall all = MadeRouter(8, 2, true);
+  Set(all, "top_groups", int64_t{4});
+  CHECK(Refusal<RouterCall>(all).empty());
+  CHECK(Says(Refusal<RouterCall>(MadeRouter(2048, 8, true)), "E must be in [1, 1024], got 2048"));
+  CHECK(Says(Refusal<RouterCall>(MadeRouter(0, 8, false)), "E must be in [1, 1024], got 0"));
+  for (const int64_t top_k : {int64_t{0}, int64_t{33}}) {
+    CHECK(Says(Refusal<RouterCall>(MadeRouter(1024, top_k, true)), "K must be in [1, 32], got "));
+  }
+}
+
 }  // namespace
 }  // namespace jax_ep::ffi_layer
 
@@ -138,6 +202,7 @@ int main() {
   TestQuantizeCotangents();
   TestDequantizeRows();
   TestSizes();
+  TestRouter();
   std::printf("all row operands passed\n");
   return 0;
 }

@@ -28,6 +28,7 @@ emulated_test(races_matmul "EMULATED_SEED=1 EMULATED_SMS=3" matmul_test 1 16)
 emulated_test(races_four_bits "EMULATED_SEED=1 EMULATED_SMS=2" four_bits_test 1 4)
 emulated_test(races_quantize_matrices "EMULATED_SEED=1 EMULATED_SMS=2" quantize_matrices_test 1 2)
 emulated_test(races_expert_rows "EMULATED_SEED=1 EMULATED_SMS=2" expert_rows_test 1 6)
+emulated_test(races_router "EMULATED_SEED=1 EMULATED_SMS=2" router_test 1 20)
 
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")

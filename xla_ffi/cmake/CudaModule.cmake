@@ -28,7 +28,7 @@ add_library(
   jax_ep_cuda OBJECT
   cuda/collective/pack.cu cuda/collective/unpack.cu cuda/collective/combine.cu cuda/quantize.cu
   cuda/expert_rows.cu cuda/init.cu cuda/internode/calls.cc cuda/memory/driver.cc cuda/memory/fabric.cc
-  cuda/memory/lasting.cc cuda/memory/window_support.cc cuda/memory/windows.cc)
+  cuda/memory/lasting.cc cuda/memory/window_support.cc cuda/memory/windows.cc cuda/router.cu)
 # These need Hopper. Without older architectures they compile in three quarters of the time.
 add_library(
   jax_ep_windows OBJECT

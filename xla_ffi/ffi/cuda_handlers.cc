@@ -20,6 +20,7 @@
 #include "cuda/matmul/four_bits.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda/matmul/step.h"
+#include "cuda/router.h"
 #include "cuda/window/calls.h"
 #include "ffi/window_group.h"
 
@@ -86,6 +87,10 @@ cudaError_t Enqueue(QuantizeCotangentsCall& call, int32_t, cudaStream_t stream) 
 }
 cudaError_t Enqueue(DequantizeRowsCall& call, int32_t, cudaStream_t stream) {
   return cuda::DequantizeRows(call.step, stream);
+}
+
+cudaError_t Enqueue(RouterCall& call, int32_t, cudaStream_t stream) {
+  return cuda::ChooseExperts(call.step, stream);
 }
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
@@ -291,28 +296,29 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
-// On the current device; of matmuls only if it has their kernels, whose calls say on others that
-// they cannot run.
-cudaError_t PreloadExperts() {
-  cudaError_t error = cuda::PreloadExpertRowKernels();
+// Kernels of calls that need no handle, on the current device; of matmuls only if it has their
+// kernels, whose calls say on others that they cannot run.
+cudaError_t PreloadLayers() {
+  cudaError_t error = cuda::PreloadRouterKernels();
+  if (error == cudaSuccess) error = cuda::PreloadExpertRowKernels();
   if (error != cudaSuccess || !cuda::MatmulSupported()) return error;
   error = cuda::PreloadMatmulKernels();
   if (error == cudaSuccess) error = cuda::PreloadFourBitKernels();
   return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
 }
 
-// XLA runs this before each execution of a program, and before it captures one: experts are used
-// without ep_init, too.
-ffi::Error InitializeExperts(int32_t ordinal) {
+// XLA runs this before each execution of a program, and before it captures one: routers and
+// experts are used without ep_init, too.
+ffi::Error InitializeLayers(int32_t ordinal) {
   static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
   const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
   // Relaxed: CUDA itself orders loads, and another one does no harm.
   if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();
   const CurrentDevice device(ordinal);
   cudaError_t error = device.error();
-  if (error == cudaSuccess) error = PreloadExperts();
+  if (error == cudaSuccess) error = PreloadLayers();
   if (error == cudaSuccess) loaded.fetch_or(bit, std::memory_order_relaxed);
-  return FromCuda("jax_ep's kernels of experts", error);
+  return FromCuda("jax_ep's kernels of routers and experts", error);
 }
 
 ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>> dev_ptrs,
@@ -328,7 +334,7 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
     }
     results.rank = *rank;
     cudaError_t error = cuda::PreloadKernels();
-    if (error == cudaSuccess) error = PreloadExperts();
+    if (error == cudaSuccess) error = PreloadLayers();
     const auto windowed = std::dynamic_pointer_cast<WindowedGroup>(group);
     if (error == cudaSuccess && windowed) error = Prepare(*windowed->OfDevice(ordinal), results);
     if (error == cudaSuccess) {
@@ -340,7 +346,7 @@ ffi::Error Init(cudaStream_t stream, int32_t ordinal, Out<ffi::Buffer<ffi::U32>>
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitializeExperts, InitializeExperts,
+XLA_FFI_DEFINE_HANDLER(kInitializeLayers, InitializeLayers,
                        ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>());
 
 auto Context() {
@@ -375,9 +381,10 @@ std::vector<Target> CudaTargets() {
   AddTargets(targets, WindowCalls{}, handler_of);
   AddTargets(targets, AsideCalls{}, streamed_of);
   const size_t others = targets.size();
+  AddTargets(targets, RouterCalls{}, handler_of);
   AddTargets(targets, RowCalls{}, handler_of);
   AddTargets(targets, MatmulCalls{}, handler_of);
-  for (size_t i = others; i < targets.size(); ++i) targets[i].initialize = kInitializeExperts;
+  for (size_t i = others; i < targets.size(); ++i) targets[i].initialize = kInitializeLayers;
   return targets;
 }
 

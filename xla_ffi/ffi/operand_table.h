@@ -30,12 +30,12 @@ namespace jax_ep::ffi_layer {
 
 // The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a
 // region, V tiles of scales and C their column words, A lines of B scales where there are no tiles,
-// I input scales. In matmuls A is the contracted dimension and B the other one of a matrix, X and Y
-// are their blocks of 128, and Z is the sides of a matrix; with matrices of four bits Y are tiles
-// of columns and Z the steps of 32 along A. kOne is no dimension.
-enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I, X, Y, Z };
-inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P", "S",
-                                            "W", "V", "C", "A", "B", "I", "X", "Y", "Z"};
+// I input scales, E experts. In matmuls A is the contracted dimension and B the other one of a
+// matrix, X and Y are their blocks of 128, and Z is the sides of a matrix; with matrices of four
+// bits Y are tiles of columns and Z the steps of 32 along A. kOne is no dimension.
+enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I, X, Y, Z, E };
+inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P", "S", "W",
+                                            "V", "C", "A", "B", "I", "X", "Y", "Z", "E"};
 
 // A size in a shape: first * second + plus.
 struct Term {
@@ -90,6 +90,11 @@ struct CallState {
   bool keep = false;    // gate and up are a result
   bool turned = false;  // matrices of codes have the contracted dimension last, unlike their scales
   std::string_view format, scale_layout = "rows", combine_dtype, out_dtype;
+  // Of a router.
+  bool with_bias = false;
+  int64_t num_groups = 1, top_groups = 1, best_of_group = 1;
+  float least_sum = 0.0f, scale = 1.0f;
+  std::string_view score;
 
   bool with_weights = false;              // weights travel along a route
   bool quantized = false, plain = false;  // whether the format has scales, or not

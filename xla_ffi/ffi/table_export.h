@@ -53,6 +53,7 @@ nb::dict ExportAttribute(const AttributeRow<Value, Target>& row) {
   made["name"] = row.name;
   made["type"] = std::is_same_v<Value, bool>      ? "bool"
                  : std::is_same_v<Value, int64_t> ? "int64"
+                 : std::is_same_v<Value, float>   ? "float32"
                                                   : "string";
   made["dim"] = nb::none();
   if constexpr (std::is_same_v<Target, Dim>) {
@@ -80,6 +81,7 @@ inline nb::dict OperandTables() {
   ForEachCall(StepCalls{}, add);
   ForEachCall(WindowCalls{}, add);
   ForEachCall(AsideCalls{}, add);
+  ForEachCall(RouterCalls{}, add);
   ForEachCall(RowCalls{}, add);
   ForEachCall(MatmulCalls{}, add);
   return tables;

@@ -5,6 +5,7 @@
 
 #include "ffi/collective_calls.h"
 #include "ffi/matmul_calls.h"
+#include "ffi/router_calls.h"
 #include "ffi/row_calls.h"
 #include "ffi/window_calls.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,6 +29,7 @@ using WindowCalls =
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 // Of the CUDA module alone.
 using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
+using RouterCalls = CallList<RouterCall>;
 using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
                              CodeRowsCall, CodeGateUpCall, CodeDownBackCall, FourBitRowsCall,
                              FourBitGateUpCall, QuantizeMatricesCall>;

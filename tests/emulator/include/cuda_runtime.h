@@ -104,6 +104,18 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
   return static_cast<unsigned>(sum);
 }
 
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  using namespace ::jax_ep::emulator;
+  const uint64_t* values = Exchange(mask, value, "__reduce_max_sync");
+  return static_cast<unsigned>(*std::max_element(values, values + kWarpLanes));
+}
+
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
+  using namespace ::jax_ep::emulator;
+  const uint64_t* values = Exchange(mask, value, "__reduce_min_sync");
+  return static_cast<unsigned>(*std::min_element(values, values + kWarpLanes));
+}
+
 // ---- Blocks -------------------------------------------------------------------------------------
 
 inline int __syncthreads_and(int value) {

@@ -1,0 +1,188 @@
+// One pass from logits to experts and weights, where XLA sorts all scores, and each token's groups
+// as well, in kernels of their own. At decode launches are what that costs; with many tokens it is
+// the sort.
+#include "cuda/router.h"
+
+#include "cuda/common/launch.h"
+#include "cuda/common/primitives.cuh"
+#include "formats/numbers.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+static_assert(kRouterLanes == kWarpSize);
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Of floats as integers. NaN is the largest, as in XLA's top-k; nothing is 0.
+__device__ uint32_t OrderOf(float value) {
+  const uint32_t bits = FloatBits(value);
+  if (value != value) return 0xFFFFFFFFu;
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+template <typename Combine>
+__device__ float OverWarp(float value, Combine combine) {
+#pragma unroll
+  for (int by = 1; by < kWarpSize; by *= 2) {
+    value = combine(value, __shfl_xor_sync(kFullWarp, value, by));
+  }
+  return value;
+}
+
+struct Taken {
+  int number;
+  float value;
+};
+
+// The candidates of a warp: number i * 32 + lane is entry i of a lane. Each has an order, 0 if it
+// is not there.
+template <int kCount>
+struct Candidates {
+  uint32_t orders[kCount];
+
+  // Takes the one of the largest order out, of several the first. There has to be one. `values`
+  // has a value for each.
+  __device__ Taken Take(const float (&values)[kCount]) {
+    uint32_t order = orders[0];
+    float value = values[0];
+    int entry = 0;
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) {
+      if (orders[i] > order) order = orders[i], value = values[i], entry = i;
+    }
+    const bool best = order == __reduce_max_sync(kFullWarp, order);
+    const auto own = static_cast<unsigned>(entry * kWarpSize + Lane());
+    const auto first = static_cast<int>(__reduce_min_sync(kFullWarp, best ? own : ~0u));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i * kWarpSize + Lane() == first) orders[i] = 0;
+    }
+    return {first, __shfl_sync(kFullWarp, value, first % kWarpSize)};
+  }
+};
+
+// The groups that a token's experts come from, a bit each.
+template <int kCount>
+__device__ uint32_t BestGroups(const RouterStep& step, const Candidates<kCount>& all,
+                               const float (&wanted)[kCount], const int (&groups)[kCount]) {
+  float own[1] = {};  // the score of the group that is the lane's number
+  for (int group = 0; group < step.num_groups; ++group) {
+    Candidates<kCount> inside;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) inside.orders[i] = groups[i] == group ? all.orders[i] : 0;
+    float sum = inside.Take(wanted).value;
+    for (int64_t more = 1; more < step.best_of_group; ++more) {
+      sum = Add(sum, inside.Take(wanted).value);
+    }
+    if (Lane() == group) own[0] = sum;
+  }
+  Candidates<1> of_groups{{Lane() < step.num_groups ? OrderOf(own[0]) : 0}};
+  uint32_t best = 0;
+  for (int64_t i = 0; i < step.top_groups; ++i) best |= 1u << of_groups.Take(own).number;
+  return best;
+}
+
+// Scores of a token's experts; what a lane holds past the last one is 0.
+template <int kCount>
+__device__ void Scores(const RouterStep& step, const float* logits, float (&scores)[kCount]) {
+  float largest = -kInfinity;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int expert = i * kWarpSize + Lane();
+    scores[i] = expert < step.experts ? logits[expert] : -kInfinity;
+    largest = fmaxf(largest, scores[i]);
+  }
+  if (step.sigmoid) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] = Divide(1.0f, Add(1.0f, expf(-scores[i])));
+    return;
+  }
+  largest = OverWarp(largest, [](float a, float b) { return fmaxf(a, b); });
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool there = i * kWarpSize + Lane() < step.experts;
+    scores[i] = there ? expf(Add(scores[i], -largest)) : 0.0f;
+    sum = Add(sum, scores[i]);
+  }
+  sum = OverWarp(sum, [](float a, float b) { return Add(a, b); });
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scores[i] = Divide(scores[i], sum);
+}
+
+template <int kCount>
+__global__ void __launch_bounds__(kBlockThreads)
+    RouterKernel(const __grid_constant__ RouterStep step) {
+  const auto per_group = static_cast<int>(step.experts / step.num_groups);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock;
+  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + Warp();
+       token < step.tokens; token += stride) {
+    float scores[kCount], wanted[kCount];
+    Scores(step, step.logits + token * step.experts, scores);
+    Candidates<kCount> all;
+    int groups[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int expert = i * kWarpSize + Lane();
+      const bool there = expert < step.experts;
+      wanted[i] = step.bias != nullptr && there ? Add(scores[i], step.bias[expert]) : scores[i];
+      all.orders[i] = there ? OrderOf(wanted[i]) : 0;
+      groups[i] = there ? expert / per_group : -1;
+    }
+    if (step.top_groups < step.num_groups) {
+      const uint32_t best = BestGroups(step, all, wanted, groups);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const bool left_out = groups[i] >= 0 && (best >> groups[i] & 1) == 0;
+        if (left_out) all.orders[i] = OrderOf(-kInfinity);
+      }
+    }
+    int expert = 0;
+    float weight = 0.0f;  // of the lane's number among the chosen ones
+    for (int64_t k = 0; k < step.top_k; ++k) {
+      const Taken taken = all.Take(scores);
+      if (Lane() == k) expert = taken.number, weight = taken.value;
+    }
+    if (step.least_sum > 0.0f) {
+      const float sum = OverWarp(weight, [](float a, float b) { return Add(a, b); });
+      // NaN stays NaN.
+      weight = Divide(weight, sum < step.least_sum ? step.least_sum : sum);
+    }
+    if (Lane() < step.top_k) {
+      step.ids[token * step.top_k + Lane()] = expert;
+      step.weights[token * step.top_k + Lane()] = Multiply(weight, step.scale);
+    }
+  }
+}
+
+// Calls `visit.template operator()<entries of a lane>()` for so many experts.
+template <typename Visit, int kCount = 1>
+cudaError_t VisitCount(int64_t experts, const Visit& visit) {
+  if constexpr (kCount < kMostExpertsPerLane) {
+    if (experts > kCount * kWarpSize) return VisitCount<Visit, 2 * kCount>(experts, visit);
+  }
+  return visit.template operator()<kCount>();
+}
+
+}  // namespace
+
+cudaError_t ChooseExperts(const RouterStep& step, cudaStream_t stream) {
+  if (step.tokens == 0) return cudaSuccess;
+  return VisitCount(step.experts, [&]<int kCount>() {
+    return Launch(RouterKernel<kCount>, RowGrid(step.tokens, kVectorBytes), kBlockThreads, 0,
+                  stream, step);
+  });
+}
+
+cudaError_t PreloadRouterKernels() {
+  cudaError_t error = cudaSuccess;
+  for (int entries = 1; entries <= kMostExpertsPerLane; entries *= 2) {
+    VisitCount(entries * kWarpSize, [&]<int kCount>() {
+      if (error == cudaSuccess) error = Preload(RouterKernel<kCount>);
+      return error;
+    });
+  }
+  return error;
+}
+
+}  // namespace jax_ep::cuda
