@@ -195,6 +195,7 @@ def main():
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "profile", from_newest("profile", matmul_tables.profile)),
         (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),
+        (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),
         (BENCHMARKS, "decode", decode()),
         (BENCHMARKS, "train", from_newest("train", layer_tables.train)),
         (BENCHMARKS, "nodes", from_newest("nodes", performance_tables.nodes)),

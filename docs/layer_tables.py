@@ -349,3 +349,31 @@ def train(data, table):
         f"then no parameter's gradient had a norm off by more than {norms:.1e} of it."
     )
     return f"{head}\n\n" + table(("step", "dense", *names), rows)
+
+
+def routers(data, table):
+    """The choice of experts by the kernel and in plain JAX."""
+    by_way = {}
+    for row in data["results"]:
+        if row["wrong"]:
+            raise SystemExit(f"the newest routers file is unfit: {row}")
+        place = row["router"], row["tokens"], row["part"]
+        by_way.setdefault(place, {})[row["way"]] = row
+    cells = [
+        (
+            *map(str, place),
+            *(f"{row['us']:.1f} ({row['kernels']})" for row in (plain, kernel)),
+            f"{plain['us'] / kernel['us']:.2f}",
+        )
+        for place, ways in by_way.items()
+        for plain, kernel in [(ways["plain"], ways["kernel"])]
+    ]
+    head = (
+        f"`jax_ep.router.route` ({performance_tables.source(data, data['command'])}), "
+        f"top-{data['top_k']} of {data['experts']} experts, from logits to ids and "
+        "weights, and with the gradient of a function of the weights: microseconds on "
+        "the GPU, in brackets how many kernels that are. `plain` is the same router in "
+        "plain JAX, as it is outside of `shard_map`."
+    )
+    columns = ("router", "tokens", "part", "plain", "kernel", "times as fast")
+    return f"{head}\n\n" + table(columns, cells)

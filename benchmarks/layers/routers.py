@@ -1,0 +1,143 @@
+"""Times `jax_ep.router.route` by its kernel and in plain JAX, on one GPU.
+
+    python -m benchmarks.layers.routers [--tokens 1 128 4096 16384]
+
+A softmax router and one as DeepSeek-V3 has it, top-8 of 256 experts: the choice, and
+the gradient of a function of the weights. Inside of `shard_map` a GPU chooses by the
+kernel, outside by plain JAX. Times are the profiler's, from the start of the first
+kernel to the end of the last, the least of several calls. Ids and weights of both ways
+are compared in the same run: ids may differ where two scores are a rounding apart.
+Leaves benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
+without a GPU, nothing is timed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.common import arguments as common
+from benchmarks.common import recording, trace
+from jax_ep._cli.bench import process
+from jax_ep.router import Router, route
+
+ROUTERS = {
+    "softmax": Router(),
+    "DeepSeek-V3": Router(score="sigmoid", num_groups=8, top_groups=4, scale=2.5),
+}
+WAYS = ("plain", "kernel")
+PARTS = ("forward", "gradient")
+EXPERTS, TOP_K = 256, 8
+TOKENS = (1, 128, 4096, 16384)
+TINY = ("--tokens", "3", "--calls", "1")
+LEAST_SAME = 0.999  # of ids
+BOUND = 1e-5  # of a weight's or a gradient's largest
+
+
+def choice(router, logits, bias):
+    """Ids and weights."""
+    found = route(logits, TOP_K, router, bias=bias)
+    return found.ids, found.weights
+
+
+def gradient(router, logits, bias):
+    """Of a function of the weights that is not linear."""
+
+    def loss(logits):
+        return jnp.sum(jnp.sin(choice(router, logits, bias)[1]))
+
+    return jax.grad(loss)(logits)
+
+
+def program(mesh, way, part, router):
+    """A jitted function of logits and a bias."""
+    body = functools.partial(choice if part == "forward" else gradient, router)
+    if way == "kernel":
+        body = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
+    return jax.jit(body)
+
+
+def timed(run, args, calls):
+    """Entries of a row: the least time of `calls` calls, and its kernels."""
+    seen = [trace.traced(run, *args, made=trace.kernels) for _ in range(calls)]
+    errors = [each["error"] for each in seen if "error" in each]
+    if errors:
+        return {"untimed": errors[0]}
+    best = min(seen, key=lambda each: each["span_us"])
+    count = sum(kernel["count"] for kernel in best["kernels"])
+    return {"us": best["span_us"], "kernels": count}
+
+
+def compared(found, want):
+    """Entries of a row for how far results are from those of plain JAX."""
+    row, same = {}, True
+    if isinstance(found, tuple):
+        (ids, found), (wanted, want) = found, want
+        same = np.asarray(ids == wanted)
+        row["same_ids"] = float(np.mean(same))
+    apart = np.abs(np.where(same, found - want, 0))
+    row["difference"] = float(np.max(apart) / np.max(np.abs(want)))
+    right = row.get("same_ids", 1) >= LEAST_SAME and row["difference"] <= BOUND
+    return row | {"wrong": not right}
+
+
+def measure(args):
+    """Rows by router, tokens, part and way."""
+    mesh = process.ep_mesh(1)
+    for name, router in ROUTERS.items():
+        # DeepSeek-V3 chooses by a bias that has no share in the weights.
+        bias = jax.random.normal(jax.random.key(args.seed + 1), EXPERTS) / 50
+        for tokens in args.tokens:
+            logits = jax.random.normal(jax.random.key(args.seed), (tokens, EXPERTS))
+            given = logits, bias if router.score == "sigmoid" else None
+            for part in PARTS:
+                runs = {way: program(mesh, way, part, router) for way in WAYS}
+                want = runs["plain"](*given)
+                for way, run in runs.items():
+                    row = {"router": name, "tokens": tokens, "part": part, "way": way}
+                    row |= compared(run(*given), want)
+                    yield row | timed(run, given, args.calls)
+
+
+def line(row):
+    """A row in words."""
+    head = f"{row['router']}, {row['tokens']} tokens, {row['part']}, {row['way']}"
+    time = f"{row['us']:.1f} us, {row['kernels']} kernels" if "us" in row else "untimed"
+    return f"{head}: {time}" + ", WRONG" * row["wrong"]
+
+
+def parse(arguments):
+    parser = common.parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--calls", type=int, default=3, help="of each program")
+    parser.add_argument("--seed", type=int, default=0, help="of logits and bias")
+    common.add_tiny(parser)
+    return common.parsed(parser, arguments, TINY)
+
+
+def main(arguments=None):
+    args, rows = parse(arguments), []
+    record = recording.head(
+        "routers",
+        device=jax.devices()[0].device_kind,
+        count=1,
+        jax=jax.__version__,
+        command=recording.command("layers.routers", arguments),
+        experts=EXPERTS,
+        top_k=TOP_K,
+        results=rows,
+    )
+    try:
+        for row in measure(args):
+            rows.append(row)
+            print(line(row), flush=True)
+    finally:
+        recording.write(recording.of("routers", record), record, args.results)
+    untimed = not args.tiny and any("us" not in row for row in rows)
+    return int(untimed or any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

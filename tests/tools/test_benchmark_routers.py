@@ -1,0 +1,77 @@
+"""benchmarks/layers/routers.py: what it compares, and the table of its record."""
+
+from __future__ import annotations
+
+import generate
+import layer_tables
+import pytest
+
+from benchmarks.layers import routers
+from support.tiny import ON_CPU, rows_by, written
+
+
+def rows_of(record):
+    return rows_by(record["results"], "router", "tokens", "part", "way")
+
+
+def with_times(record):
+    """As a GPU records it: by the kernel in a quarter of the time."""
+    for row in record["results"]:
+        kernel = row["way"] == "kernel"
+        row |= {"us": 2.0 if kernel else 8.0, "kernels": 1 if kernel else 5}
+    return record
+
+
+def test_every_row(tmp_path):
+    assert routers.main(["--tiny", "--results", str(tmp_path)]) == 0
+    record = written(tmp_path)
+    rows = rows_of(record)
+    assert rows.keys() == {
+        (name, 3, part, way)
+        for name in routers.ROUTERS
+        for part in routers.PARTS
+        for way in routers.WAYS
+    }
+    for (*_, part, _), row in rows.items():
+        assert not row["wrong"]
+        assert ("same_ids" in row) == (part == "forward")
+        assert ("us" in row) != ON_CPU
+    lines = layer_tables.routers(with_times(record), generate.table).splitlines()
+    row = "| softmax | 3 | forward | 8.0 (5) | 2.0 (1) | 4.00 |"
+    assert row in lines
+    record["results"][-1]["wrong"] = True
+    with pytest.raises(SystemExit, match="unfit"):
+        layer_tables.routers(record, generate.table)
+
+
+@pytest.mark.parametrize("what", ["ids", "weights", "gradient"])
+def test_wrong_results_are_seen(what, tmp_path, monkeypatch):
+    """Of one of the two ways."""
+    true_program = routers.program
+
+    def program(mesh, way, part, router):
+        run = true_program(mesh, way, part, router)
+        if way == "plain" or (part == "gradient") != (what == "gradient"):
+            return run
+        if part == "gradient":
+            return lambda *given: run(*given) * 1.001
+
+        def other(*given):
+            ids, weights = run(*given)
+            return (ids + 1, weights) if what == "ids" else (ids, weights * 1.001)
+
+        return other
+
+    monkeypatch.setattr(routers, "program", program)
+    assert routers.main(["--tiny", "--results", str(tmp_path)]) == 1
+    part = "gradient" if what == "gradient" else "forward"
+    for (*_, found, way), row in rows_of(written(tmp_path)).items():
+        assert row["wrong"] == (found == part and way == "kernel")
+
+
+def test_without_times_it_fails(tmp_path, monkeypatch):
+    """Unless that was asked for."""
+    monkeypatch.setattr(routers, "timed", lambda *_: {"untimed": "no profiler"})
+    words = ["--tokens", "3", "--calls", "1", "--results", str(tmp_path)]
+    assert routers.main(words) == 1
+    assert routers.main([*words, "--tiny"]) == 0
