@@ -260,7 +260,8 @@ def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
     placed = jax.typeof(matrices).sharding
     if any(entry is not None for entry in placed.spec):
         outs = _out_shardings(placed.mesh, matrices.shape, placed.spec)
-        return jax.sharding.auto_axes(_partitioned, out_sharding=outs)(matrices)
+        by_part: Any = jax.sharding.auto_axes(_partitioned, out_sharding=outs)
+        return by_part(matrices)
     mesh = jax.sharding.get_abstract_mesh()
     # Arrays may be sharded without a mesh that is set.
     unknown = mesh.empty or AxisType.Auto in mesh.axis_types

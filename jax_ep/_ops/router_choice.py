@@ -7,16 +7,17 @@ is manual, in `shard_map`; elsewhere a router stays in plain JAX.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jax.sharding import AxisType
 
 from jax_ep._core import batching
+from jax_ep._core.literals import Score
 from jax_ep._core.varying import vary_alike
 from jax_ep._native import ffi, tables
 
-_TARGET = "ep_router"
+_TARGET: Final = "ep_router"
 # What the kernel has room for (xla_ffi/ffi/router_calls.h).
 _MOST_EXPERTS, _MOST_CHOSEN, _MOST_GROUPS = 1024, 32, 32
 
@@ -41,7 +42,16 @@ def on_gpus(
 
 
 def choose(
-    logits: jax.Array, bias: jax.Array | None, top_k: int, **attributes: Any
+    logits: jax.Array,
+    bias: jax.Array | None,
+    *,
+    top_k: int,
+    score: Score,
+    num_groups: int,
+    top_groups: int,
+    best_of_group: int,
+    least_sum: float,
+    scale: float,
 ) -> Choice:
     """Chooses experts by the kernel; without a derivative.
 
@@ -49,14 +59,31 @@ def choose(
         logits: float32 `[n, E]`.
         bias: float32 `[E]` or None.
         top_k: K.
-        **attributes: those of the call, except whether there is a bias.
+        score: as the field of `Router`, and so are all but `least_sum`.
+        num_groups: of groups.
+        top_groups: of those that are kept.
+        best_of_group: of scores that make up a group's.
+        least_sum: what weights are divided by if their sum is less; 0 divides none.
+        scale: of the weights.
     """
 
     def run(logits: jax.Array, bias: jax.Array | None) -> Choice:
         names = jax.sharding.get_abstract_mesh().axis_names
         logits, bias = vary_alike(names, frozenset(), logits, bias)
-        operands = {"logits": logits, "bias": bias}
-        found = tables.call(_TARGET, logits, {"K": top_k}, operands, attributes)
+        found = tables.call(
+            _TARGET,
+            logits,
+            {"K": top_k},
+            {"logits": logits, "bias": bias},
+            {
+                "score": score,
+                "num_groups": num_groups,
+                "top_groups": top_groups,
+                "best_of_group": best_of_group,
+                "least_sum": least_sum,
+                "scale": scale,
+            },
+        )
         return found.ids, found.weights
 
     return batching.in_turn(run)(logits, bias)
