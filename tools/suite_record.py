@@ -146,6 +146,7 @@ class Suite:
             "commit": recording.commit(),
             "python": sys.version.split()[0],
             "arguments": self.arguments,
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
         if self.processes:
             facts["processes"] = self.processes

@@ -129,6 +129,7 @@ def test_runs_resumed_make_one_record(results, tmp_path) -> None:
         {"devices": DEVICES | {"jax": "9.8.8"}},
         {"devices": DEVICES | {"kind": "Made up"}},
         {"python": "2.7"},
+        {"xla_flags": "--xla_gpu_autotune_level=0"},
     ],
     ids=str,
 )
