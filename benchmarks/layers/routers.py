@@ -1,10 +1,12 @@
-"""Times `jax_ep.router.route` by its kernel and in plain JAX, on one GPU.
+"""Times `jax_ep.router.route` by its kernel and in plain JAX, on one GPU; and logits.
 
-    python -m benchmarks.layers.routers [--tokens 1 128 4096 16384]
+    python -m benchmarks.layers.routers [--tokens 1 8 32 128 4096 16384]
 
 A softmax router and one as DeepSeek-V3 has it, top-8 of 256 experts: the choice, and
 the gradient of a function of the weights. Inside of `shard_map` a GPU chooses by the
-kernel, outside by plain JAX. Times are the profiler's, from the start of the first
+kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a float32
+router: in `plain` JAX, one product of highest precision, and by the `parts` of
+bfloat16 that layers multiply on GPUs. Times are the profiler's, from the start of the first
 kernel to the end of the last, the least of several calls. Ids and weights of both ways
 are compared in the same run: ids may differ where two scores are a rounding apart.
 Leaves benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
@@ -21,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.common import arguments as common
 from benchmarks.common import recording, trace
 from jax_ep._cli.bench import process
+from jax_ep._layers.logits import by_parts
 from jax_ep.router import Router, route
 
 ROUTERS = {
@@ -29,8 +32,8 @@ ROUTERS = {
 }
 WAYS = ("plain", "kernel")
 PARTS = ("forward", "gradient")
-EXPERTS, TOP_K = 256, 8
-TOKENS = (1, 128, 4096, 16384)
+EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
+TOKENS = (1, 8, 32, 128, 4096, 16384)
 TINY = ("--tokens", "3", "--calls", "1")
 LEAST_SAME = 0.999  # of ids
 BOUND = 1e-5  # of a weight's or a gradient's largest
@@ -59,6 +62,12 @@ def program(mesh, way, part, router):
     return jax.jit(body)
 
 
+def plain_logits(tokens, kernel):
+    """As JAX multiplies float32."""
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.dot(tokens.astype(jnp.float32), kernel, precision=highest)
+
+
 def timed(run, args, calls):
     """Entries of a row: the least time of `calls` calls, and its kernels."""
     seen = [trace.traced(run, *args, made=trace.kernels) for _ in range(calls)]
@@ -83,7 +92,28 @@ def compared(found, want):
     return row | {"wrong": not right}
 
 
-def measure(args):
+def rows_of(place, runs, given, calls):
+    """A row for each of the ways, compared with the first one."""
+    want = next(iter(runs.values()))(*given)
+    for way, run in runs.items():
+        found = compared(run(*given), want)
+        yield place | {"way": way} | found | timed(run, given, calls)
+
+
+def measure_logits(args):
+    """Rows by tokens and way."""
+    kernel = jax.random.normal(jax.random.key(args.seed), (HIDDEN, EXPERTS))
+    for tokens in args.tokens:
+        shape = tokens, HIDDEN
+        given = jax.random.normal(jax.random.key(args.seed + 1), shape, jnp.bfloat16)
+        # On CPUs products of bfloat16 may be what XLA has no layout for.
+        parts = plain_logits if args.tiny else by_parts
+        runs = {"plain": jax.jit(plain_logits), "parts": jax.jit(parts)}
+        place = {"part": "logits", "tokens": tokens}
+        yield from rows_of(place, runs, (given, kernel), args.calls)
+
+
+def measure_choice(args):
     """Rows by router, tokens, part and way."""
     mesh = process.ep_mesh(1)
     for name, router in ROUTERS.items():
@@ -94,16 +124,14 @@ def measure(args):
             given = logits, bias if router.score == "sigmoid" else None
             for part in PARTS:
                 runs = {way: program(mesh, way, part, router) for way in WAYS}
-                want = runs["plain"](*given)
-                for way, run in runs.items():
-                    row = {"router": name, "tokens": tokens, "part": part, "way": way}
-                    row |= compared(run(*given), want)
-                    yield row | timed(run, given, args.calls)
+                place = {"router": name, "part": part, "tokens": tokens}
+                yield from rows_of(place, runs, given, args.calls)
 
 
 def line(row):
     """A row in words."""
-    head = f"{row['router']}, {row['tokens']} tokens, {row['part']}, {row['way']}"
+    names = row.get("router"), row["part"], f"{row['tokens']} tokens", row["way"]
+    head = ", ".join(name for name in names if name)
     time = f"{row['us']:.1f} us, {row['kernels']} kernels" if "us" in row else "untimed"
     return f"{head}: {time}" + ", WRONG" * row["wrong"]
 
@@ -127,12 +155,14 @@ def main(arguments=None):
         command=recording.command("layers.routers", arguments),
         experts=EXPERTS,
         top_k=TOP_K,
+        hidden=HIDDEN,
         results=rows,
     )
     try:
-        for row in measure(args):
-            rows.append(row)
-            print(line(row), flush=True)
+        for measure in (measure_choice, measure_logits):
+            for row in measure(args):
+                rows.append(row)
+                print(line(row), flush=True)
     finally:
         recording.write(recording.of("routers", record), record, args.results)
     untimed = not args.tiny and any("us" not in row for row in rows)

@@ -17,8 +17,8 @@ def rows_of(record):
 def with_times(record):
     """As a GPU records it: by the kernel in a quarter of the time."""
     for row in record["results"]:
-        kernel = row["way"] == "kernel"
-        row |= {"us": 2.0 if kernel else 8.0, "kernels": 1 if kernel else 5}
+        plain = row["way"] == "plain"
+        row |= {"us": 8.0 if plain else 2.0, "kernels": 5 if plain else 1}
     return record
 
 
@@ -26,19 +26,21 @@ def test_every_row(tmp_path):
     assert routers.main(["--tiny", "--results", str(tmp_path)]) == 0
     record = written(tmp_path)
     rows = rows_of(record)
-    assert rows.keys() == {
+    choices = {
         (name, 3, part, way)
         for name in routers.ROUTERS
         for part in routers.PARTS
         for way in routers.WAYS
     }
+    logits = {(None, 3, "logits", way) for way in ("plain", "parts")}
+    assert rows.keys() == choices | logits
     for (*_, part, _), row in rows.items():
         assert not row["wrong"]
         assert ("same_ids" in row) == (part == "forward")
         assert ("us" in row) != ON_CPU
     lines = layer_tables.routers(with_times(record), generate.table).splitlines()
-    row = "| softmax | 3 | forward | 8.0 (5) | 2.0 (1) | 4.00 |"
-    assert row in lines
+    assert "| softmax | forward | 3 | 8.0 (5) | 2.0 (1) | 4.00 |" in lines
+    assert "| hidden 7168 | logits | 3 | 8.0 (5) | 2.0 (1) | 4.00 |" in lines
     record["results"][-1]["wrong"] = True
     with pytest.raises(SystemExit, match="unfit"):
         layer_tables.routers(record, generate.table)
