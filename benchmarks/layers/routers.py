@@ -4,11 +4,11 @@
 
 A softmax router and one as DeepSeek-V3 has it, top-8 of 256 experts: the choice, and
 the gradient of a function of the weights. Inside of `shard_map` a GPU chooses by the
-kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a float32
-router: in `plain` JAX, one product of highest precision, and by the `parts` of
-bfloat16 that layers multiply on GPUs. Times are the profiler's, from the start of the first
-kernel to the end of the last, the least of several calls. Ids and weights of both ways
-are compared in the same run: ids may differ where two scores are a rounding apart.
+kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a
+float32 router: in `plain` JAX, one product of highest precision, and by the `parts` of
+bfloat16 that layers multiply on GPUs. Times are the profiler's, from the start of the
+first kernel to the end of the last, the least of several calls. What two ways return
+is compared in the same run: ids may differ where two scores are a rounding apart.
 Leaves benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
 without a GPU, nothing is timed.
 """
