@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jax_ep._core import batching
@@ -57,7 +58,7 @@ def choose(
 
     Args:
         logits: float32 `[n, E]`.
-        bias: float32 `[E]` or None.
+        bias: `[E]` of any floating dtype, or None.
         top_k: K.
         score: as the field of `Router`, and so are all but `least_sum`.
         num_groups: of groups.
@@ -70,6 +71,7 @@ def choose(
     def run(logits: jax.Array, bias: jax.Array | None) -> Choice:
         names = jax.sharding.get_abstract_mesh().axis_names
         logits, bias = vary_alike(names, frozenset(), logits, bias)
+        bias = None if bias is None else bias.astype(jnp.float32)
         found = tables.call(
             _TARGET,
             logits,

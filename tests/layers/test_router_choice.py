@@ -43,12 +43,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(operands["logits"].shape)
         if target != "ep_router" or jax.default_backend() == "gpu":
             return true_call(target, like, dims, operands, attributes)
+        bias = operands["bias"]
+        assert bias is None or bias.dtype == jnp.float32
         given = dict(attributes)
         least = given.pop("least_sum")
         assert least in (0.0, routers._LEAST_SUM)
         one = Router(normalize=least > 0, **given)
         scores = routers._scores(one, operands["logits"])
-        chosen = routers._chosen(one, dims["K"], scores, operands["bias"])
+        chosen = routers._chosen(one, dims["K"], scores, bias)
         return _Found(*chosen)
 
     monkeypatch.setattr(tables, "call", call)
@@ -86,12 +88,15 @@ def assert_same(found: Any, want: Any) -> None:
     np.testing.assert_allclose(found.probabilities, want.probabilities, rtol=2e-6)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("bias_dtype", [None, "float32", "bfloat16"])
 @BY_NAME
-def test_equals_the_plain_router(router: Router, with_bias: bool, calls: Any) -> None:
+def test_equals_the_plain_router(
+    router: Router, bias_dtype: str | None, calls: Any
+) -> None:
     logits, bias = drawn(26, 48)
     mask = np.arange(26) % 5 != 0
-    given = {"bias": bias if with_bias else None, "mask": mask}
+    bias = None if bias_dtype is None else jnp.asarray(bias, bias_dtype)
+    given = {"bias": bias, "mask": mask}
     want = route(logits, 3, router, **given)
     assert not calls, "outside of shard_map"
 
