@@ -7,6 +7,7 @@ import matmul_tables
 import scale_model
 
 from benchmarks.layers import report as layer_report
+from benchmarks.layers.decode_steps import DRAWS
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report as call_report
 
@@ -413,6 +414,23 @@ def tried(variant, beside=AS_IT_IS):
         )
 
     return found
+
+
+def decode_traces(record):
+    """On the GPU and in all: steps of 1 and 128 tokens without experts, then a layer."""
+    rows = {
+        row["tokens"]: row
+        for row in record["results"]
+        if row["part"] == "layer" and row["way"] == "bf16"
+    }
+    for tokens, part, time in (
+        (1, "exchange", "exchange_us"),
+        (128, "exchange", "exchange_us"),
+        (1, "layer", "us"),
+    ):
+        row = rows[tokens]
+        yield row["traces"][part]["span_us"] / DRAWS
+        yield row[time]
 
 
 def four_bits_by_card(*records):

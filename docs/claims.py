@@ -519,6 +519,13 @@ PAGES = {
             of.four_bits_by_card,
         ),
         Claim(
+            "traced-decode-h200x2-*",
+            "works {} us of such a step at one token per rank, where the program takes "
+            "{}, and {} us of {} at 128 tokens. Of a whole layer at one token it works "
+            "{} us of {}",
+            of.decode_traces,
+        ),
+        Claim(
             "tokens128-h200x2-* before-tokens128-h200x2-*",
             "on each of 2 GPUs, takes {} ms, and {} with gradients. With the Pallas "
             "kernels of commit 08b5e9d it took {} and {} on the same GPUs",
