@@ -417,7 +417,7 @@ def tried(variant, beside=AS_IT_IS):
 
 
 def decode_traces(record):
-    """On the GPU and in all: steps of 1 and 128 tokens without experts, then a layer."""
+    """On the GPU and in all: steps of 1 and 128 tokens without experts, a layer."""
     rows = {
         row["tokens"]: row
         for row in record["results"]
