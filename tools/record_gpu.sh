@@ -6,7 +6,7 @@
 #   tools/record_gpu.sh [step]...
 #
 # Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-# overlap grouped decode layer collective. A single GPU is shared by four processes. Needs jax_ep built
+# overlap grouped decode routers layer collective. A single GPU is shared by four processes. Needs jax_ep built
 # for these GPUs and installed for PYTHON (default python3), with the extra test; steps limits, waits,
 # kernels and p2p need nvcc. Status 1 if a step failed or ran out of time.
 set -uo pipefail
@@ -38,7 +38,7 @@ failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
   steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-    overlap grouped decode layer collective)
+    overlap grouped decode routers layer collective)
 for step in "${steps[@]}"; do
   case $step in
     # With the litmus test of the memory order.
@@ -75,6 +75,7 @@ for step in "${steps[@]}"; do
     overlap) run "$python" -m benchmarks.overlap.overlap --trace --budget "$limit" ;;
     grouped) run "$python" -m benchmarks.layers.grouped ;;
     decode) run "$python" -m benchmarks.layers.decode --layer ;;
+    routers) run "$python" -m benchmarks.layers.routers ;;
     layer) run "$python" -m benchmarks.layers.layer --budget "$limit" ;;
     collective) run "$python" -m benchmarks.calls.collective ;;
     *) echo "no step '$step'"; exit 2 ;;

@@ -39,7 +39,7 @@ from benchmarks.calls import (
 )
 from benchmarks.common import recording
 from benchmarks.layers import cases as layer_cases
-from benchmarks.layers import decode, grouped, layer
+from benchmarks.layers import decode, grouped, layer, routers
 from benchmarks.layers import report as layer_report
 from benchmarks.limits import (
     cutlass_grouped,
@@ -603,7 +603,8 @@ def test_fuzz(compiler, tmp_path):
 HERE = {
     *(collective, cpu_steps, cutlass_grouped, decode, draw, format_errors, fuzz),
     *(gpu_limits, grouped, grouped_kernels, host_time, launch_waits, layer, nodes),
-    *(options_cost, overlap, p2p, record_suite, soak, soak_processes, window_kernels),
+    *(options_cost, overlap, p2p, record_suite, routers, soak, soak_processes),
+    window_kernels,
 }
 # By those above.
 WORKERS = {
