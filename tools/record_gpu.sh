@@ -6,9 +6,9 @@
 #   tools/record_gpu.sh [step]...
 #
 # Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-# overlap grouped decode routers layer collective. A single GPU is shared by four processes. Needs jax_ep built
-# for these GPUs and installed for PYTHON (default python3), with the extra test; steps limits, waits,
-# kernels and p2p need nvcc. Status 1 if a step failed or ran out of time.
+# overlap grouped decode routers layer collective. A single GPU is shared by four processes. Needs
+# jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test; steps
+# limits, waits, kernels and p2p need nvcc. Status 1 if a step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
