@@ -13,6 +13,9 @@ MAX_WINDOW_RANKS: int
 MAX_WINDOW_HIDDEN: int
 MAX_ENCODED_HIDDEN: int
 PENDING_INTS: int
+MAX_ROUTER_EXPERTS: int
+MAX_ROUTER_CHOSEN: int
+MAX_ROUTER_GROUPS: int
 
 def targets() -> dict[str, Any]: ...
 def operand_tables() -> dict[str, dict[str, Any]]: ...

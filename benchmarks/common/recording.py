@@ -5,6 +5,8 @@ import pathlib
 import shlex
 import sys
 
+import jax
+
 from jax_ep._cli.bench import record
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -54,3 +56,15 @@ def run(kind, module, args, arguments, **facts):
 def head(kind, **facts):
     """The first entries of a record of a run without workers."""
     return {"kind": kind, "commit": commit(), "date": date(), **facts}
+
+
+def head_here(kind, module, arguments, count=1, **facts):
+    """`head` of a run of `module` on `count` devices of this process."""
+    return head(
+        kind,
+        device=jax.devices()[0].device_kind,
+        count=count,
+        jax=jax.__version__,
+        command=command(module, arguments),
+        **facts,
+    )

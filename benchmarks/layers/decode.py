@@ -331,12 +331,11 @@ def main(arguments=None):
         sys.exit(f"decode.py: must have {obstacle}; or run it with --tiny")
     sizes, rows = SMALL if args.tiny else SIZES, []
     count = process.ep_mesh(args.devices).size if args.layer else 1
-    record = recording.head(
+    record = recording.head_here(
         "decode",
-        device=jax.devices()[0].device_kind,
-        count=count,
-        jax=jax.__version__,
-        command=recording.command("layers.decode", arguments),
+        "layers.decode",
+        arguments,
+        count,
         sizes=sizes._asdict(),
         kernels=obstacle is None,
         results=rows,

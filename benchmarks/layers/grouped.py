@@ -389,12 +389,10 @@ def main(arguments=None):
                     print(
                         *(f"{v:.4g}" if type(v) is float else v for v in row.values())
                     )
-    record = recording.head(
+    record = recording.head_here(
         "grouped",
-        device=jax.devices()[0].device_kind,
-        count=1,
-        jax=jax.__version__,
-        command=recording.command("layers.grouped", arguments),
+        "layers.grouped",
+        arguments,
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
         results=rows,

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.common import arguments as common
 from benchmarks.common import recording, trace
 from jax_ep._cli.bench import process
-from jax_ep._layers.logits import by_parts
+from jax_ep._layers.logits import logits_of
 from jax_ep.router import Router, route
 
 ROUTERS = {
@@ -106,9 +106,8 @@ def measure_logits(args):
     for tokens in args.tokens:
         shape = tokens, HIDDEN
         given = jax.random.normal(jax.random.key(args.seed + 1), shape, jnp.bfloat16)
-        # On CPUs products of bfloat16 may be what XLA has no layout for.
-        parts = plain_logits if args.tiny else by_parts
-        runs = {"plain": jax.jit(plain_logits), "parts": jax.jit(parts)}
+        ours = functools.partial(logits_of, device=jax.devices()[0])
+        runs = {"plain": jax.jit(plain_logits), "parts": jax.jit(ours)}
         place = {"part": "logits", "tokens": tokens}
         yield from rows_of(place, runs, (given, kernel), args.calls)
 
@@ -147,12 +146,10 @@ def parse(arguments):
 
 def main(arguments=None):
     args, rows = parse(arguments), []
-    record = recording.head(
+    record = recording.head_here(
         "routers",
-        device=jax.devices()[0].device_kind,
-        count=1,
-        jax=jax.__version__,
-        command=recording.command("layers.routers", arguments),
+        "layers.routers",
+        arguments,
         experts=EXPERTS,
         top_k=TOP_K,
         hidden=HIDDEN,

@@ -17,10 +17,9 @@ from jax_ep._core import batching
 from jax_ep._core.literals import Score
 from jax_ep._core.varying import vary_alike
 from jax_ep._native import ffi, tables
+from jax_ep._native.loader import cpu as native
 
 _TARGET: Final = "ep_router"
-# What the kernel has room for (xla_ffi/ffi/router_calls.h).
-_MOST_EXPERTS, _MOST_CHOSEN, _MOST_GROUPS = 1024, 32, 32
 
 # Ids int32 `[n, K]` and weights float32 `[n, K]`.
 Choice = tuple[jax.Array, jax.Array]
@@ -28,11 +27,14 @@ Choice = tuple[jax.Array, jax.Array]
 
 def has_kernel(experts: int, top_k: int, num_groups: int) -> bool:
     """Whether a GPU would choose with the kernel here."""
+    fits = (
+        experts <= native.MAX_ROUTER_EXPERTS
+        and top_k <= native.MAX_ROUTER_CHOSEN
+        and num_groups <= native.MAX_ROUTER_GROUPS
+    )
     mesh = jax.sharding.get_abstract_mesh()
     manual = not mesh.empty and set(mesh.axis_types) == {AxisType.Manual}
-    fits = experts <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN
-    there = _TARGET in ffi.gpu_target_names()
-    return there and manual and fits and num_groups <= _MOST_GROUPS
+    return fits and manual and _TARGET in ffi.gpu_target_names()
 
 
 def on_gpus(

@@ -10,6 +10,7 @@
 #include "ffi/window_arguments.h"
 #include "formats/registry.h"
 #include "protocol/layout.h"
+#include "protocol/router_step.h"
 #include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
@@ -99,6 +100,9 @@ NB_MODULE(_native_cpu, m) {
   m.attr("MAX_WINDOW_HIDDEN") = kMaxWindowHidden;
   m.attr("MAX_ENCODED_HIDDEN") = kMaxEncodedHidden;
   m.attr("PENDING_INTS") = kPendingInts;
+  m.attr("MAX_ROUTER_EXPERTS") = kMaxRouterExperts;
+  m.attr("MAX_ROUTER_CHOSEN") = kMaxRouterChosen;
+  m.attr("MAX_ROUTER_GROUPS") = kMaxRouterGroups;
   m.def("formats", &Formats, "The registry of token formats.");
   m.def(
       "dispatch_region_bytes",

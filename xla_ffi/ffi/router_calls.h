@@ -30,9 +30,9 @@ struct RouterCall : Call<RouterStep> {
                  std::to_string(value));
     };
     const int64_t experts = sizes[E];
-    within("E", experts, int64_t{kRouterLanes} * kMostExpertsPerLane);
-    within("K", sizes[K], kRouterLanes);
-    within("num_groups", num_groups, kRouterLanes);
+    within("E", experts, kMaxRouterExperts);
+    within("K", sizes[K], kMaxRouterChosen);
+    within("num_groups", num_groups, kMaxRouterGroups);
     within("top_groups", top_groups, num_groups);
     if (score != "softmax" && score != "sigmoid") {
       check.Fail("score must be softmax or sigmoid, got " + std::string(score));
@@ -46,19 +46,15 @@ struct RouterCall : Call<RouterStep> {
     // Where groups set no limit their scores do not count.
     if (top_groups < num_groups) within("best_of_group", best_of_group, per_group);
     within("K", sizes[K], per_group * top_groups);
-    step = {.tokens = sizes[n],
-            .experts = experts,
-            .top_k = sizes[K],
-            .sigmoid = score == "sigmoid",
-            .num_groups = num_groups,
-            .top_groups = top_groups,
-            .best_of_group = best_of_group,
-            .least_sum = least_sum,
-            .scale = scale,
-            .logits = nullptr,
-            .bias = nullptr,
-            .ids = nullptr,
-            .weights = nullptr};
+    step.tokens = sizes[n];
+    step.experts = experts;
+    step.top_k = sizes[K];
+    step.sigmoid = score == "sigmoid";
+    step.num_groups = num_groups;
+    step.top_groups = top_groups;
+    step.best_of_group = best_of_group;
+    step.least_sum = least_sum;
+    step.scale = scale;
   }
 };
 

@@ -9,6 +9,9 @@ namespace jax_ep {
 // of the groups it holds one.
 inline constexpr int kRouterLanes = 32;
 inline constexpr int kMostExpertsPerLane = 32;
+inline constexpr int64_t kMaxRouterExperts = kRouterLanes * kMostExpertsPerLane;
+inline constexpr int64_t kMaxRouterChosen = kRouterLanes;
+inline constexpr int64_t kMaxRouterGroups = kRouterLanes;
 
 struct RouterStep {
   int64_t tokens;         // n
