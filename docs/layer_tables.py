@@ -362,7 +362,7 @@ def routers(data, table):
     cells = [
         (
             *map(str, place),
-            *(f"{row['us']:.1f} ({row['kernels']})" for row in ways),
+            *(f"{row['us']:.1f} ({row['kernels']:g})" for row in ways),
             f"{ways[0]['us'] / ways[1]['us']:.2f}",
         )
         for place, ways in by_way.items()
@@ -371,7 +371,8 @@ def routers(data, table):
         f"`jax_ep.router.route` ({performance_tables.source(data, data['command'])}), "
         f"top-{data['top_k']} of {data['experts']} experts, from logits to ids and "
         "weights, and with the gradient of a function of the weights: microseconds on "
-        "the GPU, in brackets how many kernels that are. `plain` is the same router in "
+        f"the GPU, in programs that do it {data['steps']} times, and in brackets how "
+        "many kernels it takes. `plain` is the same router in "
         "plain JAX, as it is outside of `shard_map`, `ours` the kernel. Logits are of "
         "bfloat16 tokens and a float32 router, `plain` as one product of highest "
         "precision, `ours` by parts of bfloat16 as in layers."

@@ -61,10 +61,17 @@ struct Candidates {
   }
 };
 
-// The groups that a token's experts come from, a bit each.
+// Puts experts of all but the best groups behind the others.
 template <int kCount>
-__device__ uint32_t BestGroups(const RouterStep& step, const Candidates<kCount>& all,
-                               const float (&wanted)[kCount], const int (&groups)[kCount]) {
+__device__ void LimitGroups(const RouterStep& step, const float (&wanted)[kCount],
+                            Candidates<kCount>& all) {
+  const auto per_group = static_cast<int>(step.experts / step.num_groups);
+  int groups[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int expert = i * kWarpSize + Lane();
+    groups[i] = expert < step.experts ? expert / per_group : -1;
+  }
   float own[1] = {};  // the score of the group that is the lane's number
   for (int group = 0; group < step.num_groups; ++group) {
     Candidates<kCount> inside;
@@ -79,7 +86,11 @@ __device__ uint32_t BestGroups(const RouterStep& step, const Candidates<kCount>&
   Candidates<1> of_groups{{Lane() < step.num_groups ? OrderOf(own[0]) : 0}};
   uint32_t best = 0;
   for (int64_t i = 0; i < step.top_groups; ++i) best |= 1u << of_groups.Take(own).number;
-  return best;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool left_out = groups[i] >= 0 && (best >> groups[i] & 1) == 0;
+    if (left_out) all.orders[i] = OrderOf(-kInfinity);
+  }
 }
 
 // Scores of a token's experts; what a lane holds past the last one is 0.
@@ -110,33 +121,24 @@ __device__ void Scores(const RouterStep& step, const float* logits, float (&scor
   for (int i = 0; i < kCount; ++i) scores[i] = Divide(scores[i], sum);
 }
 
-template <int kCount>
+// kLimited: whether groups limit the choice, which takes up to half as many registers again.
+template <int kCount, bool kLimited>
 __global__ void __launch_bounds__(kBlockThreads)
     RouterKernel(const __grid_constant__ RouterStep step) {
-  const auto per_group = static_cast<int>(step.experts / step.num_groups);
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock;
   for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + Warp();
        token < step.tokens; token += stride) {
     float scores[kCount], wanted[kCount];
     Scores(step, step.logits + token * step.experts, scores);
     Candidates<kCount> all;
-    int groups[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int expert = i * kWarpSize + Lane();
       const bool there = expert < step.experts;
       wanted[i] = step.bias != nullptr && there ? Add(scores[i], step.bias[expert]) : scores[i];
       all.orders[i] = there ? OrderOf(wanted[i]) : 0;
-      groups[i] = there ? expert / per_group : -1;
     }
-    if (step.top_groups < step.num_groups) {
-      const uint32_t best = BestGroups(step, all, wanted, groups);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const bool left_out = groups[i] >= 0 && (best >> groups[i] & 1) == 0;
-        if (left_out) all.orders[i] = OrderOf(-kInfinity);
-      }
-    }
+    if constexpr (kLimited) LimitGroups(step, wanted, all);
     int expert = 0;
     float weight = 0.0f;  // of the lane's number among the chosen ones
     for (int64_t k = 0; k < step.top_k; ++k) {
@@ -155,32 +157,34 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Calls `visit.template operator()<entries of a lane>()` for so many experts.
+// Calls `visit` with the kernel for so many experts.
 template <typename Visit, int kCount = 1>
-cudaError_t VisitCount(int64_t experts, const Visit& visit) {
+cudaError_t VisitKernel(int64_t experts, bool limited, const Visit& visit) {
   if constexpr (kCount < kMostExpertsPerLane) {
-    if (experts > kCount * kWarpSize) return VisitCount<Visit, 2 * kCount>(experts, visit);
+    if (experts > kCount * kWarpSize) {
+      return VisitKernel<Visit, 2 * kCount>(experts, limited, visit);
+    }
   }
-  return visit.template operator()<kCount>();
+  return visit(limited ? RouterKernel<kCount, true> : RouterKernel<kCount, false>);
 }
 
 }  // namespace
 
 cudaError_t ChooseExperts(const RouterStep& step, cudaStream_t stream) {
   if (step.tokens == 0) return cudaSuccess;
-  return VisitCount(step.experts, [&]<int kCount>() {
-    return Launch(RouterKernel<kCount>, RowGrid(step.tokens, kVectorBytes), kBlockThreads, 0,
-                  stream, step);
+  return VisitKernel(step.experts, step.top_groups < step.num_groups, [&](auto kernel) {
+    return Launch(kernel, RowGrid(step.tokens, kVectorBytes), kBlockThreads, 0, stream, step);
   });
 }
 
 cudaError_t PreloadRouterKernels() {
   cudaError_t error = cudaSuccess;
   for (int entries = 1; entries <= kMostExpertsPerLane; entries *= 2) {
-    VisitCount(entries * kWarpSize, [&]<int kCount>() {
-      if (error == cudaSuccess) error = Preload(RouterKernel<kCount>);
-      return error;
-    });
+    for (const bool limited : {false, true}) {
+      if (error != cudaSuccess) return error;
+      error =
+          VisitKernel(entries * kWarpSize, limited, [](auto kernel) { return Preload(kernel); });
+    }
   }
   return error;
 }
