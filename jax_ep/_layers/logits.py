@@ -19,6 +19,9 @@ from jax_ep._core.varying import vary_alike, varying
 
 # Of 8 bits each, as many as a float32 significand has.
 _PARTS = 3
+# Up to so many tokens one product in float32 takes less time than parts do
+# (benchmarks/layers/routers.py).
+_FEW_TOKENS = 8
 # The least compute capability whose tensor cores take bfloat16.
 _CAPABILITY = 8
 
@@ -34,7 +37,8 @@ def logits_of(tokens: jax.Array, kernel: jax.Array, device: Any) -> jax.Array:
     Returns:
         float32 `[n, E]`.
     """
-    if tokens.dtype == jnp.bfloat16 and _multiplies_bfloat16(device):
+    many = tokens.shape[0] > _FEW_TOKENS
+    if many and tokens.dtype == jnp.bfloat16 and _multiplies_bfloat16(device):
         return by_parts(tokens, kernel)
     highest = jax.lax.Precision.HIGHEST
     left, right = (each.astype(jnp.float32) for each in (tokens, kernel))
