@@ -4,13 +4,14 @@
 
 A softmax router and one as DeepSeek-V3 has it, top-8 of 256 experts: the choice, and
 the gradient of a function of the weights. Inside of `shard_map` a GPU chooses by the
-kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a
-float32 router: in `plain` JAX, one product of highest precision, and by the `parts` of
-bfloat16 that layers multiply on GPUs. A program does its work several times, one after
-the other, so that XLA makes a CUDA graph of it. Times are the profiler's, from the
-start of the first kernel to the end of the last by that number, the least of several
-calls. What two ways return is compared in the same run: ids may differ where two scores
-are a rounding apart, and those tokens are left out of what else is compared.
+kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a float32
+router: in `plain` JAX, one product of highest precision; as a `layer` computes them on
+GPUs; and by `parts` of bfloat16, which a layer takes for more than a few. A program
+does its work several times, one after the other, so that XLA makes a CUDA graph of it.
+Times are the profiler's, from the start of the first kernel to the end of the last by
+that number, the least of several calls. What two ways return is compared in the same
+run: ids may differ where two scores are a rounding apart, and those tokens are left out
+of what else is compared.
 Leaves benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
 without a GPU, nothing is timed.
 """
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.common import arguments as common
 from benchmarks.common import recording, trace
 from jax_ep._cli.bench import process
-from jax_ep._layers.logits import logits_of
+from jax_ep._layers.logits import by_parts, logits_of
 from jax_ep.router import Router, route
 
 ROUTERS = {
@@ -131,7 +132,7 @@ def measure_logits(args):
         shape = tokens, HIDDEN
         given = jax.random.normal(jax.random.key(args.seed + 1), shape, jnp.bfloat16)
         ours = functools.partial(logits_of, device=jax.devices()[0])
-        ways = {"plain": plain_logits, "parts": ours}
+        ways = {"plain": plain_logits, "layer": ours, "parts": by_parts}
         runs = {way: jax.jit(in_turn(step)) for way, step in ways.items()}
         place = {"part": "logits", "tokens": tokens}
         yield from rows_of(place, runs, (given, kernel), args.calls)

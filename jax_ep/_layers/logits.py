@@ -21,7 +21,7 @@ from jax_ep._core.varying import vary_alike, varying
 _PARTS = 3
 # Up to so many tokens one product in float32 takes less time than parts do
 # (benchmarks/layers/routers.py).
-_FEW_TOKENS = 8
+FEW_TOKENS = 8
 # The least compute capability whose tensor cores take bfloat16.
 _CAPABILITY = 8
 
@@ -37,7 +37,7 @@ def logits_of(tokens: jax.Array, kernel: jax.Array, device: Any) -> jax.Array:
     Returns:
         float32 `[n, E]`.
     """
-    many = tokens.shape[0] > _FEW_TOKENS
+    many = tokens.shape[0] > FEW_TOKENS
     if many and tokens.dtype == jnp.bfloat16 and _multiplies_bfloat16(device):
         return by_parts(tokens, kernel)
     highest = jax.lax.Precision.HIGHEST

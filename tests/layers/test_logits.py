@@ -322,10 +322,18 @@ def test_parts_are_for_tensor_cores(platform, capability, dtype, wanted):
     run = functools.partial(logits.logits_of, device=device)
     (dot,) = products(run, tokens.astype(dtype), kernel)
     assert (dot[0] == f"{ROWS}x{HIDDEN}xbf16") == wanted
+    for count in (logits.FEW_TOKENS, logits.FEW_TOKENS + 1):
+        (dot,) = products(run, tokens[:count].astype(dtype), kernel)
+        by_parts = wanted and count > logits.FEW_TOKENS
+        assert (dot[0] == f"{count}x{HIDDEN}xbf16") == by_parts
 
 
-def layer(dtype="bfloat16"):
-    """A function of (params, x) that returns y and aux, and both."""
+def layer(monkeypatch, dtype="bfloat16"):
+    """A function of (params, x) that returns y and aux, and both.
+
+    Its tokens are few, and for parts enough.
+    """
+    monkeypatch.setattr(logits, "FEW_TOKENS", 0)
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     ep = helpers.make_ep(mesh, config(dtype=dtype))
     params = moe_dense.params(shared=False)
@@ -338,7 +346,7 @@ def layer(dtype="bfloat16"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_program_of_a_layer_where_there_are_no_tensor_cores(dtype, monkeypatch):
     """It is that of one float32 product; of float32 tokens it is so everywhere."""
-    run, params, x = layer(dtype)
+    run, params, x = layer(monkeypatch, dtype)
     # A function of its own each time, for nothing to be cached.
     found = jax.jit(lambda *args: run(*args)).lower(params, x).as_text()
     monkeypatch.setattr(routing, "logits_of", lambda t, k, device: plain(t, k))
@@ -350,8 +358,14 @@ def test_the_program_of_a_layer_where_there_are_no_tensor_cores(dtype, monkeypat
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_a_layer_by_parts(dtype, monkeypatch, any_dot):
     """Its choices, losses and gradients are those of the float32 product."""
-    run, params, x = layer()
+    run, params, x = layer(monkeypatch)
     params = params | {"router": jnp.asarray(params["router"], dtype)}
+
+    taken = []
+    by_parts = logits.by_parts
+    monkeypatch.setattr(
+        logits, "by_parts", lambda *of: taken.append(1) or by_parts(*of)
+    )
 
     def gradients(parts):
         patch = functools.partial(monkeypatch.setattr, logits, "_multiplies_bfloat16")
@@ -365,9 +379,10 @@ def test_a_layer_by_parts(dtype, monkeypatch, any_dot):
         grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         return jax.jit(grad)(params, x)
 
-    ((_, (y, aux)), found), ((_, (wanted_y, wanted)), theirs) = map(
-        gradients, (True, False)
-    )
+    (_, (y, aux)), found = gradients(True)
+    count = len(taken)
+    (_, (wanted_y, wanted)), theirs = gradients(False)
+    assert 0 < count == len(taken)
     np.testing.assert_array_equal(aux.expert_counts, wanted.expert_counts)
     np.testing.assert_allclose(aux.balance_loss, wanted.balance_loss, rtol=1e-6)
     np.testing.assert_allclose(aux.z_loss, wanted.z_loss, rtol=1e-6)

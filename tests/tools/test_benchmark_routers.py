@@ -33,7 +33,7 @@ def test_every_row(tmp_path):
         for part in routers.PARTS
         for way in routers.WAYS
     }
-    logits = {(None, 3, "logits", way) for way in ("plain", "parts")}
+    logits = {(None, 3, "logits", way) for way in ("plain", "layer", "parts")}
     assert rows.keys() == choices | logits
     for (*_, part, _), row in rows.items():
         assert not row["wrong"]
