@@ -19,8 +19,8 @@ from jax_ep._core.varying import vary_alike, varying
 
 # Of 8 bits each, as many as a float32 significand has.
 _PARTS = 3
-# Up to so many tokens one product in float32 takes less time than parts do
-# (benchmarks/layers/routers.py).
+# Up to so many tokens one product in float32 takes less time than that of a float32
+# kernel's parts (benchmarks/layers/routers.py).
 FEW_TOKENS = 8
 # The least compute capability whose tensor cores take bfloat16.
 _CAPABILITY = 8
@@ -37,8 +37,8 @@ def logits_of(tokens: jax.Array, kernel: jax.Array, device: Any) -> jax.Array:
     Returns:
         float32 `[n, E]`.
     """
-    many = tokens.shape[0] > FEW_TOKENS
-    if many and tokens.dtype == jnp.bfloat16 and _multiplies_bfloat16(device):
+    pays = tokens.shape[0] > FEW_TOKENS or kernel.dtype == jnp.bfloat16
+    if pays and tokens.dtype == jnp.bfloat16 and _multiplies_bfloat16(device):
         return by_parts(tokens, kernel)
     highest = jax.lax.Precision.HIGHEST
     left, right = (each.astype(jnp.float32) for each in (tokens, kernel))

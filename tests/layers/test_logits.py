@@ -322,10 +322,11 @@ def test_parts_are_for_tensor_cores(platform, capability, dtype, wanted):
     run = functools.partial(logits.logits_of, device=device)
     (dot,) = products(run, tokens.astype(dtype), kernel)
     assert (dot[0] == f"{ROWS}x{HIDDEN}xbf16") == wanted
-    for count in (logits.FEW_TOKENS, logits.FEW_TOKENS + 1):
-        (dot,) = products(run, tokens[:count].astype(dtype), kernel)
-        by_parts = wanted and count > logits.FEW_TOKENS
-        assert (dot[0] == f"{count}x{HIDDEN}xbf16") == by_parts
+    few = logits.FEW_TOKENS
+    for count, of in (few, kernel), (few + 1, kernel), (few, kernel.astype("bfloat16")):
+        (dot,) = products(run, tokens[:count].astype(dtype), of)
+        pays = count > few or of.dtype == jnp.bfloat16
+        assert (dot[0] == f"{count}x{HIDDEN}xbf16") == (wanted and pays)
 
 
 def layer(monkeypatch, dtype="bfloat16"):
