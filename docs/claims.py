@@ -105,8 +105,8 @@ PAGES = {
         ),
         Claim(
             DECODE,
-            "bfloat16 takes {} times a read of its weights, `fp8_block128` {} times "
-            'one of half the bytes, and "mxfp4" {} times',
+            "bfloat16 takes {} times as long as reading its weights, `fp8_block128` {} "
+            'times as long as reading half the bytes, and "mxfp4" {} times',
             of.joined(of.of_read("bf16"), of.of_read("fp8"), of.of_read("mxfp4")),
         ),
         Claim(
@@ -118,11 +118,11 @@ PAGES = {
             of.below_bf16,
         ),
         Claim(TRAINED_ON_CPU, "and {}% above it on 8 CPU devices", of.above_bf16),
-        Claim(TRAINED, "The least cosines of gradients are {} and", of.least_cosine),
+        Claim(TRAINED, "The lowest cosines of gradients are {} and", of.least_cosine),
         Claim(TRAINED_ON_CPU, "of gradients are 0.956 and {}.", of.least_cosine),
         Claim(
             TRAINED,
-            'the same loss within {}%, with "mxfp4" one that is {}% higher',
+            'the same loss within {}%; with "mxfp4" its loss is {}% higher',
             of.served,
         ),
         Claim(
@@ -368,7 +368,8 @@ PAGES = {
         ),
         Claim(
             OVERLAP,
-            "but packing and placing, and {} us of a combine; the aim is {} us",
+            "packing and placing of a dispatch exposed, and {} us more of a combine; "
+            "the aim is {} us",
             of.joined(of.over_parts("combine"), of.aim_beside_work),
         ),
         Claim(
@@ -555,8 +556,8 @@ PAGES = {
         ),
         Claim(
             PROFILE,
-            "busy {}% and {}% of the cycles of gate/up and down, in cuBLAS's {}% and "
-            "{}%",
+            "busy {}% and {}% of the cycles of gate/up and down, and {}% and {}% in "
+            "cuBLAS",
             of.joined(
                 of.tensor_busy("mid", "jax_ep", "gate_up", "down"),
                 of.tensor_busy("mid", "cuBLAS", "gate_up", "down"),
@@ -586,12 +587,12 @@ PAGES = {
         ),
         Claim(
             GROUPED,
-            "and takes {} to {} times as long with 16 groups",
+            "{} to {} times as long as `hopper` with 16 groups",
             of.times_as_long("jax_grouped_gemm", "jax_fusion"),
         ),
         Claim(
             GROUPED,
-            "tokamax takes {} to {} times as long",
+            "tokamax takes {} to {} times as long as `hopper`",
             of.times_as_long("tokamax"),
         ),
         Claim(CALLS, "reached ({} and {} times) against", of.faster_than("decomposer")),

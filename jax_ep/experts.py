@@ -11,8 +11,8 @@ their results are unspecified. Optional keywords are `gate_bias` and `up_bias` `
 `silu(gate) * up`. `auto` is the default. Which one is fastest depends on sizes, GPU and
 versions; `benchmarks/layers/layer.py` times them.
 
-`fp8` is another kind: it takes the whole `Dispatched`, and multiplies codes of rows
-with codes of weights, which `quantize_weights` makes (docs/fp8.md).
+`fp8` is different: it takes the whole `Dispatched`, and multiplies the codes of rows by
+codes of the weights, which `quantize_weights` makes (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def takes_dispatched(experts: Experts) -> Experts:
     Such experts see the codes and scales of a quantised dispatch as they arrived::
 
         @jax_ep.experts.takes_dispatched
-        def experts(d, gate_up, down):  # and the keywords of those of this module
+        def experts(d, gate_up, down):  # and this module's optional keywords
             ...
 
     Args:
@@ -117,7 +117,7 @@ def auto(
     activation: Activation | None = None,
     device: Any = None,
 ) -> jax.Array:
-    """Applies experts by `ragged_dot`, or by `hopper` if XLA's ragged_dot is dense.
+    """Applies experts with `ragged_dot`, or with `hopper` if ragged_dot is dense.
 
     Args:
         rows: `[N, H]`.
@@ -128,14 +128,14 @@ def auto(
         up_bias: `[L, F]`, or None.
         down_bias: `[L, H]`, or None.
         activation: a function of (gate, up); None means `silu(gate) * up`.
-        device: a `jax.Device` that it runs on; None means this process's first.
+        device: the `jax.Device` to run on; None means this process's first.
 
     Returns:
         `[N, H]` in the dtype of the rows.
 
     Raises:
         TypeError: while tracing, if the rows do not have a floating dtype of 16 bits or
-            more, as the codes of a quantised dispatch do not.
+            more, for example because they are the codes of a quantised dispatch.
     """
     _require_values("auto", rows, gate_up)
     given = (rows, gate_up, down, group_sizes)
@@ -148,13 +148,13 @@ def auto(
 def auto_is_hopper(
     dtype: DTypeLike, hidden_size: int, intermediate_size: int, device: Any = None
 ) -> bool:
-    """Whether `auto` multiplies by the kernels of `hopper`.
+    """Whether `auto` uses the kernels of `hopper`.
 
     Args:
-        dtype: of the rows.
+        dtype: dtype of the rows.
         hidden_size: H.
         intermediate_size: F per rank.
-        device: a `jax.Device` that it runs on; None means this process's first.
+        device: the `jax.Device` to run on; None means this process's first.
     """
     dtype = jnp.dtype(dtype)
     if dtype.itemsize != _HOPPER_ITEMSIZE:
@@ -181,10 +181,11 @@ def ragged_dot(
     down_bias: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """Applies experts by `jax.lax.ragged_dot`, on any device and for any sizes.
+    """Applies experts with `jax.lax.ragged_dot`, on any device and for any sizes.
 
-    If XLA has no grouped matmul for the device, it multiplies every row with the matrix
-    of every local expert, L times the arithmetic; `ragged_dot_is_dense` tells.
+    If XLA has no grouped matmul for the device, it multiplies every row by the matrices
+    of all local experts, which is L times the arithmetic. `ragged_dot_is_dense` says
+    whether it does so.
 
     Args:
         rows: `[N, H]`.
@@ -213,7 +214,7 @@ def ragged_dot(
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:
     """Whether XLA computes `jax.lax.ragged_dot` as a dense matmul over all experts.
 
-    Compiles a small forward program, once; other shapes may behave differently.
+    It compiles a small forward program once; other shapes may behave differently.
 
     Args:
         dtype: dtype of rows and matrices.
@@ -254,10 +255,10 @@ def hopper(
     down_bias: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """Applies experts by grouped matmuls for Hopper GPUs.
+    """Applies experts with grouped matmuls for Hopper GPUs.
 
-    Without `activation` and biases of gate and up, SwiGLU and its derivative are part
-    of the matmuls. Derivatives of any order work.
+    Without `activation` and without biases of gate and up, SwiGLU and its derivative
+    are part of the matmuls. Derivatives of any order work.
 
     Args:
         rows: `[N, H]`, bfloat16 or float16.
@@ -317,32 +318,32 @@ def _by_hopper(
 def hopper_obstacle(
     hidden_size: int, intermediate_size: int, device: Any = None
 ) -> str | None:
-    """Returns "<what hopper needs>, got <what there is>", or None if it runs.
+    """Returns "<what hopper needs>, got <what there is>", or None if it can run.
 
     Args:
         hidden_size: H.
         intermediate_size: F per rank.
-        device: a `jax.Device` that it runs on; None means this process's first.
+        device: the `jax.Device` to run on; None means this process's first.
     """
     return select.obstacle(hidden_size, intermediate_size, device)
 
 
-# Names from when Pallas' Mosaic compiled these kernels.
+# Older names of these functions.
 mosaic = hopper
 mosaic_obstacle = hopper_obstacle
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """Pads every group to `largest` rows and applies experts by one batched matmul.
+    """Pads every group to `largest` rows and applies experts with batched matmuls.
 
-    Arithmetic and memory are those of `L * largest` rows for any routing. Rows of a
-    group past `largest` are dropped: their results are zeros without gradients. Compare
-    `largest` with `aux.expert_counts.max()`; with a fused shared expert group 0 has all
-    n tokens of the rank.
+    Arithmetic and memory are those of `L * largest` rows, whatever the routing. Rows of
+    a group beyond `largest` are dropped: their results are zeros without gradients.
+    Compare `largest` with `aux.expert_counts.max()`; with a fused shared expert, group
+    0 has all n tokens of the rank.
 
     Attributes:
-        largest: most rows per group; multiples of 128 suit GPUs.
+        largest: the most rows that a group may have; multiples of 128 suit GPUs.
 
     Raises:
         ValueError: `largest` is not a positive int.
@@ -423,20 +424,21 @@ def fp8(
     """Applies experts to rows and weights in 8 bits, with gradients for training.
 
     docs/fp8.md says what is rounded where. In short: rows are e4m3 codes with a scale
-    per 128 elements, those of a quantised dispatch as they came; weights are codes with
-    a scale per 128 x 128; products are summed in float32; the activation's float32
-    result is quantised per 128 of F; the rows of down are rounded once. Cotangents are
-    quantised likewise, and weights get their gradients in full, as if they had not been
-    quantised. Only first derivatives are defined.
+    per 128 elements; those of a quantised dispatch are used as they came. Weights are
+    codes with a scale per 128 x 128 elements. Products are summed in float32, the
+    activation's float32 result is quantised per 128 elements of F, and the results of
+    down are rounded once. Cotangents are quantised likewise. Gradients of the weights
+    are not quantised, and are taken as if the weights had not been, either. Only first
+    derivatives are defined.
 
     Args:
         d: the `Dispatched` of one rank, of format "fp8_block128", "fp8_block128_e8m0"
-            or "bf16"; rows of the last are quantised here.
+            or "bf16", whose rows are quantised here unless weights are in "mxfp4".
         gate_up: `[L, H, 2, F]`, gate first; or a `QuantizedWeights` in place of both
             matrices, which then get no gradients.
         down: `[L, F, H]`; None if `gate_up` is a `QuantizedWeights`.
-        quantized: the codes of these gate_up and down, made before, so that they are
-            not quantised in this call. The codes multiply, and gate_up and down get
+        quantized: codes of gate_up and down that were made before, so that this call
+            does not quantise them. The products use the codes, and gate_up and down get
             the gradients.
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
@@ -449,10 +451,10 @@ def fp8(
         unspecified.
 
     Raises:
-        TypeError, ValueError: while tracing, if an argument does not hold what is said
-            above, or H or F is not a multiple of 128 (32 for weights in "mxfp4", with
-            rows of "bf16"); in the backward pass, if `d` lacks its `grad_port` or the
-            weights are in "mxfp4".
+        TypeError, ValueError: while tracing, if an argument is not as described above,
+            or H or F is not a multiple of 128 (32 for weights in "mxfp4" with rows in
+            "bf16"); in the backward pass, if `d` lacks its `grad_port` or the weights
+            are in "mxfp4".
     """
     require_dispatched("experts.fp8", d)
     require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
@@ -552,30 +554,31 @@ def quantize_weights(
     format: WeightFormat = "fp8_block128",
     backward: bool = False,
 ) -> QuantizedWeights:
-    """Returns weights of experts as codes and scales, for `fp8` and `moe_ffn`.
+    """Returns experts' weights as codes and scales, for `fp8` and `moe_ffn`.
 
-    Quantise once per step and use the codes in every microbatch and every
-    rematerialised layer, or once and for all for inference. It runs inside
-    `jax.shard_map` and outside, on sharded arrays and under `jit`, and has no
-    derivative: pass the masters beside the codes to train them. With weights that are
-    sharded over a data axis (FSDP), quantise the shards, then gather the codes: a
-    shard must be a multiple of 128 rows (of 32 for "mxfp4").
+    In training, quantise once per step and use the codes in every microbatch and every
+    rematerialised layer; for inference, quantise once and for all. The function runs
+    inside and outside `jax.shard_map`, on sharded arrays and under `jit`. It has no
+    derivative: to train the masters, pass them beside the codes. If weights are sharded
+    over a data axis (FSDP), quantise the shards, then gather the codes. A shard must be
+    a multiple of 128 rows (32 for "mxfp4").
 
     Args:
         gate_up: `[L, H, 2, F]`, gate first, of a floating dtype of 16 bits or more.
         down: `[L, F, H]`.
-        format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 of each matrix;
-            or "mxfp4", e2m1 with a power of two per 32 along the contracted dimension,
-            for inference only. The rules are those of docs/formats.md.
-        backward: whether gradients will be taken with these codes. It adds what
-            kernels need for that, if they need more than the codes themselves.
+        format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 elements of each
+            matrix; or "mxfp4", e2m1 with a power of two as the scale of 32 elements
+            along the contracted dimension, for inference only. docs/formats.md has the
+            rules.
+        backward: whether gradients will be taken with these codes. If so, the result
+            also holds what kernels need for that beyond the codes, if anything.
 
     Returns:
         The codes and scales.
 
     Raises:
-        TypeError, ValueError: an argument does not hold what is said above, or H or F
-            is not a multiple of 128 (of 32 for "mxfp4").
+        TypeError, ValueError: an argument is not as described above, or H or F is not a
+            multiple of 128 (32 for "mxfp4").
     """
     function = "experts.quantize_weights"
     if format not in WEIGHT_FORMATS:
@@ -607,20 +610,20 @@ def quantize_weights(
 
 
 def prepare(weights: QuantizedWeights) -> QuantizedWeights:
-    """Adds what kernels of this process's GPUs read, to codes of a checkpoint.
+    """Adds to the codes of a checkpoint what this process's GPU kernels read.
 
-    Codes that `quantize_weights` made have it already. Others work as well, but every
-    call makes it again, a pass over all codes: prepare them once. Elsewhere than on
-    Hopper GPUs there is nothing to add. `QuantizedWeights.canonical` is the inverse.
+    The results of `quantize_weights` have it already. Codes without it work as well,
+    but then every call makes it again, in a pass over all codes, so prepare them once.
+    Only Hopper GPUs need anything added. `QuantizedWeights.canonical` is the inverse.
 
     Args:
-        weights: those of L experts, of one rank.
+        weights: the weights of one rank's L experts.
 
     Returns:
         The same weights.
 
     Raises:
-        TypeError, ValueError: `weights` is no `QuantizedWeights` of one layer.
+        TypeError, ValueError: `weights` is not a `QuantizedWeights` of one layer.
     """
     _checked_codes("experts.prepare", weights)
 
@@ -687,7 +690,7 @@ def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
     turned = _quantized.turned_layout(weights.format, *shapes)
     for name in _quantized.TURNED:
         if getattr(weights, name) is not None:
-            # Of sizes that kernels do not know there are none.
+            # None exist for sizes that the kernels do not support: fail on any.
             wanted[name] = turned.get(name, (jnp.uint8, ()))
     for name, (dtype, shape) in wanted.items():
         array = as_array(function, name, getattr(weights, name))
@@ -770,9 +773,10 @@ def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array
 
 @jax.custom_vjp
 def _gather(x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array) -> jax.Array:
-    """Returns `x[at]`, in which row i of x occurs at `back[i]` only, if `kept[i]`.
+    """Returns `x[at]`, with a derivative that is a gather, too.
 
-    So the derivative is a gather, too; a scatter of rows is slow on GPUs.
+    Row i of x occurs in the result at `back[i]` alone if `kept[i]`, and else nowhere,
+    so no scatter of rows is needed, which would be slow on GPUs.
     """
     del back, kept
     return x[at]

@@ -1,7 +1,7 @@
 """Token formats, as the native module lists them (docs/formats.md).
 
-`quantize` and `dequantize` are what dispatch does to tokens, bit for bit, without a
-dispatch.
+`quantize` and `dequantize` do to tokens what a dispatch does, bit for bit, but send
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def names() -> tuple[Format, ...]:
 
 
 def wire_names() -> tuple[WireFormat, ...]:
-    """Those that `EPConfig.combine_format` and `grad_format` take."""
+    """The formats that `EPConfig.combine_format` and `grad_format` take."""
     found = (name for name, entry in _FORMATS.items() if entry["is_wire_format"])
     return cast("tuple[WireFormat, ...]", tuple(found))
 
@@ -56,7 +56,7 @@ def columns_of_scales(name: Format) -> bool:
 
 
 def block(name: Format) -> int:
-    """Elements of a token that share one scale; `hidden_size` is a multiple of it."""
+    """How many elements share one scale; `hidden_size` is a multiple of it."""
     return _FORMATS[name]["block"]
 
 
@@ -81,11 +81,11 @@ def columns(name: Format, hidden: int) -> int:
 def quantize(
     tokens: ArrayLike, format: Format, input_scale: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens as `jax_ep.dispatch` would send them.
+    """Returns tokens as `jax_ep.dispatch` would send them.
 
-    It runs on a device's own arrays, of any leading shape: inside `jax.shard_map`, or
-    on arrays of one device. It has no derivative; `jax_ep.dequantize` of a dispatch
-    does.
+    It runs on the arrays of one device, with any leading dimensions: inside
+    `jax.shard_map`, or on arrays that only one device holds. It has no derivative,
+    unlike `jax_ep.dequantize`, which takes a `Dispatched`.
 
     Args:
         tokens: `[..., H]`, bfloat16, float16 or float32, H a multiple of the block.
@@ -94,10 +94,11 @@ def quantize(
 
     Returns:
         `(tokens, scales)`, `[..., H]` (4-bit formats: `[..., H / 2]`) and
-        `[..., H / block]`, in the dtypes of docs/formats.md. "bf16": `(tokens, None)`.
+        `[..., H / block]`, in the dtypes of docs/formats.md; `(tokens, None)` for
+        "bf16".
 
     Raises:
-        ValueError, TypeError: an argument does not hold what is said above.
+        ValueError, TypeError: an argument is not as described above.
     """
     _require_format("quantize", format)
     tokens = as_array("formats.quantize", "tokens", tokens)
@@ -137,9 +138,9 @@ def dequantize(
     dtype: DTypeLike = "float32",
     scale_layout: Literal["rows", "columns"] = "rows",
 ) -> jax.Array:
-    """The values that codes and scales stand for, rounded once to `dtype`.
+    """Returns the values that codes and scales stand for, rounded once to `dtype`.
 
-    As `quantize`, on a device's own arrays and without a derivative.
+    Like `quantize`, it runs on the arrays of one device and has no derivative.
 
     Args:
         tokens: codes as `quantize` or a dispatch made them, `[..., H]` or
@@ -147,16 +148,16 @@ def dequantize(
         scales: `[..., H / block]`, or as a dispatch with `scale_layout="columns"` gives
             them; None for "bf16".
         format: one of `names()`.
-        input_scale: as it was given to `quantize` or `dispatch`.
-        dtype: of the result: bfloat16, float16 or float32.
-        scale_layout: "columns" if `scales` are `[H / block, N padded to 4]` of tokens
-            `[N, H]`, else "rows".
+        input_scale: the one that `quantize` or `dispatch` was given.
+        dtype: dtype of the result: bfloat16, float16 or float32.
+        scale_layout: "columns" if `scales` are `[H / block, M]` for tokens `[N, H]`,
+            where M is N padded to a multiple of 4; else "rows".
 
     Returns:
-        `[..., H]`; for "bf16" `tokens` themselves.
+        `[..., H]`; for "bf16" `tokens` itself.
 
     Raises:
-        ValueError, TypeError: an argument does not hold what is said above.
+        ValueError, TypeError: an argument is not as described above.
     """
     _require_format("dequantize", format)
     tokens = as_array("formats.dequantize", "tokens", tokens)
@@ -169,7 +170,7 @@ def dequantize(
         return tokens
     try:
         result = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:  # no dtype at all
+    except TypeError:  # not a dtype at all
         result = None
     if result is None or result.name not in DTYPES:
         raise TypeError(
@@ -216,10 +217,10 @@ def dequantize(
 def global_scale(
     function: str, format: Format, like: jax.Array, input_scale: ArrayLike | None
 ) -> jax.Array:
-    """`input_scale` as float32 `[1]`: 1 where it was not given.
+    """Returns `input_scale` as float32 `[1]`; 1 if it was not given.
 
     Raises:
-        ValueError, TypeError: the format takes none, or it is no float32 scalar.
+        ValueError, TypeError: the format takes none, or it is not a float32 scalar.
     """
     if input_scale is None:
         return jax.lax.full_like(like, 1, dtype=jnp.float32, shape=(1,))
@@ -248,7 +249,7 @@ def global_scale(
 def _from_columns(
     tokens: jax.Array, scales: jax.Array, format: Format, scale_layout: str
 ) -> jax.Array:
-    """Scales by row of those in columns."""
+    """Returns scales that lie in columns as scales by row."""
     allowed = [name for name in names() if columns_of_scales(name)]
     if scale_layout != "columns" or format not in allowed:
         raise errors.invalid(

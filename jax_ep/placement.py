@@ -10,7 +10,7 @@ holds; hot experts have copies in several. Usage::
     y, aux = jax_ep.moe_ffn(ep, tokens, weights, placement=placement)
 
 A `Placement` is a pytree of arrays, so a jitted function that takes one as an argument
-is not compiled again for the next.
+is not compiled again for the next one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Placement:
     """Which expert each place holds; P places of E experts, P / R of them per rank.
 
     Make one with `balance` or `identity`. The placements of a stack of layers have
-    leading dimensions; `jax.tree.map(lambda leaf: leaf[i], placements)` is that of
+    leading dimensions; `jax.tree.map(lambda leaf: leaf[i], placements)` is the one of
     layer i, and a scan over the stack takes one at a time.
 
     Attributes:
@@ -77,14 +77,14 @@ class Placement:
             topk_ids: int32 `[..., K]`, expert ids, one row per token.
             offset: int32 `[]`. Pass the rank, `jax.lax.axis_index`, as layers do:
                 otherwise the first token of each rank would go to the same copy, and
-                at decode there is no other.
+                at decode there may be no other token.
 
         Returns:
             int32 `[..., K]`. -1 stays -1. Other ids outside [0, E) stay outside [0, P),
             so that `num_invalid` counts them; those above move up by P - E.
 
         Raises:
-            ValueError, TypeError: an argument does not hold what is said above.
+            ValueError, TypeError: an argument is not as described above.
         """
         _require_one_layer("assign", self)
         ids = as_array("placement.assign", "topk_ids", topk_ids)
@@ -126,16 +126,16 @@ class Placement:
                 placements of a stack of layers.
             sharding: a NamedSharding of the results, or a pytree of them like `params`.
                 None keeps that of each array. Pass it inside jit on a mesh with
-                automatic axes, where arrays do not tell theirs; otherwise every device
+                automatic axes, where arrays do not know theirs; otherwise every device
                 gets all places.
 
         Returns:
-            Arrays `[P, ...]`. If a dimension of experts is split over devices, all its
-            entries pass through each, in parts of at most 256 MiB.
+            Arrays `[P, ...]`. If the dimension of experts is split over devices, all
+            its entries pass through each device, in parts of at most 256 MiB.
 
         Raises:
-            ValueError: an array has other leading dimensions, or `sharding` is not what
-                is said above.
+            ValueError: an array has other leading dimensions, or `sharding` is not as
+                described above.
         """
         source, experts = self.expert_of, self.num_experts
         return moving.taken("placement.gather", source, params, experts, sharding)
@@ -145,17 +145,17 @@ class Placement:
     ) -> Tree:
         """Returns the weights of all places, from those of an older placement.
 
-        `identity(E).reshard(physical, before)` are the weights by expert, as a
-        checkpoint should have them.
+        `identity(E).reshard(physical, before)` returns the weights by expert, which is
+        what a checkpoint should hold.
 
         Args:
-            physical: pytree of global arrays, one entry per place of `before`. Of
-                copies the first counts.
-            before: the placement of these weights, of the same experts.
+            physical: pytree of global arrays, one entry per place of `before`. If an
+                expert has several copies, the first one is used.
+            before: the placement of these weights, with the same experts.
             sharding: as in `gather`.
 
         Raises:
-            ValueError: `before` is of other experts or layers, or for the reasons of
+            ValueError: `before` has other experts or layers, or for the reasons of
                 `gather`.
             TypeError: `before` is not a `Placement`.
         """
@@ -174,8 +174,8 @@ class Placement:
             "pass the placement that these weights were gathered for",
         )
 
-        # Of NumPy where it can be: an array of this process alone may not go into a
-        # program of several.
+        # With NumPy if possible, because a program of several processes does not take
+        # an array of one process.
         take: Any = np.take_along_axis
         if not all(isinstance(e, np.ndarray) for e in jax.tree.leaves((self, before))):
             take = jnp.take_along_axis
@@ -252,31 +252,31 @@ def balance(
 ) -> Placement:
     """Spreads experts, and copies of busy ones, so that ranks are equally busy.
 
-    It runs on the host, and depends on its arguments alone: in a job of several
-    processes each may call it, with the loads that `jax_ep.stats.summary` gives all of
-    them. Spare places go to the experts with the largest load per copy, if that helps,
-    and copies are packed into ranks from the largest to the smallest, then swapped. No
-    rank gets two copies of an expert that could be elsewhere, unless the ranks would
-    then be less even than without copies. The busiest rank is never busier than with
-    experts in the order of their ids.
+    It runs on the host and depends only on its arguments. So in a job of several
+    processes each may call it with the loads that `jax_ep.stats.summary` gives all of
+    them. Spare places go to the experts with the largest load per copy, if that helps.
+    Copies are packed into ranks from the largest to the smallest, then swapped. No rank
+    gets two copies of an expert if one could be elsewhere, unless the ranks would then
+    be less even than without copies. The busiest rank is never busier than it would be
+    with experts in the order of their ids.
 
     Args:
         load: `[E]`, how busy each expert was, in any unit: `MoEAux.load`, or
             `jax_ep.stats.summary(load).expert_rows`. `[layers, E]` gives the placements
-            of a stack of layers. Without any load all experts count as equal.
+            of a stack of layers. If all loads are 0, experts count as equally busy.
         num_slots: P, number of places, a multiple of `ep_size` and at least E; the
             `num_experts` of the config.
         ep_size: R, number of ranks.
         ranks_per_node: if given, nodes are made equally busy first, and then the ranks
-            of each node, so that the copies of an expert lie on different nodes where
-            there are enough.
+            of each node, so that the copies of an expert lie on different nodes if
+            there are enough nodes.
 
     Returns:
         A `Placement` of NumPy arrays.
 
     Raises:
-        ValueError: an argument does not hold what is said above, or a load is negative
-            or not finite.
+        ValueError: an argument is not as described above, or a load is negative or not
+            finite.
         TypeError: `load` is not an array of numbers.
     """
     found = _checked_load(load)

@@ -22,8 +22,9 @@ from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
 from jax_ep._ops import router_choice
 
-# Lower bound for a sum of sigmoids that weights are divided by. It keeps the quotient
-# finite if all underflow, and the derivative, which divides by the square.
+# Lower bound for a sum of sigmoids that weights are divided by. If all of them
+# underflow, it keeps the quotient finite, and the derivative, which divides by the
+# square.
 _LEAST_SUM = 1e-16
 
 
@@ -41,14 +42,14 @@ class Router:
         normalize: whether a token's K weights are divided by their sum; None means
             only if K > 1. True with K = 1 warns, because the router then gets no
             gradient from the task.
-        scale: factor of the weights, applied last.
-        num_groups: groups of consecutive experts; 1 sets no limit.
+        scale: factor that the weights are multiplied by last.
+        num_groups: number of groups of consecutive experts; 1 sets no limit.
         top_groups: how many groups the experts of one token may come from.
         best_of_group: a group's score is the sum of this many of its best scores: 2 in
             DeepSeek-V3, 1 in V2.
 
     Raises:
-        ValueError: a field does not hold what is said above.
+        ValueError: a field is not as described above.
     """
 
     score: Score = "softmax"
@@ -59,7 +60,7 @@ class Router:
     best_of_group: int = 2
 
     def __post_init__(self) -> None:
-        """Validates all that does not depend on the number of experts."""
+        """Validates everything that does not depend on the number of experts."""
         errors.require(
             self.score in SCORES,
             "router.Router",
@@ -105,8 +106,8 @@ class Routing:
         logits: float32 `[n, E]`, as passed to `route`.
         probabilities: float32 `[n, E]`, scores that sum to 1 for each token; all equal
             if masked.
-        loss: float32 `[]`, a balance loss of your own for these tokens, or None for
-            that of `Losses`.
+        loss: float32 `[]`, your own balance loss for these tokens, or None for the one
+            of `Losses`.
     """
 
     ids: jax.Array
@@ -116,9 +117,9 @@ class Routing:
     loss: jax.Array | None = None
 
 
-# The type of `router=` of moe_ffn and the layers: a `Router`, or a function of logits
-# `[n, E]` (and of keywords that it names) that returns ids and weights `[n, K]`, these
-# and a loss, or a `Routing`.
+# What moe_ffn and the layers accept as `router=` besides a `Router`: a function of
+# logits `[n, E]` (and of the keywords that it names). It returns ids and weights
+# `[n, K]`, or these and a loss, or a `Routing`.
 RouterFunction = Callable[
     ...,
     Routing | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array],
@@ -144,7 +145,7 @@ def route(
         mask: bool `[n]`, False for tokens that go to no expert (padding).
 
     Returns:
-        A `Routing`. Of experts with equal scores the one with the lower id wins.
+        A `Routing`. Among experts with equal scores, the one with the lower id wins.
 
     Raises:
         ValueError: an array has another shape, the experts do not divide into the
@@ -217,7 +218,7 @@ def _normalizes(router: Router, top_k: int) -> bool:
 def _chosen_by_kernel(
     router: Router, top_k: int, logits: jax.Array, bias: jax.Array | None
 ) -> router_choice.Choice:
-    """`_chosen` from logits, on GPUs by a kernel."""
+    """Does what `_chosen` does, but from logits, and with a kernel on GPUs."""
     kernel = partial(
         router_choice.choose,
         top_k=top_k,
@@ -241,7 +242,7 @@ def _chosen_by_kernel(
 def _of_logits(
     router: Router, weights: jax.Array, ids: jax.Array, logits: jax.Array
 ) -> jax.Array:
-    """Returns `weights`, with the derivative that they have by their formula."""
+    """Returns `weights` unchanged, with the derivative of their formula."""
     return weights
 
 
@@ -266,8 +267,8 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
     """Returns the indices of the `count` highest scores per row, best first; int32.
 
     On GPUs, XLA of jax 0.11.2 returns zeros for indices that the program does not use
-    if the scores are sharded by row (as in openxla/xla#49005). Outside of jit top_k is
-    a program by itself. The minimum uses the indices and changes none.
+    if the scores are sharded by row (as in openxla/xla#49005). Outside of jit, top_k is
+    a program of its own. The minimum makes it use the indices, and changes none.
     """
     _, at = jax.lax.top_k(scores, count)
     return jnp.minimum(at.astype(jnp.int32), scores.shape[-1] - 1)
@@ -294,10 +295,10 @@ class Losses:
 
     Attributes:
         balance_loss: float32 `[]`, `E * sum_e load[e] * mean probability[e]`; 1 if all
-            experts get the same. If the `Routing` has a `loss`, this is the mean of
-            that over the ranks, each weighted by how many tokens it has.
+            experts get the same. If the `Routing` has a `loss`, this is its mean over
+            the ranks, each weighted by its number of tokens.
         z_loss: float32 `[]`, mean over tokens of `logsumexp(logits) ** 2`.
-        load: float32 `[E]`, share of the (token, k) that each expert was chosen for.
+        load: float32 `[E]`, each expert's share of the (token, k) pairs.
     """
 
     balance_loss: jax.Array

@@ -43,9 +43,9 @@ def dispatch(
     """Runs `jax_ep.dispatch` on global arrays.
 
     Args:
-        ep: handle of `jax_ep.init`.
-        tokens: `[ranks * n, H]` over all ranks of the mesh; with `route` also fewer
-            columns, and with `token_scales` codes.
+        ep: handle from `jax_ep.init`.
+        tokens: `[ranks * n, H]` over all ranks of the mesh. With `route` they may have
+            fewer columns; with `token_scales` they are codes.
         topk_ids: int32 `[ranks * n, K]`; None with `route`.
         router_weights: float32 `[ranks * n, K]` or None.
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
@@ -58,8 +58,8 @@ def dispatch(
         dimension 0.
 
     Raises:
-        ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if `spec` does
-            not shard only dimension 0, over axes that include those of `ep`.
+        ValueError, TypeError: for the reasons of `jax_ep.dispatch`, or if `spec` shards
+            another dimension than 0 or leaves out an axis of `ep`.
     """
     given = (tokens, topk_ids, router_weights, input_scale, token_scales, route)
     return _dispatch(dispatching.dispatch, "sharded.dispatch", ep, spec, *given)
@@ -78,7 +78,7 @@ def dispatch_async(
     """Runs `jax_ep.dispatch_async` on global arrays.
 
     Args:
-        ep: handle of `jax_ep.init`.
+        ep: handle from `jax_ep.init`.
         tokens: `[ranks * n, H]` over all ranks of the mesh.
         topk_ids: int32 `[ranks * n, K]`.
         router_weights: float32 `[ranks * n, K]` or None.
@@ -166,8 +166,8 @@ def combine(
             `[ranks * n, K]` with `reduce="source"`. None means 1: without weights the
             sum is unweighted even after a weighted dispatch.
         residual: `[ranks * n, H']` or None.
-        spec: the one passed to `jax_ep.sharded.dispatch`; with another one rows would
-            go to other tokens.
+        spec: the one passed to `jax_ep.sharded.dispatch`; with another one, rows would
+            go to the wrong tokens.
 
     Returns:
         `[ranks * n, H']`; `[ranks * n, K, H']` with `reduce="none"`.
@@ -379,8 +379,8 @@ def apply_experts(
 
     `fn` is called inside a `jax.shard_map` over the whole mesh, on the arrays of one
     rank: `fn(params, rows, group_sizes, expert_of_row)`. A leaf `[E, ...]` of `params`
-    arrives there as this rank's `[L, ...]`. So a trainer writes the grouped matmuls of
-    one rank, and no `shard_map`::
+    arrives there as this rank's `[L, ...]`. So you write the grouped matmuls of one
+    rank, and need no `shard_map`::
 
         def swiglu(params, rows, group_sizes, expert_of_row):
             gate = jax.lax.ragged_dot(rows, params["wi_0"], group_sizes)
@@ -400,29 +400,30 @@ def apply_experts(
         axis_name: the EP axis, or a tuple of axes whose product is the group.
         mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
         spec: sharding of the leading dimensions of tokens, ids and weights, over axes
-            that include those of the group. None splits dimension 0 over all axes but
-            `scatter_axis` and those that only `param_specs` name.
-        param_specs: a `PartitionSpec` for each leaf of `params`, or for the upper part
-            of the pytree. `fn` sees the parts that it makes, except for `fsdp_axis`.
-            None means `P(axis_name)`, and with `fsdp_axis` `P(axis_name, fsdp_axis)`
-            for leaves of 3 dimensions or more. Parameters that are not per expert need
-            a spec: `P()` for a shared expert's.
-        fsdp_axis: a mesh axis, or several, over which parameters are stored in parts.
-            Before `fn` each leaf is gathered along the dimension that its spec shards
-            over them; gradients are reduce-scattered. Both are in the leaf's dtype.
-            With `jax.checkpoint` and `jax_ep.save_route` around the call, the backward
-            pass gathers again and keeps no gathered parameters.
+            that include those of the group. None splits dimension 0 over all axes
+            except `scatter_axis` and those that only `param_specs` name.
+        param_specs: a `PartitionSpec` for each leaf of `params`, or a pytree of them
+            that is a prefix of `params`. `fn` gets the shards that these specs make,
+            except that `fsdp_axis` is gathered. None means `P(axis_name)`, and with
+            `fsdp_axis` `P(axis_name, fsdp_axis)` for leaves of 3 dimensions or more.
+            Parameters that are not per expert need a spec: `P()` for a shared expert's.
+        fsdp_axis: a mesh axis, or several, that the stored parameters are sharded over.
+            Each leaf is gathered before `fn`, along the dimension that its spec shards
+            over these axes, and its gradient is reduce-scattered, both in the leaf's
+            dtype. With `jax.checkpoint` and `jax_ep.save_route` around the call, the
+            backward pass gathers again instead of keeping gathered parameters.
         scatter_axis: as in `jax_ep.apply_experts`: `fn` returns partial sums over this
             axis, over which `param_specs` split the experts' matrices.
         transport: as in `jax_ep.init`.
-        return_dropped: whether to return the numbers of dropped rows, too.
+        return_dropped: whether to return the numbers of dropped rows as well.
         input_scale: global scale of dispatch_format "nvfp4".
         **config: further fields of `jax_ep.EPConfig`, as in `jax_ep.apply_experts`.
 
     Returns:
-        `[..., H]` in the dtype of the tokens, sharded as they are, and with
-        `scatter_axis` also over it on the last dimension. With `return_dropped` also
-        int32 `[ranks]`, the rows that each rank that tokens are split over dropped.
+        `[..., H]` in the dtype of the tokens, sharded as they are; with `scatter_axis`
+        the last dimension is sharded over it, too. With `return_dropped` also int32
+        `[ranks]`, the number of rows that each rank dropped, for the ranks that tokens
+        are split over.
 
     Raises:
         ValueError, TypeError: for the reasons of `jax_ep.apply_experts`; if a leaf or

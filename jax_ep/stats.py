@@ -19,8 +19,8 @@ All functions except `init` also take a stack of layers: arrays with a leading d
 of layers, as a scan over layers returns them.
 
 A layer with a `jax_ep.placement` counts the rows of each place. Pass its placement to
-`summary` or `heat_map`, which then know the experts. Start a new load with each
-placement.
+`summary` or `heat_map`, so that they can map places to experts. Start a new load with
+each placement.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from jax_ep.placement import Placement
 )
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Sums over steps, by rank; ranks stack on dimension 0.
+    """Sums over steps for each rank; the ranks are stacked on dimension 0.
 
     A stack of layers has leading dimensions before the ranks.
 
@@ -77,9 +77,9 @@ class Load:
         imbalance: float32 `[ranks]`, sum over steps of the busiest expert's share of
             the batch, times E; a step with equal shares adds 1.
         worst: float32 `[ranks]`, the largest of these values in one step; -1 after a
-            step was passed as a `Dispatched`, from which it is unknown.
-        fullest: int32 `[ranks]`, most rows that were sent to a rank in one step: the
-            `recv_capacity` that drops none, without padding.
+            step was passed as a `Dispatched`, which does not contain it.
+        fullest: int32 `[ranks]`, the most rows that were sent to a rank in one step:
+            the `recv_capacity` that would drop none, without padding.
         invalid: uint32 `[ranks, 2]`, ids outside [-1, E) as (low, high) words.
         place: int32 `[ranks]`, each rank's position in the mesh, as the steps reported
             it; -1 before any did, -2 if two steps reported different ones. None if not
@@ -156,8 +156,9 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
 
     With a `Dispatched` each rank only knows the load of its own experts. The imbalance
     of the step over all experts would need an exchange, so from then on
-    `Summary.mean_imbalance` and `worst_imbalance` are unknown; `Summary.imbalance`, of
-    the totals, stays known. The group of a fused shared expert does not count.
+    `Summary.mean_imbalance` and `worst_imbalance` are unknown. `Summary.imbalance`,
+    which comes from the totals, stays known. The group of a fused shared expert does
+    not count.
 
     Args:
         load: result of `init` or of an earlier `update`.
@@ -169,7 +170,7 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
         The new `Load`; the old one can be donated.
 
     Raises:
-        ValueError: `aux` has other ranks, experts or layers than `load`, lies
+        ValueError: `aux` has other ranks, experts or layers than `load`, is sharded
             differently on a mesh with explicit axes, or, in a shard_map with
             check_vma, is equal along an axis that `load` is split over.
         TypeError: `load` is not a `Load`, or `aux` neither a `MoEAux` nor a
@@ -195,7 +196,7 @@ def update(load: Load, aux: MoEAux | Dispatched) -> Load:
 
 
 class _Step(NamedTuple):
-    """The values of one step; `load` is None if shares of all experts are unknown."""
+    """The values of one step; `load` is None if not all experts' shares are known."""
 
     counts: jax.Array
     dropped: jax.Array
@@ -228,12 +229,12 @@ def _step(load: Load, aux: MoEAux | Dispatched) -> _Step:
 
 
 def _by_rank(counts: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
-    """`counts` as `[..., R, groups]`, sharded like `rows` over explicit axes."""
+    """Returns `counts` as `[..., R, groups]`, sharded like `rows` on explicit axes."""
     shape = (*counts.shape[:-1], rows.shape[-3], groups)
     sharding = jax.typeof(rows).sharding
     if not any(sharding.spec):
         return counts.reshape(shape)
-    # By itself JAX would give trailing axes of size 1 to the dimension of groups.
+    # Left to itself, JAX would shard the groups over trailing axes of size 1.
     spec = jax.P(*sharding.spec[:-1])
     return jnp.reshape(
         counts, shape, out_sharding=jax.NamedSharding(sharding.mesh, spec)
@@ -309,7 +310,7 @@ class Summary:
         mean_imbalance: float, the same ratio within a step, averaged over steps; NaN
             if a step was passed as a `Dispatched`.
         worst_imbalance: float, the largest ratio in a step; NaN in the same case.
-        fullest: int, most rows that were sent to a rank in one step.
+        fullest: int, the most rows that were sent to a rank in one step.
         invalid: int64 `[ranks]`, ids outside [-1, E) among a rank's tokens.
     """
 
@@ -330,19 +331,19 @@ class Summary:
 def summary(load: Load, *, placement: Placement | None = None) -> Summary:
     """Waits for `load` and returns its numbers; cannot be called inside jit.
 
-    In a job of several processes each must call it, because it gathers data from
-    devices of the others; each gets the same numbers.
+    In a job of several processes each must call it, because it gathers data from the
+    devices of all processes; each gets the same numbers.
 
     Args:
         load: load of one layer, or of a stack of layers.
-        placement: the placement of all these steps; one for all layers, or a stack of
-            one for each. None means that places are experts.
+        placement: the placement during all these steps; one for all layers, or a stack
+            with one for each. None means that places are experts.
 
     Raises:
         TypeError: `load` is not a `Load`, or `placement` not a `Placement`.
         ValueError: it is called inside a traced function; the ranks were stacked
             differently in different steps, or some counted more than once; `load` does
-            not have all ranks; or `placement` is of other places or layers.
+            not have all ranks; or `placement` has other places or layers.
     """
     return _summary("summary", load, placement)[0]
 
@@ -429,15 +430,16 @@ def heat_map(
     Args:
         load: load of one layer, or of a stack of layers.
         path: a .png, .svg or .pdf file to write; needs matplotlib. Experts are red if
-            busier than the mean and blue if less busy, on a scale from 1/4 to 4 times.
+            busier than the mean and blue if less busy, on a scale from 1/4 of the mean
+            to 4 times the mean.
         placement: as in `summary`. The map then shows places, in the order of their
             ranks, and the numbers also name the busiest rank.
 
     Returns:
         Text of at most 80 columns: a map, followed by the numbers. The map has one line
         per rank or per few ranks, and one character per expert. For a stack it has one
-        line per layer, and one character per expert or for the busiest of a few. Darker
-        is busier, and `@` is the busiest of all.
+        line per layer, and one character per expert, or one for the busiest of a few.
+        Darker is busier, and `@` is the busiest of all.
 
     Raises:
         TypeError, ValueError: for the reasons of `summary`.

@@ -120,7 +120,7 @@ def number(low: float, strict: bool = False) -> Callable[[str], float]:
 
 
 def file_problem(path: str) -> str | None:
-    """Returns what `path` must be to be written and is not, or None if it is fine.
+    """Returns what `path` fails to be for writing, or None if it is fine.
 
     Tries to write, because permissions do not tell about full disks and root's files.
     An existing file keeps its content; a file that did not exist is removed again.

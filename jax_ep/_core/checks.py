@@ -80,7 +80,7 @@ def require_tokens(function: str, ep: EPHandle, tokens: jax.Array) -> None:
 def require_codes(
     function: str, ep: EPHandle, tokens: jax.Array, token_scales: Any
 ) -> jax.Array:
-    """Returns `token_scales`; raises unless they and `tokens` are of one quantisation.
+    """Returns `token_scales`; raises unless they can be the scales of `tokens`.
 
     Raises:
         ValueError, TypeError: the config's format has no scales, or they or the tokens
@@ -222,7 +222,7 @@ def require_columns(
 ) -> None:
     """Raises ValueError unless `value` has these rows, of a width that can be sent.
 
-    `rows` is their letter in docstrings and their number.
+    `rows` is the letter that docstrings use for their number, and the number itself.
     """
     config, shape = ep.config, value.shape
     multiple = config.column_multiple

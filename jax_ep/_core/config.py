@@ -86,11 +86,11 @@ class DtypeNameOrNone(_Field):
     """A field that takes a dtype or None, and keeps the dtype's name."""
 
     def __get__(self, config: EPConfig | None, owner: type[EPConfig]) -> Dtype | None:
-        """Returns the name or None; as `DtypeName.__get__`."""
+        """Returns the name or None, like `DtypeName.__get__`."""
         return None if config is None else vars(config)[self._name]
 
     def __set__(self, config: EPConfig, value: DTypeLike | None) -> None:
-        """Stores the name or None; as `DtypeName.__set__`."""
+        """Stores the name or None, like `DtypeName.__set__`."""
         name = None if value is None else _dtype_name(self._name, value)
         vars(config)[self._name] = name
 
@@ -115,32 +115,33 @@ class EPConfig:
             names; None does not quantise them.
         reduce: where combine sums the rows of a token: "rank" (each expert rank sums
             its own before sending), "source" (the source rank sums all), or "none".
-        recv_capacity: N, output rows per rank. Excludes `capacity_factor`.
+        recv_capacity: N, output rows per rank; not together with `capacity_factor`.
         capacity_factor: sets N = round_up(ceil(capacity_factor * T * K), 128). With
-            neither option N is the worst case for distinct ids.
-        expert_alignment: pads the length of each group to a multiple of it.
+            neither option, N is the worst case for distinct ids.
+        expert_alignment: the length of each group is padded to a multiple of this.
         scale_layout: "rows", "tiled_128x4" or "columns".
         zero_tail: whether rows past the last group are set to zero.
         fused_shared_expert: whether group 0 holds the rows of a shared expert.
         skip_a2a: whether every rank holds the same tokens, so nothing is exchanged.
         allreduce_world_size: W, number of ranks that split the shared expert with
             `skip_a2a`: those with equal `rank // W`, which hold the same tokens. It
-            must divide R (without `skip_a2a` be R); None means R.
+            must divide R, or be R without `skip_a2a`; None means R.
         pending_calls: how many dispatches, and how many combines, may be pending at
             once: 0, 1 or 2. None means 0, or 1 if `overlap` is "copy" or "stream".
             `dispatch_async` and `combine_async` need at least 1. Each takes room in
             the windows of a GPU transport.
         overlap: what moves the data of `dispatch_async` and `combine_async` on a GPU
-            transport. "sm": its kernels; "stream": its kernels, the first on XLA's
-            stream for collectives (jax 0.11.1); "copy": XLA's all-to-all, on copy
-            engines if XLA's flag asks for them, with XLA's limits for a missing rank.
-        num_sms: SMs that the kernels of a GPU transport use; None chooses by shape.
+            transport. "sm": its kernels. "stream": its kernels, those of the first
+            halves on XLA's stream for collectives (from jax 0.11.1 on). "copy": XLA's
+            all-to-all, on copy engines if XLA's flag requests them, and with XLA's time
+            limits for a missing rank.
+        num_sms: how many SMs the kernels of a GPU transport use; None chooses by shape.
         ranks_per_node: simulates nodes of this many ranks in tests; None detects the
             real nodes.
         timeout_s: limit on every wait of p2p and shmem, in seconds.
 
     Raises:
-        ValueError, TypeError: a field does not hold what is said above.
+        ValueError, TypeError: a field is not as described above.
     """
 
     num_experts: int
@@ -171,7 +172,7 @@ class EPConfig:
         """Validates every field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # NumPy scalars are common as sizes; the calls' attributes need Python's.
+            # NumPy scalars are common as sizes; calls' attributes need Python numbers.
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
         self._check_sizes()
@@ -348,7 +349,7 @@ class EPConfig:
 
     @property
     def column_multiple(self) -> int:
-        """Number that divides the columns of rows that combine or a route may take."""
+        """Rows of combine and along a route have a multiple of this many columns."""
         wires = (self.combine_format, self.grad_format)
         blocks = [formats.block(name) for name in wires if name is not None]
         return math.lcm(native.ROW_ALIGN_BYTES // self.element_bytes, *blocks)

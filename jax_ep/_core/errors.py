@@ -88,7 +88,7 @@ def told_of(
     *,
     part: bool = True,
 ) -> Iterator[None]:
-    """Raises errors of an inner call as errors of `function`, which made the call.
+    """Re-raises errors of an inner call as errors of `function`, which made the call.
 
     Args:
         function: what the user called.

@@ -82,7 +82,7 @@ class EPHandle:
     _windowed: bool  # whether calls wait in windows, so that a wait can fail
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raises: a second handle with the same key would close the first's group."""
+        """Raises, because two handles with one key would close each other's group."""
         raise errors.unusable(
             "EPHandle",
             "a handle cannot be made by its class or by dataclasses.replace",
@@ -110,7 +110,8 @@ class EPHandle:
         self._closed = False
         _handles[self.key] = self
         # Jitted functions of jax_ep.sharded and of layers. JAX keeps their traces,
-        # which refer to the handle, so with programs it is collected only once closed.
+        # which refer to the handle, so a handle with programs is collected only after
+        # it is closed.
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Programs of the collective transport need no group, so they outlive it.
         self._process = os.getpid()
@@ -179,13 +180,15 @@ class EPHandle:
         Raises:
             ValueError: the handle is closed, or this is a forked child.
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch. The
-                message names rank, token, k and value of the first on the lowest rank.
+                message names the rank, token, k and value of the first such id on the
+                lowest rank.
             jax.errors.JaxRuntimeError: a wait of p2p or shmem failed. The message names
                 the waiting rank, the awaited rank, the phase and the call; every check
                 raises it again until the handle is closed. Or, on "collective" and with
-                `overlap="copy"`, ranks met in different calls, of other handles or on
-                other lines of the program. The message names both ranks and calls;
-                their results are NaN, -1 and 0, and the handle stays usable.
+                `overlap="copy"`, ranks exchanged data in different calls, of different
+                handles or on different lines of the program. The message names both
+                ranks and calls; their results are NaN, -1 and 0, and the handle stays
+                usable.
         """
         if self._closed:
             raise errors.unusable(

@@ -1,7 +1,7 @@
-"""Reads from private JAX names what JAX is tracing.
+"""Finds out what JAX is tracing, from private names of JAX.
 
-If a JAX version renames one of them, jax_ep goes on without its purpose: calls are not
-ordered, or batches are not counted. `tests/tools/test_compatibility.py` then fails.
+If a JAX version renames one of them, jax_ep goes on without what it is for: calls are
+not ordered, or batches are not counted. `tests/tools/test_compatibility.py` then fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _batching() -> Any:
 
 
 def current_trace() -> Any:
-    """Returns the current trace, or None if JAX does not tell.
+    """Returns the current trace, or None if JAX does not say.
 
     Inside `vmap` it is the trace around the `vmap`, where the calls of the batch are
     made one after the other.
@@ -52,7 +52,7 @@ def untraced_trace() -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether this thread is tracing anything; False if JAX does not tell."""
+    """Whether this thread is tracing anything; False if JAX does not say."""
     return current_trace() not in (None, untraced_trace())
 
 

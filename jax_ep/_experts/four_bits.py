@@ -1,7 +1,8 @@
-"""Weights of "mxfp4" in the order in which kernels for few rows read them.
+"""Weights of "mxfp4" in the order in which the kernels for few rows read them.
 
-xla_ffi/protocol/matmul_steps.h describes it: tiles of 128 columns, or 64 of gate and of
-up, by 32 of the contracted dimension, each with its codes and scales side by side.
+xla_ffi/protocol/matmul_steps.h describes the order: tiles of 128 columns (or 64 of gate
+and 64 of up) by 32 elements of the contracted dimension. Each tile has its codes and
+then its scales.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-COLUMNS = 128  # of a tile, both sides together
-STEPS = 32  # of the contracted dimension
+COLUMNS = 128  # of a tile, gate and up together
+STEPS = 32  # elements of the contracted dimension in a tile
 ATOM = COLUMNS * STEPS // 2 + COLUMNS  # bytes of codes and scales
 ALIGNED = 128  # what the contracted dimension must be a multiple of
-# Of the four codes in half of a word: the lowest bit besides the sign, and the sign.
+# For each of the four codes in half a word: where its three low bits begin, and the bit
+# of its sign.
 _PLACES = ((6, 15), (3, 11), (0, 9), (12, 10))
 
 
 def shape(matrix: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the shape of the tiles of `[L, A, 2, B]` or `[L, A, B]`.
 
-    None where the kernels do not take such sizes.
+    Returns None if the kernels do not take such sizes.
     """
     groups, contracted, *sides, columns = matrix
     per_tile = COLUMNS // 2 if sides else COLUMNS
@@ -56,7 +58,7 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
     pairs = by_tile(pairs).astype(jnp.uint16)  # [L, tiles, steps, q, i, columns]
 
     def half(codes: jax.Array) -> jax.Array:
-        """Puts four codes where they are decoded with few instructions."""
+        """Places four codes so that few instructions decode them."""
         placed = [
             (codes[..., i, :] & 7) << rest | (codes[..., i, :] >> 3) << sign
             for i, (rest, sign) in enumerate(_PLACES)
@@ -81,9 +83,9 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def side_by_side(products: jax.Array) -> jax.Array:
-    """Brings products with all columns of tiles of gate and up, `[N, 2 * B]`, in order.
+    """Reorders columns of products, `[N, 2 * B]`, from tiles to all gate, then all up.
 
-    Each tile has 64 columns of gate, then the same of up.
+    Each tile has 64 columns of gate, then the same columns of up.
     """
     count, columns = products.shape
     split = products.reshape(count, columns // COLUMNS, 2, COLUMNS // 2)

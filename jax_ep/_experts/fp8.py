@@ -1,4 +1,4 @@
-"""Experts on codes, with their derivative: what `jax_ep.experts.fp8` computes."""
+"""Experts that multiply codes, and their derivative: used by `jax_ep.experts.fp8`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Biases(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What a program is made for.
+    """The static arguments of a program.
 
     Attributes:
-        dtype: of the result, and of the cotangents of rows.
+        dtype: dtype of the result and of the cotangents of rows.
         activation: as in `Inner`.
-        has_port: whether the cotangents of rows have somewhere to go.
+        has_port: whether there is a `port` to take the cotangents of rows.
         masters: dtypes of the gradients of gate_up and down; None if there are none.
-        operations: what computes.
+        operations: the operations to use.
     """
 
     dtype: Dtype
@@ -63,14 +63,14 @@ def apply(
     """Applies experts to rows; the derivative is straight-through.
 
     Args:
-        static: see there.
-        port: `[N, H]`, whose cotangent is that of the rows; its values are not read.
-        masters: gate_up and down, whose cotangents are those of the weights; their
-            values are not read either, so XLA leaves out what made them.
-        biases: see there.
+        static: see `Static`.
+        port: `[N, H]`, which gets the cotangent of the rows; its values are not read.
+        masters: gate_up and down, which get the cotangents of the weights; their values
+            are not read either, so XLA leaves out what computes them.
+        biases: see `Biases`.
         consts: as in `Inner`.
         rows: `[N, H]`.
-        weights: those of L experts.
+        weights: the weights of L experts.
         sizes: int32 `[L]`.
 
     Returns:
@@ -117,8 +117,8 @@ def _forward(
             "with jax.lax.stop_gradient",
         )
     h, both = _gate_up(static, True, biases, consts, rows, weights, sizes)
-    # What the backward pass needs of this product has one name, so that a policy that
-    # saves it repeats no product.
+    # All that the backward pass needs of this product has one name, so that a policy
+    # that saves this name repeats no product.
     both = checkpoint_name(both, GATE_UP_NAME)
     h = jax.tree.map(lambda part: named_bits(part, GATE_UP_NAME), h)
     out = _down(static, biases, h, weights, sizes)
@@ -127,7 +127,7 @@ def _forward(
 
 def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
     biases, consts, rows, h, both, weights, sizes = kept
-    # Silently missing gradients would be wrong.
+    # Raises, because gradients would otherwise be missing silently.
     if not static.has_port:
         raise errors.invalid(
             "experts.fp8",

@@ -27,7 +27,7 @@ def grouped_matmul(
 def ragged_dot(
     rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """As `jax.lax.ragged_dot`, but vmap also works if all entries share the weights."""
+    """Like `jax.lax.ragged_dot`, but vmap also works if all entries share weights."""
     # getattr, because type checkers do not know the fields of JAX's config.
     how = Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
     return _differentiable(how, rows, weights, group_sizes)
@@ -60,13 +60,13 @@ class Hopper(NamedTuple):
         return kernels.rows(rows, weights, sizes, transposed)
 
     def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
-        # They write the operands' dtype or the sums as they are.
+        # The kernels write either the operands' dtype or the float32 sums.
         out = dtype if dtype == left.dtype else jnp.float32
         return kernels.outer(left, right, sizes, out).astype(dtype)
 
 
 class Ragged(NamedTuple):
-    """XLA's ragged_dot, at the matmul precision that was set at the call."""
+    """XLA's ragged_dot, at the matmul precision that was set when it was called."""
 
     precision: Any
 
@@ -95,7 +95,7 @@ class Ragged(NamedTuple):
 def by_rows(
     rows: Any, weights: Any, group_sizes: Any, how: How, transposed: bool
 ) -> Any:
-    """Multiplies `[N, A]` by `[L, A, B]`; `transposed`: `[N, B]` by it, to `[N, A]`."""
+    """Multiplies `[N, A]` by `[L, A, B]`; if `transposed`, `[N, B]` to `[N, A]`."""
 
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
         return _varies_as(rows, how.rows(rows, weights, sizes, transposed))

@@ -1,8 +1,8 @@
-"""fp8 experts on Hopper: `Operations` by kernels that multiply codes.
+"""fp8 experts on Hopper: `Operations` with kernels that multiply codes.
 
-Kernels contract the last dimension of both operands, so forward products need weights
-that were turned; products with transposed weights take the codes as they lie. Codes of
-four bits have an order of their own for kernels (four_bits.py).
+The kernels contract the last dimension of both operands. Forward products therefore
+need turned weights, while products with transposed weights take the codes as they are.
+For codes of four bits the kernels have another order (four_bits.py).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jax_ep._experts import four_bits, kernels, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-# Room for rows per group up to which weights of four bits are multiplied as they are.
-# The kernel decodes them again for every 32 rows, so with more it is better to decode
-# them to memory once; where that begins is an estimate. With several ranks there is
-# room for more rows than arrive, often several times as many.
+# Up to this many rows of N per group, the kernels multiply weights of four bits
+# directly. They decode them again for every 32 rows, so with more rows it is better to
+# decode them to memory once; the threshold is an estimate. With several ranks, N is
+# larger than the number of rows that arrive, often several times as large.
 FEW_ROWS = 128
 
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 
 class HopperOperations(Operations):
-    """Kernels, and the reference for what these do not know.
+    """Uses kernels, and the reference for what the kernels do not support.
 
-    SwiGLU without biases is part of them. Other activations, and biases, are applied
-    outside of products of codes.
+    The kernels include SwiGLU without biases. Other activations, and biases, are
+    applied after the products of codes.
     """
 
     turns_weights = True
@@ -46,7 +46,7 @@ class HopperOperations(Operations):
         name: WeightFormat,
         backward: bool,
     ) -> QuantizedWeights:
-        """As `Operations.quantize_weights`; the codes are turned in the same pass."""
+        """Overrides `Operations.quantize_weights`; one pass also turns the codes."""
         if name == "mxfp4":
             codes = super().quantize_weights(gate_up, down, name, backward)
             return self.prepare(codes)
@@ -63,7 +63,7 @@ class HopperOperations(Operations):
         )
 
     def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
-        """As `Operations.prepare`."""
+        """Overrides `Operations.prepare`."""
         find = _tiles if weights.format == "mxfp4" else _turned
         found = {f"{which}_turned": find(weights, which) for which in _BOTH}
         return dataclasses.replace(weights, **found)
@@ -77,7 +77,7 @@ class HopperOperations(Operations):
         dtype: Any,
         transposed: bool = False,
     ) -> jax.Array:
-        """As `Operations.product`."""
+        """Overrides `Operations.product`."""
         if weights.format == "mxfp4":
             plain = None if transposed else _four_bits(rows, weights, which, sizes)
             if plain is not None:
@@ -105,7 +105,7 @@ class HopperOperations(Operations):
         keep: bool,
         dtype: Any,
     ) -> tuple[Rows, jax.Array | None]:
-        """As `Operations.gate_up`."""
+        """Overrides `Operations.gate_up`."""
         if weights.format == "mxfp4" and _is_swiglu(inner) and not keep:
             fused = _four_bits(rows, weights, "gate_up", sizes, gate_up=True)
             if fused is not None and rows.scales is None and _is_bfloat16(dtype):
@@ -128,9 +128,9 @@ class HopperOperations(Operations):
         inner: Inner,
         both: jax.Array,
     ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
-        """As `Operations.down_dgrad`."""
+        """Overrides `Operations.down_dgrad`."""
         given = _codes(cotangent, weights)
-        # `both` has biases in it, so they are no obstacle here.
+        # `both` already includes the biases, so the kernel also works with them.
         if given is None or inner.activation is not None:
             return super().down_dgrad(cotangent, weights, sizes, inner, both)
         codes, scales, plain = kernels.code_down_back(
@@ -141,19 +141,19 @@ class HopperOperations(Operations):
     def wgrad(
         self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
     ) -> jax.Array:
-        """As `Operations.wgrad`."""
+        """Overrides `Operations.wgrad`."""
         codes = _row_codes(rows)
         if codes is None:
             left = rows.values.astype(jnp.bfloat16)
         else:
             left = kernels.dequantize(codes, sizes, jnp.bfloat16)
         right = cotangent.astype(jnp.bfloat16)
-        # The kernel writes bfloat16 or the sums as they are.
+        # The kernel writes either bfloat16 or the float32 sums.
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
         return kernels.outer(left, right, sizes, out).astype(dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
-        """As `Operations.quantize_cotangents`."""
+        """Overrides `Operations.quantize_cotangents`."""
         return Rows(*kernels.quantize_cotangents(values, sizes))
 
 
@@ -164,12 +164,12 @@ def _side_by_side(values: jax.Array) -> jax.Array:
 
 
 def _few_bits(*matrices: jax.Array) -> bool:
-    """Whether kernels read these: float64 they do not."""
+    """Whether kernels read matrices of these dtypes; they do not read float64."""
     return all(matrix.dtype.itemsize <= 4 for matrix in matrices)
 
 
 def _is_bfloat16(dtype: Any) -> bool:
-    """Whether it is, by whatever name: a string equals no type."""
+    """Whether `dtype`, which may be a string or a type, is bfloat16."""
     return jnp.dtype(dtype) == jnp.bfloat16
 
 
@@ -179,19 +179,19 @@ def _is_swiglu(inner: Inner) -> bool:
 
 
 def _codes(rows: Rows, weights: QuantizedWeights) -> kernels.Codes | None:
-    """Returns the rows as kernels take them, or None if they do not multiply them."""
+    """Returns rows as the kernels for codes take them; None if they do not apply."""
     return _row_codes(rows) if weights.format == "fp8_block128" else None
 
 
 def _row_codes(rows: Rows) -> kernels.Codes | None:
-    """Returns the codes of rows with the scales that kernels read, if there are any."""
+    """Returns the codes of rows, with scales as kernels read them; None without any."""
     if rows.scales is None:
         return None
     return kernels.Codes(rows.values, rows.scales.astype(jnp.float32))
 
 
 def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
-    """Returns the codes of a matrix as kernels for few rows read them, if they do."""
+    """Returns a matrix as the kernels for few rows read it; None if they do not."""
     found = getattr(weights, f"{which}_turned")
     matrix = weights.shapes[which == "down"]
     if found is not None or four_bits.shape(matrix) is None:
@@ -206,16 +206,16 @@ def _four_bits(
     sizes: jax.Array,
     gate_up: bool = False,
 ) -> Callable[[Any], jax.Array] | None:
-    """Returns a function of the dtype of the result that multiplies by "mxfp4".
+    """Returns a function that multiplies by "mxfp4"; it takes the result's dtype.
 
-    None if kernels do not know the rows or the sizes.
+    Returns None if the kernels do not support the rows or the sizes.
 
     Args:
         rows: `[N, A]`.
-        weights: in "mxfp4".
+        weights: weights in "mxfp4".
         which: the matrix.
         sizes: int32 `[L]`.
-        gate_up: whether SwiGLU follows.
+        gate_up: whether to apply SwiGLU.
     """
     plain = rows.scales is None
     if plain and rows.values.dtype != jnp.bfloat16:
@@ -230,7 +230,7 @@ def _four_bits(
         many = plain and rows.values.shape[0] > FEW_ROWS * groups
         # The kernels for many rows round sums to 16 bits.
         if many and dtype == jnp.bfloat16:
-            # Exact in bfloat16, so both ways sum the same products.
+            # The weights are exact in bfloat16, so both ways sum the same products.
             matrices = quantized.dequantize(weights, which).astype(jnp.bfloat16)
             if gate_up:
                 return kernels.gate_up(rows.values, matrices, sizes, False)[0]
@@ -252,10 +252,10 @@ def _turned(weights: QuantizedWeights, which: Which) -> jax.Array:
 
 
 def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
-    """`kernels.quantize_matrices`, which each device runs on its own part.
+    """Runs `kernels.quantize_matrices` on each device's own part.
 
-    Outside of shard_map XLA knows nothing of a custom call, and would gather its
-    operand. With explicit axes JAX has no rule for one.
+    Outside of shard_map, XLA cannot partition a custom call and would gather its
+    operand. With explicit axes, JAX has no sharding rule for one.
     """
     placed = jax.typeof(matrices).sharding
     if any(entry is not None for entry in placed.spec):
@@ -263,7 +263,7 @@ def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
         by_part: Any = jax.sharding.auto_axes(_partitioned, out_sharding=outs)
         return by_part(matrices)
     mesh = jax.sharding.get_abstract_mesh()
-    # Arrays may be sharded without a mesh that is set.
+    # Arrays may be sharded even if no mesh is set.
     unknown = mesh.empty or AxisType.Auto in mesh.axis_types
     return (_partitioned if unknown else kernels.quantize_matrices)(matrices)
 
@@ -281,7 +281,7 @@ def _partition(mesh: Any, given: Any, result: Any) -> Any:
 
 
 def _out_shardings(mesh: Any, shape: Any, spec: Any) -> tuple[NamedSharding, ...]:
-    """Returns those of codes, of scales and of the codes turned."""
+    """Returns the shardings of the codes, the scales and the turned codes."""
     units = {1: kernels.BLOCK, 3: kernels.BLOCK}
     whole = quantized.without_cuts(mesh, shape, spec, units)
     group, row, side, column = whole
@@ -294,7 +294,7 @@ def _infer(mesh: Any, given: Any, result: Any) -> Any:
 
 
 def _rule(mesh: Any, given: Any, results: Any) -> Any:
-    """Returns what Shardy may shard: blocks of 128 x 128, a and b, are not cut."""
+    """Returns what Shardy may shard: it must not cut the blocks of 128 x 128."""
     del mesh, results
     _, rows, _, columns = given[0].shape
     sizes = {}

@@ -1,8 +1,8 @@
 """The grouped matmuls of `_native_cuda` for Hopper, as custom calls.
 
-N rows lie in L groups of `sizes`, and each group has a matrix of its own. Sums are
-float32. Rows past the groups may hold anything: they change no result, and their own
-results are whatever the memory held. None of these has a derivative or a batching rule.
+The N rows form L groups of `sizes`, each of which has its own matrix. Sums are float32.
+Rows past the groups may hold anything: they change no other result, and their own
+results are uninitialised memory. The functions have no derivative or batching rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_ep._native import ffi, tables
 
 BLOCK = 128  # rows and columns of a matrix of codes that share a scale
-ALIGNED = 8  # what A and B must be multiples of without codes: 16 bytes
+ALIGNED = 8  # what A and B must be multiples of for 16-bit rows: 16 bytes
 _TARGETS = frozenset(
     {
         "ep_rows",
@@ -43,7 +43,7 @@ class Codes(NamedTuple):
 
 
 def built() -> bool:
-    """Whether a CUDA module is installed that has them."""
+    """Whether an installed CUDA module has these kernels."""
     return ffi.gpu_target_names() >= _TARGETS
 
 
@@ -51,7 +51,7 @@ def rows(
     rows: jax.Array, matrices: jax.Array, sizes: jax.Array, transposed: bool = False
 ) -> jax.Array:
     """Multiplies `[N, A]` by `[L, A, B]` (`transposed`: `[L, B, A]`) to `[N, B]`."""
-    # Of one target or the other: their names are part of their types.
+    # Untyped: tables.call has a type per target name, and this calls either of two.
     call: Any = tables.call
     target = "ep_rows_transposed" if transposed else "ep_rows"
     operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
@@ -64,10 +64,10 @@ def gate_up(
     """Multiplies `[N, A]` by `[L, A, 2, B]`, gate first, and applies SwiGLU.
 
     Args:
-        rows: 16-bit.
+        rows: bfloat16 or float16.
         matrices: of the same dtype.
         sizes: int32 `[L]`.
-        keep: whether gate and up are wanted.
+        keep: whether to return gate and up as well.
 
     Returns:
         `silu(gate) * up`, `[N, B]`, and gate and up `[N, 2, B]` or None, in the dtype
@@ -86,12 +86,12 @@ def gate_up(
 def down_back(
     cotangents: jax.Array, matrices: jax.Array, both: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Goes back through down and SwiGLU.
+    """Computes the backward pass of down and SwiGLU.
 
     Args:
         cotangents: of down's rows, `[N, A]`.
         matrices: down, `[L, B, A]`.
-        both: gate and up, `[N, 2, B]`, whose memory the result takes.
+        both: gate and up, `[N, 2, B]`; the result reuses their memory.
         sizes: int32 `[L]`.
 
     Returns:
@@ -137,7 +137,7 @@ def code_rows(
     Args:
         rows: `[N, A]`.
         matrices: codes.
-        scales: those of the weights in their own order: with `turned` codes
+        scales: the scales of the weights, which are not turned: with `turned` codes
             `[L, A / 128, B / 128]`, else `[L, B / 128, A / 128]`.
         sizes: int32 `[L]`.
         dtype: of the result.
@@ -169,7 +169,7 @@ def code_gate_up(
         matrices: turned codes, `[L, 2, B, A]`.
         scales: `[L, A / 128, 2, B / 128]`.
         sizes: int32 `[L]`.
-        keep: whether gate and up are wanted.
+        keep: whether to return gate and up as well.
 
     Returns:
         h `[N, B]`; gate and up in bfloat16 `[N, 2, B]`, or None.
@@ -201,9 +201,9 @@ def code_down_back(
 
     Args:
         cotangents: `[N, A]`.
-        matrices: codes of down as they lie, `[L, B, A]`.
+        matrices: codes of down, not turned, `[L, B, A]`.
         scales: `[L, B / 128, A / 128]`.
-        both: bfloat16 `[N, 2, B]`, whose memory the last result takes.
+        both: bfloat16 `[N, 2, B]`; the last result reuses its memory.
         sizes: int32 `[L]`.
 
     Returns:
@@ -240,22 +240,22 @@ def four_bits(
 
     Args:
         rows: bfloat16 `[N, A]`, or codes.
-        scales: of codes, `[N, A / 128]`; None without them.
-        tiles: of `four_bits.tiles`.
+        scales: the scales of codes, `[N, A / 128]`; None for bfloat16 rows.
+        tiles: what `four_bits.tiles` returned.
         sizes: int32 `[L]`.
         columns: B.
         dtype: of the result, bfloat16 or float32.
-        gate_up: whether the tiles are of gate and up, to which SwiGLU is applied.
+        gate_up: whether the tiles hold gate and up, and SwiGLU is applied.
 
     Returns:
         `[N, B]`, rounded once from the float32 sums.
     """
-    # Of one target or the other: their names are part of their types.
+    # Untyped: tables.call has a type per target name, and this calls either of two.
     call: Any = tables.call
     found = call(
         "ep_four_bit_gate_up" if gate_up else "ep_four_bit_rows",
         rows,
-        # X also without scales, whose placeholder has so many columns.
+        # X is needed even without scales: their placeholder has this many columns.
         {"B": columns, "X": rows.shape[1] // BLOCK},
         {"rows": rows, "row_scales": scales, "tiles": tiles, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},

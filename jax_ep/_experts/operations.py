@@ -1,8 +1,8 @@
-"""What fp8 experts are made of: the operations that kernels of a device replace.
+"""The operations of fp8 experts, which a device's kernels can replace.
 
-`Operations` is plain JAX that runs everywhere: operands are dequantised to float32 and
-multiplied there. Kernels are a subclass of it that overrides methods. None of them has
-a derivative or a batching rule; `fp8` gives them both.
+`Operations` is plain JAX that runs everywhere: it dequantises operands to float32 and
+multiplies these. A subclass overrides its methods with kernels. The operations have no
+derivative or batching rule; `fp8` adds both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROW_FORMAT: Format = "fp8_block128"
 
 
 class Rows(NamedTuple):
-    """Rows as codes, or as they are.
+    """Rows as codes, or as plain values.
 
     Attributes:
         values: `[N, A]`, float8_e4m3fn, or without scales any float dtype.
@@ -48,15 +48,15 @@ def quantized_rows(values: jax.Array) -> Rows:
 
 
 class Inner(NamedTuple):
-    """What lies between gate/up and down: biases and the activation.
+    """The computation between gate/up and down: biases and the activation.
 
     Attributes:
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
         consts: arrays that `activation` takes besides gate and up.
         activation: a function of (gate, up, *consts), static; None means
-            `silu(gate) * up`. A fused kernel that knows only this one leaves others,
-            and biases, to `Operations`.
+            `silu(gate) * up`. Fused kernels know only that one, and leave others and
+            biases to `Operations`.
     """
 
     gate_bias: jax.Array | None
@@ -65,17 +65,17 @@ class Inner(NamedTuple):
     activation: Callable[..., jax.Array] | None
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Returns the activation of gate and up, whose biases are in already."""
+        """Returns the activation of gate and up, which already include their biases."""
         if self.activation is None:
             return jax.nn.silu(gate) * up
         return self.activation(gate, up, *self.consts).astype(gate.dtype)
 
 
 class Operations:
-    """The reference; hashable, and equal to another one of the same class.
+    """The reference implementation; instances of one class are equal, and hashable.
 
-    N rows lie in L groups of `sizes`; rows past the groups may hold anything, even NaN,
-    and so may their results, but they change no others. Products are summed in float32.
+    The N rows form L groups of `sizes`. Rows past the groups, and their results, may
+    hold anything, even NaN, but change no other result. Products are summed in float32.
     """
 
     # Whether `quantize_weights` adds turned codes.
@@ -99,13 +99,13 @@ class Operations:
         """Quantises `[L, H, 2, F]` and `[L, F, H]` to format `name`.
 
         `backward` says whether `product` will be called with `transposed`. Blocks of
-        128 x 128 have the same codes either way, so the reference needs no others.
+        128 x 128 have the same codes either way, so the reference ignores it.
         """
         del backward
         return quantized.quantize(gate_up, down, name)
 
     def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
-        """Adds what `quantize_weights` would have for kernels, to canonical weights."""
+        """Adds to canonical weights what `quantize_weights` would add for kernels."""
         return weights
 
     def product(
@@ -119,7 +119,7 @@ class Operations:
     ) -> jax.Array:
         """Multiplies each row by the matrix of its group, and rounds once to `dtype`.
 
-        gate_up is a matrix `[H, 2 * F]` per group, gate first, and down `[F, H]`.
+        Per group, gate_up is a matrix `[H, 2 * F]`, gate first, and down is `[F, H]`.
 
         Args:
             rows: `[N, A]`.
@@ -127,7 +127,7 @@ class Operations:
             which: the matrix.
             sizes: int32 `[L]`.
             dtype: of the result.
-            transposed: multiplies by the transposed matrix.
+            transposed: whether to multiply by the transposed matrix.
         """
         matrix = quantized.dequantize(weights, which)
         matrix = matrix.reshape(*matrix.shape[:2], -1)
@@ -145,17 +145,17 @@ class Operations:
     ) -> tuple[Rows, jax.Array | None]:
         """Applies gate, up and the activation.
 
-        The float32 result of the activation is quantised as
-        `jax_ep.formats.quantize` does, bit for bit, or, if the rows have no scales,
-        rounded to `dtype`.
+        The float32 result of the activation is quantised exactly as
+        `jax_ep.formats.quantize` does, bit for bit. If the rows have no scales, it is
+        rounded to `dtype` instead.
 
         Args:
             rows: `[N, H]`.
-            weights: those of the product.
+            weights: as in `product`.
             sizes: int32 `[L]`.
             inner: biases and activation.
             keep: whether the backward pass needs gate and up.
-            dtype: that of the tokens.
+            dtype: dtype of the tokens.
 
         Returns:
             The rows of down `[N, F]`; gate and up with their biases in bfloat16,
@@ -179,19 +179,19 @@ class Operations:
         inner: Inner,
         both: jax.Array,
     ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
-        """Goes back through down and the activation.
+        """Computes the backward pass of down and the activation.
 
         Args:
             cotangent: `[N, H]`, of down's rows, from `quantize_cotangents`.
-            weights: those of down.
+            weights: as in `product`.
             sizes: int32 `[L]`.
-            inner: biases and activation; biases are in `both` already.
+            inner: biases and activation; `both` already includes the biases.
             both: gate and up, as `gate_up` kept them.
 
         Returns:
             The cotangents of gate and up side by side, `[N, 2 * F]`, quantised from
-            float32; the same in bfloat16, not quantised, `[N, 2, F]`; those of
-            `inner.consts`.
+            float32; the same in bfloat16, not quantised, `[N, 2, F]`; the cotangents
+            of `inner.consts`.
         """
         to_h = self.product(
             cotangent, weights, "down", sizes, jnp.float32, transposed=True

@@ -1,9 +1,9 @@
 """Experts' weights as codes and scales, and the rules that make them.
 
-The rules are plain JAX, so XLA partitions them over sharded arrays, and `shard_map`,
-`vmap` and a scan take them as they are. Amax is found by the bits of the floats: their
-order is that of the floats, with infinities and NaN above all others, and a maximum of
-integers flushes no denormals.
+The rules are plain JAX, so XLA partitions them over sharded arrays, and they work in
+`shard_map`, `vmap` and a scan. Amax is found by the bits of the floats: as integers
+they have the same order as the floats, with infinities and NaN above all others, and an
+integer maximum flushes no denormals.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ E4M3 = jnp.float8_e4m3fn
 E8M0 = jnp.float8_e8m0fnu
 E4M3_LARGEST = 448.0
 WEIGHTS_FLOOR = 1e-4  # the least amax of "fp8_block128"
-# The least amax of cotangents: those of a mean loss are often far below 1e-4.
+# The least amax of cotangents, which are often far below 1e-4 with a mean loss.
 COTANGENTS_FLOOR = 2.0**-80
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _NAN_CODE = 0x7F
-# Magnitudes of e2m1 codes 0 to 7, and where code i + 1 begins; True: at the bound, as
-# ties go to the even code.
+# Magnitudes of e2m1 codes 0 to 7, and the bound where code i + 1 begins. True if the
+# bound itself has that code, because ties go to the even code.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDS = (
     (0.25, False),
@@ -47,8 +47,8 @@ _E2M1_BOUNDS = (
 )
 
 
-# Those of `QuantizedWeights` that it has on every device, and those in the order of
-# kernels.
+# The fields of `QuantizedWeights` that every device has, and the extra copies in the
+# order that kernels read.
 CANONICAL = ("gate_up", "gate_up_scales", "down", "down_scales")
 TURNED = ("gate_up_turned", "down_turned")
 
@@ -62,27 +62,27 @@ TURNED = ("gate_up_turned", "down_turned")
 class QuantizedWeights:
     """The weights of L experts as codes and scales, a pytree of four arrays.
 
-    `jax_ep.experts.quantize_weights` makes one. The four arrays are in the order of the
-    weights themselves, on every device: dimension 0 is the expert, dimension 1 the
-    contracted one. A checkpoint can hold them, and `jax.tree.map` shards or gathers
+    `jax_ep.experts.quantize_weights` makes one. On every device the four arrays are in
+    the order of the weights themselves: dimension 0 is the expert, dimension 1 the
+    contracted one. A checkpoint can hold them, and `jax.tree.map` can shard or gather
     them along dimension 0 or 1.
 
-    On Hopper GPUs there may be two more, in which kernels read the codes of forward
-    products. `canonical()` leaves them out: save that in checkpoints. Where they are
-    missing, each call makes them again.
+    On Hopper GPUs there may be two more arrays, which kernels read in forward products.
+    `canonical()` leaves them out: save its result in checkpoints. If they are missing,
+    each call makes them again.
 
     Attributes:
         gate_up: "fp8_block128": float8_e4m3fn `[L, H, 2, F]`. "mxfp4": uint8
-            `[L, H / 2, 2, F]`, two e2m1 codes per byte, that of the even row of the
-            matrix in the low nibble.
-        gate_up_scales: "fp8_block128": float32 `[L, H / 128, 2, F / 128]`, of a block
-            of 128 x 128. "mxfp4": float8_e8m0fnu `[L, H / 32, 2, F]`.
+            `[L, H / 2, 2, F]`, two e2m1 codes per byte, with the code of the matrix's
+            even row in the low nibble.
+        gate_up_scales: "fp8_block128": float32 `[L, H / 128, 2, F / 128]`, one per
+            block of 128 x 128. "mxfp4": float8_e8m0fnu `[L, H / 32, 2, F]`.
         down: float8_e4m3fn `[L, F, H]` or uint8 `[L, F / 2, H]`.
         down_scales: float32 `[L, F / 128, H / 128]` or float8_e8m0fnu
             `[L, F / 32, H]`.
         format: "fp8_block128" or "mxfp4" (static).
         gate_up_turned: "fp8_block128": the codes of gate_up as `[L, 2, F, H]`. "mxfp4":
-            its codes and scales in the tiles of kernels, uint8. Or None.
+            its codes and scales in the tiles that kernels read, uint8. Or None.
         down_turned: "fp8_block128": the codes of down as `[L, H, F]`. "mxfp4": as
             gate_up_turned. Or None.
     """
@@ -133,14 +133,14 @@ def layout(
 
 
 def turn(codes: jax.Array) -> jax.Array:
-    """Moves the contracted dimension, of gate_up or down, to the end."""
+    """Moves the contracted dimension of gate_up or down to the end."""
     return jnp.moveaxis(codes, 1, -1)
 
 
 def turned_layout(
     name: WeightFormat, gate_up: tuple[int, ...], down: tuple[int, ...]
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Returns the dtype and shape of turned fields; kernels may not know all sizes."""
+    """Returns the dtype and shape of each turned field that kernels support."""
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for field, matrix in zip(TURNED, (gate_up, down), strict=True):
         group, contracted, *rest = matrix
@@ -152,7 +152,7 @@ def turned_layout(
 
 
 def turned_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns what the dimensions of a turned field have for those of its matrix."""
+    """Returns the spec's entries for a turned field, from those for its matrix."""
     group, contracted, *rest = matrix
     if name == "fp8_block128":
         return (group, *rest, contracted)
@@ -160,8 +160,8 @@ def turned_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def concatenate(first: QuantizedWeights, rest: QuantizedWeights) -> QuantizedWeights:
-    """Returns the experts of `first` and then those of `rest`."""
-    # One of them may come from a checkpoint.
+    """Returns the experts of `first`, followed by those of `rest`."""
+    # If one of them comes from a checkpoint, it may lack turned fields.
     for name in TURNED:
         if getattr(first, name) is None or getattr(rest, name) is None:
             first = dataclasses.replace(first, **{name: None})
@@ -217,8 +217,8 @@ def _to_e4m3(
     largest = jnp.max(_bits(values) & _MAGNITUDE, axis=block, keepdims=True)
     bad = largest >= _INFINITY
     amax = jnp.maximum(_floats(largest), floor)
-    # XLA turns divisions by constants and by broadcast scales into products with
-    # reciprocals, which round otherwise. It does not look through a choice.
+    # XLA turns divisions by constants and by broadcast scales into multiplications by
+    # reciprocals, which round differently. It does not see through jnp.where.
     divisor = jnp.where(bad, 1.0, E4M3_LARGEST).astype(jnp.float32)
     scales = jnp.where(bad, jnp.nan, amax / divisor)
     own = jnp.where(jnp.isnan(values), 1.0, scales)
@@ -238,7 +238,7 @@ def _to_e2m1(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(magnitude, axis=2, keepdims=True)
     bad = largest >= _INFINITY
     byte = jnp.clip(((largest + 0x200000) >> 23) - 2, 0, 254)
-    # Denormals as integers: XLA's CPU code may flush them as floats.
+    # Denormals are taken as integers, because XLA's CPU code may flush float denormals.
     denormal = magnitude < 0x800000
     mantissa = magnitude.astype(jnp.float32)
     scaled = jnp.where(
@@ -289,7 +289,7 @@ def _split(values: jax.Array, axis: int, size: int) -> jax.Array:
     kind = jax.typeof(values).sharding
     spec = without_cuts(kind.mesh, values.shape, kind.spec, {axis: size})
     if spec != _spec(values):
-        # Of axes that are not explicit there is nothing to see here, and XLA gathers.
+        # The spec shows only explicit axes. Over other axes, XLA gathers by itself.
         whole = jax.sharding.PartitionSpec(*spec)
         values = jax.sharding.reshard(values, kind.update(spec=whole))
     before, after = values.shape[:axis], values.shape[axis + 1 :]
@@ -312,7 +312,7 @@ def _spec(values: jax.Array) -> tuple[Any, ...]:
 def _reshaped(
     values: jax.Array, shape: tuple[int, ...], spec: tuple[Any, ...]
 ) -> jax.Array:
-    # On a mesh with explicit axes JAX has to be told where a split dimension goes.
+    # With explicit axes, JAX must be told which new dimension the sharding applies to.
     explicit = any(entry is not None for entry in spec)
     kind = jax.typeof(values).sharding
     where = kind.update(spec=jax.sharding.PartitionSpec(*spec)) if explicit else None
@@ -322,7 +322,7 @@ def _reshaped(
 def _times_power(values: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns values * 2 ** exponent, for exponents of -281 to 254.
 
-    In factors, because 2 ** -127 would be a denormal and 2 ** 254 infinite.
+    Multiplies by several factors, because 2 ** -127 is denormal and 2 ** 254 infinite.
     """
     for _ in range(3):
         part = jnp.clip(exponent, -100, 127)

@@ -1,4 +1,4 @@
-"""What runs where: the kernels for Hopper, or what runs everywhere."""
+"""Chooses between the kernels for Hopper and the operations that run everywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device_obstacle(device: Any = None) -> str | None:
 def obstacle(
     hidden_size: int, intermediate_size: int, device: Any = None
 ) -> str | None:
-    """Returns what keeps 16-bit experts of this size from the kernels, or None."""
+    """Returns why 16-bit experts of this size cannot use the kernels, or None."""
     found = device_obstacle(device)
     if found is not None:
         return found

@@ -1,8 +1,9 @@
 """SwiGLU experts of 16 bits on Hopper, with the activation inside the matmuls.
 
-gate_up's kernel applies SwiGLU to its float32 sums, and the kernel that goes back
-through down applies its derivative to the float32 cotangents. Their derivatives are
-those of the same formula in grouped matmuls, so derivatives of any order work.
+The kernel of gate_up applies SwiGLU to its float32 sums, and the kernel for the
+backward pass of down applies SwiGLU's derivative to the float32 cotangents. The kernels
+are differentiated as the same formula in grouped matmuls, so derivatives of any order
+work.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def apply(
 
     Args:
         rows: `[N, H]`, bfloat16 or float16.
-        gate_up: `[L, H, 2, F]`, of any floating dtype: it is multiplied in that of the
-            rows, and gets gradients in its own.
+        gate_up: `[L, H, 2, F]`, of any floating dtype: it is multiplied in the dtype of
+            the rows, and gets gradients in its own.
         down: `[L, F, H]`, likewise.
         sizes: int32 `[L]`.
 
@@ -50,7 +51,7 @@ def _apply(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
 def _forward(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
     del dtypes
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
-    # One name, so that a policy that saves it repeats no product.
+    # Both have one name, so that a policy that saves it repeats no product.
     h, both = (
         checkpoint_name(part, GATE_UP_NAME) for part in _hidden(rows, gate_up, sizes)
     )

@@ -112,11 +112,11 @@ def apply_experts(
     """Sends tokens to their experts, applies `fn` there, and sums the rows on return.
 
     Call it inside your own `jax.shard_map` over `mesh`, on the arrays of one rank. It
-    is `dispatch`, `fn` and `combine` with a handle of `jax_ep.shared_handle` that fits
-    the arrays, so a batch of another size gets a handle of its own (and, on a GPU
-    transport, windows of its own). `jax_ep.sharded.apply_experts` does the same on
-    global arrays. Differentiable in reverse mode, and usable under the transformations
-    that `dispatch` and `combine` support.
+    calls `dispatch`, `fn` and `combine` with a handle of `jax_ep.shared_handle` that
+    fits the arrays, so a batch of another size gets its own handle (and, on a GPU
+    transport, its own windows). `jax_ep.sharded.apply_experts` does the same on global
+    arrays. The call is differentiable in reverse mode, and works under the
+    transformations that `dispatch` and `combine` support.
 
     Args:
         fn: a function of `rows` `[N, H]` in the dtype of the tokens, grouped by local
@@ -128,33 +128,34 @@ def apply_experts(
         tokens: `[..., H]` in bfloat16, float16 or float32; the leading dimensions have
             the same sizes on every rank.
         topk_ids: int32 `[..., K]`, global expert ids, -1 for none.
-        router_weights: `[..., K]` of any float dtype; computed with in float32.
-        num_experts: E, experts of the whole group.
+        router_weights: `[..., K]` of any float dtype, used in float32.
+        num_experts: E, the number of experts in the whole group.
         axis_name: the EP axis, or a tuple of axes whose product is the group.
         mesh: the mesh of the enclosing `jax.shard_map`, or None if it is the one of
             `jax.set_mesh`.
         scatter_axis: a mesh axis outside of the group over which the experts are split
             (tensor parallel), so that `fn` returns partial sums. They are
-            reduce-scattered over the columns in float32, rounded once to the dtype of
-            the tokens, and only a part of the columns goes back. `fn` may then also
-            return float32. Tokens, ids and weights must be equal along the axis.
+            reduce-scattered over the columns in float32 and rounded once to the dtype
+            of the tokens, and each rank of the axis returns only its part of the
+            columns. `fn` may then also return float32. Tokens, ids and weights must be
+            equal along the axis.
         transport: as in `jax_ep.init`.
-        return_dropped: whether to return the number of dropped rows, too.
+        return_dropped: whether to return the number of dropped rows as well.
         input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         **config: further fields of `jax_ep.EPConfig`, such as `capacity_factor` and
             `dispatch_format`. With `fused_shared_expert` group 0 is the shared expert.
-            With `reduce="source"` each row goes back by itself.
+            With `reduce="source"` each row goes back separately.
 
     Returns:
         `[..., H]` in the dtype of the tokens, `[..., H / size]` with `scatter_axis`.
-        With `return_dropped` also int32 `[1]`, the rows that this rank dropped because
-        N was too small.
+        With `return_dropped` also int32 `[1]`, the number of rows that this rank
+        dropped because N was too small.
 
     Raises:
-        ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, `config` has a field that the arrays determine or that has no meaning
-            here (`skip_a2a`, `reduce="none"`, `overlap`, ...), the mesh is unknown, or
-            for the reasons of `jax_ep.init`.
+        ValueError, TypeError: while tracing, if an argument is not as described above,
+            if `config` has a field that the arrays determine or that has no meaning
+            here (`skip_a2a`, `reduce="none"`, `overlap`, ...), if the mesh is unknown,
+            or for the reasons of `jax_ep.init`.
     """
     function = "apply_experts"
     errors.require_type(
@@ -194,8 +195,8 @@ def applied(
     """Runs a call of `apply_experts` on one rank; returns y and num_dropped."""
     inputs = (given.tokens, given.topk_ids, given.router_weights)
     if scatter_axis is not None:
-        # What differs along the axis is known to be so before the dispatch, so that
-        # gradients are summed over it for n tokens, not for N rows.
+        # Marked as varying along the axis before the dispatch, so that gradients are
+        # summed over it for n tokens, not for N rows.
         axes = frozenset((scatter_axis,))
         inputs = vary_alike(ep.mesh.axis_names, axes, *inputs)
     tokens, topk_ids, weights = inputs
@@ -214,7 +215,7 @@ def applied(
         y = combining.combine(ep, out, d.route, factors)
     dropped = d.num_dropped
     if scatter_axis in varying(dropped):
-        # Equal along the axis, of which check_vma must be convinced.
+        # It is equal along the axis; pmax proves that to check_vma.
         dropped = jax.lax.pmax(jax.lax.stop_gradient(dropped), scatter_axis)
     return y.reshape(*given.leading, y.shape[1]), dropped
 
@@ -365,7 +366,7 @@ def config_of(
     Args:
         function: the name for errors.
         given: fields that the arguments determine.
-        options: the further fields that the caller asked for.
+        options: the other fields that the caller passed.
     """
     known = {field.name for field in dataclasses.fields(EPConfig)}
     for name, value in options.items():

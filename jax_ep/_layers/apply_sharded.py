@@ -85,7 +85,7 @@ def run(
         input_scale is None,
     )
     if traces.is_tracing() and getattr(fn, "__closure__", ()) is not None:
-        # It may hold tracers, which must not outlive their trace.
+        # fn may hold tracers, which must not outlive their trace.
         key = None
     return mapped.run_specs(
         body,
@@ -271,7 +271,7 @@ def _leading_spec(
 def _require_equal(
     y: jax.Array, mesh: Mesh, split: Sequence[str], scatter_axis: str | None
 ) -> None:
-    """Raises if `y` differs along axes that nothing of it is split over."""
+    """Raises if `y` differs along axes that tokens are not split over."""
     extra = varying(y) - {*split, scatter_axis}
     extra = [name for name in mesh.axis_names if name in extra]
     if extra:

@@ -1,7 +1,7 @@
-"""Experts' weights of a layer as codes: made from its parameters, or in their place.
+"""The experts' weights of a layer as codes, made from its parameters or replacing them.
 
-They are sharded as the parameters are. A rank quantises its own part, so that codes and
-not parameters cross between ranks; a part therefore consists of whole blocks.
+They are sharded like the parameters. Each rank quantises its own part, so that ranks
+exchange codes and not parameters. A part therefore consists of whole blocks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, codes: QuantizedWeights) -> Form:
-        """Returns that of `codes`."""
+        """Returns the form of `codes`."""
         names = (n for n in quantized.TURNED if getattr(codes, n) is not None)
         return cls(codes.format, tuple(names))
 
     @classmethod
     def made(cls, params: Mapping[str, Param], name: WeightFormat, mesh: Mesh) -> Form:
-        """Returns that of what `made` returns."""
+        """Returns the form of the codes that the function `made` returns."""
         if not select.operations().turns_weights:
             return cls(name)
         parts = (_part(params[field], mesh) for field in ("gate_up", "down"))
-        # Those that are gathered are turned afterwards: fewer bytes cross.
+        # Codes that are gathered are turned after that, so that fewer bytes are sent.
         whole = (
             n
             for n in quantized.turned_layout(name, *parts)
@@ -66,9 +66,9 @@ def multiple_of(experts: Any, weights: WeightFormat | None, rows: str) -> int:
     """Returns what H and a rank's part of F must be multiples of.
 
     Args:
-        experts: what multiplies; 1 is returned for others than `jax_ep.experts.fp8`.
-        weights: the format of codes in place of weights, if there are such.
-        rows: dispatch_format, of which some make codes of rows, too.
+        experts: the experts function; only `jax_ep.experts.fp8` needs more than 1.
+        weights: the format of the codes that replace the weights, or None.
+        rows: dispatch_format; some formats make codes of the rows as well.
     """
     if experts is not _experts.fp8:
         return 1
@@ -113,7 +113,7 @@ def specs(params: Mapping[str, Param], form: Form) -> Any:
 
 
 def checked(function: str, codes: Any, params: Mapping[str, Param]) -> QuantizedWeights:
-    """Returns `codes`; raises unless they are of weights like `params`."""
+    """Returns `codes`; raises unless they are codes of all the weights in `params`."""
     what = "the QuantizedWeights that quantize_weights of the layer returned"
     remedy = "pass it whole, or leave it out"
     errors.require_type(function, "quantized", codes, QuantizedWeights, what, remedy)
@@ -152,7 +152,7 @@ def made(
         mesh=mesh,
         in_specs=tuple(PartitionSpec(*param.spec) for param in whole),
         out_specs=specs(params, form),
-        # JAX batches a shard_map over a mesh axis without this check only.
+        # JAX batches a shard_map over a mesh axis only without this check.
         check_vma=not traces.spmd_axis_names(),
     )
     return run(*map(jax.lax.stop_gradient, masters))
@@ -185,7 +185,7 @@ def require_blocks(
 def prepared(
     function: str, mesh: Mesh, params: Mapping[str, Param], held: QuantizedWeights
 ) -> QuantizedWeights:
-    """Adds what kernels read to `held`, canonical codes, each rank to its own part."""
+    """Adds what kernels read to the canonical codes `held`; each rank to its part."""
     form = Form.made(params, held.format, mesh)
     dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
 

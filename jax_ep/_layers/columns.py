@@ -1,4 +1,4 @@
-"""Partial sums over a tensor axis: scattered over it by columns, and gathered again."""
+"""Reduce-scatters partial sums over a tensor axis by columns, and gathers columns."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.varying import varying
 
-# Room for rows, in rows that arrive if all ranks get the same, up to which the
-# columns of all of them are scattered.
+# Columns are scattered if N is at most this many times the rows that arrive when all
+# ranks get the same number.
 _ROOM = 2
 
 
 def are_scattered(ep: EPHandle, axis: str) -> bool:
-    """Whether a layer scatters columns over `axis` before the way back of its rows.
+    """Whether a layer scatters columns over `axis` before combine.
 
-    The exchange then carries each column once, and not from each rank of the axis. In
-    return all N rows cross the axis in float32. With room for many more rows than
-    arrive, that takes more time and memory than it saves.
+    Combine then sends each column once, rather than once per rank of the axis. In
+    return, all N rows are reduced over the axis in float32. If N is much larger than
+    the number of rows that arrive, that takes more time and memory than it saves.
     """
     config, size = ep.config, ep.mesh.shape[axis]
     fits = config.hidden_size % (size * config.column_multiple) == 0
@@ -32,14 +32,14 @@ def are_scattered(ep: EPHandle, axis: str) -> bool:
 def scatter(rows: jax.Array, axis: str, dtype: str | None = None) -> jax.Array:
     """Sums `[N, H]` over `axis` in float32, rounds once, returns `[N, H / size]` of it.
 
-    `dtype` is that of the result, by default that of the rows.
+    `dtype` is the dtype of the result, by default that of the rows.
     """
     given = rows.dtype.name
     return _scattered(_Wire(axis, given, dtype or given), rows)
 
 
 class _Wire(NamedTuple):
-    """What a reduce-scatter of columns moves: over an axis, from a dtype to another."""
+    """The axis of a reduce-scatter of columns, and the dtypes of operand and result."""
 
     axis: str
     given: str
@@ -51,8 +51,8 @@ class _Wire(NamedTuple):
         return _Wire(self.axis, self.made, self.given)
 
 
-# Each is the other's transpose. The cotangent of the cast to float32 would have XLA
-# gather float32 columns; gathered in their own dtype they are as exact.
+# Each is the other's transpose. Without this rule XLA would gather float32 columns,
+# because of the cast to float32; gathered in their own dtype they are just as exact.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scattered(wire: _Wire, rows: jax.Array) -> jax.Array:
     """Sums rows `[N, H]` over an axis in float32; returns `[N, H / size]` of it."""

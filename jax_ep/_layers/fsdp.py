@@ -1,4 +1,4 @@
-"""Weights that are sharded over a data axis, too, and gathered where they are used."""
+"""Weights that are also sharded over a data axis, and gathered where they are used."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jax_ep._core.varying import vary_alike
 from jax_ep._experts.quantized import CANONICAL, TURNED, QuantizedWeights
 from jax_ep._layers.params import Param, entry_axes
 
-# The name of gathered weights for remat policies. One that does not save it gathers
-# them again in the backward pass.
+# The name of gathered weights for remat policies. A policy that does not save them
+# gathers them again in the backward pass.
 WEIGHTS_NAME = "jax_ep_weights"
 
-# Axes, and a dimension of each of some weights.
+# Mesh axes, and the dimension to shard of each of several weights.
 _Choice = tuple[tuple[str, ...], tuple[int, ...]]
 
-# Dimensions to shard: the first ones first, because a gather of the first dimension
-# moves no bytes within a rank. Biases are small and stay whole.
+# Dimensions to shard, in order of preference: a gather of the first dimension moves no
+# bytes within a rank. Biases are small and stay whole.
 _ROUTED = {"gate_up": (0, 1, 3), "down": (0, 1, 2)}
-# The same for weights that are quantised: a rank has the same part of H, or of F, of
-# both, as `jax_ep.experts.quantize_weights` takes them.
+# The same for weights that are quantised. A rank has the same part of H, or of F, in
+# both matrices, because `jax_ep.experts.quantize_weights` takes both at once.
 _BLOCKS = {"gate_up": (0, 1, 3), "down": (0, 2, 1)}
-# These are the same for all ranks of an EP group, so they are sharded over it, too.
+# These are the same for all ranks of an EP group, so they are also sharded over it.
 _SHARED = {"router": (0, 1), "shared_gate_up": (0, 2), "shared_down": (0, 1)}
 
 
@@ -76,17 +76,17 @@ def sharded(
     layouts: Sequence[Mapping[str, Param]],
     multiple: int = 1,
 ) -> list[dict[str, Param]]:
-    """Shards weights over `axis`, each in the first dimension that it divides.
+    """Shards weights over `axis`, each in the first dimension that `axis` divides.
 
     Args:
         function: the layer's name in error messages.
         mesh: the layer's mesh.
         axis: the axis.
-        ep_axes: those of the EP group.
-        layouts: parameters by name, by expert and by place, say; a weight is sharded
-            in the same dimension of all.
-        multiple: what a part of H or F must be a multiple of in experts' weights, if
-            these are quantised.
+        ep_axes: the axes of the EP group.
+        layouts: several dicts of parameters by name, such as those by expert and those
+            by place; a weight is sharded in the same dimension in all of them.
+        multiple: what each rank's part of H and F must be a multiple of in experts'
+            weights; above 1 if they are quantised.
     """
     found = [dict(params) for params in layouts]
 
@@ -145,7 +145,7 @@ def _part(mesh: Mesh, param: Param, dim: int) -> int:
 
 
 def _over(param: Param, dim: int, axes: tuple[str, ...]) -> Param:
-    """Returns `param` with dimension `dim` sharded over `axes`, too."""
+    """Returns `param` with dimension `dim` also sharded over `axes`."""
     every = (*entry_axes(param.spec[dim]), *axes)
     entry = every[0] if len(every) == 1 else every
     spec = (*param.spec[:dim], entry, *param.spec[dim + 1 :])
@@ -159,14 +159,14 @@ def gather(
     order: tuple[str, ...],
     split: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Returns `values`, of one rank, with whole weights in the dtype of their use.
+    """Returns one rank's `values` with whole weights, in the dtype they are used in.
 
-    Weights travel in the narrower dtype, theirs or that of their use, and gradients in
-    the wider.
+    Weights are sent in the narrower of their own dtype and the one they are used in,
+    gradients in the wider of the two.
 
     Args:
-        params: what the values are, by name.
-        values: arrays of one rank.
+        params: the parameters by name.
+        values: arrays of one rank by name.
         dtype: dtype of the computation.
         order: all axes of the mesh.
         split: axes that tokens are split over.
@@ -181,8 +181,9 @@ def gather(
         narrower = value.dtype.itemsize < jnp.dtype(used).itemsize
         sent = value.dtype.name if narrower else used
         value = value.astype(jnp.promote_types(value.dtype, used))
-        # The sum over other data axes belongs to this cast. Here it comes after the
-        # reduce-scatter; after the gather it would be one of whole weights.
+        # The backward pass of this cast sums gradients over the other data axes. Placed
+        # before the gather, it sums the shards that the reduce-scatter leaves; placed
+        # after it, it would sum whole weights.
         (value,) = vary_alike(order, frozenset(split), value)
         how = _How(*param.gathered, sent, used)
         found[name] = checkpoint_name(_whole(value, how), WEIGHTS_NAME)
@@ -192,7 +193,7 @@ def gather(
 def gather_codes(
     params: Mapping[str, Param], codes: QuantizedWeights
 ) -> QuantizedWeights:
-    """Returns codes and scales, of one rank, whole: one byte per code crosses."""
+    """Gathers one rank's codes and scales, as bytes."""
 
     def whole(field: str) -> jax.Array:
         value = getattr(codes, field)
@@ -200,7 +201,7 @@ def gather_codes(
         if gathered is None:
             return value
         dim, axes = gathered
-        # As integers, which no device widens on the way.
+        # Sent as integers, which no device widens.
         bits = in_bytes(value)
         found = jax.lax.all_gather(bits, axes, axis=dim, tiled=True)
         found = checkpoint_name(found, WEIGHTS_NAME)
@@ -208,7 +209,7 @@ def gather_codes(
             found = jax.lax.bitcast_convert_type(found, value.dtype)
         return found
 
-    # Half as many bytes cross as with turned codes, which each rank makes again.
+    # Turned codes are dropped, and each rank makes them again: that halves the bytes.
     split = (name for name in TURNED if params[name.removesuffix("_turned")].gathered)
     return dataclasses.replace(
         codes, **{name: whole(name) for name in CANONICAL}, **dict.fromkeys(split)

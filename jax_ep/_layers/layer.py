@@ -50,7 +50,7 @@ from jax_ep.router import Router, RouterFunction
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Arguments of the layers' constructors; `jax_ep.flax.MoE` documents them."""
+    """Arguments of the layers' constructors; see `jax_ep.flax.MoE`."""
 
     mesh: Mesh
     axis_name: str | Sequence[str]
@@ -195,9 +195,9 @@ class Layer(Arguments):
         return (name,) if isinstance(name, str) else tuple(name)
 
     def params(self) -> dict[str, Param]:
-        """Returns the parameters by name, those of experts by expert.
+        """Returns the parameters by name; experts' weights have one entry per expert.
 
-        With a `weights_format`, "gate_up" and "down" are codes, and there are
+        With a `weights_format`, "gate_up" and "down" are codes, and there are also
         "gate_up_scales" and "down_scales".
         """
         by_expert = self._layouts()[0]
@@ -211,9 +211,9 @@ class Layer(Arguments):
         return codes.multiple_of(self.experts, self.weights_format, rows)
 
     def _layouts(self) -> list[dict[str, Param]]:
-        """Returns the parameters by expert, and as `moe_ffn` takes them, by place.
+        """Returns the parameters by expert, and by place as `moe_ffn` takes them.
 
-        Codes and scales are sharded as these weights would be.
+        Codes and scales are sharded as the weights that they replace would be.
         """
         axes, mesh, tp = self.ep_axes, self.mesh, self.tp_axis_name
         sizes = Sizes(
@@ -224,7 +224,7 @@ class Layer(Arguments):
             self.expert_bias,
         )
         ep = axes[0] if len(axes) == 1 else axes
-        # Weights of experts that the ranks do not divide are whole on each of them.
+        # If the ranks do not divide the experts, every rank holds all their weights.
         own = None if self.num_experts % self._ep_size else ep
         found = [
             params(sizes, self.num_experts, own, tp),
@@ -250,7 +250,7 @@ class Layer(Arguments):
         name: WeightFormat = "fp8_block128",
         backward: bool = False,
     ) -> QuantizedWeights:
-        """Returns codes of the experts' weights, global arrays sharded like these."""
+        """Returns codes of the experts' weights: global arrays sharded like these."""
         if self.weights_format is not None:
             raise errors.unusable(
                 self.function,
@@ -259,7 +259,7 @@ class Layer(Arguments):
             )
         for field, value in (("gate_up", gate_up), ("down", down)):
             require_values(self.function, field, value)
-        # In blocks, if the weights are not split so already.
+        # The weights must be split into whole blocks, which they are if _multiple > 1.
         layer = self if self._multiple > 1 else self.with_codes(name)
         layout = layer._layouts()[0]
         specs = tuple(PartitionSpec(*layout[n].spec) for n in ("gate_up", "down"))
@@ -268,13 +268,13 @@ class Layer(Arguments):
         return program(*operands)
 
     def _held(self, values: Mapping[str, Any]) -> QuantizedWeights:
-        """Returns the codes that a layer with a `weights_format` has as parameters."""
+        """Returns the codes among the parameters of a layer with a `weights_format`."""
         assert self.weights_format is not None
         own = [values[field] for field in codes.FIELDS]
         return QuantizedWeights(*own, format=self.weights_format)
 
     def prepared(self, values: Mapping[str, Any]) -> QuantizedWeights:
-        """Returns the codes among parameters with what kernels read besides."""
+        """Returns the codes among the parameters, with what else kernels read."""
         if self.weights_format is None:
             raise errors.unusable(
                 self.function,
@@ -296,14 +296,14 @@ class Layer(Arguments):
         return whole.quantize_weights(drawn[0], drawn[1], self.weights_format)
 
     def with_codes(self, name: WeightFormat) -> Layer:
-        """Returns the same layer, of codes in place of the experts' weights."""
+        """Returns the same layer with codes in place of the experts' weights."""
         run = _experts.fp8 if self.experts is None else self.experts
         return dataclasses.replace(self, weights_format=name, experts=run)
 
     def handle(self, ep: EPHandle | None = None) -> EPHandle:
         """Returns `ep` if given, else the handle that layers of equal sizes share.
 
-        It works while tracing, where Linen and `nnx.jit` call it.
+        It also works while tracing, which is when Linen and `nnx.jit` call it.
 
         Raises:
             ValueError, TypeError: `ep` is not a handle for this layer.
@@ -338,8 +338,8 @@ class Layer(Arguments):
     ) -> tuple[jax.Array, MoEAux]:
         """Applies the layer to a global `x`, cast to the config's dtype.
 
-        If the ranks do not divide the tokens, it pads them with tokens that go to no
-        expert, and cuts these off the result.
+        If the ranks do not divide the tokens, it adds padding tokens that go to no
+        expert, and removes their rows from the result.
 
         Args:
             ep: what `handle` returned.
@@ -348,7 +348,7 @@ class Layer(Arguments):
             mask: bool `[...]`, False for padding.
             input_scale: as in `jax_ep.dispatch`, the same for all ranks.
             placement: which experts the places hold; None spreads them evenly.
-            quantized: codes of the experts' weights, which get the gradients.
+            quantized: codes of the experts' weights; the weights get the gradients.
 
         Returns:
             `[..., hidden]` in the config's dtype, and a `MoEAux` of all ranks.
@@ -386,7 +386,7 @@ class Layer(Arguments):
         return program(*self._placed(operands, (specs, given, given, whole, whole)))
 
     def _with_codes(self, values: Mapping[str, Any], quantized: Any) -> dict[str, Any]:
-        """Returns `values` with all codes and scales as "experts", if there are any."""
+        """Returns `values` with any codes and scales under the name "experts"."""
         if self.weights_format is not None:
             rest = {n: value for n, value in values.items() if n not in codes.FIELDS}
             if quantized is None:
@@ -412,7 +412,7 @@ class Layer(Arguments):
         names: Sequence[str],
         form: codes.Form | None,
     ) -> dict[str, Any]:
-        """Returns the specs of parameters by name; `form` is that of codes."""
+        """Returns the specs of parameters by name; `form` is the form of the codes."""
         entries = {name: param.spec for name, param in layout.items()}
         found: dict[str, Any] = {
             name: PartitionSpec(*entries.get(name, ())) for name in names
@@ -428,10 +428,10 @@ class Layer(Arguments):
         form: codes.Form | None,
         spec: PartitionSpec,
     ) -> Callable[..., Any]:
-        """Returns the shard_map of `_body`, with what it needs of global arrays."""
+        """Returns the shard_map of `_body`, after the steps that need global arrays."""
         by_expert, by_place = self._layouts()
         whole = PartitionSpec()
-        # Weights are quantised by expert, before anything of them crosses.
+        # Weights are quantised by expert, before ranks exchange any of them.
         quantizes = self.experts is _experts.fp8 and form is None
         if quantizes:
             names = (*names, "experts")
@@ -441,7 +441,7 @@ class Layer(Arguments):
             mesh=self.mesh,
             in_specs=(self._specs(by_place, names, form), spec, spec, whole, whole),
             out_specs=(spec, MoEAux.specs(spec_axes(spec))),
-            # JAX batches a shard_map over a mesh axis without this check only.
+            # JAX batches a shard_map over a mesh axis only without this check.
             check_vma=not traces.spmd_axis_names(),
         )
 
@@ -467,10 +467,10 @@ class Layer(Arguments):
         form: codes.Form | None,
         spec: PartitionSpec,
     ) -> Callable[..., Any]:
-        """Returns `_mapped` for any number of tokens: it adds masked ones.
+        """Returns `_mapped` for any number of tokens: it adds masked tokens.
 
-        All leading dimensions are flattened first, so that no rank has more than one
-        token more than another needs, however few sequences there are.
+        All leading dimensions are flattened first, so that fewer tokens are added than
+        there are ranks, however few sequences there are.
         """
         axes = spec_axes(spec)
         flat, whole = PartitionSpec(axes), PartitionSpec()
@@ -566,9 +566,9 @@ class Layer(Arguments):
 def _quantizer(
     layer: Layer, name: WeightFormat, backward: bool, stages: frozenset[str]
 ) -> Callable[..., QuantizedWeights]:
-    """Returns a jitted function of global gate_up and down; once, to compile once.
+    """Returns a jitted function of global gate_up and down; cached, to compile once.
 
-    `stages` are the axes of surrounding vmaps, which the program is made for.
+    `stages` are the axes of the surrounding vmaps, on which the program depends.
     """
     del stages
     layout = layer._layouts()[0]
@@ -584,7 +584,7 @@ def _quantizer(
 def _preparer(
     layer: Layer, stages: frozenset[str]
 ) -> Callable[[QuantizedWeights], QuantizedWeights]:
-    """Returns a jitted function of global codes, as `_quantizer` does."""
+    """Returns a jitted function of global codes, cached as in `_quantizer`."""
     del stages
     layout = layer._layouts()[0]
 

@@ -1,9 +1,9 @@
 """Router logits: float32 products of tokens and the router's kernel.
 
-GPUs multiply float32 without tensor cores, several times slower than bfloat16. The
-product of two bfloat16 numbers is exact in float32, where tensor cores sum, and three
-bfloat16 numbers add up to any float32 one. So products of such parts give a float32
-product with the accuracy of float32.
+GPUs multiply float32 without tensor cores, several times slower than bfloat16. But the
+product of two bfloat16 numbers is exact in float32, in which tensor cores accumulate,
+and any float32 number is the sum of three bfloat16 numbers. So matmuls of bfloat16
+parts give a product with the accuracy of float32.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 
 from jax_ep._core.varying import vary_alike, varying
 
-# Of 8 bits each, as many as a float32 significand has.
+# Three parts of 8 bits make the 24 bits of a float32 significand.
 _PARTS = 3
-# Up to so many tokens one product in float32 takes less time than that of a float32
+# Up to this many tokens, one float32 product takes less time than products of a float32
 # kernel's parts (benchmarks/layers/routers.py).
 FEW_TOKENS = 8
-# The least compute capability whose tensor cores take bfloat16.
+# The lowest major compute capability whose tensor cores take bfloat16.
 _CAPABILITY = 8
 
 
 def logits_of(tokens: jax.Array, kernel: jax.Array, device: Any) -> jax.Array:
-    """Returns the logits of tokens, computed as `device` does it fast.
+    """Returns the logits of tokens, computed in the way that is fast on `device`.
 
     Args:
         tokens: `[n, H]` of any floating dtype.
         kernel: `[H, E]` of any floating dtype.
-        device: a `jax.Device` that it runs on.
+        device: a `jax.Device` that runs it.
 
     Returns:
         float32 `[n, E]`.
@@ -47,13 +47,13 @@ def logits_of(tokens: jax.Array, kernel: jax.Array, device: Any) -> jax.Array:
 
 def _multiplies_bfloat16(device: Any) -> bool:
     """Whether `device` has tensor cores that multiply bfloat16."""
-    # Of AMD's GPUs it is no number, but as gfx942.
+    # On AMD's GPUs this is not a number but a name such as gfx942.
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     return device.platform == "gpu" and major.isdigit() and int(major) >= _CAPABILITY
 
 
 def by_parts(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns float32 `tokens @ kernel` by products of bfloat16 parts.
+    """Returns float32 `tokens @ kernel`, computed by products of bfloat16 parts.
 
     Reverse-mode derivatives of any order work.
 
@@ -67,7 +67,7 @@ def by_parts(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
     counts = (1, 1 if kernel.dtype == jnp.bfloat16 else _PARTS)
     # Gradients of a bfloat16 kernel are summed over ranks before they are rounded.
     kernel = jnp.asarray(kernel, jnp.float32)
-    # For check_vma: gradients vary over the axes that the product varies over.
+    # check_vma requires that gradients vary over the same axes as the product.
     axes = varying(tokens) | varying(kernel)
     operands = vary_alike(sorted(axes), axes, tokens, kernel)
     return _product(*operands, counts)
@@ -78,7 +78,7 @@ def by_parts(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
 def _product(left: Any, right: Any, counts: tuple[int, int]) -> Any:
     """Multiplies `[M, K]` by `[K, N]`, to float32 `[M, N]`.
 
-    `counts` says of how many parts each is; 1 for values that are exact in bfloat16.
+    `counts` has the number of parts of each: 1 for values that are exact in bfloat16.
     """
     lefts, rights = map(_split, (left, right), counts)
     if len(lefts) == 1:
@@ -103,7 +103,7 @@ _product.defvjp(_forward, _backward)
 def _split(values: jax.Array, count: int) -> list[jax.Array]:
     """Returns bfloat16 arrays that sum to `values`, largest first.
 
-    Infinities and NaN are in the first part, and zeros in the others.
+    Infinities and NaN are in the first part; the other parts are 0 there.
     """
     if count == 1:
         return [values.astype(jnp.bfloat16)]
@@ -111,8 +111,8 @@ def _split(values: jax.Array, count: int) -> list[jax.Array]:
     rest = jnp.where(finite, values, 0)
     parts = []
     for _ in range(count):
-        # Bits are cut off, because XLA may drop a rounding to bfloat16 and back. The
-        # largest values, too, then stay finite.
+        # Truncates bits, because XLA may drop a cast to bfloat16 and back. Truncation
+        # also keeps the largest values finite.
         bits = jax.lax.bitcast_convert_type(rest, jnp.uint32)
         part = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
         parts.append(part.astype(jnp.bfloat16))
@@ -128,14 +128,15 @@ def _beside(left: jax.Array, rights: list[jax.Array]) -> jax.Array:
     if not others:
         return first
     middle, last = others
-    # An infinity of `left` times a part that is 0 is NaN.
+    # An infinity in `left` times a part that is 0 is NaN.
     return jnp.where(jnp.isfinite(first), last + middle + first, first)
 
 
 def _along(lefts: list[jax.Array], rights: list[jax.Array]) -> jax.Array:
     """Sums the products of pairs of parts within one matmul.
 
-    Products of two small parts are left out: they are about float32's last place.
+    The products of the smallest parts are left out: they affect only about the last bit
+    of float32.
     """
     pairs = [
         (i, small - i)
@@ -143,7 +144,7 @@ def _along(lefts: list[jax.Array], rights: list[jax.Array]) -> jax.Array:
         for i in range(small + 1)
         if i < len(lefts) and small - i < len(rights)
     ]
-    # An infinity meets only the first part of the other side, since others may be 0.
+    # An infinity must meet only the other side's first part, since others may be 0.
     left = [lefts[i] if j == 0 else _finite(lefts[i]) for i, j in pairs]
     right = [rights[j] if i == 0 else _finite(rights[j]) for i, j in pairs]
     return _dot(jnp.concatenate(left, axis=1), jnp.concatenate(right, axis=0))
@@ -154,6 +155,6 @@ def _finite(part: jax.Array) -> jax.Array:
 
 
 def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    # Named, because a default that a user set may be for other dtypes.
+    # Explicit, because the user may have set a default that suits other dtypes.
     precision = jax.lax.Precision.DEFAULT
     return jnp.dot(left, right, precision=precision, preferred_element_type=jnp.float32)

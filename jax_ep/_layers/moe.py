@@ -45,7 +45,7 @@ from jax_ep._ops.dequantize import dequantize
 class MoEAux:
     """Losses and statistics that a layer returns with its result.
 
-    Outside shard_map the fields from `expert_counts` on stack those of all ranks.
+    Outside shard_map, `expert_counts` and the fields after it stack all ranks' values.
 
     Attributes:
         balance_loss: float32 `[]`, over the whole batch; see `jax_ep.router.Losses`.
@@ -56,7 +56,7 @@ class MoEAux:
         num_dropped: int32 `[1]`, rows that this rank dropped because N was too small.
         num_invalid: int32 `[1]`, ids outside [-1, E) among this rank's tokens.
         place: int32 `[1]`, this rank's position in the mesh, by which `jax_ep.stats`
-            identifies ranks in whatever order they were stacked; None if unknown.
+            identifies ranks whatever order they were stacked in; None if unknown.
     """
 
     balance_loss: jax.Array
@@ -110,8 +110,8 @@ def moe_ffn(
             "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
             "experts": a `jax_ep.experts.QuantizedWeights` of this rank's experts, for
-            `experts=jax_ep.experts.fp8`: beside "gate_up" and "down", which then get
-            the gradients, or in their place;
+            `experts=jax_ep.experts.fp8`, either together with "gate_up" and "down",
+            which then get the gradients, or in their place;
             "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional biases
             of the routed experts;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
@@ -119,53 +119,54 @@ def moe_ffn(
             if the config's `overlap` is "copy" or "stream" they run between
             `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
             config they become group 0 of the grouped matmuls, and S must be F.
-        router: the kind of router, or a function of your own; None means
+        router: the kind of router, or your own function; None means
             `jax_ep.router.Router()`. A function is called with the logits, float32
-            `[n, E]`, and with those of these keywords that it has: `tokens` `[n, H]`;
+            `[n, E]`, and with those of these keywords that it takes: `tokens` `[n, H]`;
             `top_k`; `mask` bool `[n]`, or None; `bias`, "router_bias" or None. It
-            returns (ids int32 `[n, K]`, weights `[n, K]`), or (ids, weights, loss) with
-            a float32 `[]` in place of the balance loss (its mean over the ranks, each
-            weighted by its tokens), or a `jax_ep.router.Routing`. An id of -1 means no
-            expert. Masked tokens go to no expert whatever it returns for them.
-        routing: the decision of a router of your own, in place of "router".
+            returns (ids int32 `[n, K]`, weights `[n, K]`), or (ids, weights, loss),
+            where the mean of loss, a float32 `[]`, over the ranks replaces the balance
+            loss (each rank is weighted by its tokens), or a `jax_ep.router.Routing`. An
+            id of -1 means no expert. Masked tokens go to no expert whatever the
+            function returns for them.
+        routing: the decision of your own router, in place of "router".
         mask: bool `[n]`, False for padding, which goes to no expert (except the shared
-            one) and counts in no loss. Without a shared expert padding may be NaN.
+            one) and counts in no loss. Without a shared expert, padding may be NaN.
         residual: `[n, H]` in the config's dtype, added to the result before it is
             rounded. Exceptions: with `tp_axis` it is added to the rounded sum over that
             axis; with a shared expert that is not fused, to that expert's rounded rows.
         input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         batch_axes: mesh axes that tokens are split over, for the losses. None means
             all manual axes of the call, which is also right if tokens are equal along
-            some of them; an axis that is the `spmd_axis_name` of a `jax.vmap` is left
+            some of them. An axis that is the `spmd_axis_name` of a `jax.vmap` is left
             out, so that each entry of the batch has its own losses.
         tp_axis: a mesh axis outside of the EP group over which F and S are split
             (tensor parallel); tokens must be equal along it. If the config has room for
-            at most twice the rows that arrive, and H divides, the experts' partial sums
-            are scattered by columns before they go back.
+            at most twice the rows that arrive, and the axis divides H, the experts'
+            partial sums are scattered by columns before they go back.
         experts: a function of (rows `[N, H]`, "gate_up", "down", group_sizes) that
             returns `[N, H]` in the dtype of the rows; rows past the last group are
             ignored. A function marked by `jax_ep.experts.takes_dispatched` is called
             with (d, "gate_up", "down"). Biases and `activation`, if any, are passed as
-            keywords of these names. With "experts" in `params` alone, it comes in place
-            of "gate_up", and None of "down"; beside them it is passed as the keyword
-            `quantized`. None means `jax_ep.experts.auto`: SwiGLU by
-            `jax.lax.ragged_dot`, or by kernels on Hopper GPUs if XLA's
-            ragged_dot is dense there. `jax_ep.experts` has more; a grouped matmul of
-            your own works, too.
+            keywords of these names. If `params` has "experts" alone, it is passed in
+            place of "gate_up", and None in place of "down"; if `params` has all three,
+            it is passed as the keyword `quantized`. None means `jax_ep.experts.auto`:
+            SwiGLU by `jax.lax.ragged_dot`, or by kernels on Hopper GPUs if XLA's
+            ragged_dot is dense there. `jax_ep.experts` has more, and your own grouped
+            matmul works as well.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
             `silu(gate) * up`.
         placement: which experts the places hold, if the config's `num_experts` counts
-            places, some of them for copies (`jax_ep.placement`). The router, "router"
-            and "router_bias", `routing`, losses and `MoEAux.load` are of the
+            places, some of them for copies (`jax_ep.placement`). "router",
+            "router_bias", `routing`, the losses and `MoEAux.load` then refer to the
             placement's E experts; the weights of routed experts and
-            `MoEAux.expert_counts` are of this rank's places.
+            `MoEAux.expert_counts` refer to this rank's places.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
 
     Raises:
-        ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, and for the reasons of `jax_ep.dispatch`.
+        ValueError, TypeError: while tracing, if an argument is not as described above,
+            and for the reasons of `jax_ep.dispatch`.
     """
     checks.require_open("moe_ffn", ep)
     checks.require_scope("moe_ffn", ep)
@@ -193,8 +194,8 @@ def moe_ffn(
         ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
     operands: Any = (tokens, ids, routing.weights)
     if tp_axis:
-        # Their gradients differ along the axis. Cast here, they are summed for n
-        # tokens; cast where they meet the experts' weights, for N rows.
+        # Their gradients differ along the axis. With the cast here, they are summed for
+        # n tokens; with a cast at the experts' weights, they would be for N rows.
         order, least = ep.mesh.axis_names, frozenset((tp_axis,))
         operands = vary_alike(order, least, *operands)
     x, ids, weights = operands
@@ -218,7 +219,7 @@ def moe_ffn(
     )
     stats = (d.expert_counts, d.num_dropped, d.num_invalid)
     if tp_axis:
-        # Else summed after combine: that moves n rows, not the N rows of the experts.
+        # Unless scattered, sums after combine: n rows are sent, not the experts' N.
         y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
         y = y if residual is None else y + residual
         stats = _equal_along(tp_axis, stats)
@@ -236,7 +237,7 @@ def moe_ffn(
 
 
 def _equal_along(axis: str, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Tells JAX that arrays of ints are equal along `axis`, as they are."""
+    """Marks arrays of ints that are equal along `axis` as such for JAX."""
     if axis not in varying(counts[0]):
         return counts
     sizes = [count.shape[0] for count in counts]
@@ -268,7 +269,7 @@ def _expert_rows(
     if ep.config.fused_shared_expert:
         first = params["shared_gate_up"], params["shared_down"]
         if getattr(run, "takes_dispatched", False):
-            # As masters, which such experts get unrounded elsewhere, too.
+            # In the dtype of the masters: such experts always get them unrounded.
             dtype = jnp.result_type(
                 *first, *(m for m in (gate_up, down) if m is not None)
             )
@@ -297,7 +298,7 @@ def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
     """Returns the axes to sum losses over, which must be manual in this call."""
     if given is not None:
         return tuple(given)
-    # Each entry of a vmap over stages has a batch of its own.
+    # Each entry of a vmap over stages has its own batch.
     others = traces.spmd_axis_names()
     names = [name for name in ep.mesh.axis_names if name not in others]
     return tuple(name for name in names if checks.in_scope((name,)))
@@ -306,7 +307,7 @@ def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
 def _place(ep: EPHandle, like: jax.Array, split: Sequence[str]) -> jax.Array:
     """Returns `MoEAux.place`, this rank's index over the axes that `like` varies over.
 
-    Without check_vma these axes are unknown, and `split` stands in for them.
+    Without check_vma these axes are unknown, and `split` is used instead.
     """
     least = frozenset(ep.axis_names)
     axes = (varying(like) or frozenset(split)) | least
@@ -319,8 +320,8 @@ def _spread(
 ) -> dict[str, Any]:
     """Casts params that are wider than tokens to vary over the axes of tokens.
 
-    The sum of gradients over ranks belongs to this cast, so it is in the params' dtype.
-    If params were first cast to the tokens' dtype, the sum would be in that dtype.
+    The backward pass of this cast sums gradients over ranks, in the params' dtype. If
+    params were first cast to the tokens' dtype, the sum would be in that dtype.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves((tokens, routing))))
 
@@ -366,11 +367,11 @@ def _dispatch_beside(
 
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
-        # One kernel cannot be split, and XLA overlaps its own exchanges by itself.
+        # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
         d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
         return d, shared_expert()
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
-    # Without the barrier XLA may run dispatch_wait first, which hides nothing.
+    # Without the barrier XLA may run dispatch_wait first, and nothing overlaps.
     both = jax.lax.optimization_barrier((pending, shared_expert()))
     return dispatching.dispatch_wait(both[0]), both[1]
 

@@ -157,7 +157,7 @@ def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def checked_residual(ep: EPHandle, residual: Any, tokens: jax.Array) -> jax.Array:
-    """Returns `residual` as an array; it must match tokens, as addition broadcasts."""
+    """Returns `residual` as an array; it must match tokens, as adding broadcasts."""
     array = as_array("moe_ffn", "residual", residual)
     checks.require_dtype("moe_ffn", "residual", array, ep.config.dtype)
     remedy = "pass one row per token"
@@ -171,7 +171,7 @@ def _remedy_of_weights(gate_up: tuple[int, ...], local: int, tp: str | None) -> 
     sharded = "shard dimension 0 over the EP axes"
     if len(gate_up) != 3 or gate_up[-1] % 2:
         return sharded
-    # Sharding [L, H, 2F] over an axis would split the whole row, not gate and up each.
+    # Sharding [L, H, 2F] would split the row as a whole, not gate and up separately.
     first = f", before {tp!r} splits it" if tp else ""
     remedy = f"reshape gate_up of [L, H, 2F] to [L, H, 2, F], gate first{first}"
     return remedy if gate_up[0] == local else f"{remedy}, and {sharded}"
@@ -196,7 +196,7 @@ def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
 
 
 def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
-    """Raises TypeError if codes are given to the default, which multiplies values."""
+    """Raises TypeError if codes are given without `experts`: the default takes none."""
     if "experts" in params and experts is None:
         raise errors.invalid(
             "moe_ffn",
@@ -211,7 +211,7 @@ def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
 def require_blocks(
     ep: EPHandle, experts: Any, params: Mapping[str, Any], tp_axis: str | None
 ) -> None:
-    """Raises unless H and F suit `jax_ep.experts.fp8`, if that is what multiplies."""
+    """Raises if `experts` is `jax_ep.experts.fp8` and H or F do not suit it."""
     codes = params.get("experts")
     form = None if codes is None else codes.format
     multiple = codes_of.multiple_of(experts, form, ep.config.dispatch_format)
@@ -251,8 +251,8 @@ def checked_placement(ep: EPHandle, placement: Any) -> int:
 def keywords(function: Any, names: Sequence[str]) -> list[str]:
     """Returns those of `names` that `function` takes as keywords.
 
-    All of them if that cannot be known. Its first parameter does not count, because it
-    is passed by position.
+    If that cannot be known, all of them. The first parameter of `function` does not
+    count, because it is passed by position.
     """
     try:
         taken = inspect.signature(function).parameters
@@ -278,7 +278,7 @@ def checked_params(
 ) -> Mapping[str, Any]:
     """Returns `params` with checked shapes, and "gate" and "up" joined to "gate_up".
 
-    The router knows `experts` experts, which are fewer than places if some have copies.
+    The router chooses among `experts` experts: fewer than places if some have copies.
     """
     if not isinstance(params, Mapping):
         raise errors.invalid(
@@ -292,7 +292,7 @@ def checked_params(
     params = _joined(params)
     names = set(params)
     matrices = {"gate_up", "down"}
-    # Codes may take their place.
+    # Codes may replace the matrices.
     needed = set() if "experts" in names and not matrices & names else matrices
     needed |= {"router"} if routing is None else set()
     shared = {"shared_gate_up", "shared_down"}

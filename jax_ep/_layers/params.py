@@ -26,10 +26,10 @@ class Param:
         fan_out: dimensions that count as fan-out for the initial values.
         fan_in: dimension that counts as fan-in.
         batch: dimensions over which parameters are independent.
-        zeros: whether the initial values are zeros, as those of biases are.
-        gathered: a dimension and further axes that shard it, over which it is gathered
-            where the parameter is used; or None.
-        dtype: that of codes and scales; None means the layer's `param_dtype`.
+        zeros: whether the initial values are zeros, as for biases.
+        gathered: None, or a dimension and the additional axes that shard it. Over these
+            it is gathered where the parameter is used.
+        dtype: the dtype of codes and scales; None means the layer's `param_dtype`.
     """
 
     shape: tuple[int, ...]
@@ -63,8 +63,8 @@ class Param:
         def make(key: jax.Array, dtype: Any) -> jax.Array:
             place = partial(draw, shape=self.shape, dtype=dtype)
             if explicit and isinstance(key, Tracer):
-                # With explicit axes a sharding is part of the type. Inside a trace
-                # out_shardings would only be compared with it, so reshard.
+                # With explicit axes a sharding is part of the type. Inside a trace JAX
+                # would only compare out_shardings with it, so reshard.
                 return jax.sharding.reshard(place(key), sharding)
             return jax.jit(place, out_shardings=sharding)(key)
 
@@ -85,7 +85,7 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
     """Returns the parameters by name, as `jax_ep.moe_ffn` takes them.
 
     Args:
-        sizes: those of the layer.
+        sizes: the sizes of the layer.
         count: first dimension of the experts' weights: E, or the number of places.
         ep: the entry of a spec that splits this dimension, or None.
         tp: the tensor axis, or None.
@@ -113,7 +113,7 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
     return found
 
 
-# Fields of EPConfig that are arguments of the layers; others go by config_options.
+# Fields of EPConfig that are arguments of the layers; config_options has the others.
 CONFIG_FIELDS = (
     "num_experts",
     "top_k",
@@ -140,7 +140,7 @@ def param_dtype(function: str, dtype: Any) -> jnp.dtype:
 
 
 def config_fields(function: str, options: Any) -> Mapping[str, Any]:
-    """Returns a layer's `config_options`: fields of `EPConfig` without an argument."""
+    """Returns `config_options`, the fields of `EPConfig` that are not arguments."""
     options = {} if options is None else options
     known = {field.name for field in dataclasses.fields(EPConfig)} - set(CONFIG_FIELDS)
     if not isinstance(options, Mapping) or not set(options) <= known:

@@ -1,4 +1,4 @@
-"""Weights of a layer by place, gathered from its parameters, which are by expert."""
+"""Gathers a layer's weights by place from its parameters, which are by expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_ep._core import errors
 from jax_ep._layers import codes
 from jax_ep._layers.params import Param
 
-# Of the routed experts; the others are the same for all places.
+# Parameters of the routed experts; the others are the same for all places.
 _OF_EXPERTS = ("gate_up", "down", "gate_bias", "up_bias", "down_bias", "experts")
 
 
@@ -24,8 +24,8 @@ def checked_slots(
 ) -> int:
     """Returns the number of places; None means one per expert.
 
-    `EPConfig` checks sizes as far as they count places. What the router knows is
-    checked here.
+    `EPConfig` only checks sizes against the number of places. This checks them against
+    the number of experts.
     """
     if slots is None:
         return experts
@@ -66,7 +66,7 @@ def checked_slots(
 def checked(
     function: str, placement: Any, experts: int, slots: int, ep_size: int
 ) -> placements.Placement | None:
-    """Returns the placement to use; None if every expert is at the place of its id."""
+    """Returns the placement to use; None if expert e is at place e for all e."""
     if placement is None:
         return None if slots == experts else _even(experts, slots, ep_size)
     what = "a jax_ep.placement.Placement"
@@ -98,9 +98,9 @@ def gathered(
     layout: Mapping[str, Param],
     mesh: Mesh,
 ) -> dict[str, Any]:
-    """Returns `values`, global arrays, with those of experts by place.
+    """Returns `values`, global arrays, with experts' weights by place.
 
-    `layout` says how the results are sharded. Gradients of copies are summed.
+    `layout` has the sharding of the results. Gradients of copies are summed.
     """
     moved = {name: values[name] for name in _OF_EXPERTS if name in values}
     specs: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The router of `moe_ffn`: logits, a `Router` or a function of the user's, checks."""
+"""The router of `moe_ffn`: logits, a `Router` or the user's function, and checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def routed(
     """Returns the decision of `router` for the tokens of one rank."""
     top_k, device = ep.config.top_k, ep.mesh.local_devices[0]
     if mask is not None:
-        # NaN in padding times a zero cotangent is NaN in the kernel's gradient.
+        # NaN in padding times a zero cotangent would be NaN in the kernel's gradient.
         tokens = jnp.where(mask[:, None], tokens, 0)
     logits = logits_of(tokens, params["router"], device)
     bias = params.get("router_bias")
@@ -50,7 +50,7 @@ def routed(
 def _checked(
     router: routers.RouterFunction, found: Any, logits: jax.Array, top_k: int
 ) -> routers.Routing:
-    """Returns what a function of the user's returned as a `Routing`."""
+    """Returns the result of the user's function as a `Routing`."""
     if isinstance(found, tuple) and len(found) in (2, 3):
         ids, weights, *loss = found
         soft = jax.nn.softmax(logits)

@@ -1,7 +1,7 @@
-"""Whether a layer's experts see the rows past the groups: if not, nobody clears them.
+"""Whether a layer's experts read the rows past the groups; if not, they stay uncleared.
 
-With capacity for the worst case most rows of a large group are there: clearing them
-would take as long as the exchange.
+With capacity for the worst case, most rows of a large EP group lie past the groups, and
+clearing them would take as long as the exchange.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def seen(ep: EPHandle, run: Any, intermediate_size: int, activation: Any) -> boo
 
     Args:
         ep: the handle of the layer.
-        run: its experts, or None.
+        run: the layer's experts, or None.
         intermediate_size: F per rank.
-        activation: that of the layer, or None.
+        activation: the layer's activation, or None.
     """
-    # The gradient of what a function closes over is a sum over all rows.
+    # The gradient of a value that the activation closes over is a sum over all rows.
     if activation is not None:
         return True
     if isinstance(run, functools.partial) and "activation" not in run.keywords:

@@ -1,19 +1,19 @@
-"""Where in the user's program a call is: part of its tag, on every transport."""
+"""The place of a call in the user's program, part of its tag on every transport."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 
-# Their frames, and those of what wraps functions, lie between a user's line and a call.
+# Packages whose frames lie between a user's line and a call.
 _NOT_USERS = {"jax_ep", "jax", "jaxlib", "contextlib", "functools"}
 
 
 def site() -> int:
-    """Digest of the user's line that is being traced: the same in every process.
+    """Returns a digest of the user's line being traced, the same in every process.
 
-    It goes into the tag of a call, on the collective transport with each region, on the
-    others with each flag, so that ranks that run different calls see an error.
+    It is part of a call's tag, which the collective transport sends with each region
+    and the others with each flag, so that ranks that run different calls see an error.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:

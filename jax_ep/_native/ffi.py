@@ -16,7 +16,7 @@ from jax_ep._native.plugins import wanted_extra
 
 
 def _targets() -> Iterator[tuple[str, str, Any]]:
-    """(name, platform, handler) of every target on every platform of this build."""
+    """Yields (name, platform, handler) for all targets and platforms of this build."""
     for platform, module in (("cpu", native), ("CUDA", native_cuda)):
         if module is not None:
             for name, handler in module.targets().items():
@@ -35,7 +35,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def gpu_target_names() -> frozenset[str]:
-    """The names of the targets on GPUs; none where no CUDA module is installed."""
+    """The names of the targets on GPUs; none if no CUDA module is installed."""
     return frozenset() if native_cuda is None else frozenset(native_cuda.targets())
 
 
@@ -43,7 +43,7 @@ def native_for(platform: str) -> ModuleType:
     """The native module that serves devices of `platform` ("cpu" or "gpu").
 
     Raises:
-        ValueError: this build has none.
+        ValueError: this build does not serve that platform.
     """
     if platform == "cpu":
         return native
@@ -84,8 +84,9 @@ def call(
         input_output_aliases=input_output_aliases,
     )
     arrays = list(function(*operands, **attrs))
-    # XLA:GPU fuses what goes into a slice of a larger array (a scan's residuals) with
-    # the slice, a call with other users as well: it then runs twice. Not through this.
+    # XLA:GPU fuses what is written to a slice of a larger array (a scan's residuals)
+    # with that write. It does so even for a call with other users, which would then run
+    # twice. The barrier prevents that.
     full = [i for i, array in enumerate(arrays) if array.size]
     passed = jax.lax.optimization_barrier(tuple(arrays[i] for i in full))
     for i, array in zip(full, passed, strict=True):
@@ -96,11 +97,11 @@ def call(
 def call_aside(
     target: str, result: Any, *operands: jax.Array, **attributes: Any
 ) -> jax.Array:
-    """As `call`, where XLA runs its collectives, beside what needs none of the result.
+    """Runs `call` on XLA's stream for collectives, beside work that does not need it.
 
-    There is one result: an element of several is to XLA work on that stream too, which
-    has to wait for the call at once. Nor may it be cut up before it is needed: XLA
-    would do so, and wait, at once.
+    There is only one result, because XLA treats taking several apart as work on that
+    stream too, which has to wait for the call at once. Do not split the result before
+    it is needed, either: XLA would split it, and so wait, at once.
     """
     # Older JAX has another function of this name.
     compute_on: Any = importlib.import_module("jax.experimental.compute_on").compute_on

@@ -1,8 +1,8 @@
-"""The native modules: `cpu` always, `cuda` and `shmem()` where they are installed.
+"""The native modules: `cpu` always, `cuda` and `shmem()` if they are installed.
 
-`cuda` and `shmem()` come from this package, if its build had a CUDA compiler (and the
-headers of NVSHMEM), else from a plugin. `plugin` is the plugin that was loaded, and
-`plugin_problem` a sentence on what is wrong with the installed ones, or None.
+`cuda` and `shmem()` come from this package if its build had a CUDA compiler (and the
+headers of NVSHMEM), else from a plugin. `plugin` is the plugin that was loaded, or
+None. `plugin_problem` says what is wrong with the installed plugins, or is None.
 """
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ if plugin_problem is not None:
 
 
 def shmem() -> ModuleType | None:
-    """The module of transport shmem, or None where this installation has none."""
+    """The module of transport shmem, or None if this installation has none."""
     return _load("_native_shmem", plugin.package if plugin else "jax_ep")

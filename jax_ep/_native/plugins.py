@@ -1,8 +1,8 @@
-"""Plugins: packages that bring the CUDA modules, as the extra jax_ep[cuda13] installs.
+"""Plugins: packages with the CUDA modules, as the extra jax_ep[cuda13] installs them.
 
-Each announces its package by an entry point of group "jax_ep.plugins", whose name is
-that of the extra. A plugin is loaded only by the jax_ep of its own version: the modules
-share the layout of windows and the attributes of calls.
+Each announces its package with an entry point of group "jax_ep.plugins", named after
+the extra. jax_ep loads only a plugin of its own version, because the modules share the
+layout of windows and the attributes of calls.
 """
 
 from __future__ import annotations

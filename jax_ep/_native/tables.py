@@ -1,8 +1,9 @@
-"""Custom calls by name: operands in, results out, as the native tables have them.
+"""Makes custom calls with operands and results by name, as the native tables list them.
 
-A table has a row for each operand, result and attribute of a target; the native module
-makes it from the one that its handlers decode by (xla_ffi/ffi/operand_table.h). The
-types of targets are in tables.pyi, which `.ci/table_stubs.py` writes.
+A table has a row for each operand, result and attribute of a target. The native module
+makes it from the table that its handlers decode calls with
+(xla_ffi/ffi/operand_table.h). tables.pyi has the types of targets, and is written by
+`.ci/table_stubs.py`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ class Row:
     """An operand or a result.
 
     Attributes:
-        name: the keyword, or the field.
-        dtype: of the elements; "token", "output", "payload" and "scale" depend on the
-            call.
-        shape: sizes by dimension.
-        form: "exact", or how `shape` is to be read: "any" shape with an element,
-            "longer" in the last dimension, "leading" dimensions that count as one,
-            "flat" for all of them.
-        given: the flag that says whether it is there, or None.
-        omitted: the shape where it is not.
-        when: a flag with which the shape is `other`, or None.
-        other: that shape.
-        other_dtype: and the dtype that goes with it.
-        in_place_of: the operand whose memory a result has, or None.
+        name: keyword of the operand, or field of the result.
+        dtype: dtype of the elements; "token", "output", "payload" and "scale" depend on
+            the call.
+        shape: size of each dimension.
+        form: how to read `shape`. "exact": as it is. "any": ignore it, but there must
+            be an element. "longer": the last dimension may be larger. "leading": the
+            dimensions before the last count as one, their product. "flat": all
+            dimensions do.
+        given: flag that says whether it is given, or None if it always is.
+        omitted: its shape if it is not given.
+        when: flag with which shape and dtype are `other` and `other_dtype`, or None.
+        other: the shape with that flag.
+        other_dtype: the dtype with that flag.
+        in_place_of: the operand whose memory the result takes over, or None.
     """
 
     name: str
@@ -84,9 +86,9 @@ class Table:
     Attributes:
         operands: in order.
         results: in order.
-        attributes: all of them, also those that `call` makes of the operands.
+        attributes: all of them, including those that `call` derives from the operands.
         packed: whether the results are one int32 array `[1, all their elements]`.
-        shown: the flags that a caller gives for no operand or attribute does.
+        shown: flags that a caller gives because no operand or attribute implies them.
     """
 
     operands: tuple[Row, ...]
@@ -101,7 +103,7 @@ class Table:
 
     @property
     def shown(self) -> frozenset[str]:
-        """Flags of results, that neither operands nor attributes give."""
+        """Flags of results that follow from neither operands nor attributes."""
         flags = {row.given for row in self.results if row.given}
         known = {each.name for each in self.attributes} | self.from_operands
         return frozenset(flags - known - _OF_FORMATS)
@@ -145,7 +147,7 @@ globals().update({result.__name__: result for result in _RESULTS.values()})
 
 
 def pick(kind: Any, results: Any, **others: Any) -> Any:
-    """Makes a NamedTuple or a dataclass of results by name, and of `others`."""
+    """Makes a NamedTuple or a dataclass from results by name and from `others`."""
     named = dataclasses.is_dataclass(kind)
     fields = [f.name for f in dataclasses.fields(kind)] if named else kind._fields
     return kind(
@@ -156,7 +158,8 @@ def pick(kind: Any, results: Any, **others: Any) -> Any:
 def struct(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result that varies over the mesh axes that `like` varies over."""
     kind = jax.typeof(like)
-    # With an explicit axis of one a specification has the length of `like`'s shape.
+    # On a mesh with an explicit axis of size 1, the spec has an entry for each
+    # dimension of `like`, which may not fit `shape`.
     whole = kind.sharding.update(spec=jax.sharding.PartitionSpec())
     return kind.update(
         shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=whole
@@ -164,7 +167,7 @@ def struct(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros that vary as `like`; with no rows the placeholder of an omitted operand."""
+    """Zeros that vary as `like` does; also placeholders of omitted operands."""
     return jax.lax.full_like(like, 0, dtype=jnp.dtype(dtype), shape=shape)
 
 
@@ -177,20 +180,20 @@ def call(
 ) -> Any:
     """Calls `target` with operands and attributes by name.
 
-    Operands that may be omitted are None, or left out; the attributes that say so are
-    not given.
+    Omit an operand by passing None or leaving it out. Do not pass the attributes that
+    say which operands are given.
 
     Args:
-        target: of `TABLES`.
+        target: a key of `TABLES`.
         like: results vary over the mesh axes that it varies over, and rows of tokens
-            have its dtype. Its last dimension is H where no operand says otherwise.
-        dims: the sizes that no operand has: of N, G, W or whatever results need.
+            have its dtype. Its last dimension is H unless an operand says otherwise.
+        dims: sizes of dimensions that no operand has, such as N, G or W.
         operands: by name.
         attributes: by name, and the flags of `Table.shown`.
 
     Returns:
-        A NamedTuple of the results; None for those that are omitted. Of a target whose
-        results are packed: `(results,)`, which `unpack` takes apart.
+        A NamedTuple of the results, None for omitted ones. For a target with packed
+        results it is `(results,)`, which `unpack` takes apart.
     """
     one = _Call(target, like, dims, operands, attributes)
     arrays = [one.operand(row) for row in one.table.operands]
@@ -219,12 +222,12 @@ def call(
 
 
 def unpack(target: str, results: jax.Array, dims: Mapping[str, int]) -> Any:
-    """The results of `target`, whose packed form `results` is, for a later call.
+    """Takes packed results apart into those of `target`, for a later call.
 
     Args:
-        target: the one whose results are apart.
-        results: of the target that packs them.
-        dims: the sizes of all dimensions in its results.
+        target: the target that returns the same results unpacked.
+        results: the packed results.
+        dims: the sizes of all dimensions in the results.
     """
     rows = TABLES[target].results
     shapes = [tuple(_size(size, dims) for size in row.shape) for row in rows]
@@ -262,7 +265,7 @@ class _Call:
         self.placeholders: dict[tuple[Any, Any], jax.Array] = {}
 
     def _require(self, holds: bool, what: str, found: Any) -> None:
-        # Of callers in this package: users' arguments have been checked.
+        # Callers in this package are at fault: users' arguments have been checked.
         if not holds:
             raise TypeError(f"{self.target}: wrong {what}, {sorted(found)}")
 
@@ -337,7 +340,7 @@ class _Call:
         return tuple(_size(size, self.dims) for size in row.shape_with(self.flags))
 
     def operand(self, row: Row) -> jax.Array:
-        """The array, or its placeholder."""
+        """The operand's array, or its placeholder."""
         array = self.operands.get(row.name)
         if array is not None and (row.given is None or self.flags[row.given]):
             return array
@@ -348,12 +351,13 @@ class _Call:
 
     def result(self, row: Row) -> Any:
         """The type of a result."""
-        # Those of ep_quantize and ep_dequantize have as many dimensions as operands.
+        # Results of ep_quantize and ep_dequantize are not: they have as many dimensions
+        # as the operands.
         self._require(row.form == "exact", "result for this function", [row.name])
         return struct(self.like, self._sizes(row), self._dtype(row))
 
     def attributes(self) -> dict[str, Any]:
-        """All of them, in order."""
+        """All attributes, in order."""
         made = self.flags.keys() & self.table.from_operands
         given = {name for name in self.values if name not in made}
         wanted = {each.name for each in self.table.attributes} - made

@@ -26,7 +26,7 @@ Weighted = tuple[jax.Array, jax.Array | None]
 
 
 class _Sending(NamedTuple):
-    """How tokens follow a route: their format, and `zero_tail` of the transport."""
+    """How to send tokens along a route: the format, and the transport's `zero_tail`."""
 
     wire: str
     zero_tail: bool
@@ -39,12 +39,13 @@ def send_cached(
     weights: jax.Array | None,
     zero_tail: bool = True,
 ) -> Weighted:
-    """Sends tokens `[n, H]` and weights `[n, K]` by `route`: rows `[N, H]`, `[N]`.
+    """Sends tokens `[n, H]` and weights `[n, K]` along `route`, for a reverse rule.
 
-    As a reverse rule does, in `grad_format`. Without `zero_tail` rows past the last
-    group may hold anything.
+    The tokens are sent in `grad_format`. The results are rows `[N, H]` and their
+    weights `[N]`. Without `zero_tail`, rows past the last group may hold anything.
     """
-    # Which of the rows without a token are past the last group is not known here.
+    # With padding it is not known here which rows without a token are past the last
+    # group.
     zero_tail = zero_tail or ep.config.expert_alignment > 1
     static = _Sending(ep.config.grad_wire_format, zero_tail)
     return _SEND(ep, (route, tokens, weights), static)
@@ -53,7 +54,7 @@ def send_cached(
 def send_unchanged(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> Weighted:
-    """Sends as `send_cached`, but the tokens' own bits."""
+    """Sends like `send_cached`, but the tokens' own bits, whatever the formats."""
     return _DISPATCH(ep, (route, tokens, weights), _Sending("bf16", zero_tail=True))
 
 
@@ -65,7 +66,7 @@ def return_rows(
 
 
 def return_weights(ep: EPHandle, route: Route, row_weights: jax.Array) -> jax.Array:
-    """Returns weights `[N]` as `[n, K]`, with rows of no more columns than must be."""
+    """Returns weights `[N]` as `[n, K]`, sent with rows of the fewest columns."""
     config = ep.config
     shape = (ep.recv_capacity, config.column_multiple)
     none = tables.zeros(row_weights, shape, config.dtype)

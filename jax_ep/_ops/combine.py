@@ -61,7 +61,7 @@ def combine(
     each row is sent in `combine_dtype`, and the source sums them in k order; with
     "none" it returns them. Rows of padding and dropped rows are never read. Rows may
     have fewer than H columns, as those of tensor-parallel experts that scatter their
-    columns first; the result then has as many.
+    columns first; the result then has the same number.
     Differentiable with respect to `expert_out`, `router_weights` and `residual`. Under
     `jax.vmap` the calls of the batch are made one after the other.
 
@@ -85,8 +85,8 @@ def combine(
         entries without a row.
 
     Raises:
-        ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, the call is outside shard_map, or `ep` is closed.
+        ValueError, TypeError: while tracing, if an argument is not as described above,
+            the call is outside shard_map, or `ep` is closed.
     """
     return return_routed(ep, expert_out, route, router_weights, residual)
 
@@ -100,7 +100,7 @@ def return_routed(
     *,
     zero_tail: bool = True,
 ) -> jax.Array:
-    """`combine`; without `zero_tail` cotangents past the groups may be anything."""
+    """Does `combine`; without `zero_tail` cotangents past groups may be anything."""
     given = CombineArgs(expert_out, route, router_weights, residual)
     args = _checked("combine", ep, given)
     with checks.calling("combine"):
@@ -147,7 +147,7 @@ def combine_wait(pending: Pending) -> jax.Array:
         pending: result of `combine_async` on the same rank.
 
     Returns:
-        `[n, H']`, or `[n, K, H']` with `reduce="none"`, as `jax_ep.combine`.
+        `[n, H']`, or `[n, K, H']` with `reduce="none"`, as from `jax_ep.combine`.
 
     Raises:
         ValueError, TypeError: while tracing, if `pending` is not the `Pending` of a
@@ -258,7 +258,7 @@ def _keep(ep: EPHandle, zero_tail: Any, args: CombineArgs, results: Any) -> Any:
     """Returns what `_cotangents` needs; the rows only if there are weights."""
     weighted = args.router_weights is not None
     weighting = (args.router_weights, args.expert_out) if weighted else None
-    # None or (), to tell by structure alone whether there was a residual.
+    # None or (), so that the structure alone says whether there was a residual.
     return args.route, weighting, None if args.residual is None else ()
 
 
@@ -294,8 +294,9 @@ _COMBINE = OrderedCall(
 )
 
 
-# The first half returns `held`, what arrived and the operands of the last sum, and
-# `port`, zeros in the shape of the sums, which carry their cotangent back to it.
+# The first half returns `held`, which is what arrived and the operands of the last sum,
+# and `port`, which is zeros in the shape of the sums. The cotangent of the sums returns
+# to the first half through `port`.
 
 
 def _run_send(

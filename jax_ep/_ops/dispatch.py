@@ -2,7 +2,7 @@
 
 Derivatives, with i = row(t, k): dx[t] = sum_k drow[i] and dw[t, k] = dwrow[i]. For a
 quantised dispatch drow is the cotangent of grad_port. Tokens that are quantised already
-have none, and drow goes nowhere.
+have no cotangent, so drow is discarded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dispatch(
     token_scales: ArrayLike | None = None,
     route: Route | None = None,
 ) -> Dispatched:
-    """Sends each token to the ranks of its experts, and groups rows there by expert.
+    """Sends each token to the ranks of its experts, and groups the rows by expert.
 
     Call it inside `jax.shard_map` over the mesh of `ep`, on the arrays of one rank,
     with the same n on every rank. A token crosses to each rank only once, even if
@@ -49,41 +49,43 @@ def dispatch(
     calls of the batch are made one after the other.
 
     With `token_scales` the tokens are quantised already, for example by the kernel of
-    the norm before: their codes and scales are sent as they are, and the result is that
-    of a dispatch that quantises. Gradients then reach `router_weights` only; nothing is
-    sent back for the tokens. `jax_ep.dequantize` works, but its cotangent ends here.
+    the preceding norm: their codes and scales are sent as they are, and the result is
+    that of a dispatch that quantises. Gradients then reach `router_weights` only;
+    nothing is sent back for the tokens. `jax_ep.dequantize` works, but its cotangent
+    ends here.
 
-    With `route`, other tokens follow those of an earlier dispatch: each row of the
-    result comes from the same token as the row of that dispatch. Nothing is routed, and
-    the tokens are sent as they are, whatever the config's `dispatch_format`. They may
-    have fewer columns, for example to send a second tensor of another width.
+    With `route`, other tokens take the route of an earlier dispatch: each row of the
+    result comes from the token at the same rank and position as the row of that
+    dispatch. Nothing is routed, and the tokens are sent as they are, whatever the
+    config's `dispatch_format`. They may have fewer columns, for example to send a
+    second tensor of another width.
 
     Args:
-        ep: handle of `jax_ep.init`.
+        ep: handle from `jax_ep.init`.
         tokens: `[n, H]` in the config's dtype, n <= max_tokens_per_rank. With `route`
             `[n, H']` with H' <= H: a row must be a multiple of 16 bytes, and of the
             block of `combine_format` and `grad_format` if they are set. With
-            `token_scales` the codes, `[n, H]` or of 4-bit formats `[n, H / 2]`.
+            `token_scales` the codes, `[n, H]`, or `[n, H / 2]` for 4-bit formats.
         topk_ids: int32 `[n, K]`, global expert ids. -1 means no expert; a repeated id
             makes two rows. Ids outside [-1, E) are treated as -1, counted in
             `num_invalid` and reported by `ep.check()`. None with `route`.
         router_weights: float32 `[n, K]`, sent with the tokens; None means 1. Narrower
-            float types are widened, and gradients returned in them.
+            float types are widened, and get gradients of their own type.
         input_scale: global scale of "nvfp4", float32 `[]` or `[1]`, the same on every
             rank; None means 1. It must be None for other formats, and with `route`.
         token_scales: scales of tokens that are quantised already, as
             `jax_ep.formats.quantize` makes them in the config's `dispatch_format`:
             `[n, H / block]`, whatever `scale_layout`. None if `tokens` are in the
             config's dtype, and with `route`.
-        route: `d.route` of an earlier dispatch of `ep` with as many tokens, or None.
+        route: `d.route` of an earlier dispatch of `ep` with the same n, or None.
 
     Returns:
         A `Dispatched` with N = `ep.recv_capacity` rows. With `route` its format is
         "bf16", and its other fields are those of the earlier dispatch.
 
     Raises:
-        ValueError, TypeError: while tracing, if an argument does not hold what is said
-            above, the call is outside shard_map, or `ep` is closed.
+        ValueError, TypeError: while tracing, if an argument is not as described above,
+            the call is outside shard_map, or `ep` is closed.
     """
     if route is not None:
         excluded = {
@@ -107,7 +109,7 @@ def send_routed(
     *,
     zero_tail: bool,
 ) -> Dispatched:
-    """`dispatch` without a route; `zero_tail` comes in place of the config's."""
+    """Does `dispatch` without a route; `zero_tail` replaces the config's."""
     given = _Given(router_weights is not None, token_scales is not None, zero_tail)
     arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
     inputs = _checked("dispatch", ep, *arguments)
@@ -131,7 +133,7 @@ def dispatch_async(
     of the batch counts.
 
     Args:
-        ep: handle of `jax_ep.init`.
+        ep: handle from `jax_ep.init`.
         tokens: `[n, H]`, or codes, as in `jax_ep.dispatch`.
         topk_ids: int32 `[n, K]`, as in `jax_ep.dispatch`.
         router_weights: float32 `[n, K]` or None, as in `jax_ep.dispatch`.
@@ -177,7 +179,7 @@ def dispatch_wait(pending: Pending) -> Dispatched:
 
 
 class _Given(NamedTuple):
-    """Which operands were given; whether whole calls clear rows past the groups."""
+    """Which operands were given, and whether whole calls clear rows past the groups."""
 
     weights: bool
     scales: bool
@@ -277,7 +279,7 @@ def _along(
         )
     route, tokens, weights = checks.vary_together(ep, route, tokens, weights)
     rows, row_weights = send_unchanged(ep, route, tokens, weights)
-    # Rows of the shared expert have the weight 1, too, whatever their tokens' weights.
+    # Rows of the shared expert have the weight 1 in any case.
     source, _, k = jnp.split(route.src_info, 3, axis=1)
     ones = jnp.where(source[:, 0] >= 0, jnp.float32(1), jnp.float32(0))
     if row_weights is None:
@@ -348,11 +350,11 @@ _DISPATCH = OrderedCall(
 )
 
 
-# The first half returns what arrived, `held`, and float zeros in the shapes of tokens
-# and weights, `ports`. The second half makes its result from both. Its reverse rule
-# turns the result's cotangents into those of `ports`, and the first half's reverse rule
-# returns these as cotangents of tokens and weights. The port of tokens that have no
-# cotangent has no columns.
+# The first half returns `held`, which is what arrived, and `ports`, which are float
+# zeros in the shapes of tokens and weights. The second half makes its result from both.
+# Its reverse rule turns the result's cotangents into those of `ports`, and the first
+# half's reverse rule returns these as cotangents of tokens and weights. The port of
+# tokens that have no cotangent has no columns.
 
 
 def _run_send(
@@ -395,7 +397,7 @@ def _run_receive(
 
 def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
     _, (tokens, weights) = halves
-    # None or (), to tell by structure alone what takes gradients.
+    # None or (), so that the structure alone says what takes gradients.
     given = _Given(weights is not None, tokens.shape[1] == 0)
     return d.route, [() if each else None for each in given[:2]]
 

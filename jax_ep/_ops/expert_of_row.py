@@ -13,9 +13,9 @@ def expert_of_row(d: Dispatched) -> jax.Array:
     """Returns the group of each row, for example to add each expert's bias to its rows.
 
     With `bias` `[G, F]` that is `rows + bias[jax_ep.expert_of_row(d)]`. Padding rows
-    belong to the group that they pad. If what was computed for rows past the last group
-    may be NaN, as the results of some grouped matmuls are, select before you add:
-    gradients of NaN would reach the last group's bias.
+    belong to the group that they pad. Some grouped matmuls may leave NaN in rows past
+    the last group. Select before you add in that case, or NaN gradients would reach the
+    last group's bias.
 
     Args:
         d: the `Dispatched` of one rank.

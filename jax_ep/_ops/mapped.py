@@ -1,4 +1,4 @@
-"""Runs per-rank functions on global arrays, by `jax.shard_map`."""
+"""Runs per-rank functions on global arrays, with `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
 from jax_ep._transport.base import Token
 
-# Programs that a handle keeps. A function made anew for each call has a program of its
-# own each time, which must not accumulate.
+# The most programs that a handle keeps. A function made anew for each call gets a
+# program of its own each time, and these must not accumulate.
 _MOST_PROGRAMS = 256
 
 

@@ -21,10 +21,10 @@ from jax_ep._transport.base import Arrived, CombineInputs, DispatchInputs, SumIn
 
 
 def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
-    """Returns operands with ids and weights `[n, K']` of the experts of a transport.
+    """Returns operands with ids and weights `[n, K']` for the experts of a transport.
 
-    Those are `ep.groups` on each of `ep.route_ranks` ranks. Invalid ids stay invalid;
-    `EPHandle.check` reports their original values.
+    A transport has `ep.groups` experts on each of `ep.route_ranks` ranks. Invalid ids
+    stay invalid; `EPHandle.check` reports their original values.
     """
     topk_ids, router_weights = inputs.topk_ids, inputs.router_weights
     config = ep.config
@@ -62,7 +62,7 @@ def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
 
 
 def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
-    """Translates the arrivals of `routed` operands back to the public contract."""
+    """Translates what arrived for `routed` operands back to the public contract."""
     config, top_k = ep.config, ep.config.top_k
     if not (config.skip_a2a or config.fused_shared_expert):
         return arrived
@@ -75,7 +75,7 @@ def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
         k = jnp.where(shared, -1, k)
         arrived = arrived._replace(
             expert_ids=arrived.expert_ids - 1,
-            # A route holds only routed entries; `shared_part` tells the rest.
+            # A route holds only routed entries; `shared_part` describes the others.
             row_of=arrived.row_of[..., :top_k],
             row_slot=jnp.where(shared[:, 0], -1, arrived.row_slot),
             slot_of=arrived.slot_of[:, :top_k],
@@ -141,7 +141,7 @@ def with_shared(ep: EPHandle, rows: jax.Array, tokens: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, tokens[: len(rows)], 0, 0)
     size = _world(ep)
     most = min(-(-n // size), len(rows))
-    # One more row, as the slice of a rank with one token less ends past the tokens.
+    # One more row, because the slice of a rank with one token fewer ends past them.
     tokens = jnp.concatenate(
         [tokens, jnp.zeros_like(tokens, shape=(1, *tokens.shape[1:]))]
     )

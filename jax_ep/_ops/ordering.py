@@ -30,7 +30,7 @@ from jax_ep._transport.base import Token
 # Results of a call, and the token for the next call.
 Outcome = tuple[Any, Token]
 
-# A call's further arguments for `run`; hashable.
+# The type of a call's further arguments for `run`; hashable.
 Static = TypeVar("Static")
 
 _CHECKS_LEAKS = "jax_check_tracer_leaks"
@@ -282,7 +282,7 @@ def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
     """Returns (trace, last token in it) of this thread's traces, outermost first.
 
     A trace must only use tokens of its own. JAX caches what is traced inside it and
-    uses that elsewhere, where a value of an outer trace would have leaked.
+    reuses that elsewhere. A value of an outer trace would be a leak there.
     """
     # Stored on the handle, so that traces and handle can be collected together.
     here = vars(ep).setdefault("_chain", threading.local())

@@ -1,4 +1,4 @@
-"""Pending, a call between its two halves, and the count of those per trace."""
+"""Pending, a call between its two halves, and how many of them each trace has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pending:
     Attributes:
         kind: "dispatch" or "combine".
         key: key of the handle that made the call.
-        held: arrived integer arrays, and operands; they carry no cotangents.
+        held: integer arrays that arrived, and operands; they carry no cotangents.
         ports: float zeros that carry cotangents to the first half.
     """
 
@@ -39,7 +39,7 @@ class Pending:
         """Internal; users get a Pending from the `_async` functions."""
         self.kind, self.key, self.held, self.ports = kind, key, held, ports
         self._waited_in: Any = None
-        # Calls that a vmap makes of this one; 0 once it was flattened, because copies
+        # How many calls vmaps make of this one; 0 once it was flattened, because copies
         # made from its leaves may be waited on unseen.
         self._calls = traces.batch_size(*jax.tree.leaves(held))
 

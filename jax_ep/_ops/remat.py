@@ -15,7 +15,7 @@ from jax_ep._core.types import STATIC_FIELDS, Dispatched
 ROUTE_NAME = "jax_ep_route"
 ROWS_NAME = "jax_ep_rows"
 OUT_NAME = "jax_ep_out"
-# Of `jax_ep.experts.fp8`, which `save_route` does not save.
+# `jax_ep.experts.fp8` uses this name; `save_route` does not save it.
 GATE_UP_NAME = "jax_ep_gate_up"
 
 # Policy for jax.checkpoint: a rematerialised layer saves the results of exchanges

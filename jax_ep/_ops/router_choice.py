@@ -1,7 +1,7 @@
 """The kernel that chooses a router's experts, and where it is used.
 
-It is a custom call, which XLA cannot split. So it is used where every axis of the mesh
-is manual, in `shard_map`; elsewhere a router stays in plain JAX.
+It is a custom call, which XLA cannot split. So it is used only where every axis of the
+mesh is manual, inside `shard_map`; elsewhere a router stays in plain JAX.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Choice = tuple[jax.Array, jax.Array]
 
 
 def has_kernel(experts: int, top_k: int, num_groups: int) -> bool:
-    """Whether a GPU would choose with the kernel here."""
+    """Whether a GPU would use the kernel here."""
     fits = (
         experts <= native.MAX_ROUTER_EXPERTS
         and top_k <= native.MAX_ROUTER_CHOSEN
@@ -56,18 +56,19 @@ def choose(
     least_sum: float,
     scale: float,
 ) -> Choice:
-    """Chooses experts by the kernel; without a derivative.
+    """Chooses experts with the kernel; has no derivative.
 
     Args:
         logits: float32 `[n, E]`.
         bias: `[E]` of any floating dtype, or None.
         top_k: K.
-        score: as the field of `Router`, and so are all but `least_sum`.
-        num_groups: of groups.
-        top_groups: of those that are kept.
-        best_of_group: of scores that make up a group's.
-        least_sum: what weights are divided by if their sum is less; 0 divides none.
-        scale: of the weights.
+        score: as in `Router`.
+        num_groups: as in `Router`.
+        top_groups: as in `Router`.
+        best_of_group: as in `Router`.
+        least_sum: what weights are divided by if their sum is less; with 0 they are not
+            divided at all.
+        scale: as in `Router`.
     """
 
     def run(logits: jax.Array, bias: jax.Array | None) -> Choice:

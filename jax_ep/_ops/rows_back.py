@@ -1,4 +1,4 @@
-"""What combine's cotangent does to the rows at an expert rank.
+"""The reverse rule of combine for the rows at an expert rank.
 
 With cotangent c of a row's token, weight w and expert row E: dE = w * c, dw = <c, E>.
 """
@@ -25,8 +25,8 @@ def rows_back_reference(
     Args:
         cotangents: `[N, H]`, those of each row's token.
         expert_out: `[N, H]`, which may hold anything in rows without a slot.
-        weights: float32 `[N]`; 1 in rows without a slot whose cotangents are not zero,
-            as those of a shared expert.
+        weights: float32 `[N]`; 1 in rows that have no slot but do have cotangents, as
+            those of a shared expert.
         row_slot: int32 `[N]`, negative in rows without a slot.
     """
     wide = cotangents.astype(jnp.float32)
@@ -39,9 +39,9 @@ def rows_back_reference(
 def rows_back(
     cotangents: jax.Array, expert_out: jax.Array, weights: jax.Array, row_slot: Any
 ) -> Back:
-    """`rows_back_reference` by a kernel of the CUDA module.
+    """Does what `rows_back_reference` does, with a kernel of the CUDA module.
 
-    It reads and writes the rows that have slots, once, and leaves the others as they
+    It reads and writes each row that has a slot once, and leaves the others as they
     are.
     """
     return batching.in_turn(_call)(cotangents, expert_out, weights, row_slot)

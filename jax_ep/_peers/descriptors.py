@@ -26,11 +26,11 @@ _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
 _PREFIX = b"\0jax_ep-"
 _NO_NUMBER = -1  # no descriptor has this number
-# Connections open at a server: more than a host has devices, fewer than the usual limit
-# of open files.
+# Limit on a server's open connections: more than a host has devices, fewer than the
+# usual limit of open files.
 _MAX_CLIENTS = 256
 _BACKLOG = 4096  # the kernel lowers it to its own limit
-# How long a client reconnects after the server dropped it in favour of others.
+# How long a client keeps reconnecting after the server dropped it in favour of others.
 _COME_AGAIN_S = 5.0
 _RETRY_S = 0.02
 # struct ucred of Linux's SO_PEERCRED: process, effective user, group.
@@ -120,12 +120,13 @@ class DescriptorServer:
                         if source in clients and not self._serve_one(source, clients):
                             leave(source)
                         continue
-                    # Accepts all that wait, up to a bound, so that others get served.
+                    # Accepts all waiting clients, up to a bound so that others are
+                    # served.
                     for _ in range(_MAX_CLIENTS):
                         client = self._accept(woken)
                         if client is None:
                             break
-                        if client.fileno() < 0:  # closed, as it is of another user
+                        if client.fileno() < 0:  # closed: it is another user's
                             continue
                         selector.register(client, selectors.EVENT_READ)
                         clients[client] = False
@@ -150,7 +151,7 @@ class DescriptorServer:
         return next(iter(clients))
 
     def _accept(self, woken: socket.socket) -> socket.socket | None:
-        """Returns the next client, closed if of another user, or None if none waits."""
+        """Returns the next client, closed if another user's; None if none waits."""
         try:
             client = self._listener.accept()[0]
         except OSError as error:

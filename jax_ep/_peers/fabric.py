@@ -1,7 +1,7 @@
 """NVLink between hosts: decides which processes map windows by fabric handles.
 
-Processes of one host pass file descriptors. Between hosts windows are mapped by fabric
-handles, which need no connection, but GPUs in the same fabric.
+Processes of one host pass file descriptors. Between hosts, windows are mapped by fabric
+handles, which need no connection between processes, but require GPUs in one fabric.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-# Environment variable: use fabric handles on one host, too, to test them there.
+# Environment variable: use fabric handles even on one host, to test them there.
 FORCE = "JAX_EP_FORCE_FABRIC"
 
 # (<this>, <that>) of a message "must have <this>, got <that>".
@@ -36,9 +36,9 @@ def peer_info(native: ModuleType, ordinals: dict[int, int]) -> dict[str, Any]:
 
 
 def by_descriptors(infos: dict[int, Any], one: int, other: int) -> bool:
-    """Whether two processes pass windows by descriptors, else by fabric handles.
+    """Whether two processes pass windows by descriptors rather than fabric handles.
 
-    Both processes come to the same result.
+    Both processes get the same result.
     """
     if any(info["fabric"]["forced"] for info in infos.values()):
         return False

@@ -123,7 +123,7 @@ class Heap:
         """Returns an obstacle to shmem in any process, or None; the same in all."""
         if not rendezvous.possible:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
-        # NVSHMEM's calls wait for all processes, so these must make them in one order.
+        # NVSHMEM's calls wait for all processes, so all must make them in one order.
         rendezvous.take_turn(self._turn)
         info = {
             "obstacle": self.own_obstacle(groups, rendezvous.own),
@@ -164,7 +164,7 @@ class Heap:
         Raises:
             NotMapped: NVSHMEM does not start, or does not connect the GPUs.
             RuntimeError: a heap of this or another process is full, or a process failed
-                or did not come.
+                or did not arrive.
         """
         own = windows.local_groups(groups, rendezvous.own)
         nodes = topology.of_groups(groups, config, self.hosts)
@@ -296,7 +296,7 @@ class Heap:
         pe, pes = rendezvous.processes.index(rendezvous.own), len(rendezvous.processes)
         ordinal = windows.ordinal(device)
         try:
-            # Half of the time, as a process that fails at once waits for the others.
+            # Half of the time, because a process that fails at once waits for others.
             self._bounded(self._module().start, timeout_s / 2, name, pe, pes, ordinal)
         except RuntimeError:
             failure = ("NVSHMEM to start in all processes", str(self.broken))
@@ -338,7 +338,7 @@ class Heap:
             thread.start()
             thread.join(timeout_s)
         except BaseException:
-            # The call goes on in its thread, and NVSHMEM allows one call at a time.
+            # The call continues in its thread, and NVSHMEM allows one call at a time.
             self.broken = self.broken or "a wait of NVSHMEM that was interrupted"
             raise
         if thread.is_alive():

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jax_ep._core import threads
 
-# At run time imported where it is used: most jobs pass no descriptors.
+# At run time this is imported where it is used, because most jobs pass no descriptors.
 if TYPE_CHECKING:
     from jax_ep._peers.descriptors import DescriptorClient, DescriptorServer
 
@@ -103,8 +103,8 @@ class Rendezvous:
             series: name of a series of rendezvous. Those of one series follow each
                 other in the same order in all processes; series do not wait for each
                 other.
-            place: where in the series, if a process may have missed some; processes
-                meet at the same place only.
+            place: position in the series, if a process may have missed some; only
+                processes at the same place meet.
 
         Raises:
             ValueError: this process does not take part.
@@ -162,7 +162,7 @@ class Rendezvous:
 
         Raises:
             RuntimeError: a process did not call within the time limit, or failed.
-            ValueError: a process came with another subject.
+            ValueError: a process has another subject.
         """
         if self.alone:
             return {self.own: json.loads(json.dumps(value))}
@@ -249,7 +249,7 @@ class Rendezvous:
             self._memory.attempts = max(int(info["attempt"]) for info in found.values())
         except (KeyError, TypeError, ValueError) as error:
             raise _unreadable(error) from error
-        # All have arrived, so nobody needs keys of the rendezvous before.
+        # All have arrived, so nobody needs keys of the previous rendezvous.
         for key in self._stale - self._memory.left:
             self._delete(key)
         for process, subject in subjects.items():
@@ -298,7 +298,7 @@ class Rendezvous:
             self._put(self._own_key(), {"value": info})
 
     def _concerns(self, told: dict[str, Any]) -> bool:
-        """Whether a failure before arrival belongs to this attempt, and is news."""
+        """Whether a failure before arrival belongs to this attempt, and is new."""
         token, attempt = told.get("token"), told.get("attempt")
         if not isinstance(token, str) or not isinstance(attempt, int):
             return False
@@ -372,7 +372,7 @@ class Rendezvous:
             "they start late (docs/cluster.md)"
         )
         if not self._folder:  # there was no invitation
-            # At a place of its own the first process may still come, and be told.
+            # If there is a place, the first process may still arrive, and is told then.
             self._over = not self._placed
             raise RuntimeError(f"jax_ep.init: {why}")
         return self._judged(self._claim({"failed": why, "process": self.own}))
@@ -415,7 +415,7 @@ class Rendezvous:
     def _call(self, ask: Callable[[Any], Result], more_s: float = 0.0) -> Result:
         """Returns `ask(store)`, with the deadline of the current wait.
 
-        Calls of the store have no deadline of their own: if process 0 is stopped they
+        Calls of the store themselves have no deadline: if process 0 is stopped, they
         would block for ever.
         """
         store = self._store
@@ -478,7 +478,7 @@ class Rendezvous:
     def _ask(
         self, ask: Callable[[Any], Result], code: str, more_s: float = 0.0
     ) -> Result | None:
-        """As `_call`, but returns None if the store answers with status `code`."""
+        """Like `_call`, but returns None if the store answers with status `code`."""
 
         def asked(store: Any) -> Result | None:
             try:
@@ -564,8 +564,8 @@ class Rendezvous:
         """Leaves the rendezvous; repeated calls do nothing.
 
         Args:
-            why: the reason, if it is left before its end.
-            error: the exception with which it is left.
+            why: the reason for leaving it before its end.
+            error: the exception that ended it.
         """
         # An ExitStack, so that an interrupt of one callback does not skip the others.
         with contextlib.ExitStack() as rest:
@@ -578,7 +578,7 @@ class Rendezvous:
             if self._server is not None:
                 rest.callback(self._server.close)
             # Before the sockets close, so that a process that finds one closed finds
-            # the reason, too.
+            # the reason as well.
             if why is not None and self._locked and not self.alone:
                 # Do not wait for a stalled store; it gets the message when it resumes.
                 stalled = isinstance(error, StoreStalled)

@@ -57,7 +57,7 @@ def forced(ranks: int, ranks_per_node: int) -> list[int]:
 
 
 def of_ranks(group: np.ndarray, config: EPConfig, hosts: Hosts) -> list[int | str]:
-    """Returns the node of each rank: as the config forces it, or else its host."""
+    """Returns the node of each rank: the one that the config forces, or its host."""
     if config.ranks_per_node is not None:
         return [*forced(len(group), config.ranks_per_node)]
     return [hosts[device.process_index] for device in group]
@@ -76,8 +76,8 @@ def several(nodes: Nodes) -> bool:
 def bundled(nodes: Nodes, config: EPConfig) -> tuple[int, int]:
     """Returns (nodes per group, ranks per node) if dispatches are bundled, or (0, 0).
 
-    Bundled, a token crosses to a node once for all of its ranks there. That saves bytes
-    if a token can go to several ranks of one node.
+    If they are, a token is sent to a node once for all of its ranks there. That saves
+    bytes if a token can go to several ranks of one node.
     """
     shapes = set()
     for names in nodes:

@@ -106,7 +106,7 @@ def _others(own: list[np.ndarray], rendezvous: Rendezvous) -> list[int]:
 
 
 def host() -> list[str]:
-    """Returns an identifier of this host, by which processes compare, and its name."""
+    """Returns an identifier of this host, for processes to compare, and its name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     try:
@@ -169,7 +169,7 @@ def _reach(
 
 
 def _why_apart(error: OSError) -> str:
-    """Returns what two processes of a host lack that could not connect."""
+    """Returns the requirement that kept two processes of a host from connecting."""
     if isinstance(error, TimeoutError):
         return "processes that answer each other within timeout_s"
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
@@ -183,7 +183,7 @@ def _why_apart(error: OSError) -> str:
 
 
 class WindowConfig(TypedDict):
-    """The sizes that determine a window, field by field as WindowConfig in C++."""
+    """The sizes that determine a window; the fields are those of C++'s WindowConfig."""
 
     format: str
     hidden: int
@@ -203,7 +203,7 @@ def window_config(config: EPConfig, ranks: int) -> WindowConfig:
     tokens, top_k = config.max_tokens_per_rank, config.top_k
     shared = config.fused_shared_expert
     # Unless expert ranks sum them ("rank"), combine sends K rows per token. With "none"
-    # the backward pass dispatches K rows per token, too.
+    # the backward pass also dispatches K rows per token.
     return WindowConfig(
         format=config.dispatch_format,
         hidden=config.hidden_size,
@@ -233,7 +233,7 @@ def open_windows(
     Raises:
         NotMapped: GPUs of different processes cannot map each other's windows.
         RuntimeError: a device of this or another process is out of memory, or a process
-            failed or did not come.
+            failed or did not arrive.
     """
     own = local_groups(groups, rendezvous.own)
     others = _others(own, rendezvous)

@@ -1,4 +1,4 @@
-"""Takes experts' weights from their places to others, on one device or many."""
+"""Moves experts' weights to other places, on one device or many."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_ep._core import errors, traces
 from jax_ep._core.arrays import in_bytes
 
-# What a device gathers at a time of weights that are split over devices.
+# How much a device gathers at a time of weights that are split over devices.
 _CHUNK_BYTES = 256 * 2**20
 
 
 def taken(function: str, source: Any, params: Any, experts: int, sharding: Any) -> Any:
-    """Returns `params` with entry `source[i]` of the expert dimension at i.
+    """Returns `params` with entry i of the expert dimension taken from `source[i]`.
 
     Args:
         function: the name for errors.
-        source: int32 `[..., P]`, the same leading dimensions as `params`.
+        source: int32 `[..., P]`, with the same leading dimensions as `params`.
         params: pytree of arrays `[..., experts, ...]`.
         experts: size of the dimension to take from.
         sharding: None, a NamedSharding, or a pytree of them like `params`.
@@ -60,7 +60,7 @@ def taken(function: str, source: Any, params: Any, experts: int, sharding: Any) 
 
 
 def _sharding(leaf: Any) -> NamedSharding | None:
-    """Returns how `leaf` lies on a mesh; None if it does not, or JAX does not tell."""
+    """Returns the NamedSharding of `leaf`; None if it has none or JAX does not tell."""
     if isinstance(leaf, Tracer):
         found = jax.typeof(leaf).sharding
         return found if AxisType.Explicit in found.mesh.axis_types else None
@@ -120,9 +120,9 @@ def _taken(
 
     Args:
         array: one rank's part if `split`, else all entries.
-        source: where all ranks' entries come from.
+        source: the index in `array` that each entry comes from, for all ranks.
         axes: mesh axes that the result is split over.
-        split: whether the array is, too.
+        split: whether the array is split over them as well.
     """
     if source.ndim > 1:
         one = partial(_taken, axes=axes, split=split)
@@ -138,7 +138,7 @@ def _taken(
         whole = jax.lax.all_gather(columns, axes, tiled=True)
         return jnp.take(whole, source, axis=0)
 
-    # Of all experts, few columns at a time: whole matrices may not fit a device.
+    # Gathers all experts, but few columns at a time: whole matrices may not fit.
     local, width = array.shape[0], math.prod(array.shape[1:])
     experts = local * jax.lax.axis_size(axes)
     chunks = _chunks(width, experts * array.dtype.itemsize)

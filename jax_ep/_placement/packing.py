@@ -15,11 +15,11 @@ import numpy as np
 
 # A packing is good enough if its fullest rank is this close to the lower bound.
 _GOOD = 1.01
-# Most numbers of extra copies of hot experts that are tried for one layer.
+# A layer tries at most this many different numbers of extra copies of hot experts.
 _TRIES = 8
-# Further tries for a layer, times the square of its places: many where places are few.
+# A layer gets this many further tries, divided by the square of its number of places.
 _STEPS = 2**16
-# The largest load in units: 2**11 experts of it, the most there are, do not overflow.
+# The largest load, in units. The sum over 2**11 experts, the maximum, cannot overflow.
 _UNITS = 2**40
 
 
@@ -46,8 +46,8 @@ class Shape:
 def pack(load: np.ndarray, shape: Shape) -> np.ndarray:
     """Returns the expert of each place, `[slots]`, for a layer's float64 loads `[E]`.
 
-    The fullest rank is never fuller than with each rank's experts in their own order
-    and no further copies.
+    The fullest rank is never fuller than with the experts in order, E / R per rank, and
+    no further copies.
     """
     units = np.ones(len(load), np.int64)
     if load.any():
@@ -91,7 +91,7 @@ def _fullest(load: np.ndarray, expert_of: np.ndarray, shape: Shape) -> int:
 
 
 def _lower_bound(load: np.ndarray, shape: Shape) -> float:
-    """Returns a load that the fullest rank has at least, whatever the packing."""
+    """Returns a lower bound on the load of the fullest rank, whatever the packing."""
     spare = shape.slots - len(load)
     one = np.ones(len(load), np.int64)
     most = _hottest_first(load, spare, one, shape.ranks)
@@ -101,9 +101,9 @@ def _lower_bound(load: np.ndarray, shape: Shape) -> float:
 def _counts(load: np.ndarray, shape: Shape) -> Iterator[np.ndarray]:
     """Yields numbers of copies `[E]` to try, the most promising first.
 
-    Spare places first go to the expert with the largest load per copy. If one rank
-    would then have two copies of a hot expert, or get a hot one besides, that can be
-    worse than a copy of a cold one, so some of them go to the coldest instead.
+    Spare places first go to the expert with the largest load per copy. If a rank then
+    has two copies of a hot expert, or a second hot expert, that can be worse than a
+    copy of a cold one, so in later tries some spare places go to the coldest instead.
     """
     spare = shape.slots - len(load)
     tries = np.linspace(spare, 0, min(_TRIES, spare + 1)).round().astype(int)
@@ -116,9 +116,9 @@ def _counts(load: np.ndarray, shape: Shape) -> Iterator[np.ndarray]:
 def _hottest_first(
     load: np.ndarray, spare: int, copies: np.ndarray, ranks: int
 ) -> np.ndarray:
-    """Gives `spare` copies to experts of largest load per copy, at most one a rank.
+    """Gives `spare` copies to experts of largest load per copy, at most one per rank.
 
-    Past one copy of every expert on every rank, all get another one per rank.
+    When every expert has one copy per rank, each may get another one per rank.
     """
     copies = copies.copy()
     limit = ranks
@@ -141,7 +141,7 @@ def _hottest_first(
 def _coldest_first(
     load: np.ndarray, spare: int, copies: np.ndarray, ranks: int
 ) -> np.ndarray:
-    """Gives `spare` copies to experts of least load, in turn, at most one a rank."""
+    """Gives `spare` copies to experts of least load, in turn, at most one per rank."""
     copies = copies.copy()
     order = np.argsort(load, kind="stable")
     limit = ranks
@@ -187,7 +187,7 @@ def _packed(
 
 
 class _Bins:
-    """Bins of equal size for copies of experts, none of which it holds too often.
+    """Bins of equal size for copies of experts.
 
     A bin has no more copies of an expert than an even spread over the bins needs.
 
@@ -213,7 +213,7 @@ class _Bins:
         self.bin_of = np.full(len(expert), -1)
 
     def packed(self) -> np.ndarray:
-        """Returns the bin of each copy, `[n]`, with the fullest nearly least."""
+        """Returns the bin of each copy, `[n]`; nearly minimises the fullest bin."""
         if len(self.loads) == 1:
             return np.zeros(len(self.expert), np.int64)
         for item in np.argsort(-self.weight, kind="stable"):
@@ -235,8 +235,8 @@ class _Bins:
     def _make_room(self, e: int) -> int:
         """Moves a copy out of a full bin that may take expert `e`; returns the bin.
 
-        No bin with room may take it. A full one that may has more copies of the other
-        experts than a bin with room, so it has one that the latter may take.
+        No bin with room may take `e`. A full bin that may take it has more copies of
+        other experts than a bin with room has, so one of them may move to the latter.
         """
         to = _emptiest(self.loads, self.filled < self.size)
         source = _emptiest(self.loads, self.held[e] < self.limit[e])
@@ -249,10 +249,10 @@ class _Bins:
         return source
 
     def _swap_one(self) -> bool:
-        """Swaps a copy of the fullest bin for one of another, if both get less full.
+        """Swaps a copy in the fullest bin for one in another; returns whether it did.
 
-        That is: less than the fullest was. The sum of the squares of the loads falls,
-        so swaps come to an end.
+        It does if both bins then have less load than the fullest had. The sum of the
+        squares of the loads falls, so swaps come to an end.
         """
         full = int(self.loads.argmax())
         mine = np.flatnonzero(self.bin_of == full)

@@ -56,7 +56,7 @@ def init(
     Args:
         mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
         axis_name: the EP axis, or a tuple of axes whose product is the group; ranks
-            count in the order given, the last axis fastest.
+            are numbered in the order given, with the last axis fastest.
         config: sizes and options.
         transport: "p2p" (GPUs that map each other's memory: on one host, in one
             process or several, or on hosts in one NVLink fabric), "shmem" (one process
@@ -69,11 +69,11 @@ def init(
         An `EPHandle`.
 
     Raises:
-        ValueError, TypeError: an argument does not hold what is said above; the mesh or
+        ValueError, TypeError: an argument is not as described above; the mesh or
             transport does not support the config; or this process was forked after JAX
             was started.
         RuntimeError: a device has no memory for the windows of p2p or shmem; or a
-            process of the mesh failed, or did not come within `timeout_s`.
+            process of the mesh failed, or did not arrive within `timeout_s`.
     """
     runtime.require_unforked()
     mesh = resolved_mesh(mesh)
@@ -82,7 +82,7 @@ def init(
     try:
         with rendezvous:
             names = checked(mesh, axis_name, config, transport)
-            # Programs run here and are waited for, which a trace cannot do.
+            # This runs programs and waits for them, which a trace cannot do.
             run = partial(_open_handle, mesh, names, config, transport, rendezvous)
             return threads.untraced(run) if traced(mesh) else run()
     finally:
@@ -138,7 +138,7 @@ class Group:
         return ffi.native_for(windows.platform_of(self.mesh))
 
     def close(self) -> None:
-        """Closes it, where no handle does."""
+        """Closes the group, if no handle does."""
         self.native.close_group(self.key)
 
 
@@ -169,7 +169,7 @@ def open_group(
         config: sizes and options.
         transport: "auto" or a name.
         rendezvous: one that has begun.
-        series: groups of equal content are counted, for their keys, per series.
+        series: groups of equal content are numbered per series, for their keys.
     """
     rendezvous.subject = repr((_content(mesh, names, config), transport, series))
     run = partial(_open, mesh, names, config, rendezvous, series)
@@ -204,9 +204,9 @@ def resolved_mesh(mesh: Any) -> Mesh:
 
 
 def _require_attached(mesh: Mesh) -> None:
-    """Raises ValueError for the devices of a topology description, which are not there.
+    """Raises ValueError for devices of a topology description, which do not exist here.
 
-    A handle opens memory and runs a program on its devices.
+    A handle allocates memory and runs a program on its devices.
     """
     device = mesh.devices.flat[0]
     try:

@@ -72,13 +72,13 @@ def _raised_nproc() -> Iterator[None]:
 
 
 def make_room() -> None:
-    """Has the CPU backend start with room for its devices, if it has not started yet.
+    """Gives the CPU backend enough threads for its devices, if it has not started yet.
 
-    The environment is as before once it has, so that no child inherits an NPROC.
+    The environment is restored after it starts, so that no child inherits NPROC.
     """
     if _backend_started():
         return
-    # JAX has no public hook. Without this one init warns where the pool is too small.
+    # JAX has no public hook. If this one is missing, init warns of a small pool.
     with contextlib.suppress(ImportError, AttributeError, KeyError):
         from jax._src import xla_bridge
 
@@ -125,7 +125,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def require_unforked() -> None:
     """Raises ValueError in a child forked after JAX was started.
 
-    A fork does not copy JAX's threads, so that every use of JAX would hang.
+    A fork does not copy JAX's threads, so every use of JAX would hang.
     """
     if _forked_from is not None:
         raise ValueError(

@@ -2,11 +2,11 @@
 
 Processes of a job trace different programs, at different times and in different orders,
 but opening a handle takes all processes of its mesh. So a request for a shared handle
-goes into a log of the job, and a thread of each process opens the groups in the order
-of that log, also those that its own process has not asked for yet.
+goes into a log of the job, and a thread in each process opens the groups in the order
+of that log, including those that its own process has not requested yet.
 
-The thread runs no program: a device may be waiting for another process, which waits in
-its trace for this one. ep_init runs when the process itself asks for the handle.
+The thread runs no program: a device may be waiting for another process that is tracing
+and waits for this one. ep_init runs when the process itself requests the handle.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _logger = logging.getLogger("jax_ep")
 # How often the thread looks for requests: soon after one, and later on.
 _SOON_S, _LATER_S = 0.02, 1.0
 
-# Which handle: its content, how often `close_shared_handles` was called before, and how
-# many of the content were closed one by one since. All processes count alike.
+# Identifies a handle: its content, how often `close_shared_handles` was called before,
+# and how many of this content were closed one by one since. All processes count alike.
 _Which = tuple[str, int, int]
 _Future = concurrent.futures.Future[init.Group]
 
-_lock = threading.Lock()  # of what follows
+_lock = threading.Lock()  # guards what follows
 _handles: dict[Any, EPHandle] = {}
 _groups: dict[_Which, _Future] = {}  # open, or about to be
-_finished: set[_Which] = set()  # have been open: to be asked for by none any more
+_finished: set[_Which] = set()  # have been opened: requests for them are done
 _closings = 0
 _closed: Counter[str] = Counter()
 _opener: _Opener | None = None
@@ -68,10 +68,10 @@ def shared_handle(
     `jax_ep.close_shared_handles` closes it. A process that loads a compiled executable
     must first call this, with the arguments of the process that compiled it.
 
-    In a job of several processes these may call it in different orders and at different
-    times, since each opens what another one asks for in a thread of its own. This
-    thread starts with the first call in a process; until then other processes wait for
-    it, up to the config's `timeout_s`.
+    The processes of a job may call it in different orders and at different times, since
+    each has a thread that opens what the others request. The thread starts with the
+    first call in a process; until then the other processes wait for it, up to the
+    config's `timeout_s`.
 
     Args:
         mesh: a `jax.sharding.Mesh`, or None for the mesh of `jax.set_mesh`.
@@ -120,7 +120,7 @@ def close_shared_handles() -> None:
         handles = list(_handles.values())
         _handles.clear()
         _closed.clear()
-        # Also those that another process has asked for, and this one not.
+        # Includes groups that another process has requested but this one has not.
         opened = [which for which, future in _groups.items() if future.done()]
         groups = [_groups.pop(which) for which in opened if which[1] <= _closings]
         _closings += 1
@@ -133,13 +133,13 @@ def close_shared_handles() -> None:
 
 
 def open_handles() -> list[EPHandle]:
-    """Returns the shared handles that are open in this process, in their order."""
+    """Returns the shared handles that are open in this process, oldest first."""
     with _lock:
         return [ep for ep in _handles.values() if not ep.closed]
 
 
 def _made(key: Any, make: Any) -> EPHandle:
-    """Returns the handle of `key`, which the first thread to come here makes."""
+    """Returns the handle of `key`; the first thread that needs it makes it."""
     with _making:
         with _lock:
             found = _handles.get(key)
@@ -159,13 +159,13 @@ def _made(key: Any, make: Any) -> EPHandle:
     return found
 
 
-# ---- What is asked for ----
+# ---- Requests ----
 
 
 def _request(
     mesh: Mesh, names: tuple[str, ...], config: EPConfig, transport: str
 ) -> dict[str, Any]:
-    """Returns the arguments as JSON, from which any process can make them."""
+    """Returns the arguments as JSON, from which any process can make them again."""
     return {
         "processes": processes_of(mesh),
         "platform": mesh.devices.flat[0].platform,
@@ -184,7 +184,7 @@ def _content(request: dict[str, Any]) -> str:
 
 
 def _arguments(request: dict[str, Any]) -> tuple[Mesh, tuple[str, ...], EPConfig, Any]:
-    """Returns what `_request` was made of."""
+    """Returns the arguments that `_request` was given."""
     devices = {device.id: device for device in jax.devices(request["platform"])}
     flat = np.array([devices[number] for number in request["devices"]])
     mesh = Mesh(
@@ -197,7 +197,7 @@ def _arguments(request: dict[str, Any]) -> tuple[Mesh, tuple[str, ...], EPConfig
 
 
 def _series(which: _Which) -> str:
-    """Returns the name under which keys of equal content are counted."""
+    """Returns the name under which groups of equal content are numbered."""
     return f" shared {which[1]} {which[2]}"
 
 
@@ -233,12 +233,12 @@ def _opened_by_all(
             except BaseException as error:
                 _failed(which, future, error)
                 raise
-        # In slices, so that Ctrl-C ends the wait. The thread itself bounds its waits.
+        # Waits in slices, so that Ctrl-C ends it. The thread itself bounds its waits.
         while not future.done():
             concurrent.futures.wait([future], _LATER_S / 4)
             if not opener.is_alive():
                 _failed(which, future, RuntimeError(_STORE_ENDED))
-        # Another process may have failed at its own request, before this one came.
+        # If an earlier request, such as another process's, has failed, asks again.
         if ask or future.exception() is None:
             return future.result()
 
@@ -320,7 +320,7 @@ class _Opener(threading.Thread):
         closings, closed = entry["which"]
         which = _content(request), int(closings), int(closed)
         with _lock:
-            if which in _finished:  # two processes have asked for it
+            if which in _finished:  # two processes have requested it
                 return
             future = _groups.setdefault(which, _Future())
         try:
@@ -334,7 +334,7 @@ class _Opener(threading.Thread):
             if late:
                 _groups.pop(which, None)
             future.set_result(group)
-        if late:  # this process has closed what belongs to it
+        if late:  # this process has called close_shared_handles meanwhile
             group.close()
 
     def _open(self, number: int, request: dict[str, Any], series: str) -> init.Group:

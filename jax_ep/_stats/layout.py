@@ -77,7 +77,7 @@ def require_alike(load: jax.Array, aux: jax.Array) -> None:
             f"split over, got also {sorted(more)}, along which rows would count again; "
             f"{remedy} and give it the spec P(axes)"
         )
-    # Types have a spec only on meshes with explicit axes; else `Load.place` tells.
+    # Types have a spec only on meshes with explicit axes; otherwise `Load.place` tells.
     over, must = (spec_axes(jax.typeof(value).sharding.spec) for value in (load, aux))
     if over and must and over != must:
         raise ValueError(
@@ -103,7 +103,7 @@ def _itself(load: Tree) -> Tree:
 def checked_placement(
     function: str, placement: Any, places: tuple[int, ...]
 ) -> Placement:
-    """Returns `placement` on the host; raises unless it is of these `[..., P]`."""
+    """Returns `placement` on the host; raises unless it has `places`, `[..., P]`."""
     require(function, "placement", placement, Placement, "a jax_ep.placement.Placement")
     found: Any = jax.device_get(placement)
     shape = np.shape(found.expert_of)
@@ -121,7 +121,7 @@ def checked_placement(
 def order(function: str, place: np.ndarray, layout: Layout | None) -> np.ndarray:
     """Returns the indices that put the ranks in the mesh's order.
 
-    Positions are those that steps reported, or else those of `init`.
+    Positions are those that the steps reported; if there are none, those of `init`.
     """
     if (place == -2).any():
         raise ValueError(

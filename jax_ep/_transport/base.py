@@ -101,7 +101,7 @@ class Wire(NamedTuple):
         format: a dtype, or a quantised format.
         by_entry: whether each row is sent by itself, to be weighted at the source. The
             tables are then those of tokens with one row each.
-        gradients: whether rows are gradients, of which formats keep smaller ones.
+        gradients: whether rows are gradients; formats then keep smaller values.
     """
 
     format: str
@@ -162,7 +162,7 @@ class Transport(abc.ABC):
         Raises:
             NotMapped: ranks turned out not to reach each other's windows.
             RuntimeError: a device of this or another process has no memory for its
-                window, or a process failed or did not come.
+                window, or a process failed or did not join.
         """
         raise NotImplementedError
 
@@ -202,14 +202,14 @@ class Transport(abc.ABC):
         zero_tail: bool,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Sends tokens `[n, H]` and weights `[n, K]` by a cached route.
+        """Sends tokens `[n, H]` and weights `[n, K]` along a cached route.
 
         `wire` is the format in which tokens are sent; "bf16" sends them unchanged.
 
         Returns:
-            Rows `[N, H]` and their weights `[N]`, zero for rows without a token; but
-            such rows may hold anything if `zero_tail` is false, which it is only where
-            all of them are past the last group.
+            Rows `[N, H]` and their weights `[N]`, zero for rows without a token. If
+            `zero_tail` is false, such rows may hold anything; callers pass false only
+            if all of them are past the last group.
         """
 
     @abc.abstractmethod

@@ -42,7 +42,7 @@ Sent = tuple[jax.Array, jax.Array, jax.Array]
 
 @register
 class Collective(Transport):
-    """Exchanges by XLA's collectives, on any devices; its calls need no order."""
+    """Exchanges with XLA's collectives, on any devices; its calls need no order."""
 
     name = "collective"
 
@@ -79,7 +79,7 @@ class Collective(Transport):
     def dispatch(
         self, ep: EPHandle, inputs: DispatchInputs, zero_tail: bool, after: Token
     ) -> tuple[Arrived, Token]:
-        """Packs, exchanges, unpacks; clears what the config says."""
+        """Packs, exchanges, unpacks; clears the tail if the config says so."""
         send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=False)
         sent = (self.exchange(ep, send), slot_of, num_invalid)
         return self.dispatch_receive(ep, sent, inputs.like(ep), after)

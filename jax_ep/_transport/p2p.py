@@ -33,13 +33,13 @@ from jax_ep._transport.base import (
     register,
 )
 
-STREAM_SINCE = (0, 11, 1)  # JAX that runs custom calls on XLA's stream for collectives
+STREAM_SINCE = (0, 11, 1)  # first JAX with custom calls on XLA's collective stream
 
 # The results of a first half, all int32. The first one begins with the pending call,
 # the last one is the token for the handle's next call. With `overlap="stream"` a single
 # array `[1, M]` holds all of them one after the other.
 First = tuple[jax.Array, ...]
-# The first half of a dispatch returns its results, and the tokens if not encoded.
+# What the first half of a dispatch returns: its results, and the tokens if not encoded.
 Sent = tuple[First, jax.Array | None]
 
 
@@ -115,7 +115,7 @@ class P2P(Transport):
                 },
             )
         )
-        # The second half copies this rank's own rows from tokens, unless encoded.
+        # The second half copies this rank's own rows from `tokens`, unless encoded.
         encoded = formats.is_quantized(config.dispatch_format)
         return (first, None if encoded else inputs.tokens), (first[-1],)
 
@@ -156,7 +156,7 @@ class P2P(Transport):
         zero_tail: bool,
         after: Token,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
-        """Sends by a cached route in one call."""
+        """Sends along a cached route in one call."""
         sent = tables.call(
             "ep_dispatch_cached",
             tokens,
@@ -320,8 +320,8 @@ def _dispatch_operands(inputs: DispatchInputs, after: Token) -> tables.DispatchO
 def _aside(ep: EPHandle) -> bool:
     """Whether first halves run on XLA's stream for collectives.
 
-    They have targets of their own, which are not captured: in a CUDA graph nothing
-    would overlap with them.
+    Those first halves have targets of their own, which are not captured, because in a
+    CUDA graph nothing would overlap with them.
     """
     if ep.config.overlap != "stream":
         return False

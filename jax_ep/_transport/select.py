@@ -31,9 +31,9 @@ def choose(
     All processes of the mesh call it together and get the same result.
 
     Raises:
-        ValueError: the requested transport cannot serve the mesh; the message tells
+        ValueError: the requested transport cannot serve the mesh; the message says
             what is missing.
-        RuntimeError: a process failed or did not come.
+        RuntimeError: a process failed or did not join.
     """
     groups = ep_groups(mesh, names)
     wanted = "p2p" if requested == "auto" else requested
@@ -69,8 +69,8 @@ def instead(
     if requested == "auto":
         # No message for CPU devices, which have no faster transport anyway.
         if found != NO_GPUS:
-            # One process always finds the same, so it logs once. Between processes the
-            # reason may be another one next time.
+            # A job of one process always finds the same reason, so it logs once. With
+            # several processes the reason may be another one next time.
             say = _warn_once if rendezvous.alone else _log.warning
             say(
                 'jax_ep.init: "auto" chose transport "collective", because "p2p" must '

@@ -42,16 +42,17 @@ class Codes(nnx.Variable[jax.Array]):
 class MoE(nnx.Module):
     """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
 
-    Works on global arrays, eagerly and under `jax.jit`, `nnx.jit`, `nnx.grad` and
-    `nnx.remat`. Parameters are created sharded over the mesh, as their metadata says
-    (`nnx.get_partition_spec`). Their values depend only on `rngs`, and a checkpoint
-    loads on a mesh of any ep_size.
+    The layer works on global arrays, eagerly and under `jax.jit`, `nnx.jit`, `nnx.grad`
+    and `nnx.remat`. Parameters are created sharded over the mesh, and their metadata
+    has the sharding (`nnx.get_partition_spec`). Their values depend only on `rngs`, and
+    a checkpoint loads on a mesh of any ep_size.
 
     Attributes:
         router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`. With
             a `weights_format`, gate_up and down are `Codes`, shaped as in a
             `jax_ep.experts.QuantizedWeights`.
-        gate_up_scales, down_scales: `Codes` of a `weights_format`, or None.
+        gate_up_scales, down_scales: `Codes` with the scales of a `weights_format`, or
+            None.
         shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
         gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
             None.
@@ -89,7 +90,7 @@ class MoE(nnx.Module):
         weights_format: WeightFormat | None = None,
         ep: EPHandle | None = None,
     ) -> None:
-        """Makes the parameters, and the handle unless one is given.
+        """Creates the parameters, and a handle unless one is given.
 
         Args:
             mesh: the `jax.sharding.Mesh`.
@@ -98,7 +99,7 @@ class MoE(nnx.Module):
             intermediate_size: F, inner size of each expert.
             num_experts: E.
             top_k: K, experts per token.
-            max_tokens_per_rank: T, the most tokens per rank in one call.
+            max_tokens_per_rank: T, the maximum number of tokens per rank in one call.
             rngs: random streams; "params" initialises the parameters.
             dtype: dtype of the computation; inputs are cast to it and results have it.
             param_dtype: dtype of the parameters.
@@ -107,35 +108,37 @@ class MoE(nnx.Module):
             config_options: other fields of `jax_ep.EPConfig`, by name.
             router: the kind of router, or a hashable function of your own as in
                 `jax_ep.moe_ffn`; None means softmax top-k.
-            router_bias: whether to keep a bias for the choice of experts.
+            router_bias: whether the layer has a bias for choosing experts, as in
+                `jax_ep.router.route`.
             shared_intermediate_size: S, inner size of the shared expert; None means no
                 shared expert.
             tp_axis_name: a mesh axis to split F and S over (tensor parallel).
-            fsdp_axis_name: a mesh axis that splits tokens, to split weights over, too
-                (those of router and shared expert over this and the EP axes). They are
-                gathered where they are used, and gradients are reduce-scattered. A
-                weight is split in its first dimension that can be; biases are not.
+            fsdp_axis_name: a mesh axis that splits tokens, to split weights over as
+                well (those of the router and the shared expert over this axis and the
+                EP axes). Weights are gathered where they are used, and their gradients
+                are reduce-scattered. Each weight is split in the first dimension that
+                can be split; biases are not split.
             spec: sharding of `[..., hidden]`, for example `P("dp", "ep", None)`; None
                 shards dimension 0 over all axes except tp_axis_name.
             transport: as in `jax_ep.init`.
             experts: one of `jax_ep.experts`, or a function as in `jax_ep.moe_ffn`. With
-                `jax_ep.experts.fp8` the weights are quantised in each call, unless it
-                is given `quantized`.
+                `jax_ep.experts.fp8` each call quantises the weights, unless you pass it
+                `quantized`.
             activation: a hashable function of (gate, up) for all experts, the shared
                 one included; None means `silu(gate) * up`.
             expert_bias: whether the routed experts have the biases "gate_bias",
                 "up_bias" and "down_bias", which start at zero.
             num_slots: number of places for experts, a multiple of the EP group's size
-                and at least E; None means E. Which experts they hold is the argument
-                `placement` of each call.
-            weights_format: "fp8_block128" or "mxfp4" holds codes in place of the
-                experts' weights, for inference; `quantized` makes such a layer from a
-                trained one. None holds weights. `experts` is then
-                `jax_ep.experts.fp8` by default.
-            ep: a handle of your own; None shares one among layers of equal sizes.
+                and at least E; None means E. The argument `placement` of each call says
+                which experts they hold.
+            weights_format: with "fp8_block128" or "mxfp4" the layer holds codes in
+                place of the experts' weights, for inference, and `experts` defaults to
+                `jax_ep.experts.fp8`; `quantized` makes such a layer from a trained one.
+                With None the layer holds weights.
+            ep: your own handle; None means one that layers of equal sizes share.
 
         Raises:
-            ValueError, TypeError: an argument does not hold what is said above.
+            ValueError, TypeError: an argument is not as described above.
         """
         self._layer = Layer.of("flax.MoE", locals())
         if not isinstance(rngs, nnx.Rngs):
@@ -182,7 +185,7 @@ class MoE(nnx.Module):
         def code(name: str) -> Codes:
             spec = params[name].spec
             made = Codes(getattr(codes, name), out_sharding=spec, mesh=mesh)
-            # Where None was before, Flax asks whether this is an array.
+            # An attribute that was None is static for Flax until nnx.data marks it.
             return nnx.data(made)
 
         self.gate_up, self.gate_up_scales = code("gate_up"), code("gate_up_scales")
@@ -191,10 +194,10 @@ class MoE(nnx.Module):
     def quantize_weights(
         self, format: WeightFormat = "fp8_block128", backward: bool = False
     ) -> QuantizedWeights:
-        """Returns the experts' weights as codes, for the argument `quantized` of calls.
+        """Returns the experts' weights as codes, to pass to calls as `quantized`.
 
-        Quantise once per step if the layer is called several times in it: for
-        microbatches, or again by `nnx.remat`. Each rank quantises its own part.
+        Quantise once per step if a step calls the layer several times, for microbatches
+        or because `nnx.remat` repeats the call. Each rank quantises its own part.
 
         Args:
             format: as in `jax_ep.experts.quantize_weights`.
@@ -204,9 +207,8 @@ class MoE(nnx.Module):
             Global arrays, sharded like the weights.
 
         Raises:
-            ValueError, TypeError: for the reasons of
-                `jax_ep.experts.quantize_weights`, of which H and F are those of a
-                rank's part; or the layer holds codes already.
+            ValueError, TypeError: as in `jax_ep.experts.quantize_weights`, where H and
+                F are the sizes of one rank's part; or the layer already holds codes.
         """
         masters = self.gate_up.get_value(), self.down.get_value()
         return self._layer.quantize_weights(*masters, format, backward)
@@ -214,8 +216,8 @@ class MoE(nnx.Module):
     def quantized(self, format: WeightFormat = "fp8_block128") -> Self:
         """Returns a copy for inference, with codes in place of the experts' weights.
 
-        It is what the constructor makes with `weights_format=format`. Other parameters
-        are the same arrays, in variables of their own.
+        The copy is like a layer made with `weights_format=format`. Its other parameters
+        are variables of its own with the same arrays.
 
         Args:
             format: "fp8_block128" or "mxfp4".
@@ -233,8 +235,8 @@ class MoE(nnx.Module):
         """Returns the codes of a layer with a `weights_format`, ready for kernels.
 
         Pass them as `quantized=` in every call of a loop. On Hopper GPUs kernels read
-        codes in orders of their own, which a checkpoint does not hold; without this
-        each call brings all codes into that order again.
+        codes in an order of their own, which a checkpoint does not hold. Unless you
+        pass the prepared codes, each call reorders all codes again.
 
         Returns:
             Global arrays, sharded like the codes.
@@ -300,22 +302,22 @@ class MoE(nnx.Module):
             input_scale: float32 `[]` or `[1]`, the global scale of dispatch_format
                 "nvfp4", as in `jax_ep.dispatch`; None means 1.
             placement: which of the E experts each of the num_slots places holds
-                (`jax_ep.placement`). Parameters stay those of E experts; their weights
-                are gathered to the places, and gradients of copies are summed. Another
-                placement compiles nothing. None puts expert e at place e, or spreads
-                experts over the places evenly if there are more of these.
-            quantized: what `quantize_weights` returned. The codes multiply, and the
-                weights get the gradients. In a layer with a `weights_format` what
+                (`jax_ep.placement`). The layer still has parameters for E experts;
+                their weights are gathered to the places, and gradients of copies are
+                summed. Changing the placement does not recompile. None puts expert e at
+                place e, or spreads the experts evenly if there are more places.
+            quantized: what `quantize_weights` returned. The matmuls use the codes, and
+                the weights get the gradients. In a layer with a `weights_format`, what
                 `prepared` returned.
-            return_aux: whether to return a `jax_ep.MoEAux`, too.
+            return_aux: whether to return a `jax_ep.MoEAux` as well.
 
         Returns:
             `[..., hidden_size]` in `dtype`; with `return_aux` a tuple of this and a
             `jax_ep.MoEAux` of global arrays.
 
         Raises:
-            ValueError, TypeError: while tracing, if an argument does not hold what is
-                said above.
+            ValueError, TypeError: while tracing, if an argument is not as described
+                above.
         """
         names = [*self._layer.params()]
         if self.router_bias is not None:

@@ -29,12 +29,13 @@ __all__ = ["MoE"]
 class MoE(nn.Module):
     """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
 
-    Fields are the arguments of `jax_ep.flax.MoE`. Parameters have the same names,
-    except that `router` is called `router_kernel`; they are `nn.Partitioned` and
-    created sharded over the mesh. The bias, if any, is "bias" in collection
-    "router_state". With a `weights_format`, codes and scales are in collection "codes":
-    "gate_up", "gate_up_scales", "down" and "down_scales". Losses are sown into
-    collection "losses", if it is mutable, as "balance_loss" and "z_loss".
+    The fields are the arguments of `jax_ep.flax.MoE`. The parameters have the same
+    names as there, except that `router` is called `router_kernel`; they are
+    `nn.Partitioned` and created sharded over the mesh. The router's bias, if any, is
+    "bias" in the collection "router_state". With a `weights_format`, codes and scales
+    are in the collection "codes": "gate_up", "gate_up_scales", "down" and
+    "down_scales". If the collection "losses" is mutable, the losses are sown into it as
+    "balance_loss" and "z_loss".
     """
 
     mesh: Mesh
@@ -99,7 +100,7 @@ class MoE(nn.Module):
         """Returns a layer for inference, with codes in place of the experts' weights.
 
         Args:
-            variables: those of this layer, with "params", boxed or not.
+            variables: this layer's variables, with "params", boxed or not.
             format: "fp8_block128" or "mxfp4".
 
         Returns:
@@ -124,7 +125,7 @@ class MoE(nn.Module):
         """Returns the codes of a layer with a `weights_format`; see `jax_ep.flax.MoE`.
 
         Args:
-            variables: those of this layer, with "codes", boxed or not.
+            variables: this layer's variables, with "codes", boxed or not.
 
         Raises:
             ValueError: the layer has no `weights_format`.
@@ -179,7 +180,7 @@ class MoE(nn.Module):
         quantized: QuantizedWeights | None = None,
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
-        """Applies the layer; as `jax_ep.flax.MoE.__call__`."""
+        """Applies the layer; see `jax_ep.flax.MoE.__call__`."""
         layer = _layer.Layer.of("flax.linen.MoE", vars(self))
         dtype = _layer_params.param_dtype("flax.linen.MoE", self.param_dtype)
         params = {}

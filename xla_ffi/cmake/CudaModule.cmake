@@ -1,4 +1,5 @@
-# The native module jax_ep._native_cuda. No libcuda at link time: it imports where there is no GPU.
+# The native module jax_ep._native_cuda. It does not link libcuda, so it imports where there is no
+# GPU.
 if(NOT CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_COMPILER "${JAX_EP_NVCC}")
 endif()
@@ -11,7 +12,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
-# Not FindCUDAToolkit: it wants a shared cudart that PyPI's toolkit does not have.
+# Not FindCUDAToolkit, which requires a shared cudart that PyPI's toolkit does not have.
 get_filename_component(jax_ep_toolkit "${CMAKE_CUDA_COMPILER}" REALPATH)
 get_filename_component(jax_ep_toolkit "${jax_ep_toolkit}" DIRECTORY)
 find_library(
@@ -40,7 +41,7 @@ list(FILTER jax_ep_windows_for EXCLUDE REGEX "^[5-8][0-9]")
 if(jax_ep_windows_for)
   set_target_properties(jax_ep_windows PROPERTIES CUDA_ARCHITECTURES "${jax_ep_windows_for}")
 endif()
-# Tensor-core instructions that Hopper alone has: this code runs on 9.0, and nothing compiles it for
+# These use tensor-core instructions that only Hopper has: they run on 9.0 and are not compiled for
 # newer GPUs.
 add_library(
   jax_ep_matmul OBJECT

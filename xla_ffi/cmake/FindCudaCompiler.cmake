@@ -1,5 +1,5 @@
-# Sets `result` to nvcc's path, from CUDA_HOME, PATH or PyPI's nvidia-cuda-nvcc, or to "". purelib
-# finds the packages of the environment that asked for an isolated build.
+# Sets `result` to nvcc's path, from CUDA_HOME, PATH or PyPI's nvidia-cuda-nvcc, or to "". In an
+# isolated build, purelib leads to the packages of the environment that requested the build.
 function(jax_ep_find_cuda_compiler result)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c

@@ -1,6 +1,6 @@
 # Links the native modules for manylinux_2_28, however new this machine's glibc is. Zig (PyPI's
-# ziglang) brings stubs of every glibc; libstdc++ is linked statically. Of g++ it needs one that was
-# built for a glibc older than 2.38, whose headers rename functions.
+# ziglang) brings stubs of every glibc; libstdc++ is linked statically. The g++ must have been built
+# for a glibc older than 2.38, because the headers of 2.38 rename functions.
 set(JAX_EP_ZIG "" CACHE STRING "Zig's command: link for manylinux_2_28 with it")
 if(JAX_EP_ZIG)
   set(jax_ep_archives)
@@ -16,7 +16,7 @@ if(JAX_EP_ZIG)
          "<LINK_LIBRARIES> ${jax_ep_archives} -lpthread -ldl -lrt -lm")
 endif()
 
-# Gives a module what libstdc++ wants of a newer glibc.
+# Gives a module what the static libstdc++ needs from a newer glibc.
 function(jax_ep_link_portably target)
   if(JAX_EP_ZIG)
     target_sources(${target} PRIVATE cmake/old_glibc.cc)

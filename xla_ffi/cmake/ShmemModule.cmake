@@ -1,6 +1,6 @@
-# The native module jax_ep._native_shmem, where NVSHMEM's headers are: in NVSHMEM_HOME or in PyPI's
-# nvidia-nvshmem-cu13. Its host library is opened at run time; the kernels of shmem/internode.cu are
-# linked with its device library into an image that the module carries.
+# The native module jax_ep._native_shmem, built if NVSHMEM's headers are found: in NVSHMEM_HOME or
+# in PyPI's nvidia-nvshmem-cu13. Its host library is opened at run time; the kernels of
+# shmem/internode.cu are linked with its device library into an image that the module carries.
 option(JAX_EP_SHMEM "Fail where NVSHMEM's headers are not found" OFF)
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c
@@ -24,8 +24,8 @@ if(JAX_EP_NVSHMEM_INCLUDE)
     JAX_EP_NVSHMEM_DEVICE libnvshmem_device.a
     HINTS "${JAX_EP_NVSHMEM_INCLUDE}/../lib")
   if(JAX_EP_NVSHMEM_DEVICE)
-    # Linked machine code only, which runs on the GPUs of its generation: those that this compiler
-    # and NVSHMEM have in common.
+    # Linked machine code only, which runs on the GPUs of its own generation. It is made for the
+    # generations that this compiler and NVSHMEM have in common.
     execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
                     OUTPUT_VARIABLE jax_ep_gpu_code COMMAND_ERROR_IS_FATAL ANY)
     set(jax_ep_internode_targets)

@@ -17,7 +17,8 @@ namespace {
 constexpr int64_t kSumElements = 1024;
 static_assert(kSumElements % 128 == 0);  // the largest block of a format
 
-// A run of sums to a message and back to what is added up. `first` is the run's first element.
+// Put stores a run of sums in a message; AddTo adds a run of a message to sums. `first` is the
+// run's first element.
 template <typename Wire>
 void Put(const float* sum, int64_t first, int64_t count, float input_scale, uint8_t* row,
          uint8_t* scales) {
@@ -63,7 +64,7 @@ void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, c
   }
 }
 
-// The sum of a slot, numbered rank * slots + slot; nullptr: its rank has sent none.
+// Returns the sum of a slot, numbered rank * slots + slot, or nullptr if its rank has sent none.
 const uint8_t* MessageOf(const CombineUnpackStep& step, const CombineRegion& region,
                          const CombineMessage& message, int32_t slot) {
   if (slot < 0 || slot >= step.messages()) return nullptr;
@@ -74,8 +75,8 @@ const uint8_t* MessageOf(const CombineUnpackStep& step, const CombineRegion& reg
   return at < num_sums ? from + region.messages + at * message.bytes : nullptr;
 }
 
-// The terms of a token's sum, in their order. Each slot is looked at once: what was checked is what
-// is read.
+// The terms of a token's sum, in the order of addition. Each slot is looked up only once, so that
+// what was checked is what is read.
 struct Terms {
   const uint8_t* messages[kMaxTopK];
   float weights[kMaxTopK];
@@ -106,7 +107,7 @@ void SumTermsOfToken(const CombineUnpackStep& step, const CombineMessage& messag
   }
 }
 
-// The entries of a token, or its distinct slots by rank, ascending.
+// Returns the entries of a token, or its distinct slots in ascending order of ranks.
 Terms TermsOf(const CombineUnpackStep& step, const CombineMessage& message, int64_t token) {
   const EpShape& shape = step.shape;
   const auto region = CombineRegion::Of(step.slots_of_rank(), message.bytes);
@@ -119,7 +120,7 @@ Terms TermsOf(const CombineUnpackStep& step, const CombineMessage& message, int6
     terms.weights[terms.count++] = step.entry_weights != nullptr ? step.entry_weights[entry] : 1.0f;
   }
   if (step.by_entry) return terms;
-  // The regions lie by rank.
+  // Regions lie in the order of ranks, so this sorts by rank.
   std::sort(terms.messages, terms.messages + terms.count);
   terms.count = std::unique(terms.messages, terms.messages + terms.count) - terms.messages;
   return terms;

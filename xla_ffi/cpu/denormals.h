@@ -1,5 +1,5 @@
-// XLA:CPU runs handlers with flush-to-zero and denormals-are-zero; sums and encodings must not, or
-// their bits differ from the GPU's.
+// XLA:CPU runs handlers with flush-to-zero and denormals-are-zero. Sums and encodings must run
+// without them, or their bits would differ from the GPU's.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,7 @@ void ForEachSlot(const EpShape& shape, const int32_t* slots, Send&& send) {
 }
 
 // Gathers the scales of a tile's rows; those of rows that nothing fills become zero.
-// `scales_of(slot)` are a message's.
+// `scales_of(slot)` returns the scales of a message.
 template <typename ScalesOf>
 void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, ScalesOf scales_of) {
   const RowsOfTile rows =
@@ -99,7 +99,7 @@ void Report(const PackStep& step, const KeptInvalidIds& invalid) {
   });
 }
 
-// What an unpack returns whose sources were in different calls.
+// Fills in what an unpack returns if its sources were in different calls.
 template <typename Format>
 void ReturnNothing(const UnpackStep& step) {
   const EpShape& shape = step.shape;
@@ -205,7 +205,7 @@ RowTask Unpack(const UnpackStep& step) {
     return {};
   }
 
-  // Counts first: with those of all sources every row's place is known.
+  // Counts first: those of all sources determine the place of every row.
   int64_t start = 0;
   int64_t dropped = 0;
   step.row_offsets[0] = 0;
@@ -214,7 +214,7 @@ RowTask Unpack(const UnpackStep& step) {
     for (int64_t source = 0; source < shape.ranks; ++source) {
       step.row_base[source * shape.local_experts + expert] =
           static_cast<int32_t>(Min(start + rows, kMaxIndex));
-      // As many as there can be: row_offsets decide below which rows are cleared.
+      // No more than there can be, because row_offsets decide below which rows are cleared.
       rows += std::clamp<int64_t>(
           Int32At(step.recv + source * region_bytes, header.expert_counts)[expert], 0,
           shape.tokens * shape.top_k);
@@ -236,7 +236,7 @@ RowTask Unpack(const UnpackStep& step) {
   }
   *step.num_dropped = static_cast<int32_t>(dropped);
 
-  // Then the tables, row by row, so that the copies below need no order.
+  // Then the tables, row by row, so that the copies below may run in any order.
   std::fill_n(step.row_slot, shape.recv_rows, -1);
   std::fill_n(step.src_info, shape.recv_rows * 3, -1);
   std::fill_n(step.row_weights, shape.recv_rows, 0.0f);
@@ -274,7 +274,7 @@ RowTask Unpack(const UnpackStep& step) {
   const int64_t end_of_zeros =
       step.zero_tail ? shape.recv_rows : step.row_offsets[shape.local_experts];
   const ScaleRows scales(step, tiled ? 0 : Format::ScaleBytes(shape.hidden));
-  // What ends a line belongs to no row.
+  // The end of a line belongs to no row.
   if (step.scale_layout == ScaleLayout::kColumns) {
     for (int64_t row = shape.recv_rows; row < ScaleLine(shape.recv_rows); ++row) {
       scales.Place(row, nullptr);
@@ -362,7 +362,7 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
     return {};
   }
   const bool streaming = shape.recv_rows * shape.row_bytes() > kStreamingBytes;
-  // Tables come back from the caller's program, each changed by itself perhaps.
+  // Tables come back from the caller's program, which may have changed any of them.
   const auto message_of = [=](int64_t slot) -> const uint8_t* {
     const uint8_t* from = step.recv + (slot / step.shape.tokens) * region.bytes;
     const int64_t at = slot % step.shape.tokens;

@@ -13,9 +13,9 @@
 
 namespace jax_ep::cpu {
 
-// Tokens on their way into messages. A quantised token is made once, in a buffer of the thread that
-// stays in its cache, and copied from there to each of its messages; `stride` is from the payload
-// to the scales in all of them.
+// Encodes tokens and copies them to messages. A quantised token is made once, in a buffer of the
+// thread that stays in its cache, and copied from there to each of its messages. `stride` is the
+// distance from the payload to the scales in all of them.
 template <typename Format>
 class Encoder {
  public:
@@ -39,14 +39,14 @@ class Encoder {
       static_cast<void>(element), static_cast<void>(input_scale);
     }
   }
-  // Takes a token that is made already.
+  // Takes a token that comes as codes and scales.
   void Take(const void* codes, const uint8_t* scales, int64_t token) {
     bytes_ = PayloadBytes<Format>(shape_);
     scale_bytes_ = Format::ScaleBytes(shape_.hidden);
     from_ = static_cast<const uint8_t*>(codes) + token * bytes_;
     scales_ = scales + token * scale_bytes_;
   }
-  // The token made last; one that is copied as it is is read from where it lies.
+  // Copies the last token that was made or taken. One that travels unchanged is read where it lies.
   void CopyTo(uint8_t* payload, bool streaming) const {
     CopyRow(payload, from_, bytes_, streaming);
     if (scales_ != nullptr) {
@@ -60,11 +60,11 @@ class Encoder {
   int64_t bytes_;
   int64_t scale_bytes_ = 0;
   const uint8_t* from_ = nullptr;
-  const uint8_t* scales_ = nullptr;  // of a token that was taken
+  const uint8_t* scales_ = nullptr;  // only of a token that was taken
   std::vector<uint8_t> made_;
 };
 
-// A token of a message: where it lies, or decoded into `to`.
+// Returns a message's token: where it lies or, decoded, in `to`.
 template <typename Format>
 const uint8_t* Decoded(const EpShape& shape, ElementType element, const uint8_t* payload,
                        const uint8_t* scales, uint8_t* to) {

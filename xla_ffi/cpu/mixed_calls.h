@@ -10,8 +10,8 @@
 
 namespace jax_ep::cpu {
 
-// Independent calls of a handle may run at the same time on one device: the first to claim a report
-// writes it, `write()` all of its fields but the state.
+// Independent calls of a handle may run at the same time on one device, so the first to claim a
+// report writes it. `write()` sets all of its fields except the state.
 template <typename Report, typename Write>
 void WriteReport(Report& report, Write&& write) {
   const std::atomic_ref<int32_t> state(report.state);
@@ -32,7 +32,7 @@ inline RegionTag TagOf(const uint8_t* region) {
   return tag;
 }
 
-// Whether the regions of all sources come from one call; else reports that they do not.
+// Returns whether the regions of all sources come from one call, and reports it if they do not.
 inline bool OfOneCall(const MixedCallCheck& check, const uint8_t* recv, int64_t ranks,
                       int64_t region_bytes) {
   const int64_t own_rank = check.own_rank < ranks ? check.own_rank : 0;

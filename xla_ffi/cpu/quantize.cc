@@ -15,7 +15,7 @@
 namespace jax_ep::cpu {
 namespace {
 
-// Signed: the least instruction sets have no maximum of unsigned ones. The sign bit is clear.
+// Signed, because the smallest instruction sets have no unsigned maximum. The sign bit is clear.
 JAX_EP_IN_CLONES int32_t Magnitude(float value) {
   return static_cast<int32_t>(FloatBits(value) & 0x7FFFFFFFu);
 }
@@ -24,8 +24,8 @@ JAX_EP_IN_CLONES int16_t Magnitude(Half value) {
   return static_cast<int16_t>(value.bits & 0x7FFF);
 }
 
-// Patterns of a type are in the order of its magnitudes, NaN last, so only the largest becomes a
-// float32.
+// The bit patterns of a type have the order of its magnitudes, with NaN last, so only the largest
+// is converted to float32.
 template <typename Element, int64_t kBlock>
 JAX_EP_IN_CLONES uint32_t AmaxBits(const Element* block) {
   decltype(Magnitude(Element{})) largest = 0;
@@ -40,13 +40,13 @@ JAX_EP_IN_CLONES uint32_t AmaxBits(const Element* block) {
   }
 }
 
-// Infinite or NaN: elements may then become NaN. A block's factor is seldom so.
+// Whether a block's factor is infinite or NaN, which is rare. Elements may then become NaN.
 JAX_EP_IN_CLONES uint32_t IsUnusual(float factor) {
   return (FloatBits(factor) & 0x7FFFFFFFu) >= 0x7F800000u ? 1u : 0u;
 }
 
-// A chunk goes through each loop in turn, in the first-level cache: every loop is then a long one
-// over plain arrays, however short the blocks.
+// A chunk goes through each loop in turn, in the first-level cache. Every loop is then a long one
+// over plain arrays, however short the blocks are.
 constexpr int64_t kChunk = 512;
 
 template <typename Format, typename Element>

@@ -1,5 +1,5 @@
 // Rows to codes and scales of a format and back, a block at a time. Compiled for several
-// instruction sets in quantize.cc. Overloads, one for each quantised format and element type.
+// instruction sets in quantize.cc. There is an overload for each quantised format and element type.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The parallel part of a step: items that may run in any order on any thread. Kernels return one,
-// the handler decides who runs it.
+// and the handler decides who runs it.
 #pragma once
 
 #include <cstdint>

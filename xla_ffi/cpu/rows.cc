@@ -13,8 +13,8 @@
 namespace jax_ep::cpu {
 
 #if defined(__SSE2__)
-// Only whole cache lines are streamed. A line that gets a part of its bytes this way, and the rest
-// by ordinary stores (a message's indices beside its payload), goes to memory in pieces.
+// Only whole cache lines are streamed. A line that is streamed in part and otherwise written by
+// ordinary stores (a message's indices beside its payload) would go to memory in pieces.
 static constexpr int64_t kLineBytes = 64;
 static int64_t BytesToLine(const void* to, int64_t bytes) {
   return Min(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kLineBytes), bytes);

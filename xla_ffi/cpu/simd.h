@@ -10,7 +10,7 @@
 #define JAX_EP_SIMD_CLONES
 #endif
 
-// For loops that compute more than they move. Older compilers know no levels of x86-64.
+// For loops that compute more than they move. Older compilers do not know the x86-64 levels.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_THREAD__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__clang__) && __GNUC__ >= 12
 #define JAX_EP_WIDE_SIMD_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))

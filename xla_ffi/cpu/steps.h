@@ -16,7 +16,7 @@ RowTask CachedPack(const CachedPackStep& step);
 template <typename Format>
 RowTask CachedUnpack(const CachedUnpackStep& step);
 
-// Rows to codes and scales, and back; of quantised formats.
+// Turn rows into codes and scales, and back. For quantised formats only.
 template <typename Format>
 RowTask Quantize(const QuantizeStep& step);
 template <typename Format>

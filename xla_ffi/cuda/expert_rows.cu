@@ -1,5 +1,5 @@
-// Gradients pass over rows that have room for more than arrives, often several times as much.
-// These kernels move the bytes of the rows that are there, and no others.
+// Gradients pass over row buffers with room for more rows than arrive, often several times as many.
+// These kernels move only the bytes of the rows that are there.
 #include "cuda/expert_rows.h"
 
 #include "cuda/common/launch.h"
@@ -11,7 +11,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-// A warp takes a whole row, so that the order of a sum depends on nothing but its length: lane i
+// A warp takes a whole row, so that the order of a sum depends only on the row's length: lane i
 // adds the products of vectors i, i + 32, ..., and then lanes are added in pairs.
 template <typename Element>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       uint8_t* own = static_cast<uint8_t*>(step.to_rows) + row * row_bytes;
       const uint8_t* other = static_cast<const uint8_t*>(step.expert_out) + row * row_bytes;
       for (int64_t part = Lane(); part < vectors; part += kPartVectors) {
-        // All loads come before the first store, which might have gone to the same place.
+        // Loads come first: the compiler cannot move them ahead of a store that might be to the
+        // same place.
         Vector cotangents[kVectorsPerLane], outs[kVectorsPerLane];
 #pragma unroll
         for (int i = 0; i < kVectorsPerLane; ++i) {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Called by a whole warp: how many rows lie in groups.
+// Returns how many rows lie in groups. Called by a whole warp.
 __device__ int64_t RowsInGroups(const GroupedRows& grouped) {
   int64_t count = 0;
   for (int64_t i = Lane(); i < grouped.groups; i += kWarpSize) {

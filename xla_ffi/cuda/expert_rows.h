@@ -1,4 +1,4 @@
-// Passes over the rows at an expert rank that gradients need, on a CUDA stream.
+// The passes over an expert rank's rows that gradients need, on a CUDA stream.
 #pragma once
 
 #include <cuda_runtime_api.h>

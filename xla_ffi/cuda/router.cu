@@ -1,6 +1,5 @@
-// One pass from logits to experts and weights, where XLA sorts all scores, and each token's groups
-// as well, in kernels of their own. At decode launches are what that costs; with many tokens it is
-// the sort.
+// Goes from logits to experts and weights in one pass. XLA sorts all scores, and each token's
+// groups as well, in separate kernels. At decode that costs launches; with many tokens, the sort.
 #include "cuda/router.h"
 
 #include "cuda/common/launch.h"
@@ -13,7 +12,8 @@ namespace {
 static_assert(kRouterLanes == kWarpSize);
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Of floats as integers. NaN is the largest, as in XLA's top-k; nothing is 0.
+// Maps floats to integers in the same order. NaN is the largest, as in XLA's top-k. No float maps
+// to 0.
 __device__ uint32_t OrderOf(float value) {
   const uint32_t bits = FloatBits(value);
   if (value != value) return 0xFFFFFFFFu;
@@ -34,14 +34,14 @@ struct Taken {
   float value;
 };
 
-// The candidates of a warp: number i * 32 + lane is entry i of a lane. Each has an order, 0 if it
-// is not there.
+// A warp's candidates: entry i of a lane is candidate number i * 32 + lane. Its order is 0 if there
+// is no such candidate or it was taken.
 template <int kCount>
 struct Candidates {
   uint32_t orders[kCount];
 
-  // Takes the one of the largest order out, of several the first. There has to be one. `values`
-  // has a value for each.
+  // Takes out the candidate with the largest order, the first if there are several, and returns its
+  // number and its value. There must be a candidate left. `values` has a value for each candidate.
   __device__ Taken Take(const float (&values)[kCount]) {
     uint32_t order = orders[0];
     float value = values[0];
@@ -61,7 +61,7 @@ struct Candidates {
   }
 };
 
-// Puts experts of all but the best groups behind the others.
+// Puts the experts of all but the best groups behind the others.
 template <int kCount>
 __device__ void LimitGroups(const RouterStep& step, const float (&wanted)[kCount],
                             Candidates<kCount>& all) {
@@ -72,7 +72,7 @@ __device__ void LimitGroups(const RouterStep& step, const float (&wanted)[kCount
     const int expert = i * kWarpSize + Lane();
     groups[i] = expert < step.experts ? expert / per_group : -1;
   }
-  float own[1] = {};  // the score of the group that is the lane's number
+  float own[1] = {};  // the score of the group with this lane's number
   for (int group = 0; group < step.num_groups; ++group) {
     Candidates<kCount> inside;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ void LimitGroups(const RouterStep& step, const float (&wanted)[kCount
   }
 }
 
-// Scores of a token's experts; what a lane holds past the last one is 0.
+// Computes the scores of a token's experts. Entries past the last expert are 0.
 template <int kCount>
 __device__ void Scores(const RouterStep& step, const float* logits, float (&scores)[kCount]) {
   float largest = -kInfinity;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     if constexpr (kLimited) LimitGroups(step, wanted, all);
     int expert = 0;
-    float weight = 0.0f;  // of the lane's number among the chosen ones
+    float weight = 0.0f;  // of this lane's expert among the chosen ones
     for (int64_t k = 0; k < step.top_k; ++k) {
       const Taken taken = all.Take(scores);
       if (Lane() == k) expert = taken.number, weight = taken.value;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Calls `visit` with the kernel for so many experts.
+// Calls `visit` with the kernel for this many experts.
 template <typename Visit, int kCount = 1>
 cudaError_t VisitKernel(int64_t experts, bool limited, const Visit& visit) {
   if constexpr (kCount < kMostExpertsPerLane) {

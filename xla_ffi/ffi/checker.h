@@ -41,7 +41,7 @@ class Checker {
  public:
   explicit Checker(const char* target) : target_(target) {}
 
-  // Every call comes here: texts are made where one fails.
+  // Every call gets here, so strings are made only for failures.
   void Require(bool holds, const char* what) {
     if (!holds) Fail(what);
   }
@@ -79,7 +79,7 @@ inline bool DecodeElement(ffi::DataType dtype, ElementType& element) {
   }
 }
 
-// The same by the name that Python has for it.
+// The same, by Python's name for the dtype.
 inline bool DecodeElement(std::string_view name, ElementType& element) {
   const ffi::DataType dtype = name == "float32"    ? ffi::F32
                               : name == "bfloat16" ? ffi::BF16

@@ -50,12 +50,12 @@ struct SentRows {
       Arg<Scale>("token_scales", {n, S}, &Step::token_scales).When(kCoded, Shape{0}));
 };
 
-// Codes say nothing of their tokens' type, and need none.
+// Infers H from the payload's columns. Codes do not show the dtype of their tokens and need none.
 inline void InferHidden(CallState& call) {
   call.sizes.Set(Dim::H, call.encoding.HiddenOf(call.sizes[Dim::P]));
 }
 
-// A call with a wire buffer `[R, W]`, of regions of so many bytes.
+// A call with a wire buffer `[R, W]`, of regions of `region_bytes` bytes.
 template <typename Step>
 struct WireCall : Call<Step> {
   int64_t region_bytes = 0;
@@ -109,8 +109,8 @@ struct UnpackCall : RoutedCall<UnpackStep> {
   static constexpr auto kOperands =
       std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv), Arg<I32>("slot_of", {n, K}, nullptr),
                  Arg<I32>("num_invalid", {1}, nullptr));
-  // What came with a dispatch's pack goes through its unpack, in its place: with the results of no
-  // call it changes too.
+  // The results of a dispatch's pack pass through its unpack in place, because the unpack
+  // overwrites them, too, if calls were mixed up.
   static constexpr auto kResults = std::tuple_cat(
       ArrivalRows::kRows,
       std::tuple(Ret<I32>("row_base", {R, G}, &Step::row_base),
@@ -155,7 +155,7 @@ struct CachedUnpackCall : CachedCall<CachedUnpackStep> {
   static constexpr auto kAttributes = std::tuple(kKey, kFormat);
 };
 
-// Options of a combine that no step has together.
+// Rejects options of a combine that no step has together.
 inline void CheckCombineOptions(Checker& check, const CallState& call) {
   check.Require(call.by_entry || !call.with_entry_weights,
                 "weights at the source must be of rows, not of sums");
@@ -180,7 +180,7 @@ struct CombinePackCall : WireCall<CombinePackStep> {
   void Finish() { step.tag = Tag(CallOp::kCombine); }
 };
 
-// Rows of a combine at the source, which all of them share.
+// The operands at the source that all combines share.
 template <typename Step>
 struct SumRows {
   using enum Dim;
@@ -210,12 +210,12 @@ struct CombineUnpackCall : WireCall<CombineUnpackStep> {
 
 // ---- Quantising alone ---------------------------------------------------------------------------
 
-// Both ways; leading dimensions are rows. `input_scale` has one value, or one for each of as many
-// runs of rows.
+// Both directions; leading dimensions are rows. `input_scale` has one value, or one for each of
+// equally long runs of rows.
 template <typename Step>
 struct QuantizingCall : Call<Step> {
   static constexpr bool kFormatted = true;
-  // Of a row: no bytes of it overflow.
+  // The bytes of a row of so many columns do not overflow.
   static constexpr int64_t kMostColumns = int64_t{1} << 40;
   static constexpr auto kAttributes = std::tuple(kFormat);
 

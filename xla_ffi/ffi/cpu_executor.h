@@ -19,7 +19,7 @@
 
 namespace jax_ep::ffi_layer {
 
-// Under this a second thread costs more than it saves.
+// Below this size a second thread costs more than it saves.
 inline constexpr int64_t kChunkBytes = int64_t{512} << 10;
 
 class SharedTask {
@@ -44,13 +44,13 @@ class SharedTask {
   xla::ffi::Future future() const { return xla::ffi::Future(promise_); }
 
  private:
-  // Items may lack memory. Nothing may escape into XLA's pool, and the operands must stay until no
-  // thread writes to them any more, so the future fails instead.
+  // Items may run out of memory. Nothing may escape into XLA's pool, and the operands must stay
+  // until no thread writes to them any more, so the future fails instead.
   void RunItems(int64_t begin, int64_t end) {
     try {
       task_.run(begin, end);
     } catch (const std::exception&) {
-      // Relaxed: done_ publishes what the one that was first has caught.
+      // Relaxed: done_ publishes what the first thread has caught.
       if (!failed_.exchange(true, std::memory_order_relaxed)) thrown_ = std::current_exception();
     }
   }
@@ -99,7 +99,7 @@ inline xla::ffi::Future Run(xla::ffi::ThreadPool& pool, cpu::RowTask task) {
       pool.Schedule([shared] { shared->Work(); });
     }
   } catch (const std::bad_alloc&) {
-    // Those that there are, and this thread, are enough.
+    // The helpers that were scheduled, and this thread, are enough.
   }
   shared->Work();
   return future;

@@ -1,5 +1,5 @@
 // The targets on the GPU: decode, then enqueue the step or the call on XLA's stream. All may run
-// under graph capture but ep_init, and those aside, which are not to. XLA has made the stream's
+// under graph capture except ep_init and the calls aside, which must not. XLA has made the stream's
 // device current.
 #include "ffi/cuda_handlers.h"
 
@@ -107,7 +107,7 @@ ffi::Error Precondition(const char* target, const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);
 }
 
-// What the steps for other nodes know of a call, of which the step may be a half's.
+// Returns what the steps for other nodes need to know of a call or of one of its halves.
 template <typename Call>
 cuda::InternodeCall FarCallOf(const Call& call) {
   using Step = decltype(call.step);
@@ -221,7 +221,7 @@ ffi::Error Run(Call& call, int32_t ordinal, cudaStream_t stream)
                         "on device ordinal " +
                             std::to_string(ordinal) + "; call jax_ep.init again");
   }
-  // Of any local rank: all of them refuse then, also those that never ran the call that failed.
+  // If any local rank has failed, all of them refuse, even those that never ran the failed call.
   const auto failures = group->Failures();
   if (!failures.empty()) return Precondition(Call::kTarget, failures.front().second);
   ffi::Error error = Fits(call, group->sizes(), own->layout);
@@ -234,13 +234,13 @@ ffi::Error Run(Step& call, int32_t ordinal, cudaStream_t stream) {
   return FromCuda(Step::kTarget, Enqueue(call, ordinal, stream));
 }
 
-// Of all handlers of calls, never of ep_init.
+// Launches by the handlers of calls, not by ep_init.
 std::atomic<int64_t> captured_launches{0};
 std::atomic<int64_t> streamed_launches{0};
 
 void Count(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  // An error is the launch's to report.
+  // The launch will report an error.
   const bool captured = cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
                         status == cudaStreamCaptureStatusActive;
   // Relaxed: nothing is published with the counts.
@@ -264,12 +264,13 @@ struct Handler {
   }
 };
 
-// Of a device: addresses for users, and the kernels that its calls will launch.
+// Prepares a device: finds the addresses for users and loads the kernels that its calls will
+// launch.
 cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
   const uint8_t* window = group.windows[group.rank];
   for (int i = 0; i < kBufferGroups; ++i) {
     const BufferGroupLayout& buffers = group.layout.groups[i];
-    // Calls send from their operands; combine has no counts, its flags stand for them.
+    // Calls send from their operands. If a buffer group has no counts, its flags stand for them.
     const int64_t counts = buffers.count_cells != 0 ? buffers.counts : buffers.flags;
     results.dev_ptrs[i][0] = 0;
     results.dev_ptrs[i][1] = reinterpret_cast<uint64_t>(window + buffers.regions);
@@ -278,7 +279,7 @@ cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
   return cuda::PreloadWindowKernels();
 }
 
-// Of the calling thread, for a scope.
+// Sets the current device of the calling thread for a scope.
 class CurrentDevice {
  public:
   // A negative ordinal leaves it as it is.
@@ -296,8 +297,8 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
-// Kernels of calls that need no handle, on the current device; of matmuls only if it has their
-// kernels, whose calls say on others that they cannot run.
+// Loads the kernels of calls that need no handle, on the current device. Those of matmuls are
+// loaded only if the device has them; on other devices matmul calls report that they cannot run.
 cudaError_t PreloadLayers() {
   cudaError_t error = cuda::PreloadRouterKernels();
   if (error == cudaSuccess) error = cuda::PreloadExpertRowKernels();
@@ -310,7 +311,7 @@ cudaError_t PreloadLayers() {
 // XLA runs this before each execution of a program, and before it captures one: routers and
 // experts are used without ep_init, too.
 ffi::Error InitializeLayers(int32_t ordinal) {
-  static std::atomic<uint64_t> loaded{0};  // by ordinal, where XLA tells one
+  static std::atomic<uint64_t> loaded{0};  // by ordinal, if XLA gives one
   const uint64_t bit = ordinal >= 0 && ordinal < 64 ? uint64_t{1} << ordinal : 0;
   // Relaxed: CUDA itself orders loads, and another one does no harm.
   if ((loaded.load(std::memory_order_relaxed) & bit) != 0) return ffi::Error::Success();

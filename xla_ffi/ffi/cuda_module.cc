@@ -27,8 +27,8 @@ namespace nb = nanobind;
 namespace jax_ep::ffi_layer {
 namespace {
 
-// By rank the device ordinals of each EP group that has ranks in this process; of others' devices
-// kElsewhere.
+// The device ordinals, by rank, of each EP group that has ranks in this process; kElsewhere for the
+// devices of other processes.
 using EpGroups = std::vector<std::vector<int32_t>>;
 
 using MustAndGot = std::optional<std::pair<std::string, std::string>>;
@@ -89,7 +89,7 @@ void ImportFromFabric(int64_t key, size_t ep_group, int32_t rank, const nb::byte
   FindWindowed(key)->Import(ep_group, rank, fabric, bytes);
 }
 
-// Of FarAccess: pes, nodes, kernels.
+// The fields of FarAccess: pes, nodes, kernels.
 using Far = std::tuple<EpGroups, EpGroups, std::vector<uint64_t>>;
 
 std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {

@@ -1,8 +1,8 @@
-// From XLA's buffers and attributes to a call's step, by its table.
+// Decodes XLA's buffers and attributes into a call's step, by its table.
 //
-// A dimension gets its size from the first row that has it as it is, and all rows are held against
-// it. No size is multiplied before Validate has bounded it. Kernels of every back end trust what
-// has been decoded.
+// A dimension gets its size from the first row whose shape has it by itself, and all rows are
+// checked against it. No size is multiplied before Validate has bounded it. Kernels of every back
+// end trust what has been decoded.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ struct View {
   std::array<int64_t, 2> counted{};  // memory of `dims` where several dimensions count as one
 };
 
-// -1 where the product does not fit, which no size is.
+// Returns -1, which is no size, if the product overflows.
 inline int64_t CountOf(Dims dims) {
   int64_t count = 1;
   for (const int64_t dim : dims) {
@@ -37,24 +37,25 @@ inline int64_t CountOf(Dims dims) {
   return count;
 }
 
-// The buffers of a call against its rows, in the order of both.
+// Checks the buffers of a call against its rows; both have the same order.
 class TableDecoder {
  public:
   TableDecoder(Checker& check, CallState& call, std::span<const BufferRow> rows,
                std::span<View> views)
       : check_(check), call_(call), rows_(rows), views_(views) {}
 
-  // Of the first `count`: dtypes and ranks, from which flags and sizes follow.
+  // Checks the dtypes and ranks of the first `count` and infers flags and sizes from them.
   void Infer(size_t count) {
     for (size_t i = 0; i < count && check_.ok(); ++i) {
       if (CheckDtype(rows_[i], views_[i].dtype)) InferSizes(rows_[i], views_[i]);
     }
   }
-  // Of as many: shapes, when all sizes are known. The pointers of omitted buffers become null.
+  // Checks the shapes of the first `count`, once all sizes are known. The pointers of omitted
+  // buffers become null.
   void Hold(size_t count) {
     for (size_t i = 0; i < count && check_.ok(); ++i) HoldShape(rows_[i], views_[i]);
   }
-  // The rows from `first` on lie one behind the other in `all`.
+  // Finds the buffers of the rows from `first` on, which lie one after the other in `all`.
   void Unpack(size_t first, const View& all);
 
  private:
@@ -198,7 +199,7 @@ inline void TableDecoder::Unpack(size_t first, const View& all) {
 
 // ---- Shapes and steps ---------------------------------------------------------------------------
 
-// Of the attributes `format` and `scale_layout`, which choose among shapes.
+// Looks up the attributes `format` and `scale_layout`, which choose among shapes.
 inline void LookUpFormat(Checker& check, CallState& call) {
   call.encoding = Encoding::Of(check, call.format);
   call.quantized = call.encoding.quantized;
@@ -214,7 +215,7 @@ inline void LookUpFormat(Checker& check, CallState& call) {
   check.Require(!call.coded || call.quantized, "the format of tokens with scales must have some");
 }
 
-// Dimensions that the format determines. Of a valid shape.
+// Sets the dimensions that the format determines. The shape must be valid.
 inline void SizeFormat(Checker& check, CallState& call) {
   Encoding& encoding = call.encoding;
   encoding.Size(check, call.sizes[Dim::H], call.shape.element_bytes);
@@ -231,7 +232,7 @@ inline void SizeFormat(Checker& check, CallState& call) {
   call.sizes.Set(Dim::C, tiles.column_words);
 }
 
-// What is unknown is nothing that the call has.
+// Dimensions that the call does not have are unknown; they become 0 or 1.
 inline EpShape ShapeOf(const CallState& call) {
   const Sizes& sizes = call.sizes;
   const auto or_one = [&](Dim dim) { return sizes.known(dim) ? sizes[dim] : 1; };
@@ -245,7 +246,7 @@ inline EpShape ShapeOf(const CallState& call) {
           .expert_alignment = call.expert_alignment};
 }
 
-// What a combine's sums travel as: `wire` is a dtype, or a format as WireName reads it.
+// Sets what a combine's sums travel as. `wire` is a dtype, or a format as WireName reads it.
 template <typename Step>
 void SetWire(Checker& check, std::string_view wire, Step& step) {
   const auto [name, input_scale] = WireName::Of(wire);
@@ -267,7 +268,7 @@ void SetWire(Checker& check, std::string_view wire, Step& step) {
   });
 }
 
-// What a step has besides pointers.
+// Fills in what a step has besides pointers.
 template <typename Step>
 void FillStep(Checker& check, const CallState& call, Step& step) {
   if constexpr (requires { step.shape; }) step.shape = call.shape;

@@ -9,7 +9,7 @@
 
 namespace jax_ep::ffi_layer {
 
-// Declared alone: a format whose dtype has no line below does not compile.
+// Never defined, so that a format whose dtype has no line below does not compile.
 ffi::DataType NoSuchDtype();
 
 consteval ffi::DataType DataTypeOf(std::string_view name) {
@@ -21,17 +21,17 @@ consteval ffi::DataType DataTypeOf(std::string_view name) {
 }
 
 struct Encoding {
-  // Of every token of the format.
+  // The same for every token of the format.
   bool quantized = false;
   bool tiles = false;    // its scales may lie in tiles
   bool columns = false;  // its scales may lie in columns
   int64_t block = 1;
-  int64_t code_bits = 8;  // of a quantised one, like the dtypes
+  int64_t code_bits = 8;  // only if quantised, as are the dtypes
   ffi::DataType payload_dtype{};
   ffi::DataType scale_dtype{};
   int64_t (*payload_bytes_of)(int64_t hidden, int64_t element_bytes) = nullptr;
   int64_t (*scale_bytes_of)(int64_t hidden) = nullptr;
-  // Of a token of `Size`'s arguments.
+  // Of one token; set by Size.
   int64_t payload_bytes = 0;
   int64_t scale_bytes = 0;
   int64_t scales = 0;
@@ -56,7 +56,7 @@ struct Encoding {
     return encoding;
   }
 
-  // H of a payload of as many columns; over kMaxHidden where that would not hold it.
+  // Returns H for a payload of that many columns, or more than kMaxHidden if there are too many.
   int64_t HiddenOf(int64_t columns) const {
     return quantized ? Min(columns, kMaxHidden + 1) * 8 / code_bits : columns;
   }

@@ -15,7 +15,8 @@
 
 namespace jax_ep::ffi_layer {
 
-// Memory that both the host and the back end's kernels can write; a back end implements both.
+// Memory that both the host and the back end's kernels can write. A back end implements both
+// functions.
 struct DeviceReports {
   InvalidIdReport invalid_id;
   MixedCallReport mixed_call;
@@ -62,8 +63,8 @@ class Group {
     return {ranks_[it->second], &reports_[it->second].mixed_call};
   }
 
-  // The first bad id, and the first mixed-up call, of each local device since the last call, by
-  // rank; forgets them.
+  // Return the first bad id, or the first mixed-up call, of each local device since the last time,
+  // and forget them.
   std::vector<Reported<InvalidIdReport>> TakeInvalidIds() {
     return TakeReports(&DeviceReports::invalid_id);
   }
@@ -98,7 +99,7 @@ class Group {
   std::vector<int32_t> ordinals_;
   std::vector<int32_t> ranks_;
   DeviceReports* reports_;
-  // Of XLA's CPU pool, as ep_init saw it; 0 where there is none.
+  // Threads of XLA's CPU pool, as ep_init saw it; 0 if there is none.
   std::atomic<int64_t> pool_threads_{0};
 };
 
@@ -137,7 +138,7 @@ class GroupRegistry {
   std::map<int64_t, std::shared_ptr<Group>> groups_;
 };
 
-// Where an unpack tells of mixed-up calls; nowhere once its group has been closed.
+// Sets where an unpack reports mixed-up calls: nowhere once its group has been closed.
 template <typename Unpack>
 void SetCheck(Unpack& call, int32_t ordinal) {
   if (const auto group = GroupRegistry::Get().Find(call.key)) {

@@ -69,7 +69,7 @@ struct MatmulCall : Call<MatmulStep> {
   }
 
  protected:
-  // Strides of the scales of a matrix, of which there are `per_group`.
+  // Sets the strides of a matrix's scales, of which there are `per_group`.
   void SetScales(int64_t per_group, int64_t per_k, int64_t per_side, int64_t per_b) {
     step.scales_per_group = per_group;
     step.scales_per_k = per_k;
@@ -130,9 +130,9 @@ struct OuterCall : MatmulCall<MatmulKind::kOuter> {
 
 // ---- Of codes -----------------------------------------------------------------------------------
 
-// Scales of matrices lie as those of the weights in their own order, [.., contracted, .., other],
-// whether the codes are turned or not. Without `turned` the product is that with the transposed
-// weights, so what it contracts is the weights' other dimension.
+// The scales of matrices lie in the weights' own order, [.., contracted, .., other], whether the
+// codes are turned or not. Without `turned` the product is with the transposed weights, so it
+// contracts the weights' other dimension.
 struct CodeRowsCall : MatmulCall<MatmulKind::kCodeRows> {
   static constexpr const char* kTarget = "ep_code_rows";
   static constexpr auto kOperands = std::tuple(
@@ -191,7 +191,7 @@ struct CodeDownBackCall : MatmulCall<MatmulKind::kCodeDownBack> {
 
 // ---- Of four bits -------------------------------------------------------------------------------
 
-// Rows in bfloat16, or `coded`; kSides: of gate and up, to which SwiGLU is applied.
+// Rows are bfloat16 or, if `coded`, codes. With two sides, gate and up, SwiGLU is applied.
 template <int64_t kSides>
 struct FourBitCall : Call<FourBitStep> {
   static constexpr auto kOperands =

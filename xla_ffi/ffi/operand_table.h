@@ -81,7 +81,7 @@ class Sizes {
 
 // ---- Calls and their attributes -----------------------------------------------------------------
 
-// What a call is besides its step: attributes, and what they and the buffers say of it.
+// What a call has besides its step: attributes, and what follows from them and from the buffers.
 struct CallState {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
   bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
@@ -102,11 +102,11 @@ struct CallState {
   bool columns = false;                   // scales lie in columns
   Encoding encoding;
   ElementType element{};                   // of tokens
-  const char* first_of_element = nullptr;  // the row that says so
+  const char* first_of_element = nullptr;  // the first row with that type
   Sizes sizes;
   EpShape shape;
 
-  // Of a message.
+  // Weights or weight gradients per message.
   int64_t num_weights() const { return with_weights || with_weight_grads ? shape.top_k : 0; }
 };
 
@@ -120,16 +120,16 @@ struct Call : CallState {
 
   Step step{};
 
-  // Calls hide these with their own. Before the shape is validated: dimensions that follow from
-  // others.
+  // Calls hide these with their own. Infer runs before the shape is validated and sets dimensions
+  // that follow from others.
   void Infer(Checker&) {}
-  // Of a valid shape: sizes of messages, and what must hold besides shapes.
+  // Runs with a valid shape: sets sizes of messages and checks what must hold besides shapes.
   void Size(Checker&) {}
-  // Of a step that is otherwise complete.
+  // Runs when the step is otherwise complete.
   void Finish() {}
 };
 
-// `Target` is a member of CallState, or the dimension that the attribute is the size of.
+// `Target` is a member of CallState, or the dimension whose size the attribute is.
 template <typename ValueType, typename Target>
 struct AttributeRow {
   using Value = ValueType;
@@ -178,7 +178,8 @@ inline constexpr auto kTurned = Attr("turned", &CallState::turned);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
 
-// What shapes depend on: a bool among the attributes, or one of these that follow from others.
+// Shapes may depend on a flag: a bool among the attributes, or one of these, which follow from
+// others.
 using Flag = AttributeRow<bool, bool CallState::*>;
 inline constexpr Flag kWithWeights = Attr("with_weights", &CallState::with_weights);
 inline constexpr Flag kQuantized = Attr("quantized", &CallState::quantized);
@@ -199,8 +200,9 @@ enum class Kind : int8_t {
   kScale
 };
 
-// The buffers of rows: I32, F32, U8 and Wire; e4m3 codes, which XLA has no buffer for; or one whose
-// dtype the call determines: that of tokens, its `out_dtype`, and those of its format.
+// The buffer types of rows: I32, F32, U8 and Wire; e4m3 codes, for which XLA has no buffer type;
+// and those whose dtype the call determines: that of tokens, its `out_dtype`, and those of its
+// format.
 struct Code {};
 struct Token {};
 struct Output {};
@@ -217,36 +219,38 @@ inline constexpr Kind kKindOf = std::is_same_v<T, I32>       ? Kind::kInt32
                                 : std::is_same_v<T, Scale>   ? Kind::kScale
                                                              : Kind::kToken;
 
-// How a row's shape is meant.
+// How a buffer must match its row's shape.
 enum class Form : int8_t {
   kExact,
-  kAny,      // not at all: there has to be an element
+  kAny,      // not at all, but it must have an element
   kLonger,   // the last dimension may be larger
   kLeading,  // dimensions before the last count as one, their product
-  kFlat,     // all of them do
+  kFlat,     // all dimensions count as one
 };
 
-// What decoding needs of a row; of one type for all rows.
+// What decoding needs to know of a row, in one type for all rows.
 struct BufferRow {
   const char* name;
   Kind kind;
   bool result;
   Shape shape;
   Form form = Form::kExact;
-  // Of what may be omitted: whether it is there, and its shape where not, of no elements.
+  // For a buffer that may be omitted: whether it is given, and the shape, without elements, of its
+  // placeholder.
   Flag given{};
   Shape omitted{};
-  int8_t shown_by = -1;  // if not an attribute but the buffer sets `given`: the dimension that is 0
-  // A flag that changes the shape and, where they differ, the kind.
+  // If no attribute but the buffer itself sets `given`: the dimension that is 0 in an omitted one.
+  int8_t shown_by = -1;
+  // A flag that changes the shape and perhaps the kind.
   Flag when{};
   Shape other{};
   Kind other_kind = kind;
-  const char* in_place_of = nullptr;  // the operand whose memory a result has
+  const char* in_place_of = nullptr;  // the operand whose memory a result takes
 
   std::string title() const { return (result ? "the result " : "") + std::string(name); }
 };
 
-// `member`, of the step or the call, gets the buffer's memory; nullptr where nothing reads it.
+// `member`, of the step or the call, gets the buffer's address. It is nullptr if nothing reads it.
 template <typename Buffer, bool kResult, typename Member>
 struct Row {
   using Value = std::conditional_t<kResult, Out<Buffer>, Buffer>;
@@ -254,7 +258,7 @@ struct Row {
   BufferRow row;
   Member member;
 
-  // Where the flag is unset a placeholder whose dimension `dim` is 0 stands for the buffer.
+  // If the flag is unset, a placeholder whose dimension `dim` is 0 stands for the buffer.
   constexpr Row When(Flag flag, size_t dim = 0) const {
     Shape omitted = row.shape;
     omitted.terms[dim] = 0;
@@ -263,7 +267,7 @@ struct Row {
   constexpr Row When(Flag flag, Shape omitted) const {
     return With([&](BufferRow& made) { made.given = flag, made.omitted = omitted; });
   }
-  // The same where no attribute sets the flag: the placeholder itself shows it.
+  // The same if no attribute sets the flag: the buffer itself shows whether it is a placeholder.
   constexpr Row Shows(Flag flag, size_t dim = 0) const {
     return When(flag, dim).With([&](BufferRow& made) { made.shown_by = static_cast<int8_t>(dim); });
   }
@@ -309,9 +313,9 @@ constexpr auto Ret(const char* name, Shape shape, Member member) {
   return MakeRow<true, T>(name, shape, member);
 }
 
-// `after` is a result of the group's call before, or anything in a first call. It only orders the
-// two calls and is not read, so its shape does not matter. Never empty: XLA may make it a parameter
-// of a program, and an empty parameter has no buffer on GPUs.
+// `after` is a result of the group's previous call, or anything in the first call. It only orders
+// the two calls and is not read, so its shape does not matter. Never empty: XLA may make it a
+// parameter of a program, and an empty parameter has no buffer on GPUs.
 inline constexpr auto kAfter = Arg<I32>("after", {1}, nullptr).As(Form::kAny);
 
 // ---- Tables -------------------------------------------------------------------------------------
@@ -325,7 +329,7 @@ template <typename Call>
 inline constexpr auto kBufferRows =
     std::apply([](const auto&... rows) { return std::array{rows.row...}; }, kBuffers<Call>);
 
-// What XLA hands a handler: all rows, with one for packed results.
+// What XLA hands a handler: all rows, with packed results as a single one.
 template <typename Call>
 constexpr auto BoundRows() {
   if constexpr (Call::kPacked) {
@@ -345,7 +349,7 @@ using ValuesOf = decltype(ValuesOfRows(BoundRows<Call>()));
 template <typename Call, size_t kFirst = 0, typename Binding>
 auto Bind(Binding&& binding) {
   constexpr auto kRow = std::get<kFirst>(BoundRows<Call>());
-  // A binding can be returned as it is made, but not be moved.
+  // A binding can be returned as it is made, but it cannot be moved.
   if constexpr (kFirst + 1 == std::tuple_size_v<ValuesOf<Call>>) {
     return kRow.Bind(std::move(binding));
   } else {

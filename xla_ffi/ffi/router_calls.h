@@ -1,4 +1,4 @@
-// The table of the router's kernel. Like the passes of row_calls.h it runs on GPUs alone.
+// The table of the router's kernel. Like the passes of row_calls.h, it runs on GPUs only.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct RouterCall : Call<RouterStep> {
       check.Fail("num_groups must divide E, " + std::to_string(experts) + ", got " +
                  std::to_string(num_groups));
     }
-    // Where groups set no limit their scores do not count.
+    // If groups set no limit, their scores do not matter.
     if (top_groups < num_groups) within("best_of_group", best_of_group, per_group);
     within("K", sizes[K], per_group * top_groups);
     step.tokens = sizes[n];

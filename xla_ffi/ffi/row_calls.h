@@ -1,5 +1,5 @@
-// The tables of passes over rows that gradients need (protocol/row_steps.h). They run on any GPU,
-// and nowhere else: on a CPU XLA's own code does as well.
+// The tables of the passes over rows that gradients need (protocol/row_steps.h). They run on any
+// GPU and nowhere else: on CPUs XLA's own code is as good.
 #pragma once
 
 #include <string>
@@ -32,7 +32,7 @@ struct CombineBackCall : Call<CombineBackStep> {
   }
 };
 
-// Rows of codes, A columns each of which 128 share a scale.
+// Rows of A codes, each 128 of which share a scale.
 template <typename StepType>
 struct CodedRowsCall : Call<StepType> {
   static constexpr int64_t kBlock = 128;

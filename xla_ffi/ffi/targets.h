@@ -15,26 +15,26 @@ namespace jax_ep::ffi_layer {
 struct Target {
   const char* name;
   XLA_FFI_Handler* handler;
-  XLA_FFI_Handler* initialize = nullptr;  // of XLA's stage of that name, where there is one
+  XLA_FFI_Handler* initialize = nullptr;  // for XLA's stage of that name, if any
 };
 
 template <typename... Calls>
 struct CallList {};
-// Of every module.
+// Served by every module.
 using StepCalls = CallList<PackCall, UnpackCall, CachedPackCall, CachedUnpackCall, CombinePackCall,
                            CombineUnpackCall, QuantizeCall, DequantizeCall>;
+// Served by the CUDA module only.
 using WindowCalls =
     CallList<WindowDispatchCall, WindowCachedDispatchCall, WindowCombineCall, DispatchSendCall,
              DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
-// Of the CUDA module alone.
 using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
 using RouterCalls = CallList<RouterCall>;
 using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
                              CodeRowsCall, CodeGateUpCall, CodeDownBackCall, FourBitRowsCall,
                              FourBitGateUpCall, QuantizeMatricesCall>;
 
-// `visit.template operator()<Call>()` for each.
+// Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>
 void ForEachCall(CallList<Calls...>, Visit visit) {
   (visit.template operator()<Calls>(), ...);

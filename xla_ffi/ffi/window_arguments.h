@@ -1,5 +1,5 @@
-// From Python's fields of a config to the sizes of its windows, for both native modules: the CPU
-// module tells sizes, where there need be no GPU, and the CUDA module opens windows.
+// Turns Python's fields of a config into the sizes of its windows, for both native modules: the CPU
+// module reports sizes, which needs no GPU, and the CUDA module opens windows.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,8 +13,8 @@
 
 namespace jax_ep::ffi_layer {
 
-// A dict with the fields of WindowConfig. Not a nanobind class: that would have to be registered by
-// one module and found by the other.
+// Takes a dict with the fields of WindowConfig. A nanobind class would have to be registered by one
+// module and found by the other.
 inline WindowSizes WindowSizesFrom(const nanobind::dict& fields) {
   const auto number = [&](const char* name) { return nanobind::cast<int64_t>(fields[name]); };
   const WindowConfig config{

@@ -29,17 +29,17 @@ struct WindowedCall : Call<Step> {
   }
 };
 
-// A send half writes `pending`, the receive half reads it.
+// A send half writes `pending`, and the receive half reads it.
 struct Half {
   PendingCall* pending = nullptr;
 };
 inline constexpr auto kPendingResult = Ret<I32>("pending", {1, kPendingInts}, &Half::pending);
-// What follows in the array is the caller's.
+// The rest of the array belongs to the caller.
 inline constexpr auto kPendingOperand =
     Arg<I32>("pending", {1, kPendingInts}, &Half::pending).As(Form::kLonger);
 
-// A call of at most the group's K, H and tokens has a flag for each of its chunks, of which the
-// tokens are the number.
+// A call of at most the group's K, H and tokens has a flag for each of its chunks, because the
+// window has flags for the most chunks that any such number of tokens needs.
 template <typename Call>
 ffi::Error Fits(const Call& call, const WindowSizes& sizes, const WindowLayout& layout) {
   Checker check(Call::kTarget);
@@ -113,7 +113,7 @@ struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKin
 
 // ---- Combines -----------------------------------------------------------------------------------
 
-// With `by_entry` slots are those of tokens of one row each.
+// With `by_entry` slots are like those of tokens with one row each.
 struct SummingWindowCall : WindowedCall<WindowCombineStep, CallKind::kCombine> {
   static constexpr auto kDone = Ret<I32>("done", {1}, &Step::done);
 
@@ -186,9 +186,10 @@ struct CombineReceiveCall : SummingWindowCall, Half {
                                                  kWithEntryWeights, kWithShared, kCombineDtype);
 };
 
-// First halves where XLA runs its collectives, beside other work. They are not to be captured: XLA
-// makes one chain of what is in a CUDA graph (docs/overlap.md). And their results are packed: XLA
-// would take an element of several for work of that stream, and have all that follows wait for it.
+// First halves that run where XLA runs its collectives, beside other work. They must not be
+// captured, because XLA makes one chain of what is in a CUDA graph (docs/overlap.md). Their results
+// are packed: if there were several, XLA would count taking one of them as work of that stream and
+// make all that follows wait for it.
 struct DispatchSendAsideCall : DispatchSendCall {
   static constexpr const char* kTarget = "ep_dispatch_send_aside";
   static constexpr bool kPacked = true;

@@ -58,8 +58,8 @@ uint64_t Nanoseconds(double seconds) {
       "transport=\"collective\"");
 }
 
-// The GPU stores a report in one access; two halves that are read around an unchanged one belong
-// together.
+// The GPU stores a report in one access. The halves belong together if the second one is the same
+// before and after the first one is read.
 WaitReport Read(WaitReport* report) {
   static_assert(sizeof(WaitReport) == 2 * sizeof(uint64_t));
   auto* words = reinterpret_cast<uint64_t*>(report);

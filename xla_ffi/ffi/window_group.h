@@ -28,23 +28,24 @@ struct WindowOptions {
 // In place of an ordinal: the rank is a device of another process.
 inline constexpr int32_t kElsewhere = -1;
 
-// Those of this process.
+// Returns the ordinals of this process's devices.
 std::vector<int32_t> LocalOrdinals(const std::vector<int32_t>& ordinals);
 
-// What other processes map a window of a device by, and its bytes.
+// What other processes need to map a device's window, and its bytes.
 struct SharedWindow {
   cuda::ExportedWindow exported;
   int64_t bytes;
 };
 
-// By EP group and rank, where this process has windows that somebody else has allocated, of ranks
-// here and elsewhere; 0: on another node, out of its reach.
+// By EP group and rank: the addresses in this process of windows that somebody else has allocated,
+// for ranks here and elsewhere. 0: on another node, out of reach.
 using GivenWindows = std::vector<std::vector<uint64_t>>;
 
-// What reaches those: NVSHMEM's number of each rank, by EP group, and the kernels.
+// How to reach ranks on other nodes: NVSHMEM's number of each rank, by EP group, and the kernels.
 struct FarAccess {
   std::vector<std::vector<int32_t>> pes;
-  // Numbers of the ranks' nodes, by EP group, where dispatches are bundled: all of one size.
+  // If dispatches are bundled: the number of each rank's node, by EP group. All nodes have equally
+  // many ranks.
   std::vector<std::vector<int32_t>> nodes;
   cuda::InternodeKernels kernels;
 };
@@ -60,37 +61,38 @@ class WindowedGroup : public Group {
   // std::runtime_error.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
-  // Over given windows, all of them as large as the sizes want; with `far`, all of them blocks of
-  // BundleLayout. Nobody may store into one before this has returned where it belongs.
+  // Over given windows, each as large as the sizes require or, with `far`, a block of BundleLayout.
+  // Nobody may store into a window before this has returned in the process of the window's rank.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options, const GivenWindows& given, const FarAccess* far);
   ~WindowedGroup() override { Close(); }
 
-  // What other processes import of a local device. The descriptor is the caller's to close.
+  // Returns what other processes import of a local device. The caller must close the descriptor.
   SharedWindow Export(int32_t ordinal) const;
-  // The window of a rank elsewhere, of the group at this index; by either handle, of which a
-  // descriptor stays the caller's. Throws std::runtime_error where the devices cannot map it.
+  // Maps the window of a rank elsewhere, in the EP group at this index, by either kind of handle. A
+  // descriptor stays the caller's. Throws std::runtime_error if the devices cannot map the window.
   void Import(size_t ep_group, int32_t rank, int descriptor, int64_t bytes);
   void Import(size_t ep_group, int32_t rank, const cuda::FabricHandle& fabric, int64_t bytes);
 
-  // nullptr: not of this group.
+  // Returns nullptr if the device is not in this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
-  // nullptr: all ranks are on the node of this one.
+  // Returns nullptr if all ranks are on the node of this one.
   const cuda::InternodeRank* FarOf(int32_t ordinal) const;
   const WindowSizes& sizes() const { return sizes_; }
-  // Device memory that each rank holds, with all that belongs to its window.
+  // Bytes of device memory per rank, including all that belongs to its window.
   int64_t window_bytes() const { return window_bytes_; }
 
-  // Of each local device whose calls have failed, the rank and why; by rank. One is enough for no
-  // call of the group to run any more: a rank that ran on alone would wait for the failed one.
+  // Returns the rank and the reason for each local device whose calls have failed, by rank. After
+  // one failure no call of the group may run: a rank that went on alone would wait for the failed
+  // one.
   std::vector<std::pair<int32_t, std::string>> Failures() const;
 
-  // Frees the windows, or gives them up where a kernel might still run. After the group has left
-  // the registry.
+  // Frees the windows, or gives them up if a kernel might still run. Call it after the group has
+  // left the registry.
   void Close() override;
 
  private:
-  // All of the group but its windows.
+  // Returns the group without its windows.
   WindowGroup Common(const WindowOptions& options) const;
   const WindowGroup& AddLocal(WindowGroup group, int32_t rank, int32_t ordinal,
                               uint64_t first_epoch);
@@ -100,7 +102,7 @@ class WindowedGroup : public Group {
 
   struct EpGroup {
     std::vector<int32_t> ordinals;            // by rank
-    std::map<int32_t, cuda::Window> windows;  // by rank, as far as they are there; until Close
+    std::map<int32_t, cuda::Window> windows;  // by rank, as far as present; until Close
   };
 
   const WindowSizes sizes_;

@@ -1,4 +1,4 @@
-// From the fields of a config to the sizes of its windows.
+// Turns the fields of a config into the sizes of its windows.
 #pragma once
 
 #include <algorithm>
@@ -13,26 +13,27 @@
 
 namespace jax_ep::ffi_layer {
 
-// Of EPConfig, and the group's ranks.
+// Fields of EPConfig, and the number of ranks in the group.
 struct WindowConfig {
   std::string format;
   int64_t hidden;
   int64_t element_bytes;       // of dtype
   int64_t wire_element_bytes;  // of combine_dtype
   int64_t tokens;              // T
-  int64_t dispatch_tokens;     // the most that one dispatch, or
-  int64_t combine_tokens;      // combine, has: entries where rows travel one by one
-  int64_t top_k;               // with that of a shared expert, like local_experts
+  int64_t dispatch_tokens;     // the most per dispatch: entries if rows travel one by one
+  int64_t combine_tokens;      // the most per combine; likewise
+  int64_t top_k;               // including a shared expert, as in local_experts
   int64_t ranks;
   int64_t local_experts;
-  int64_t pending_calls;  // the most of a kind
+  int64_t pending_calls;  // the most per kind of call
 };
 
-// Regions for calls in flight are cheap where calls are short.
+// Up to this many tokens, calls alternate between two regions, which are cheap in short calls.
 inline constexpr int64_t kMaxTokensOfTwoRegions = 512;
 
-// Room for every use: a first dispatch in the format, tokens or cotangents along a route, sums in
-// the wire's type or, of cotangents, in the tokens' own. False: there is no such format.
+// Makes room for every use: a first dispatch in the format, tokens or cotangents along a route, and
+// sums in the wire's type or, for cotangents, in the tokens' own. Returns false if there is no such
+// format.
 inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
   const int64_t row_bytes = config.hidden * config.element_bytes;
   int64_t dispatch_bytes = -1, few_tokens = 0;
@@ -63,8 +64,8 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
   return dispatch_bytes >= 0;
 }
 
-// Bytes of a window that is given; `far`: with what reaches ranks on other nodes, and with bundles
-// between `nodes` nodes of `node_size` ranks, or none where both are 0.
+// Returns the bytes of a window that is given. `far`: with the areas for ranks on other nodes, and
+// for bundles between `nodes` nodes of `node_size` ranks each, or no bundles if both are 0.
 inline int64_t GivenWindowBytes(const WindowSizes& sizes, bool far, int64_t nodes,
                                 int64_t node_size) {
   const WindowLayout window = WindowLayout::Of(sizes);

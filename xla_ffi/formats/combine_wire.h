@@ -17,11 +17,11 @@ template <typename, typename First, typename...>
 struct FirstOf {
   using type = First;
 };
-// Tests and benchmarks take it for any of them.
+// The first wire format; tests and benchmarks use it as an example of one.
 using CombineFormat = FirstOf<void JAX_EP_WIRE_FORMATS(JAX_EP_NEXT)>::type;
 #undef JAX_EP_NEXT
 
-// What follows the name of a wire format where the sums are gradients.
+// Follows the name of a wire format if the sums are gradients.
 inline constexpr std::string_view kGradientsSuffix = " of gradients";
 
 // The name without that suffix, and what the format takes as its input_scale.
@@ -36,7 +36,8 @@ struct WireName {
   }
 };
 
-// `quantized` of a step: which wire format of the registry it is, from 1 on, or 0 for elements.
+// Returns a step's `quantized`: the number of the wire format in the registry, counted from 1, or 0
+// for elements.
 inline int32_t WireFormatNumber(std::string_view name) {
   int32_t number = 0, found = 0;
   ForEachWireFormat([&]<typename Format>(Format) {
@@ -46,7 +47,7 @@ inline int32_t WireFormatNumber(std::string_view name) {
   return found;
 }
 
-// Calls visit(Format{}) for the one of a number; the first one stands for numbers that are none.
+// Calls visit(Format{}) with the wire format of that number or, if there is none, the first one.
 template <typename Visit>
 constexpr auto VisitWireFormat(int32_t quantized, Visit&& visit) {
   int32_t number = 0;
@@ -66,13 +67,13 @@ constexpr CombineMessage CombineMessageOf(int64_t hidden, ElementType wire, int3
   });
 }
 
-// Of any of the steps of a combine.
+// The same for any step of a combine.
 template <typename Step>
 constexpr CombineMessage CombineMessageOf(const Step& step) {
   return CombineMessageOf(step.shape.hidden, step.wire, step.quantized, step.num_weights);
 }
 
-// Calls visit(Element{}, Wire{}); Wire is the wire format where the sums travel quantised.
+// Calls visit(Element{}, Wire{}). If the sums travel quantised, Wire is the wire format.
 template <typename Step, typename Visit>
 auto VisitWire(const Step& step, Visit&& visit) {
   if (step.quantized == 0) return VisitElements(step.element, step.wire, visit);

@@ -1,5 +1,5 @@
-// float4_e2m1fn: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign. It has no NaN. Used by the formats whose
-// payload it is.
+// float4_e2m1fn: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign. It has no NaN. The payload of "mxfp4" and
+// "nvfp4".
 #pragma once
 
 #include <cmath>
@@ -7,8 +7,9 @@
 
 #include "formats/numbers.h"
 
-// Instructions of one architecture ("sm_100a") or family ("sm_100f") from 10.0 on, which plain
-// targets and PTX for later GPUs lack. CUDA before 12.9 names features instead.
+// The conversion instruction belongs to one architecture ("sm_100a") or family ("sm_100f") from
+// 10.0 on; plain targets and PTX for later GPUs lack it. CUDA before 12.9 has macros of features
+// instead.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 #define JAX_EP_HAS_E2M1
@@ -25,12 +26,12 @@ struct E2M1 {
 
   static constexpr uint32_t kNan = 0;  // what a NaN becomes
 
-  // Rounds to nearest even; what is larger than 6, infinity too, becomes 6; NaN becomes kNan.
+  // Rounds to nearest even. Magnitudes above 6, infinity included, become 6; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
     return value != value ? kNan : EncodeNumber(value);
   }
 
-  // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
+  // Like Encode, for values that are not NaN. Branch-free, so that loops vectorise.
   JAX_EP_HOST_DEVICE static uint32_t EncodeNumber(float value) {
     constexpr uint32_t kLargest = 0x40C00000;  // 6
     constexpr int kDropped = 22;               // mantissa bits
@@ -44,9 +45,9 @@ struct E2M1 {
     return code | ((bits >> 28) & 0x8u);
   }
 
-  // kLineBits + Encode of a magnitude, which is no NaN, in few instructions of a GPU. A code is the
-  // least of three lines, since each binade has two codes, and 7; the float adder rounds each to a
-  // whole number, the even one of two as near, whose code's last place is zero as well.
+  // Returns kLineBits + Encode of a magnitude that is not NaN, in few instructions of a GPU. Each
+  // binade has two codes, so a code is the least of three lines and 7. The float adder rounds each
+  // line to a whole number, and ties to the even one, whose code's last bit is zero as well.
   static constexpr uint32_t kLineBits = 0x4B000000;  // 2^23, whose last place is 1
   JAX_EP_HOST_DEVICE static uint32_t EncodeByLines(float magnitude) {
     const float zero = BitsFloat(kLineBits);
@@ -64,7 +65,7 @@ struct E2M1 {
   }
 
 #if defined(__CUDACC__)
-  // kCount at once, the first in the low bits. `numbers`: none of them is a NaN.
+  // Encodes kCount values, the first into the low bits. `numbers`: none of them is NaN.
   template <int kCount>
   __device__ __forceinline__ static uint32_t EncodeWord(const float* values, bool numbers) {
     static_assert(kCount <= 8);
@@ -89,19 +90,19 @@ struct E2M1 {
     }
     return codes;
 #else
-    uint32_t signs = 0;  // above what else is in the highest bits of each
+    uint32_t signs = 0;  // the four highest bits of each value, of which the sign is used
 #pragma unroll
     for (int i = kCount - 1; i >= 0; --i) {
       codes = (codes << kBits) + EncodeByLines(fabsf(of[i]));
       signs = __funnelshift_l(FloatBits(of[i]), signs, kBits);
     }
-    // What is shifted further leaves the word.
+    // A kLineBits that is shifted further leaves the word.
     constexpr uint32_t kLines = kLineBits + (kCount > 1 ? kLineBits << kBits : 0);
     return (codes - kLines) | (signs & 0x88888888u);
 #endif
   }
 
-  // Two at once, the first in the low bits.
+  // Decodes two codes, the first from the low bits.
   __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
     first = Decode(codes & 0xFu);
     second = Decode(codes >> kBits & 0xFu);

@@ -1,5 +1,5 @@
-// float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity, NaN 0x7F. Used by the formats
-// whose payload or scales have it.
+// float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity, NaN 0x7F. Formats use it for
+// payloads and scales.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct E4M3 {
 
   static constexpr uint32_t kNan = 0x7F;
 
-  // Rounds to nearest even; what is larger than 448, infinity too, becomes 448; NaN becomes kNan.
+  // Rounds to nearest even. Magnitudes above 448, infinity included, become 448; NaN becomes kNan.
   JAX_EP_HOST_DEVICE static uint32_t Encode(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     return value != value ? kNan : EncodeNumbers(value, 0.0f);
@@ -22,7 +22,7 @@ struct E4M3 {
 #endif
   }
 
-  // As Encode, of what is no NaN. Branch-free, so that loops vectorise.
+  // Like Encode, for values that are not NaN. Branch-free, so that loops vectorise.
   JAX_EP_HOST_DEVICE static uint32_t EncodeNumber(float value) {
     constexpr uint32_t kLargest = 0x43E00000;  // 448
     constexpr int kDropped = 20;               // mantissa bits
@@ -47,7 +47,7 @@ struct E4M3 {
   }
 
 #if defined(__CUDACC__)
-  // kCount at once, the first in the low bits. `numbers`: none of them is a NaN.
+  // Encodes kCount values, the first into the low bits. `numbers`: none of them is NaN.
   template <int kCount>
   __device__ __forceinline__ static uint32_t EncodeWord(const float* values, bool numbers) {
     static_assert(kCount == 2 || kCount == 4);
@@ -66,7 +66,7 @@ struct E4M3 {
     return codes;
   }
 
-  // Two at once, but for the code of a NaN, whose sign the instruction may keep.
+  // Encodes two values. For NaN the code may be wrong, because the instruction may keep its sign.
   __device__ __forceinline__ static uint32_t EncodeNumbers(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint16_t codes;
@@ -77,10 +77,10 @@ struct E4M3 {
 #endif
   }
 
-  // Two at once, the first in the low bits. Exact but for the bits of a NaN.
+  // Decodes two codes, the first from the low bits. Exact except for the bits of a NaN.
   __device__ __forceinline__ static void DecodeTwo(uint32_t codes, float& first, float& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    // Every value is a half's.
+    // Every value is exact in float16.
     asm("{\n\t.reg .b32 pair;\n\t.reg .b16 low, high;\n\t"
         "cvt.rn.f16x2.e4m3x2 pair, %2;\n\t"
         "mov.b32 {low, high}, pair;\n\t"

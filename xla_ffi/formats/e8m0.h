@@ -1,5 +1,5 @@
-// float8_e8m0fnu: a power of two, 2^(byte - 127); 0xFF is NaN. There is no zero. Used by the mx
-// formats, whose scales it is.
+// float8_e8m0fnu: a power of two, 2^(byte - 127); 0xFF is NaN. There is no zero. The scales of the
+// mx formats and of "fp8_block128_e8m0".
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct E8M0 {
     return Decode(byte == kNan ? byte : static_cast<uint32_t>(kLargest) - byte);
   }
 
-  // To what is no NaN.
+  // Clamps to the bytes that are not NaN.
   JAX_EP_HOST_DEVICE static uint8_t Clamp(int32_t byte) {
     return static_cast<uint8_t>(byte < 0 ? 0 : Min(byte, kLargest));
   }

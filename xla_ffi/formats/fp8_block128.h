@@ -1,4 +1,4 @@
-// "fp8_block128": e4m3 with a float32 scale for 128 elements, as in DeepSeek-V3's checkpoints.
+// "fp8_block128": e4m3 with a float32 scale per 128 elements, as in DeepSeek-V3's checkpoints.
 #pragma once
 
 #include <cstdint>

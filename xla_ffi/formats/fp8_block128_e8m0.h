@@ -1,5 +1,5 @@
-// "fp8_block128_e8m0": e4m3 with a power of two for 128 elements, as matmuls of 128-element scales
-// take them without a float32 multiply. The rule of "mxfp8" over longer blocks.
+// "fp8_block128_e8m0": e4m3 with a power of two per 128 elements, which matmuls with 128-element
+// scales take without a float32 multiply. It applies the rule of "mxfp8" to longer blocks.
 #pragma once
 
 #include "formats/mxfp8.h"

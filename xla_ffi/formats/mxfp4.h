@@ -1,4 +1,4 @@
-// "mxfp4": e2m1 with a power of two for 32 elements, rounded to the nearer one in the bits of amax.
+// "mxfp4": e2m1 with a power of two per 32 elements, rounded to the nearer one in the bits of amax.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// "mxfp8": e4m3 with a power of two for 32 elements, rounded up, so that no element saturates.
+// "mxfp8": e4m3 with a power of two per 32 elements, rounded up, so that no element saturates.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct MxFp8Format : BlockSizes<E4M3, uint8_t, 32> {
   static constexpr bool kTakesInputScale = false;
   static constexpr bool kDivides = false;
 
-  // 2^ceil(log2(amax / 448)): 448 is 1.75 * 2^8, and amax goes up a power where its mantissa is
-  // above 0.75.
+  // 2^ceil(log2(amax / 448)): 448 is 1.75 * 2^8, so the power goes up by one if the mantissa of
+  // amax is above 0.75.
   JAX_EP_HOST_DEVICE static uint8_t ScaleOf(uint32_t amax_bits, float) {
     const int32_t byte = static_cast<int32_t>((amax_bits + 0x1FFFFFu) >> 23) - 8;
     return amax_bits >= 0x7F800000u ? E8M0::kNan : E8M0::Clamp(byte);

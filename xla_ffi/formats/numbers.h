@@ -1,6 +1,7 @@
-// bfloat16, float16 and float32 as storage, and their conversions to and from float32. Integer code
-// on both sides, so that CPU and GPU agree on every bit; branch-free, so that loops vectorise.
-// Denormals are right only where the caller runs without flush-to-zero (cpu/denormals.h).
+// bfloat16, float16 and float32 as storage, and their conversions to and from float32. Host and
+// device use integer code, so that they agree on every bit; it is branch-free, so that loops
+// vectorise. Denormals are right only where the caller runs without flush-to-zero
+// (cpu/denormals.h).
 #pragma once
 
 #include <bit>
@@ -118,7 +119,7 @@ JAX_EP_HOST_DEVICE float Divide(float value, float by) {
 #endif
 }
 
-// value * a + b, rounded once. Nothing that is summed goes through it.
+// value * a + b, rounded once. The sums of transports never use it.
 JAX_EP_HOST_DEVICE float FusedMultiplyAdd(float value, float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(value, a, b);
@@ -127,8 +128,8 @@ JAX_EP_HOST_DEVICE float FusedMultiplyAdd(float value, float a, float b) {
 #endif
 }
 
-// 1 / number for NaN and numbers from 2^-30 to 2^120, rounded as by Divide: without the branches
-// for all other numbers, which would keep a warp from working on several at once.
+// 1 / number for NaN and numbers from 2^-30 to 2^120, rounded as by Divide. It has no branches for
+// other numbers, which would keep a warp from working on several numbers at once.
 JAX_EP_HOST_DEVICE float Reciprocal(float number) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -139,21 +140,21 @@ JAX_EP_HOST_DEVICE float Reciprocal(float number) {
 #endif
 }
 
-// One step from a quotient to a nearer one, by the remainder.
+// Takes one step from a quotient to a nearer one, using the remainder.
 JAX_EP_HOST_DEVICE float Correct(float quotient, float value, float number, float inverse) {
   return FusedMultiplyAdd(FusedMultiplyAdd(-number, quotient, value), inverse, quotient);
 }
-// Remainders lose the sign of -0.
+// Needed because remainders lose the sign of -0.
 JAX_EP_HOST_DEVICE float WithSignOf(float value, float magnitude) {
   return BitsFloat((FloatBits(magnitude) & 0x7FFFFFFFu) | (FloatBits(value) & 0x80000000u));
 }
 
-// Divides many values by one number: the quotient of Divide for quotients that are zero or from
-// 2^-76 to 2^100, of the right sign and below 2^-70 where it is smaller, and NaN for NaN. The
-// number is NaN or positive, from 2^-30 to 2^120. GPUs divide in more than twice as many
+// Divides many values by one number. Quotients that are zero or from 2^-76 to 2^100 equal those of
+// Divide; smaller ones have the right sign and stay below 2^-70; NaN gives NaN. The number must be
+// NaN or positive, from 2^-30 to 2^120. A GPU's ordinary division takes more than twice as many
 // instructions. The first quotient is within two units of the last place, the next within one; then
 // a correction with a correctly rounded inverse rounds correctly (Markstein). Remainders are exact.
-// After one correction alone a quotient may be a unit off, but only next to the middle of two
+// After a single correction a quotient may be one unit off, but only close to the middle of two
 // floats.
 template <int kCorrections = 2>
 class DividerBy {
@@ -172,9 +173,9 @@ class DividerBy {
   float inverse_;
 };
 
-// The quotient of Divide by one of the numbers that formats divide by, which quantized_test.cc
-// tries with every mantissa: of quotients from 2^-76 to 2^100. Smaller ones stay below 2^-70, and
-// the sign is right.
+// Divides by one of the constants that formats divide by. Quotients from 2^-76 to 2^100 equal those
+// of Divide, which quantized_test.cc checks with every mantissa; smaller ones have the right sign
+// and stay below 2^-70.
 template <int kNumber>
 JAX_EP_HOST_DEVICE float DivideByConstant(float value) {
   static_assert(kNumber == 6 || kNumber == 448);
@@ -182,7 +183,7 @@ JAX_EP_HOST_DEVICE float DivideByConstant(float value) {
   return WithSignOf(value, Correct(Multiply(value, kInverse), value, kNumber, kInverse));
 }
 
-// The same in what is fastest.
+// Divides by such a constant in the fastest way.
 template <int kNumber>
 JAX_EP_HOST_DEVICE float DivideBy(float value) {
 #if defined(__CUDA_ARCH__)

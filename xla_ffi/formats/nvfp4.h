@@ -1,4 +1,4 @@
-// "nvfp4": e2m1 with an e4m3 scale for 16 elements, under one float32 scale of the whole tensor.
+// "nvfp4": e2m1 with an e4m3 scale per 16 elements, under one float32 scale of the whole tensor.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ struct NvFp4Format : BlockSizes<E2M1, uint8_t, 16> {
   static constexpr bool kDivides = false;
 
   JAX_EP_HOST_DEVICE static uint8_t ScaleOf(uint32_t amax_bits, float input_scale) {
-    constexpr float kBound = 0x1p20f;  // a sixth of more is the largest scale as well
+    constexpr float kBound = 0x1p20f;  // above it the scale is the largest one in any case
     float product = Multiply(input_scale, BitsFloat(amax_bits));
     product = product > kBound ? kBound : product;
     product = product < -kBound ? -kBound : product;
     const uint32_t scale = E4M3::Encode(DivideBy<6>(product));
     return static_cast<uint8_t>(amax_bits >= 0x7F800000u ? 0x7Fu : scale);
   }
-  // Where the scale is zero the codes are those of a NaN: zero.
+  // Where the scale is zero, the codes are those of a NaN, which are zero.
   JAX_EP_HOST_DEVICE static float FactorOf(uint8_t scale, float input_scale) {
     const float factor = Divide(input_scale, E4M3::Decode(scale));
     return (scale & 0x7Fu) == 0 ? BitsFloat(0x7FC00000u) : factor;

@@ -21,7 +21,7 @@
   FORMAT(MxFp4Format)                    \
   FORMAT(Fp8Block128E8M0Format)          \
   FORMAT(NvFp4Format)
-// Those that combine_format and grad_format take as well, without an input_scale. GPU kernels
+// The formats that combine_format and grad_format take as well, without an input_scale. GPU kernels
 // assert what they rely on: codes of 8 bits in blocks of 128, and scales of 4 bytes.
 #define JAX_EP_WIRE_FORMATS(FORMAT) FORMAT(Fp8Block128Format)
 
@@ -31,7 +31,7 @@ namespace jax_ep {
 inline constexpr const char* kFormatNames[] = {JAX_EP_TOKEN_FORMATS(JAX_EP_NAME)};
 #undef JAX_EP_NAME
 
-// Calls `visit(Format{})` for the format named `name`; false where there is none.
+// Calls `visit(Format{})` for the format named `name`; returns false if there is none.
 template <typename Visit>
 bool VisitFormat(std::string_view name, Visit&& visit) {
 #define JAX_EP_VISIT(Format)   \

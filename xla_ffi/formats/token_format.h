@@ -1,6 +1,6 @@
-// What a token format is: how a token becomes payload and scales in a message. One header a format;
-// registry.h lists them. A format gives pure pieces, host and device; who walks over a row (a loop
-// of the CPU, lanes of a warp) puts them together.
+// What a token format is: how a token becomes the payload and the scales of a message. Each format
+// has a header of its own, and registry.h lists them. A format provides pure functions for host and
+// device; whoever walks over a row (a CPU loop, the lanes of a warp) puts them together.
 #pragma once
 
 #include <concepts>
@@ -21,7 +21,7 @@ concept TokenFormat = requires(int64_t hidden, int64_t element_bytes) {
   // dtype names of `tokens` and `scales`; nullptr: the token's own dtype, and no scales.
   { F::kPayloadDtype } -> std::convertible_to<const char*>;
   { F::kScaleDtype } -> std::convertible_to<const char*>;
-  // Whether input_scale means anything.
+  // Whether the format uses input_scale.
   { F::kTakesInputScale } -> std::convertible_to<bool>;
   { F::PayloadBytes(hidden, element_bytes) } -> std::same_as<int64_t>;
   { F::ScaleBytes(hidden) } -> std::same_as<int64_t>;
@@ -32,46 +32,46 @@ int64_t PayloadBytes(const EpShape& shape) {
   return Format::PayloadBytes(shape.hidden, shape.element_bytes);
 }
 
-// Of what travels along a known route, which has no scale of its own.
+// The input_scale of what travels along a known route and has none of its own.
 inline constexpr float kNoInputScale = 1.0f;
-// In its place where gradients travel: wire formats then take blocks down to an amax of 2^-80 as
-// they are, because the gradients of a mean over many tokens are often below 1e-8.
+// Takes its place where gradients travel. Wire formats then use the amax of a block as it is down
+// to 2^-80, because the gradients of a mean over many tokens are often below 1e-8.
 inline constexpr float kOfGradients = 0x1p-80f;
-// What a format takes along a known route: what travels quantised there are gradients.
+// The input_scale that a format takes along a known route, where only gradients travel quantised.
 template <typename Format>
 inline constexpr float kRouteInputScale = Format::kTakesInputScale ? kNoInputScale : kOfGradients;
 
 // A format that makes codes and scales of blocks. A value x of a block is
 //   Code::Encode(Scaled<F>(x, F::FactorOf(scale, input_scale))),
 // with scale = F::ScaleOf(amax_bits, input_scale), and comes back as Restored(Code::Decode(code),
-// ScaleValue(scale), input_scale). `amax_bits` is the largest of the elements' absolute float32
-// bits: of a block with NaN or Inf at least 0x7F800000. The factor is NaN where all codes of a
-// block are those of a NaN.
+// ScaleValue(scale), input_scale). `amax_bits` is the largest of the elements' float32 bits without
+// the sign, so it is at least 0x7F800000 in a block with NaN or Inf. The factor is NaN where all
+// codes of a block are those of a NaN.
 template <typename F>
 concept QuantizedFormat =
     TokenFormat<F> && F::kBlock >= 16 && F::kBlock <= 128 && (F::kBlock & (F::kBlock - 1)) == 0 &&
     requires(uint32_t bits, float value, typename F::Scale scale) {
-      // Of an element: kBits, Encode, Decode and, on the device, EncodeWord and DecodeTwo.
+      // The code of an element: kBits, Encode, Decode and, on the device, EncodeWord and DecodeTwo.
       typename F::Code;
-      // What `scales` holds of a block.
+      // What `scales` holds for a block.
       typename F::Scale;
       { F::ScaleOf(bits, value) } -> std::same_as<typename F::Scale>;
       { F::FactorOf(scale, value) } -> std::same_as<float>;
-      // Whether x is divided by the factor or multiplied with it. GPUs divide rightly by what
-      // DividerBy takes.
+      // Whether x is divided by the factor or multiplied by it. GPUs divide correctly by the
+      // numbers that DividerBy takes.
       { F::kDivides } -> std::convertible_to<bool>;
       { F::ScaleValue(scale) } -> std::same_as<float>;
       { F::Restored(value, value, value) } -> std::same_as<float>;
     };
 
-// Whether block-scaled matmuls take its scales in tiles: those that are bytes, of 16 or 32
-// elements.
+// Whether block-scaled matmuls take the format's scales in tiles. They take scales that are bytes,
+// of 16 or 32 elements.
 template <TokenFormat F>
 inline constexpr bool kTilesScales = false;
 template <QuantizedFormat F>
 inline constexpr bool kTilesScales<F> = sizeof(typename F::Scale) == 1 && F::kBlock <= 32;
 
-// Whether matmuls take its scales in columns: those that are floats.
+// Whether matmuls take the format's scales in columns. They take scales that are floats.
 template <TokenFormat F>
 inline constexpr bool kColumnsOfScales = false;
 template <QuantizedFormat F>
@@ -82,7 +82,7 @@ JAX_EP_HOST_DEVICE float Scaled(float x, float factor) {
   return Format::kDivides ? Divide(x, factor) : Multiply(x, factor);
 }
 
-// Bytes of a payload and of scales follow from the pieces.
+// Derives the bytes of a payload and of its scales from the code, the scale and the block.
 template <typename Code, typename ScaleType, int64_t kElements>
 struct BlockSizes {
   static constexpr int64_t kBlock = kElements;

@@ -1,8 +1,8 @@
 // Grouped matmuls on Hopper: what a call multiplies.
 //
 // N rows lie in L groups of `sizes`, one after the other; group g has a matrix of its own. Sums are
-// float32. Rows past the groups are neither written nor do they change any result, whatever they
-// hold; a NaN stays in its row. Sizes that are negative or reach past N are cut.
+// float32. Rows past the groups are not written, and whatever they hold changes no result; a NaN
+// stays in its row. Sizes that are negative or reach past N are clamped.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace jax_ep {
 
-// Shapes are in the order of memory. K is left_columns, B is columns; 16-bit operands are of
-// `element`, codes are e4m3 with a float32 scale per 128.
+// Shapes are in the order of memory. K is left_columns, B is columns. 16-bit operands have the type
+// `element`; codes are e4m3 with a float32 scale per 128.
 enum class MatmulKind {
   kRows,            // [N, K] x [L, K, B] -> [N, B]
   kRowsTransposed,  // [N, K] x [L, B, K] -> [N, B]
@@ -21,7 +21,7 @@ enum class MatmulKind {
   kOuter,           // [N, K] x [N, B] -> [L, K, B], sums over each group's rows
   kCodeRows,        // kRowsTransposed of codes
   kCodeGateUp,      // [N, K] x [L, 2, B, K] -> h [N, B] as codes
-  kCodeDownBack,    // kDownBack of codes -> [N, 2, B] as codes, and as they are
+  kCodeDownBack,    // kDownBack of codes -> [N, 2, B] as codes, and in `element`
 };
 
 JAX_EP_HOST_DEVICE constexpr bool OfCodes(MatmulKind kind) { return kind >= MatmulKind::kCodeRows; }
@@ -50,13 +50,13 @@ struct MatmulStep {
   // kDownBack and kCodeDownBack read them from there.
   void* both;
   void* out;          // codes in kCodeGateUp and kCodeDownBack
-  float* out_scales;  // of those, per 128
+  float* out_scales;  // of these codes, per 128
   // kDownBack and kCodeDownBack: the cotangents of gate and up in `element`, [N, 2, B]; may be
   // `both`.
   void* to_both;
 };
 
-// Columns are in multiples of this: 16 bytes of 16-bit elements, or a block of codes.
+// Numbers of columns are multiples of this: 16 bytes of 16-bit elements, or a block of codes.
 constexpr int64_t ColumnsAlign(MatmulKind kind) { return OfCodes(kind) ? 128 : 8; }
 
 // Quantises matrices per 128 x 128 block by the rule of "fp8_block128", with amax over the block.
@@ -72,30 +72,30 @@ struct QuantizeMatricesStep {
   uint8_t* turned;       // [G, Z, B, A], the same codes; or nullptr
 };
 
-// How kernels read matrices of four bits, codes of "mxfp4": e2m1 with a power of two per 32 of the
-// contracted dimension K. They lie as [L, tiles, K / 32, kFourBitAtomBytes]. A tile has
-// kFourBitColumns columns of a matrix, or in a product with SwiGLU half as many of gate, then the
-// same of up. An atom holds them for 32 of K. Column 16 * m + 8 * h + r has its codes of K = 8 * q
-// to 8 * q + 7 in a word of four bytes at 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h.
-// Even K are in its lower half, the others in its upper half, each half with four codes: where
-// decoding takes the fewest instructions, K = 0, 2, 4, 6 (or 1, 3, 5, 7) have their signs in bits
-// 15, 11, 9, 10, and the other bits from bit 6, 3, 0, 12 on. The column's scale is the byte at 2048
-// + 16 * r + 2 * m + h.
+// The layout of four-bit matrices for kernels. Their codes are those of "mxfp4": e2m1 with a power
+// of two per 32 of the contracted dimension K. They lie as [L, tiles, K / 32, kFourBitAtomBytes]. A
+// tile has kFourBitColumns columns of a matrix or, in a product with SwiGLU, half as many of gate
+// followed by as many of up. An atom holds the tile for 32 of K. Column 16 * m + 8 * h + r has its
+// codes for K = 8 * q to 8 * q + 7 in the word of four bytes that begins at byte
+// 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h. Even K are in the lower half of the word
+// and odd K in the upper half, four codes in each. They are placed so that decoding takes the
+// fewest instructions: K = 0, 2, 4, 6 (or 1, 3, 5, 7) have their signs in bits 15, 11, 9, 10 of the
+// half, and their other bits from bit 6, 3, 0, 12 on. The column's scale is the byte at
+// 2048 + 16 * r + 2 * m + h.
 inline constexpr int64_t kFourBitColumns = 128;
 inline constexpr int64_t kFourBitSteps = 32;
 inline constexpr int64_t kFourBitAtomBytes = kFourBitColumns * kFourBitSteps / 2 + kFourBitColumns;
 // K is a multiple of this.
 inline constexpr int64_t kFourBitAlign = 128;
 
-// A product with such matrices, for few rows; what is said above of rows, NaN and sizes holds here,
-// too.
+// A product with such matrices, for few rows. Rows, NaN and sizes are treated as in MatmulStep.
 struct FourBitStep {
   bool gate_up;              // whether SwiGLU follows
   ElementType out_element;   // bfloat16 or float32
   int64_t rows;              // N
   int64_t groups;            // L
   int64_t left_columns;      // K
-  int64_t columns;           // B, of each side; a multiple of a tile's
+  int64_t columns;           // B, of each side; a multiple of the columns that a tile has of it
   const int32_t* sizes;      // [L]
   const void* left;          // [N, K] of bfloat16, or e4m3 codes
   const float* left_scales;  // [N, K / 128] of codes, else null

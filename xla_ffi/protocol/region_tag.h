@@ -18,8 +18,9 @@ struct RegionTag {
   // Digest of the other arguments of Of; the lowest bits are the op itself.
   uint32_t call = 0;
 
-  // `site` is a digest of the user's line. The receive half of a call does not know it and need
-  // not: the rank's own region is among those that arrive, and tags are compared with each other.
+  // `site` is a digest of the user's line. The receive half of a call does not know it and does not
+  // need it: the rank's own region is among those that arrive, and tags are compared with each
+  // other.
   static constexpr RegionTag Of(int64_t key, CallOp op, bool in_halves, int64_t site,
                                 int64_t region_bytes) {
     // The highest of a site's 64 bits is never set.

@@ -1,4 +1,4 @@
-// Passes over the rows at an expert rank that gradients need. They leave out rows that no token has
+// The passes over an expert rank's rows that gradients need. They leave out rows that no token has
 // reached, which are neither read nor written.
 #pragma once
 
@@ -8,21 +8,21 @@
 
 namespace jax_ep {
 
-// The way back through a combine: what combine's cotangent sent to each row becomes the cotangents
+// The backward pass of a combine: turns the cotangents that have been sent to the rows into those
 // of expert_out and of the weights.
 struct CombineBackStep {
   ElementType element;
   int64_t rows;              // N
-  int64_t hidden;            // H, of 16 bytes at least
+  int64_t hidden;            // H; a row has at least 16 bytes
   const void* expert_out;    // [N, H]
   const float* row_weights;  // [N]
   const int32_t* row_slot;   // [N], negative in rows that are left out
-  const void* cotangents;    // [N, H], the memory of to_rows
+  const void* cotangents;    // [N, H], in the memory of to_rows
   void* to_rows;             // [N, H]: row_weights * cotangents, rounded once
   float* to_weights;         // [N]: <cotangents, expert_out>; 0 in rows that are left out
 };
 
-// The rows of groups, one after the other; sizes that are negative or reach past N are cut.
+// Rows in groups that lie one after the other. Sizes that are negative or reach past N are clamped.
 struct GroupedRows {
   int64_t rows;          // N
   int64_t groups;        // L
@@ -30,7 +30,7 @@ struct GroupedRows {
   const int32_t* sizes;  // [L]
 };
 
-// Cotangents to codes of "fp8_block128" with the floor of gradients.
+// Quantises cotangents to codes of "fp8_block128", with the floor for gradients.
 struct QuantizeCotangentsStep : GroupedRows {
   ElementType element;
   const void* values;  // [N, A]
@@ -38,7 +38,7 @@ struct QuantizeCotangentsStep : GroupedRows {
   float* scales;       // [N, A / 128]
 };
 
-// Codes of "fp8_block128" to elements.
+// Turns codes of "fp8_block128" into elements.
 struct DequantizeRowsStep : GroupedRows {
   ElementType out_element;
   const uint8_t* codes;   // [N, A]

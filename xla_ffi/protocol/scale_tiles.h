@@ -1,9 +1,8 @@
-// The layouts of scales besides rows. "columns" has a line per block of columns, in which lie the
+// The layouts of scales besides rows. "columns" has one line per block of columns, which holds the
 // scales of all rows, padded to whole vectors.
 //
-// "tiled_128x4" is the layout that block-scaled matmuls take. A tile holds 128
-// rows of a group and 4 columns, a word the 4 columns of one row. Every group begins with a new
-// tile.
+// "tiled_128x4" is the layout that block-scaled matmuls take. A tile holds 128 rows of a group and
+// 4 columns, a word the 4 columns of one row. Every group begins with a new tile.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,7 @@ inline constexpr int64_t kTileColumns = 4;
 
 enum class ScaleLayout : int32_t { kRows, kTiled128x4, kColumns };
 
-// The length of a line of "columns", of scales of 4 bytes.
+// The length of a line of "columns", in scales of 4 bytes.
 JAX_EP_HOST_DEVICE constexpr int64_t ScaleLine(int64_t rows) { return RoundUp(rows, 4); }
 
 struct ScaleTiles {

@@ -15,8 +15,8 @@ enum class ElementType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 constexpr int64_t ElementBytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
-// Where a call reports the first id outside [-1, E). One thread of one call writes it, and then
-// nobody until ep.check() frees it.
+// Where a call reports the first id outside [-1, E). One thread of one call writes it; nobody
+// writes it again until ep.check() frees it.
 struct alignas(16) InvalidIdReport {
   static constexpr int32_t kFree = 0;
   static constexpr int32_t kSet = 1;
@@ -28,7 +28,8 @@ struct alignas(16) InvalidIdReport {
   int32_t state;
 };
 
-// Where a call reports that the ranks of its exchange were in different calls. Written likewise.
+// Where a call reports that the ranks of its exchange were in different calls. It is written in the
+// same way.
 struct alignas(16) MixedCallReport {
   static constexpr int32_t kFree = InvalidIdReport::kFree;
   static constexpr int32_t kSet = InvalidIdReport::kSet;
@@ -47,7 +48,7 @@ JAX_EP_HOST_DEVICE MixedCallReport MixedCallOf(int32_t source, RegionTag own, Re
 }
 
 // What an unpack needs in order to report mixed-up calls. It always looks for them; if it finds
-// any, its results are those of no call: NaN, -1 and 0.
+// any, it fills its results with NaN, -1 and 0.
 struct MixedCallCheck {
   int32_t own_rank = 0;               // used in the report only
   MixedCallReport* report = nullptr;  // nullptr: mixed-up calls are not reported
@@ -70,7 +71,7 @@ struct PackStep {
   const uint8_t* token_scales = nullptr;  // [n, scales] of tokens that are codes
 };
 
-// What a first dispatch leaves at the expert rank. Every step that places rows extends it.
+// What a first dispatch leaves at the expert rank. The steps that place its rows extend it.
 struct Arrivals {
   uint8_t* rows;  // [N, payload]
   // In formats with scales: [N, scales] or, tiled, [tiles, words, 32, 4, 4] or, in columns,
@@ -145,8 +146,8 @@ struct CombinePackStep {
 };
 
 // reduce at the source: the ranks' sums, in ascending order of ranks -> tokens. With `by_entry`
-// each row has come in a message of its own and is weighted here, in k order. The shared expert's
-// row is added last.
+// each row has come in a message of its own, and the rows are weighted and added here in k order.
+// The shared expert's row is added last.
 struct CombineUnpackStep {
   EpShape shape;
   ElementType element;  // of output and residual
@@ -161,7 +162,8 @@ struct CombineUnpackStep {
   bool by_entry = false;   // regions have n * K slots, and slot_of is the message of each entry
   const float* entry_weights = nullptr;  // [n, K] with by_entry, nullptr = 1
   const void* shared_rows = nullptr;     // [N, H] or nullptr
-  // [2]: the first token and the number of those whose shared rows come first in shared_rows.
+  // [2]: the first token with a row in shared_rows, and how many tokens have one. Their rows come
+  // first there.
   const int32_t* shared_part = nullptr;
   MixedCallCheck check{};
 

@@ -32,7 +32,7 @@ struct WindowDispatchStep : Arrivals {
 };
 
 // encode + exchange + decode + place, following a known route; rows without a token become zero,
-// unless their caller says that all of them are in the tail and nobody reads it.
+// unless the caller says that all of them are in the tail, which nobody reads.
 struct WindowCachedDispatchStep {
   EpShape shape;
   ElementType element;  // of tokens and rows

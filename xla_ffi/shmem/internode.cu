@@ -250,7 +250,7 @@ class InternodeBlock {
     }
   }
 
-  // Passes a failure on that this rank has already told the ranks of its node.
+  // Passes on a failure that this rank has already told the ranks of its node.
   __device__ void TellFailure() const {
     // Read once for the whole block, as in LoadGate.
     __syncthreads();

@@ -29,7 +29,7 @@ _ROUTE = ("slot_of", "slot_counts", "row_slot", "row_of")
 
 
 def differs(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Which entries of dimension 0 have different bits."""
+    """Returns which entries of dimension 0 have different bits."""
     kind = f"uint{8 * a.dtype.itemsize}"
     different = lax.bitcast_convert_type(a, kind) != lax.bitcast_convert_type(b, kind)
     return different.reshape(a.shape[0], -1).any(axis=1)
@@ -38,7 +38,7 @@ def differs(a: jax.Array, b: jax.Array) -> jax.Array:
 def _differences(
     a: dict[str, Any], b: dict[str, Any], zero_tail: bool
 ) -> dict[str, jax.Array]:
-    """int32 [1] entries of dimension 0 that differ on one rank, by field."""
+    """Counts the entries of dimension 0 that differ on one rank: int32 [1] by field."""
     rows = jnp.arange(a["tokens"].shape[0]) < a["row_offsets"][-1]
     different = {name: differs(a[name], b[name]) for name in _EXACT}
     for name in _ROWS:
@@ -64,7 +64,7 @@ def _fields(d: Any) -> dict[str, Any]:
 
 
 def _names(counts: dict[str, jax.Array]) -> dict[str, int]:
-    # jnp: a count may be of several processes.
+    # jnp, because a count may be an array of several processes.
     found = {name: int(jnp.sum(count)) for name, count in counts.items()}
     return {name: count for name, count in found.items() if count}
 
@@ -75,7 +75,7 @@ def _compare_dispatched(mesh: Mesh, zero_tail: bool) -> Callable[..., Any]:
 
 
 def dispatched(mesh: Mesh, config: Any, a: Any, b: Any) -> dict[str, int]:
-    """Entries that differ between two Dispatched, by field; {} if none do."""
+    """Counts the entries that differ between two Dispatched, by field; {} if none."""
     compare = _compare_dispatched(mesh, config.zero_tail)
     return _names(compare(_fields(a), _fields(b)))
 
@@ -86,7 +86,7 @@ def _compare_arrays(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def combined(a: jax.Array, b: jax.Array) -> dict[str, int]:
-    """Rows that differ between two combines, in the form of `dispatched`."""
+    """Counts the rows that differ between two combines, in the form of `dispatched`."""
     return _names({"y": _compare_arrays(a, b)})
 
 
@@ -100,13 +100,16 @@ def _largest_error(got: jax.Array, want: jax.Array, skip: Any) -> jax.Array:
 
 
 def largest_error(got: jax.Array, want: jax.Array, skip: Any = None) -> float:
-    """Largest error over the largest element, but for the entries `skip` of dim 0."""
+    """Returns the largest error over the largest element.
+
+    The entries `skip` of dimension 0 are left out of the error.
+    """
     skip = jnp.zeros(1, bool) if skip is None else skip
     return float(_largest_error(got, want, skip))
 
 
 def call_dispatch(mesh: Mesh, ep: Any) -> Callable[..., Any]:
-    """`dispatch` on global arrays: tokens, ids, weights, scales of codes or None."""
+    """Returns `dispatch` for global arrays: tokens, ids, weights, codes' scales."""
 
     def dispatch(tokens: Any, ids: Any, weights: Any, scales: Any = None) -> Any:
         return jax_ep.dispatch(ep, tokens, ids, weights, token_scales=scales)
@@ -115,12 +118,12 @@ def call_dispatch(mesh: Mesh, ep: Any) -> Callable[..., Any]:
 
 
 def call_combine(mesh: Mesh, ep: Any) -> Callable[..., Any]:
-    """`combine` on global arrays: expert rows, route, weights."""
+    """Returns `combine` for global arrays: expert rows, route, weights."""
     return mapped(mesh, functools.partial(jax_ep.combine, ep))
 
 
 def mapped(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of one rank's arrays, jitted for global arrays stacked on dim 0."""
+    """Jits `function` of one rank's arrays for global arrays, stacked on dim 0."""
     spec = P("ep")
     return jax.jit(
         jax.shard_map(

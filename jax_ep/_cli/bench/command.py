@@ -43,7 +43,7 @@ or with --compare a file that is no record, 130 interrupted
 """
 
 _SIZES: dict[str, Any] = {"hidden": 7168, "experts": 256, "top_k": 8}
-# What has another default where there are no GPUs.
+# Options that have another default without GPUs.
 _SMALL: dict[str, Any] = {"hidden": 128, "experts": 32, "top_k": 2, "milliseconds": 20}
 _SMALL |= {"transports": ["collective"], "tokens": [128, 16]}
 
@@ -130,7 +130,7 @@ def _compare_files(paths: list[str], tolerance: float) -> int:
 
 
 def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Found out now, not after minutes of measuring."""
+    """Checks the output files now, not after minutes of measuring."""
     from jax_ep._cli.demo import picture
 
     if args.plot is not None:
@@ -151,7 +151,7 @@ def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 
 
 def _measure(args: argparse.Namespace) -> int:
-    # Asked in a process that ends: one that keeps the GPUs would disturb the timing.
+    # Asks in a process that ends: one that keeps the GPUs would disturb the timing.
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     what = "import jax; print(jax.default_backend(), jax.device_count())"
     # -P: a jax.py in the current folder must not be imported.
@@ -165,7 +165,7 @@ def _measure(args: argparse.Namespace) -> int:
     on_cpu = backend == "cpu"
     problem = _sizes_problem(args, on_cpu, int(devices))
     if on_cpu and "p2p" in (args.transports or ()):
-        # Known now: no case of it could be measured.
+        # Reported now, because no case of it could be measured.
         problem = (
             "--transports p2p needs GPUs, and JAX found only CPU devices here; use "
             "--transports collective"
@@ -189,7 +189,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str | None:
-    """What no run can serve; None where all is well."""
+    """Returns why no run can have these sizes, or None if all is well."""
     from jax_ep._core.config import EPConfig
 
     usual = _SMALL if on_cpu else _SIZES
@@ -216,11 +216,11 @@ def _sizes_problem(args: argparse.Namespace, on_cpu: bool, devices: int) -> str 
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user chose, as entries of a plan."""
+    """Returns what the user chose, as entries of a plan."""
     found: dict[str, Any] = {"quick": True} if args.quick else {}
     for name in ("tokens", "transports"):
         if getattr(args, name):
-            # What is named twice is one case.
+            # A value given twice is one case.
             found[name] = list(dict.fromkeys(getattr(args, name)))
     for name in ("hidden", "experts", "top_k", "seed", "budget"):
         if getattr(args, name) is not None:
@@ -229,7 +229,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _command(given: dict[str, Any]) -> str:
-    """What makes the same record again."""
+    """Returns the command that makes the same record again."""
     words = ["jax-ep", "bench"]
     for name, value in given.items():
         words.append(f"--{name.replace('_', '-')}")
@@ -239,7 +239,7 @@ def _command(given: dict[str, Any]) -> str:
 
 
 def _peak() -> measure.Peak:
-    """No peak where its copy kernels cannot be built or run."""
+    """Measures the peak; returns none if its copy kernels cannot be built or run."""
     try:
         return cuda.peer_write_peak()
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:

@@ -16,7 +16,7 @@ _WHOLE, _TIME = "a whole number of at least 0", "a finite number above 0"
 _FITS: dict[str, Callable[[Any], bool]] = {
     _TEXT: lambda value: isinstance(value, str) and value.isprintable(),
     _TRUTH: lambda value: isinstance(value, bool),
-    # bool is an int, too.
+    # type() rather than isinstance, because bool is a subclass of int.
     _WHOLE: lambda value: type(value) is int and value >= 0,
     # Integers may be above what a float can hold.
     _TIME: lambda value: (
@@ -33,10 +33,10 @@ _ROW_MAY |= {"zero_tail": _TRUTH, "wrong": _TRUTH}
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """The record of `jax-ep bench` in the file `path`, fit to be compared.
+    """Returns the record of `jax-ep bench` in the file `path`, fit to be compared.
 
     Raises:
-        ValueError: it is none, or cannot be read; one line says which and why.
+        ValueError: it is no record, or cannot be read; one line says which and why.
     """
     try:
         record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def _check_record(record: Any) -> None:
         where = f"results[{index}]"
         if not isinstance(row, dict):
             raise ValueError(f"{where} must be an object, got {reprlib.repr(row)}")
-        # One without a time says what could not be measured.
+        # A row without a time says what could not be measured.
         if "us" in row:
             _check(row, f"{where}.", _ROW, _ROW_MAY)
             first = seen.setdefault(_case(row), index)
@@ -85,7 +85,7 @@ def _check(
 
 
 _CASE = ("op", "tokens", "routing", "transport", "num_sms", "flags", "zero_tail")
-_PLAIN = "bf16"  # of rows that name no format, too
+_PLAIN = "bf16"  # also the format of rows that name none
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def _case(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
-    """By case the microseconds, or None where the result was wrong."""
+    """Returns the microseconds by case, or None if the result was wrong."""
     found = {}
     for row in record["results"]:
         if "us" in row:
@@ -102,7 +102,7 @@ def _times(record: dict[str, Any]) -> dict[tuple[Any, ...], float | None]:
 
 
 def _case_cells(case: tuple[Any, ...]) -> tuple[str, str, str, str]:
-    """Op, tokens, routing, and the transport with what tells it from others."""
+    """Returns op, tokens, routing, and the transport with its options."""
     op, tokens, routing, transport, num_sms, flags, zero_tail, form = case
     name = f"{transport}{f', {num_sms} SMs' if num_sms else ''}"
     name += f", {flags}" if flags else ""
@@ -114,10 +114,10 @@ def _case_cells(case: tuple[Any, ...]) -> tuple[str, str, str, str]:
 def compare(
     before: dict[str, Any], after: dict[str, Any], tolerance: float
 ) -> tuple[list[str], int]:
-    """A table of both runs' times, and how many things are not as they should be.
+    """Returns a table of both runs' times, and the number of failures.
 
-    That is: calls slower than tolerated, what `after` lacks or has wrong, and what is
-    not alike about the runs.
+    Failures are calls slower than tolerated, cases that `after` lacks or has wrong, and
+    facts that differ between the runs.
     """
     lines = []
     for name, record in (("before", before), ("after", after)):
@@ -139,7 +139,7 @@ def compare(
         was, now = old.get(case), new.get(case)
         then = f"{was:.1f} us" if was is not None else ""
         if now is None:
-            # What was wrong before is no loss where it is gone.
+            # A case that was wrong before is no loss if it is missing.
             bad = case in new or was is not None
             unfit += bad
             verdict = "WRONG" if case in new else "MISSING" if bad else "missing"

@@ -1,4 +1,4 @@
-"""CUDA programs that are compiled where they run, and the limit that one finds."""
+"""Compiles CUDA programs where they run, and measures the peak of writes to peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = ("-O3", "-std=c++20", "--Werror=all-warnings")
 
 
 def find_nvcc() -> str:
-    """The compiler of CUDA_HOME, of PATH, or where toolkits are installed."""
+    """Returns the nvcc of CUDA_HOME, of PATH, or where toolkits are installed."""
     home = os.environ.get("CUDA_HOME")
     candidates = [str(pathlib.Path(home, "bin", "nvcc"))] if home else []
     candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
@@ -32,7 +32,7 @@ def build(
 ) -> tuple[pathlib.Path, str]:
     """Compiles a program; returns its path and nvcc's version."""
     made = pathlib.Path(tempfile.mkdtemp(prefix="jax_ep_")) / source.stem
-    # Not -arch for features of one GPU: it makes PTX without them, too.
+    # Not -arch, which would also make PTX, without the features of this GPU.
     target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
     command = [nvcc, *FLAGS, target, "-Xcompiler=-Wall,-Wextra", *flags]
     done = subprocess.run(
@@ -53,8 +53,8 @@ def build(
 def run(
     program: pathlib.Path, arguments: Sequence[str], limit: float
 ) -> dict[str, Any]:
-    """The report that a program prints; the error of one that fails has it too."""
-    # What it measures is bounded by itself; a hung GPU is not.
+    """Returns the report that a program prints; if it fails, the error has it."""
+    # The program bounds its measurements itself, but not a hung GPU.
     try:
         done = subprocess.run(
             [str(program.resolve()), *arguments],
@@ -73,16 +73,17 @@ def run(
 
 
 def copy_peak(report: dict[str, Any]) -> float | None:
-    """GB/s of the fastest copy kernel among a report's writes to peers."""
+    """Returns the GB/s of the fastest copy kernel among a report's writes to peers."""
     rows = report.get("peer_write", [])
     copies = [row["gb_s"] for row in rows if row["pattern"].endswith("copy")]
     return max(copies, default=None)
 
 
 def peer_write_peak() -> tuple[float | None, dict[str, Any]]:
-    """What each GPU can write to the others, all at once, and the report it is from.
+    """Measures how fast each GPU can write to the others while all do.
 
-    In GB/s; None for a single GPU. Without GPUs the report is empty.
+    Returns:
+        GB/s, None for a single GPU; and the report, empty without GPUs.
     """
     if record.driver() == "unknown":
         return None, {}

@@ -1,6 +1,6 @@
 """Draws a record: microseconds and GB/s against T, with the wire's floor.
 
-Needs matplotlib. The picture says in its metadata which record it shows.
+Needs matplotlib. The picture's metadata has a digest of the record that it shows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def available() -> bool:
 
 
 def mark(record: dict[str, Any]) -> str:
-    """What a picture of `record` has in its metadata: a digest of the record."""
+    """Returns the metadata of a picture of `record`: a digest of the record."""
     text = json.dumps(record, sort_keys=True)
     return f"jax_ep p2p {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -48,9 +48,9 @@ def _points(rows: Sequence[report.Row], key: str) -> list[tuple[Any, ...]]:
 
 
 def _draw_column(axes: Any, rows: Sequence[report.Row], peak: float | None) -> None:
-    """Times above, speeds below, of one operation."""
+    """Draws the times of one operation, and below them its speeds."""
     times, speeds = axes
-    # Skewed routing is shown of one transport, the fastest of jax_ep's.
+    # Skewed routing is shown for one transport only, the fastest of jax_ep's.
     skewed = "p2p_us" if any(row["p2p"] for row in rows) else "collective_us"
     for routing, style in _ROUTINGS.items():
         drawn = [row for row in rows if row["routing"] == routing]
@@ -61,7 +61,7 @@ def _draw_column(axes: Any, rows: Sequence[report.Row], peak: float | None) -> N
                 continue
             tokens, us, gb_s = zip(*points, strict=True)
             look = {"color": colour, "marker": marker, "ms": 5, "ls": style, "lw": 1.8}
-            # The limits leave out no point; a marker may reach over the axis.
+            # The limits include all points, but a marker may extend past the axis.
             look["clip_on"] = False
             name = label if plain else f"{label}, skewed (Zipf) routing"
             times.plot(tokens, us, label=name, **look)
@@ -112,7 +112,7 @@ def _measured(row_of_axes: Any) -> list[float]:
 
 
 def _scale_times(row_of_axes: Any) -> None:
-    """Logarithmic, with room around the measured times; the floor may leave it."""
+    """Makes the scale logarithmic, fitted to the measured times but not the floor."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     values = _measured(row_of_axes)
@@ -120,13 +120,13 @@ def _scale_times(row_of_axes: Any) -> None:
     first.set_yscale("log")
     if not values:
         return
-    # Of few decades, which would be labelled alone, some more are.
+    # Over few decades, labels 2 and 5 of each decade as well.
     ratio = max(values) / min(values)
     few = ratio < 100
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
     first.yaxis.set_minor_locator(NullLocator())
     first.yaxis.set_major_formatter("{x:,g}")
-    # Times that hardly differ are shown so.
+    # Times that hardly differ must look so.
     room = max(1.1 * ratio**0.06, (4 / ratio) ** 0.5)
     first.set_ylim(min(values) / room, max(values) * room)
 
@@ -137,8 +137,8 @@ def _scale_speeds(row_of_axes: Any, peak: float | None) -> None:
 
 
 def figure(record: dict[str, Any]) -> Any:
-    """The picture of a record as a matplotlib figure."""
-    # Without pyplot: nothing global is touched and no display is looked for.
+    """Returns the picture of a record as a matplotlib figure."""
+    # Not pyplot, which changes global state and looks for a display.
     from matplotlib.figure import Figure
 
     rows = report.summary(record["results"])

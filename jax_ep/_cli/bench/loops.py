@@ -1,14 +1,14 @@
 """Programs that call one operation many times, compiled, checked and timed.
 
 A program is a loop around a body of unrolled calls, which XLA captures in a CUDA graph
-where it can. Each call waits for the one before it. There are two ways to say so:
+if it can. Each call waits for the one before it. There are two ways to express that:
 
-* "barrier": an optimization barrier ties a call's ids to the outputs of the call
-  before. XLA's GPU compiler drops barriers when everything is scheduled, so nothing
-  runs between two calls.
-* "data": a value that is always zero, but not to XLA, is added to the ids, which costs
-  one small kernel per call. For operations that are slow anyway, and for XLA's CPU
-  compiler, which drops barriers so early that it merges calls.
+* "barrier": an optimization barrier ties a call's ids to the outputs of the previous
+  call. XLA's GPU compiler drops barriers once everything is scheduled, so nothing runs
+  between two calls.
+* "data": a value that is always zero, which XLA cannot know, is added to the ids. This
+  costs one small kernel per call. It serves operations that are slow anyway, and XLA's
+  CPU compiler, which drops barriers so early that it merges calls.
 
 A program returns a checksum over its calls' outputs.
 """
@@ -36,7 +36,7 @@ from jax_ep._cli.bench import checks
 from jax_ep._native import loader
 
 _COMPILER_THREADS = 8
-_NEVER = 0xFFFFFFFF  # no checksum of one call: their elements have at most 16 bits
+_NEVER = 0xFFFFFFFF  # no call has this checksum, because elements are cut to 16 bits
 
 
 @dataclasses.dataclass
@@ -44,11 +44,12 @@ class Operation:
     """One operation on one rank's arrays, to be called in turn with several draws.
 
     Attributes:
-        step: of (first, rest, shared); returns the arrays that must be computed.
-        draws: pairs (first, rest) of global arrays; `first` is what ties the calls.
+        step: a function of (first, rest, shared) that returns the arrays that must be
+            computed.
+        draws: pairs (first, rest) of global arrays; `first` ties the calls.
         shared: global arrays, the same for every call.
         target: a custom call that the compiled program must have once per call.
-        product: an array such as the compiled program must make once per call.
+        product: shape and dtype of an array that the program must make once per call.
     """
 
     step: Callable[..., list[jax.Array]]
@@ -60,7 +61,7 @@ class Operation:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled program of `calls` calls, and what it is made of."""
+    """A compiled program of `calls` calls, and facts about it."""
 
     run: Callable[[], jax.Array]
     calls: int
@@ -71,7 +72,7 @@ class Program:
 
 
 def last_element(array: jax.Array) -> jax.Array:
-    """The lowest 16 bits of the last element, as uint32."""
+    """Returns the lowest 16 bits of the last element, as uint32."""
     last = array.reshape(-1)[-1]
     bits = lax.bitcast_convert_type(last, f"uint{8 * last.dtype.itemsize}")
     return bits.astype(jnp.uint32) & jnp.uint32(0xFFFF)
@@ -95,7 +96,7 @@ def _body(
     never: jax.Array,
     total: jax.Array,
 ) -> Any:
-    # One trace for all calls.
+    # Jitted, so that all calls share one trace.
     step = jax.jit(operation.step)
     outputs: Any = [total]
     parts = []
@@ -115,7 +116,7 @@ def _body(
 def trace(
     mesh: Mesh, operation: Operation, unrolled: int, iterations: int, tie: str
 ) -> tuple[Any, Any]:
-    """The program, lowered, and its arguments."""
+    """Returns the lowered program and its arguments."""
 
     def program(draws: Any, shared: Any, never: Any) -> Any:
         def body(_: Any, total: Any) -> Any:
@@ -147,9 +148,9 @@ _WORK = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (?:fusion|custom-call)\(")
 
 
 def times_made(text: str, product: jax.ShapeDtypeStruct) -> int:
-    """How many instructions of a compiled program that do work make such an array.
+    """Counts the fusions and custom calls of a program that make such an array.
 
-    The order of dimensions does not count, since some kernels transpose.
+    The order of dimensions does not matter, since some kernels transpose.
     """
     sizes = sorted(size for size in product.shape if size > 1)
     name, count = _TYPES[str(product.dtype)], 0
@@ -169,9 +170,9 @@ def compiling(
     iterations: int,
     tie: str = "barrier",
 ) -> Callable[[], Program]:
-    """A function that compiles a program, so that several can compile side by side.
+    """Returns a function that compiles a program, so that several compile in parallel.
 
-    It takes the other tie where XLA has merged or moved calls.
+    It uses the other tie if XLA has merged or moved calls.
     """
     lowered, arguments = trace(mesh, operation, unrolled, iterations, tie)
 
@@ -205,9 +206,9 @@ def compiling(
 
 
 def compile_all(finishers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """By key what was compiled, all side by side, or the exception of its compilation.
+    """Compiles in parallel; returns each program, or its exception, by key.
 
-    `raised` turns such an exception into an error of the one program.
+    `raised` raises such an exception, so that it only affects one program.
     """
 
     def finish(function: Callable[[], Any]) -> Any:
@@ -221,7 +222,7 @@ def compile_all(finishers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def raised(program: Any) -> Any:
-    """`program`, unless it is an exception."""
+    """Returns `program`; if it is an exception, raises it."""
     if isinstance(program, Exception):
         raise program
     return program
@@ -229,38 +230,41 @@ def raised(program: Any) -> Any:
 
 @functools.cache
 def last_elements(mesh: Mesh) -> Callable[..., Any]:
-    """`last_element` of every rank's part of a global array."""
+    """Returns a function: `last_element` of every rank's part of a global array."""
     return checks.mapped(mesh, lambda array: last_element(array)[None])
 
 
 def expected_checksum(program: Program, last: Sequence[Any]) -> np.ndarray:
-    """What `program` returns on every rank; `last` has each draw's `last_elements`."""
+    """Returns what `program` must return on every rank.
+
+    `last` has the `last_elements` of each draw.
+    """
     sums = [np.asarray(each, np.uint64) for each in last]
     total = sum(sums[call % len(sums)] for call in range(program.unrolled))
     return np.asarray(total * program.iterations).astype(np.uint32)
 
 
 def sizes(spec: dict[str, Any], unrolled: int, us: float) -> tuple[int, int]:
-    """Calls in a loop's body, and iterations, of a program of calls of `us` each.
+    """Returns calls per loop body, and iterations, for calls that take `us` each.
 
-    The program takes the specification's milliseconds, so that starting it does not
-    show; `unrolled` is the default number of calls in the body.
+    The program takes the specification's milliseconds, so that its start is negligible.
+    `unrolled` is the default number of calls in the body.
     """
     unrolled = spec["unrolled"] or unrolled
     return unrolled, max(1, math.ceil(spec["milliseconds"] * 1e3 / us / unrolled))
 
 
 def _launches() -> tuple[int, int]:
-    """(captured, not captured) calls of this process so far; replays do not count.
+    """Returns this process's (captured, not captured) calls; replays do not count.
 
-    Zeros where there is no module for GPUs, or an older one.
+    Returns zeros if there is no module for GPUs, or an older one.
     """
     count = getattr(loader.cuda, "launch_counts", None)
     return count() if count else (0, 0)
 
 
 def spread(unit: str, times: Sequence[float]) -> dict[str, float]:
-    """Median, least and most of repeats, under `unit`."""
+    """Returns median, least and most of repeats, under keys that begin with `unit`."""
     return {
         unit: statistics.median(times),
         f"{unit}_least": min(times),
@@ -272,13 +276,13 @@ def spread(unit: str, times: Sequence[float]) -> dict[str, float]:
 def measure(
     program: Program, repeats: int, last: Sequence[Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Microseconds per call, and what is wrong with the checksum, {} if nothing.
+    """Returns microseconds per call, and what is wrong with the checksum, or {}.
 
     Args:
-        program: what runs once more than `repeats`.
-        repeats: how often it is timed.
-        last: each draw's `last_elements`, from which the checksum follows. Without
-            them the first and the last run only have to agree.
+        program: the program, which runs once more than `repeats`.
+        repeats: how often to time it.
+        last: each draw's `last_elements`, which determine the checksum. Without them
+            the first and the last run only have to agree.
     """
     before = _launches()
     checksum = np.asarray(jax.block_until_ready(program.run()))

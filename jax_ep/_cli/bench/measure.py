@@ -1,8 +1,8 @@
 """Times dispatch and combine over transports and over JAX's ragged_all_to_all.
 
-A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
-by its calls; nothing is subtracted. Results are compared bit for bit with those of the
-collective transport, ragged's sums within a tolerance.
+A time is the host's time for a whole program of many calls on all GPUs, divided by the
+number of calls; nothing is subtracted. Results are compared bit for bit with those of
+the collective transport, except ragged's sums, which have a tolerance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_ep._cli.bench import cuda, record, report
 
-TOKENS = (4096, 128, 1, 1024, 8192, 512, 32, 8)  # what matters most comes first
+TOKENS = (4096, 128, 1, 1024, 8192, 512, 32, 8)  # the most important first
 QUICK_TOKENS = (4096, 128, 1, 1024)
 FORMATS_TOKENS = (4096, 128, 1024, 8192)
 TRANSPORTS = ("p2p", "collective", "ragged")
@@ -41,28 +41,28 @@ Peak = tuple[float | None, dict[str, Any]]
 
 @dataclasses.dataclass
 class Plan:
-    """What is timed. What is None gets its default, which depends on the rest.
+    """What to time. A field that is None gets a default that depends on the others.
 
     Attributes:
-        seed: of routing and tokens.
+        seed: seed of routing and tokens.
         quick: p2p alone, few T, uniform routing.
-        tokens: T, in this order.
-        ragged_tokens: T of ragged.
+        tokens: values of T, in the order to measure them.
+        ragged_tokens: values of T for ragged.
         routing: kinds of routing.
-        transports: of `TRANSPORTS`.
-        num_sms: of p2p, besides the default.
+        transports: names from `TRANSPORTS`.
+        num_sms: numbers of SMs for p2p, besides the default.
         formats: dispatch formats, measured one after the other on each case; combine
             is measured with the first of them.
         codes: formats whose dispatch is also measured with tokens that are quantised
             already.
         combine_format: with it combine is also measured with the second format.
         hidden, experts, top_k, dtype: sizes.
-        repeats: of each program.
-        milliseconds: that a program takes.
-        unrolled: calls in a loop body; 0: the default.
+        repeats: how often each program is timed.
+        milliseconds: how long a program takes.
+        unrolled: calls in a loop body; 0 means the default.
         budget: seconds in all.
-        devices: how many; None: all.
-        here: workers run in this process.
+        devices: number of devices; None means all.
+        here: whether workers run in this process.
     """
 
     seed: int
@@ -106,18 +106,18 @@ class Plan:
 
     @property
     def few(self) -> bool:
-        """Whether only what matters most is measured."""
+        """Whether only the most important cases are measured."""
         return self.quick or self.several
 
     @property
     def plain(self) -> bool:
-        """Whether rows travel as they are."""
+        """Whether all rows are sent in bfloat16."""
         formats = [*self.formats, *self.codes]
         return formats == ["bf16"] and self.combine_format is None
 
 
 def specification(args: Any, **changes: Any) -> dict[str, Any]:
-    """A worker's specification of bfloat16 calls, from a plan or from arguments."""
+    """Returns a worker's specification of bfloat16 calls, from a plan or arguments."""
     names = ("hidden", "experts", "top_k", "seed", "repeats", "milliseconds")
     return {
         **{name: getattr(args, name, None) for name in (*names, "unrolled")},
@@ -130,7 +130,7 @@ def specification(args: Any, **changes: Any) -> dict[str, Any]:
 
 
 def _variants(plan: Plan) -> list[dict[str, Any]]:
-    """The handles of each case: what a specification says of each."""
+    """Returns the entries of a specification for each handle of a case."""
     if not plan.several:
         (name,) = plan.formats
         return [{"format": name, "combine_format": plan.combine_format}]
@@ -146,12 +146,12 @@ def _variants(plan: Plan) -> list[dict[str, Any]]:
 
 
 def ragged(after: float, here: bool) -> Iterator[tuple[str, str, float, Any]]:
-    """`workers` of JAX's own path, with what each measures in place of the rest.
+    """Yields `workers` for JAX's own path, each with the ways that it measures.
 
     Args:
-        after: the share of the time that is over by then.
-        here: whether they run in this process, where flags change nothing: then only
-            what has none.
+        after: the share of the time that is over when they begin.
+        here: whether they run in this process, where flags have no effect. Then only
+            the way without flags is measured.
     """
     ways = RAGGED[:1] if here else RAGGED
     for index, (flags, measured) in enumerate(ways, 1):
@@ -160,7 +160,7 @@ def ragged(after: float, here: bool) -> Iterator[tuple[str, str, float, Any]]:
 
 
 def workers(plan: Plan) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
-    """(what it measures, XLA flags, its share of the time, its specification)."""
+    """Yields, per worker: what it measures, XLA flags, share of time, specification."""
     assert plan.transports is not None
     assert plan.tokens is not None
     assert plan.routing is not None
@@ -203,11 +203,11 @@ def measure(
     """Measures all of a plan.
 
     Args:
-        plan: what.
-        command: that makes the same record again.
-        root: the checkout that is measured; None: the package's own.
-        find_peak: GB/s that each GPU can write to the others, None where there is
-            nothing to measure, and the report that says so.
+        plan: what to measure.
+        command: the command that makes the same record again.
+        root: the checkout to measure; None means the package's own.
+        find_peak: a function that returns the GB/s that each GPU can write to the
+            others, or None if there is nothing to measure, and its report.
 
     Returns:
         The record.

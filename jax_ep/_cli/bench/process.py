@@ -1,4 +1,4 @@
-"""Worker processes: how they are started, what they are told, rows as they come."""
+"""Starts worker processes with a specification, and writes their rows as they come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from jax_ep._cli import text as _text
 
 NO_TIME = "no time left"
-_GRACE_S = 60  # a case that began in time may end after the deadline
+_GRACE_S = 60  # how long after the deadline a case that began before it may end
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -35,15 +35,15 @@ def start(
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs a worker module, whose `main` gets the specification and an output path.
 
-    XLA reads its flags once, when a process starts to use it, so a worker is a process
-    of its own. Where the specification says "here" it runs in this one, which has its
-    flags already.
+    XLA reads its flags once, when a process starts to use it, so each worker has its
+    own process. If the specification says "here", it runs in this process, which has
+    its flags already.
 
     Args:
-        flags: XLA's, on top of those of the environment.
-        spec: the specification. Its "deadline" ends the process, a little later.
+        flags: XLA's flags, added to those of the environment.
+        spec: the specification. The process is ended a little after its "deadline".
         module: the worker.
-        folder: where the process starts; None: `module` is one of jax_ep.
+        folder: where the process starts; None if `module` is one of jax_ep.
 
     Returns:
         The rows that the worker wrote, and what went wrong, or "".
@@ -61,7 +61,7 @@ def start(
 def _run_here(spec: dict[str, Any], module: str, output: pathlib.Path) -> str:
     try:
         importlib.import_module(module).main([json.dumps(spec), str(output)])
-    except Exception as error:  # of one worker of several, as of a process
+    except Exception as error:  # must not end the other workers
         traceback.print_exc()
         return f"worker raised {error_text(error)}"
     return ""
@@ -92,7 +92,7 @@ def _run_apart(
 
 
 def understood(flags: str) -> bool:
-    """Whether XLA knows all of these flags; it ends a process that has others."""
+    """Whether XLA knows all of these flags; unknown ones end a process."""
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-P", "-c", "import jax; jax.devices()"]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -100,12 +100,12 @@ def understood(flags: str) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's name and message, not too long for a record."""
+    """Returns an exception's name and message, cut to a length that fits a record."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
 def given(arguments: Sequence[str] | None) -> tuple[dict[str, Any], str]:
-    """A worker's specification and output path; None: from the command line."""
+    """Returns a worker's specification and output path; None: the command line's."""
     specification, output = sys.argv[1:] if arguments is None else arguments
     return json.loads(specification), output
 
@@ -116,7 +116,7 @@ def late(spec: dict[str, Any]) -> bool:
 
 
 def ep_mesh(count: int | None = None) -> Mesh:
-    """All devices, or the first `count`, as one axis."""
+    """Returns a mesh of all devices, or the first `count`, with one axis."""
     devices = np.array(jax.devices()[: count or None])
     return Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
 
@@ -132,10 +132,10 @@ def reporting(
     mesh: Mesh,
     say: Callable[[str], None] = _say,
 ) -> Iterator[Emit]:
-    """A function that writes a row to `path` at once and says it as `line` puts it.
+    """Yields a function that writes a row to `path` at once and prints its `line`.
 
-    Rows for which `line` returns "" are written but not said. The first row names the
-    devices. What was written outlives a process that hangs.
+    Rows for which `line` returns "" are written but not printed. The first row names
+    the devices. The rows in the file survive if the process hangs.
     """
     begin = time.perf_counter()
     kind, count = mesh.devices.flat[0].device_kind, mesh.size

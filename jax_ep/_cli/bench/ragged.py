@@ -1,8 +1,8 @@
-"""Dispatch and combine as JAX has them: sort, `jax.lax.ragged_all_to_all`, regroup.
+"""Dispatch and combine with JAX alone: sort, `jax.lax.ragged_all_to_all`, regroup.
 
-What jax_ep's times are compared with. All functions take one rank's arrays inside
-shard_map. Every (token, k) crosses as a row of its own; weights are applied at the
-source, so they do not travel. `updates` says what one piece of the exchange is:
+jax_ep's times are compared with these. All functions take one rank's arrays inside
+shard_map. Every (token, k) is sent as a separate row; weights are applied at the
+source, so they are not sent. `updates` says what one piece of the exchange is:
 
 * "rank": all rows for a rank. They arrive by source and are regrouped by expert.
 * "expert": the rows for one expert, sent to their place among that expert's rows.
@@ -10,9 +10,9 @@ source, so they do not travel. `updates` says what one piece of the exchange is:
 Either way dispatch returns jax_ep's order of rows. Ids must be in [0, E), and all rows
 must fit; rows past the last group are unspecified.
 
-Derivatives are written out: what was gathered forward is gathered backward, and an
-exchange goes back by the sizes that are known from the way there. JAX's own rules
-would scatter, and exchange the sizes again.
+Derivatives are explicit: a gather's derivative is also a gather, and an exchange goes
+back with the sizes that are known from the way there. JAX's own rules would scatter,
+and exchange the sizes again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Way:
         place_of: int32 [n * K], where each (token, k) is among the sorted rows.
         there: input_offsets, send_sizes, output_offsets and recv_sizes of dispatch's
             exchange.
-        back: the same of combine's.
+        back: the same for combine's exchange.
         grouped: int32 [N], which arrived row each row is; None for "expert".
         arrived: int32 [N], the inverse of grouped.
     """
@@ -62,13 +62,13 @@ class Way:
 def gather(
     x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array | None = None
 ) -> jax.Array:
-    """`x[at]`, with a derivative that gathers.
+    """Returns `x[at]`, with a derivative that gathers.
 
     Args:
         x: rows.
-        at: int32, which row each row of the result is.
-        back: int32 [X, copies], at which rows of the result row i of x is.
-        kept: bool [X, copies], which of `back` hold; None: all.
+        at: int32, the row of x that each row of the result is.
+        back: int32 [X, copies], the rows of the result that hold row i of x.
+        kept: bool [X, copies], which entries of `back` are valid; None means all.
 
     Returns:
         The rows.
@@ -98,7 +98,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 def _exchanged(
     exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
 ) -> jax.Array:
-    """`rows` rows of what was sent here; `back` is the exchange the other way."""
+    """Returns `rows` rows of what was sent here; `back` is the opposite exchange."""
     del back
     room = jnp.zeros((rows, operand.shape[1]), operand.dtype)
     return exchange(operand, room, *there, axis_name=axis)
@@ -108,7 +108,7 @@ def _exchanged_forward(
     exchange: Exchange, axis: str, rows: int, operand: jax.Array, there: Any, back: Any
 ) -> Any:
     received = _exchanged(exchange, axis, rows, operand, there, back)
-    # For its shape alone.
+    # The array of zeros is kept for its shape alone.
     return received, (jnp.zeros((operand.shape[0], 0)), there, back)
 
 
@@ -129,9 +129,9 @@ def _starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
-    """From blocks of `sizes` [A, B] in row-major order to column-major order.
+    """Reorders blocks of `sizes` [A, B] from row-major to column-major order.
 
-    Returns int32 [rows]: which row of the row-major order row i of the other one is.
+    Returns int32 [rows]: the row of the row-major order that row i of the result is.
     """
     ends = jnp.cumsum(sizes.T.reshape(-1))
     index = jnp.arange(rows, dtype=jnp.int32)
@@ -144,7 +144,7 @@ def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def _exchanges(counts: jax.Array, me: jax.Array, updates: str) -> tuple[Any, Any]:
-    """Arguments of the two exchanges, from the rows of all (source, expert) pairs."""
+    """Returns the arguments of both exchanges, given counts by (source, expert)."""
     ranks, experts = counts.shape
     local = experts // ranks
     mine = lax.dynamic_slice_in_dim(counts, me * local, local, axis=1)
@@ -175,7 +175,7 @@ def dispatch(
     updates: str = "rank",
     exchange: Exchange = lax.ragged_all_to_all,
 ) -> tuple[Any, jax.Array, Way]:
-    """Rows [N, H] by expert, group sizes [L], and the way back."""
+    """Returns rows [N, H] by expert, group sizes [L], and the way back."""
     top_k = ids.shape[1]
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -208,7 +208,7 @@ def combine(
     axis: str,
     exchange: Exchange = lax.ragged_all_to_all,
 ) -> jax.Array:
-    """The weighted sum [n, H] of rows [N, H], in float32, weights [n, K]."""
+    """Returns the sum [n, H] of rows [N, H] by weights [n, K], added in float32."""
     n, top_k = weights.shape
     hidden = expert_out.shape[1]
     if way.arrived is not None and way.grouped is not None:
@@ -229,7 +229,7 @@ def reference_exchange(
     *,
     axis_name: str,
 ) -> jax.Array:
-    """`jax.lax.ragged_all_to_all` for CPUs: XLA's compiler for them has none."""
+    """Does `jax.lax.ragged_all_to_all` on CPUs, for which XLA does not compile it."""
     del recv_sizes
     me = lax.axis_index(axis_name)
     gather = partial(lax.all_gather, axis_name=axis_name)
@@ -251,6 +251,6 @@ def reference_exchange(
 
 
 def exchange_here() -> Exchange:
-    """What this process's devices have."""
+    """Returns the exchange that works on this process's devices."""
     on_cpu = jax.default_backend() == "cpu"
     return reference_exchange if on_cpu else lax.ragged_all_to_all

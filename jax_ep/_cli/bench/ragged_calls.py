@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax_ep._cli.bench import checks, loops, process, ragged, transports
 
 _REPEATS = 3
-_UNROLLED = 2  # calls copy counts to the host, so graphs are no help
-_TOLERANCE = 0.02  # of the largest output; the sums round in different places
+_UNROLLED = 2  # calls copy counts to the host, so graphs do not help
+_TOLERANCE = 0.02  # relative to the largest output; sums round in different places
 
 
 def _functions(
@@ -33,7 +33,7 @@ def _functions(
 
 
 def _real_rows(mesh: Mesh, d: Any, rows: jax.Array) -> Any:
-    """How many of each rank's rows before the end differ from the reference's."""
+    """Counts, per rank, the rows in groups that differ from the reference's."""
 
     def count(expected: Any, row_offsets: Any, rows: Any) -> Any:
         real = jnp.arange(rows.shape[0]) < row_offsets[-1]
@@ -49,7 +49,7 @@ def _differences(
     group_sizes: jax.Array,
     y: jax.Array,
 ) -> dict[str, Any]:
-    """What differs from jax_ep's results in the first draw; {} if nothing."""
+    """Counts what differs from jax_ep's results in the first draw; {} if nothing."""
     d = reference.dispatched[0]
     error = checks.largest_error(y, reference.combined[0])
     found = {
@@ -92,7 +92,7 @@ def _measure_updates(
         ),
     }
     megabytes = case.tokens.nbytes / case.mesh.size * spec["top_k"] / 1e6
-    # Not what the specification says of jax_ep's calls.
+    # The specification's `unrolled` is for jax_ep's calls, so it is replaced.
     sizes = loops.sizes(spec | {"unrolled": _UNROLLED}, _UNROLLED, 300 + 5 * megabytes)
     programs = loops.compile_all(
         {
@@ -122,7 +122,7 @@ def measure_case(
     routing: str,
     defaults: bool,
 ) -> None:
-    """As `transports.measure_case`, for every kind of update of the specification."""
+    """Like `transports.measure_case`, for every kind of update in the specification."""
     case = transports.make_case(mesh, spec, tokens, routing, defaults)
     reference = transports.reference(case)
     for updates, label in spec["ragged"]:

@@ -1,4 +1,4 @@
-"""A recorded run: what it says about itself, and the workers that fill it."""
+"""A recorded run: facts about the run, and the workers that fill its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 
 
 def commit(root: pathlib.Path = _PACKAGE.parent) -> str:
-    """The commit of the checkout `root`; JAX_EP_COMMIT names it for other sources."""
+    """Returns the commit of the checkout `root`, or JAX_EP_COMMIT if that is set."""
     if "JAX_EP_COMMIT" in os.environ:
         return os.environ["JAX_EP_COMMIT"]
     if not (root / ".git").exists():
@@ -25,14 +25,14 @@ def commit(root: pathlib.Path = _PACKAGE.parent) -> str:
 
 
 def driver() -> str:
-    """The version of the GPUs' driver; "unknown" where there is none."""
+    """Returns the version of the GPUs' driver, or "unknown"."""
     query = ("--query-gpu=driver_version", "--format=csv,noheader")
     found = _output("nvidia-smi", *query)
     return found[0] if found else "unknown"
 
 
 def _output(*command: str) -> list[str]:
-    """Lines that a command prints; none where it fails."""
+    """Returns the lines that a command prints; none if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def _output(*command: str) -> list[str]:
 
 
 def date() -> str:
-    """Today."""
+    """Returns today's date."""
     return datetime.date.today().isoformat()
 
 
@@ -60,12 +60,12 @@ class Run:
         """Begins now.
 
         Args:
-            kind: of the record.
-            command: what makes the same record again.
-            seed: of what is drawn; printed.
+            kind: kind of the record.
+            command: the command that makes the same record again.
+            seed: seed of all that is drawn; it is printed.
             budget: seconds for all workers.
             root: the checkout whose commit is measured and in which workers start;
-                None: the package's own.
+                None means the package's own.
             **facts: more entries of the record.
         """
         self._start, self._budget, self._root = time.time(), budget, root
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since it began."""
         return round(time.time() - self._start, 1)
 
     def work(
@@ -99,19 +99,19 @@ class Run:
         key: str = "results",
         **facts: Any,
     ) -> str:
-        """Runs a worker, which has until `share` of the time is over.
+        """Runs a worker, which has until `share` of the budget is used.
 
         Args:
-            name: what is timed, as progress.
-            flags: XLA's.
+            name: what is timed, to print as progress.
+            flags: XLA's flags.
             spec: the worker's specification.
-            share: of the budget.
+            share: share of the budget.
             module: the worker.
             key: the list of the record that takes its rows.
             **facts: more entries of each row.
 
         Returns:
-            What went wrong, or "", also where XLA does not know the flags.
+            What went wrong, or ""; also "" if XLA does not know the flags.
         """
         print(f"timing {name}, after {self.seconds:.0f} s", flush=True)
         spec = spec | {"deadline": self._start + share * self._budget}
@@ -123,7 +123,7 @@ class Run:
                 self.record[key].append(row | facts)
         self.record["seconds"] = self.seconds
         if problem and not rows and not process.understood(flags):
-            # Of an experiment of XLA's that this version does not have, or no longer.
+            # They belong to an experiment that this version of XLA does not have.
             print(f"this XLA does not know {flags}: nothing is timed with it")
             return ""
         return problem

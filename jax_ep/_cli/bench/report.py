@@ -1,4 +1,4 @@
-"""What is printed of dispatch and combine: a line for each row, a table at the end."""
+"""Prints times of dispatch and combine: a line for each row, a table at the end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Row = dict[str, Any]
 Record = dict[str, Any]
 
 OURS = "transports"  # the worker that measures jax_ep
-PLAIN = "bf16"  # of rows that name no format, too
-RECOVERED_AIM = 0.85  # of the ratio of bytes, at 4096 tokens
+PLAIN = "bf16"  # also the format of rows that name none
+RECOVERED_AIM = 0.85  # aim for `recovered` in `formats`, at 4096 tokens
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """Blank for None."""
+    """Formats a number; None is blank."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -31,7 +31,7 @@ def print_aligned(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def variant(row: Row) -> str:
-    """A row's transport, with what tells it from others of that name."""
+    """Returns a row's transport with its options."""
     name = row.get("transport", "")
     if row.get("format", PLAIN) != PLAIN:
         name += f" {row['format']}"
@@ -43,14 +43,14 @@ def variant(row: Row) -> str:
 
 
 def error_text(row: Row) -> str:
-    """A row's error as one sentence."""
+    """Returns a row's error as one sentence."""
     text = (row["error"].splitlines() or [""])[0]
-    # What jax_ep raises says what it is about.
+    # The messages of jax_ep's errors are clear without the type.
     return text.removeprefix("ValueError: ").removeprefix("RuntimeError: ")
 
 
 def line(row: Row) -> str:
-    """A row in one line, as progress."""
+    """Returns a row in one line, to print as progress."""
     head = f"T {row['tokens']:<5}{row['routing']:<8} {row.get('op', ''):<9}"
     if "error" in row:
         return f"{head.rstrip()} {variant(row)}: {error_text(row)}"
@@ -69,19 +69,19 @@ def line(row: Row) -> str:
 
 
 def rate(gb_s: float) -> str:
-    """GB/s; CPU devices have little of it."""
+    """Formats GB/s, which may be small on CPU devices."""
     return f"{gb_s:.2g}" if gb_s and gb_s < 1 else f"{gb_s:.1f}"
 
 
 def machine(record: Record) -> str:
-    """The devices of a record in words."""
+    """Returns the devices of a record in words."""
     if record["device"] == "cpu":
         return f"{record['count']} CPU devices"
     return f"{record['count']} x {record['device']}"
 
 
 def error_lines(rows: Iterable[Row]) -> list[str]:
-    """Each error once, with the cases that it kept from being measured."""
+    """Returns lines with each error once, and the cases that were not measured."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "error" in row:
@@ -96,9 +96,9 @@ def error_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(record: Record) -> list[Any]:
-    """What makes a record unfit: wrong results, or results of jax_ep that are missing.
+    """Returns what makes a record unfit: wrong results, or missing ones of jax_ep.
 
-    What XLA's ragged_all_to_all cannot do is left out of the table instead.
+    Cases that XLA's ragged_all_to_all cannot do are left out of the table instead.
     """
     rows = [
         line(row)
@@ -110,7 +110,7 @@ def failures(record: Record) -> list[Any]:
 
 
 def fastest(rows: Iterable[Row], **wanted: Any) -> Row | None:
-    """The fastest right row whose entries are `wanted`, or None."""
+    """Returns the fastest row with the entries `wanted` and a right result, or None."""
     found = [
         row
         for row in rows
@@ -122,13 +122,13 @@ def fastest(rows: Iterable[Row], **wanted: Any) -> Row | None:
 
 
 def ragged_ways(rows: Iterable[Row]) -> list[str]:
-    """The ways of JAX's own path that rows have times of, in their order."""
+    """Returns the ways of JAX's own path that have times in `rows`, in their order."""
     found = (row for row in rows if row.get("transport") == "ragged" and "us" in row)
     return list(dict.fromkeys(row["flags"] for row in found))
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """What tables show: a dict for every (routing, op, T, format) at N that fits."""
+    """Returns a dict per (routing, op, T, format) for tables, with an N that fits."""
     keys = {
         (row["routing"], row["op"], row["tokens"], row.get("format", PLAIN))
         for row in rows
@@ -166,11 +166,11 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def formats(rows: Sequence[Row]) -> list[Row]:
-    """The rows of p2p in `summary`, beside the same in bfloat16 where there is one.
+    """Returns the rows of p2p in `summary`, compared with bfloat16 if it was measured.
 
-    `recovered` says how much of the ratio of bytes shows in the times: it is 1 where
-    the time shrinks as much as the bytes. Calls that send nothing to other ranks, such
-    as those of one rank, have no such ratios.
+    `recovered` says how much of the ratio of bytes shows in the times: it is 1 if the
+    time shrinks as much as the bytes. Calls that send nothing to other ranks, such as
+    those on a single rank, have no such ratios.
     """
     rows = [row for row in summary(rows) if row["p2p"]]
     keys = ("routing", "op", "tokens")
@@ -195,7 +195,7 @@ def formats(rows: Sequence[Row]) -> list[Row]:
 
 
 def print_formats(rows: Sequence[Row]) -> None:
-    """Prints p2p in formats against bfloat16."""
+    """Prints p2p's times in other formats, compared with bfloat16."""
     found = formats(rows)
     if all(row["format"] == PLAIN for row in found):
         return
@@ -219,7 +219,7 @@ def print_formats(rows: Sequence[Row]) -> None:
 
 
 def print_sweep(rows: Sequence[Row]) -> None:
-    """Prints p2p over the numbers of SMs tried."""
+    """Prints p2p's times by number of SMs, if several were tried."""
     swept = [r for r in rows if r.get("transport") == "p2p" and "us" in r]
     one = len({r.get("format", PLAIN) for r in swept}) == 1
     sms = sorted({r["num_sms"] or 0 for r in swept})

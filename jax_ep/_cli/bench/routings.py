@@ -33,11 +33,11 @@ def _draw(
 def draw_ids(
     seed: int, tokens: int, top_k: int, experts: int, routing: str, draws: int = DRAWS
 ) -> list[np.ndarray]:
-    """`draws` arrays int32 [tokens, top_k] of expert ids, distinct in every token.
+    """Draws arrays int32 [tokens, top_k] of expert ids, distinct in every token.
 
     Gumbel top-k draws experts without replacement. With "uniform" all experts are
-    equally likely; with "zipf" an expert's popularity is 1 / place, in an order of the
-    experts that is drawn once for all draws.
+    equally likely; with "zipf" an expert's popularity is 1 / its position in an order
+    of the experts that is drawn once for all draws.
     """
     if routing not in ROUTINGS:
         raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
@@ -50,7 +50,7 @@ def draw_ids(
 
 
 def messages(ids: np.ndarray, ranks: int, experts: int) -> np.ndarray:
-    """[R, R] rows from each rank to each other: one for each (token, rank).
+    """Counts rows from each rank to each other one, [R, R]: one per (token, rank).
 
     `ids` are those of all ranks, [R * n, K].
     """
@@ -62,13 +62,13 @@ def messages(ids: np.ndarray, ranks: int, experts: int) -> np.ndarray:
 
 
 def remote_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
-    """Rows that the busiest rank sends or receives."""
+    """Returns how many rows the busiest rank sends or receives."""
     found = messages(ids, ranks, experts)
     return int(max(found.sum(axis=0).max(), found.sum(axis=1).max()))
 
 
 def most_rows(ids: np.ndarray, ranks: int, experts: int) -> int:
-    """Rows of the rank that gets most from dispatch: one for each (token, k)."""
+    """Returns the most rows that a rank gets from dispatch: one per (token, k)."""
     owner = ids // (experts // ranks)
     return int(np.bincount(owner.reshape(-1), minlength=ranks).max())
 
@@ -81,7 +81,7 @@ def recv_capacity(
     experts: int,
     routing: str,
 ) -> int:
-    """An N with which none of the `draws` drops a row."""
+    """Returns an N with which none of the `draws` drops a row."""
     needed = max(most_rows(ids, ranks, experts) for ids in draws)
     if routing == "uniform":
         needed = max(needed, int(np.ceil(_CAPACITY_FACTOR * tokens * top_k)))
@@ -95,7 +95,7 @@ def wire(
     row_bytes: int,
     peak_gb_s: float | None,
 ) -> dict[str, Any]:
-    """Bytes of a call's busiest rank, mean of the draws, and their time at peak."""
+    """Returns the busiest rank's bytes per call (mean of draws) and time at peak."""
     rows = np.mean([remote_rows(ids, ranks, experts) for ids in draws])
     sent = float(rows * row_bytes)
     floor_us = sent / peak_gb_s / 1e3 if peak_gb_s else None

@@ -1,7 +1,8 @@
 """Measures jax_ep's transports, one case at a time.
 
-A case is one number of tokens and one routing, drawn several times. Every transport's
-results are compared with the collective transport's, bit for bit, before and after.
+A case is one number of tokens and one routing, drawn several times. Before and after
+timing, every transport's results are compared bit for bit with the collective
+transport's.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import jax_ep
 from jax_ep._cli.bench import checks, loops, process, routings
 
 OPS = ("dispatch", "combine")
-CODES = ", codes"  # of the format of rows whose tokens were quantised before
-GUESSED_GB_S = 300  # of a wire, to size programs
-_SMALL_TOKENS = 512  # below, calls are so short that the loop around them shows
+CODES = ", codes"  # suffix of the format if tokens were quantised before the call
+GUESSED_GB_S = 300  # guess of the wire's speed, to size programs
+_SMALL_TOKENS = 512  # with fewer, calls are so short that the loop's overhead shows
 
 
 def unrolled(tokens: int) -> int:
-    """Calls in the body of a program's loop."""
+    """Returns the number of calls in the body of a program's loop."""
     return 64 if tokens < _SMALL_TOKENS else 16
 
 
@@ -42,9 +43,9 @@ class Case:
     ids: list[jax.Array]
     weights: jax.Array
     expert_out: jax.Array
-    facts: dict[str, Any]  # of every row of this case
+    facts: dict[str, Any]  # entries of every row of this case
     wires: dict[str, dict[str, Any]]  # by measured operation: format, and bytes in it
-    scales: jax.Array | None = None  # of tokens that are quantised already
+    scales: jax.Array | None = None  # scales of tokens that are quantised already
 
 
 def normal(
@@ -55,7 +56,7 @@ def normal(
     spec: P | None = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Random numbers, made where they belong; by default stacked on dim 0."""
+    """Draws a sharded array of random numbers; by default stacked on dim 0."""
     spec = P("ep") if spec is None else spec
     make = jax.jit(
         lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
@@ -65,7 +66,7 @@ def normal(
 
 
 def _row_bytes(name: Any, hidden: int, dtype: str) -> int:
-    """Payload and scales of a token in a format."""
+    """Returns the bytes of a token in a format: payload and scales."""
     columns = jax_ep.formats.columns(name, hidden)
     payload = columns * jax_ep.formats.payload_dtype(name, dtype).itemsize
     scale = jax_ep.formats.scale_dtype(name)
@@ -77,7 +78,7 @@ def _row_bytes(name: Any, hidden: int, dtype: str) -> int:
 def make_case(
     mesh: Mesh, spec: dict[str, Any], tokens: int, routing: str, defaults: bool
 ) -> Case:
-    """A case with room for its rows; with `defaults` the config's own N, cleared."""
+    """Makes a case whose N fits; with `defaults`, the default N and a zeroed tail."""
     ranks, hidden, dtype = mesh.size, spec["hidden"], jnp.dtype(spec["dtype"])
     experts, top_k = spec["experts"], spec["top_k"]
     draws = routings.draw_ids(spec["seed"], ranks * tokens, top_k, experts, routing)
@@ -135,7 +136,7 @@ def make_case(
 
 
 class Transport:
-    """A handle for one case, with what it returns for each draw of the routing."""
+    """A handle for one case, with its results for each draw of the routing."""
 
     def __init__(self, case: Case, name: Any, num_sms: int | None = None) -> None:
         """Opens the handle."""
@@ -149,7 +150,7 @@ class Transport:
         self.combined: list[Any] = []
 
     def inputs(self, op: str, draw: int) -> tuple[Any, ...]:
-        """A call's operands."""
+        """Returns a call's operands."""
         case = self.case
         if op == "dispatch":
             given = case.tokens, case.ids[draw], case.weights
@@ -158,13 +159,13 @@ class Transport:
         return case.expert_out, d.route, d.router_weights
 
     def compiling(self, op: str) -> Callable[[], Any]:
-        """A function that compiles the call that `run` makes."""
+        """Returns a function that compiles the call that `run` makes."""
         make = getattr(checks, f"call_{op}")
         lowered = make(self.case.mesh, self.ep).lower(*self.inputs(op, 0))
         return lambda: self.calls.setdefault(op, lowered.compile())
 
     def run(self, op: str) -> None:
-        """Keeps the results of all draws."""
+        """Calls the operation on all draws and keeps the results."""
         draws = range(len(self.case.ids))
         results = [self.calls[op](*self.inputs(op, draw)) for draw in draws]
         jax.block_until_ready(results)
@@ -177,7 +178,7 @@ class Transport:
             self.run(op)
 
     def operation(self, op: str) -> loops.Operation:
-        """Its calls, for a program."""
+        """Returns the operation's calls, for a program."""
         ep, case = self.ep, self.case
         if op == "dispatch":
             coded = case.scales is not None
@@ -203,17 +204,17 @@ class Transport:
         )
 
     def outputs(self, op: str) -> list[Any]:
-        """What `operation`'s step returns, of each draw."""
+        """Returns what the step of `operation` returns for each draw."""
         if op == "dispatch":
             return [d.row_offsets for d in self.dispatched]
         return self.combined
 
     def last(self, op: str) -> list[Any]:
-        """Each draw's last elements of `outputs`."""
+        """Returns `last_elements` of each draw's output."""
         return [loops.last_elements(self.case.mesh)(each) for each in self.outputs(op)]
 
     def differences(self, other: Transport) -> dict[str, int]:
-        """What differs from another transport in any draw; {} if nothing."""
+        """Returns what differs from another transport in any draw; {} if nothing."""
         found: dict[str, int] = {}
         case = self.case
         for a, b in zip(self.dispatched, other.dispatched, strict=True):
@@ -225,7 +226,7 @@ class Transport:
 
 
 def finish(row: dict[str, Any], differences: dict[str, Any]) -> dict[str, Any]:
-    """A timed row with what follows from its time and from the comparisons."""
+    """Adds to a timed row what follows from its time and from the comparisons."""
     row |= {
         "gb_s": row["bytes"] / row["us"] / 1e3,
         "of_peak": row["floor_us"] / row["us"] if row["floor_us"] else None,
@@ -242,7 +243,7 @@ def measure_transport(
     name: str,
     num_sms: int | None,
 ) -> list[dict[str, Any]]:
-    """The rows of one transport: compared with another, timed, compared again."""
+    """Compares a transport with another, times it, compares again; returns its rows."""
     transport = other if name == other.name else Transport(case, name, num_sms)
     try:
         if transport is not other:
@@ -276,7 +277,7 @@ def measure_transport(
 
 
 def reference(case: Case) -> Transport:
-    """The collective transport: what everything else is compared with."""
+    """Runs the collective transport, with which all others are compared."""
     transport = Transport(case, "collective")
     transport.call_all()
     dropped = sum(int(np.asarray(d.num_dropped).sum()) for d in transport.dispatched)

@@ -2,8 +2,8 @@
 
     python -m jax_ep._cli.bench.worker SPECIFICATION OUTPUT
 
-The specification is JSON that measure.py makes. A line of JSON goes to OUTPUT for the
-devices, and for each row as soon as it is measured.
+The specification is JSON that measure.py makes. OUTPUT gets a line of JSON for the
+devices, and one for each row as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax_ep._cli.demo.progress import Progress
 
 
 def _cases(spec: dict[str, Any]) -> Iterator[tuple[int, str, bool, dict[str, Any]]]:
-    # Variants one after the other, so that what disturbs one disturbs all.
+    # Measures variants one after the other, so that what disturbs one disturbs all.
     variants = spec.get("variants", [{}])
     for tokens in spec["tokens"]:
         for routing in spec["routings"]:
@@ -28,7 +28,7 @@ def _cases(spec: dict[str, Any]) -> Iterator[tuple[int, str, bool, dict[str, Any
 
 
 def line_of_new() -> Callable[[dict[str, Any]], str]:
-    """`report.line`, but nothing for an error that was told before."""
+    """Returns a function like `report.line`, but "" for an error shown before."""
     told = set()
 
     def line(row: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ CHECKED_STEPS = 20
 # Sums in another order differ by about 1e-6. If that flips a near tie of the router,
 # one token goes to another expert, and the loss of a step changes by up to 1e-4.
 LOSS_TOLERANCE = 1e-3
-# Relative, per parameter array. Needed, since Adam hides a gradient of a wrong scale.
+# Relative, per parameter array. Adam would hide a gradient of a wrong scale.
 NORM_TOLERANCE = 2e-2
 
 

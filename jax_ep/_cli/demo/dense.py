@@ -34,7 +34,7 @@ def layer(
     x: jax.Array,
     residual: jax.Array,
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
-    """As `moe.layer`, on the tokens `[ranks * n, H]` and experts of all ranks."""
+    """Like `moe.layer`, on the tokens `[ranks * n, H]` and the experts of all ranks."""
     num_experts = params["router"].shape[1]
     routing = route(params["router"], x, top_k)
     has_room = kept(routing.ids, num_experts, ranks, capacity)

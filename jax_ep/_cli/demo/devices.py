@@ -22,7 +22,7 @@ class NoBackendError(RuntimeError):
 
 
 class TooManyDevicesError(ValueError):
-    """More devices were asked for than there are."""
+    """More devices were requested than there are."""
 
 
 def choose(wanted: int | None) -> tuple[list[Any], str | None]:

@@ -22,7 +22,7 @@ def available() -> bool:
 
 
 def problem(path: str) -> str | None:
-    """Returns what `path` must be for a picture and is not, or None if it is fine."""
+    """Returns what `path` fails to be for a picture, or None if it is fine."""
     if not path.lower().endswith(SUFFIXES):
         return f"a file name in one of {', '.join(SUFFIXES)}"
     if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):

@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         dtype="float32",
         capacity_factor=sizes.capacity_factor,
     )
-    # Full float32 products on GPUs, too; with TF32 the check would measure rounding.
+    # Full float32 products even on GPUs: with TF32 the check would measure rounding.
     with (
         jax_ep.init(mesh, train.AXIS, config) as ep,
         jax.default_matmul_precision("highest"),
@@ -142,7 +142,7 @@ def _train(
 
 
 def _draw(path: str, title: str, history: History, dense: list[Metrics]) -> bool:
-    """Saves the picture; returns False if that fails, but not without matplotlib."""
+    """Saves the picture; returns False if that fails, True without matplotlib."""
     if not picture.available():
         why = "none: matplotlib is not installed; get it with"
         print("\n".join(entry("picture", f"{why} pip install 'jax_ep[demo]'")))

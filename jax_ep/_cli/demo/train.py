@@ -86,7 +86,7 @@ def dense_loss(sizes: Sizes, ranks: int, capacity: int) -> LossFn:
 def adam_step(
     loss_fn: LossFn, total_steps: int, state: State, text: jax.Array
 ) -> tuple[State, Metrics]:
-    """Does one step of Adam; the rate warms up, then falls to a tenth by a cosine."""
+    """Does one step of Adam; the rate warms up, then decays to a tenth by a cosine."""
     (_, (loss, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
         state.params, text
     )

@@ -18,7 +18,7 @@ _INNER = 128  # an intermediate size that experts.hopper takes
 
 
 def _install() -> str:
-    # The setting makes a build without nvcc fail; otherwise it would be for CPUs only.
+    # With this setting a build without nvcc fails, rather than build for CPUs only.
     return (
         f'pip install "jax_ep[{plugins.wanted_extra()}]" (or, in the repository of '
         "jax_ep with nvcc 12.5 or newer on PATH or in CUDA_HOME, pip install . -C "
@@ -77,7 +77,7 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
 
 
 def _on_plugins(versions: dict[str, Any]) -> list[str]:
-    """Returns advice on plugins that are in nobody's way and yet not what is wanted."""
+    """Returns advice on plugins that are unused, or for another CUDA than JAX's."""
     plugin, idle = loader.plugin, plugins.installed()
     if ffi.native_cuda is not None and plugin is None and idle:
         return [

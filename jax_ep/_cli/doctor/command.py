@@ -260,7 +260,7 @@ def _memory_lines(sizes: dict[str, Any]) -> list[str]:
 
 
 def _handle_lines(handles: dict[str, Any]) -> list[str]:
-    """Says what shared handles keep, those that are open and those of the options."""
+    """Says how much memory shared handles keep: open ones, and those of the options."""
     lines = []
     total = sum(each["bytes"] for each in handles["open"])
     for each in handles["open"]:
@@ -283,7 +283,7 @@ def _handle_lines(handles: dict[str, Any]) -> list[str]:
 
 
 def _kept(handles: list[dict[str, Any]]) -> list[str]:
-    """Says for each transport what handles keep, and all of them together."""
+    """Says how much memory handles keep on each transport, singly and in total."""
     found = []
     for name in handles[0]["bytes"]:
         sizes = [handle["bytes"][name] for handle in handles]

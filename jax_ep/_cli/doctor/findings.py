@@ -27,7 +27,7 @@ from jax_ep._setup import shared
 from jax_ep._transport import by_name, select
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
-# Fields of a config by which a shared handle is told from others.
+# Fields of a config that distinguish shared handles.
 _TOLD = (
     "num_experts",
     "top_k",
@@ -50,7 +50,7 @@ def examine(
             ranks_per_node sets shmem's nodes; None means as many as there are devices,
             or the largest smaller number that divides the ranks.
         ranks: size of the EP group to count memory for; None means `group_size`.
-        tokens: the T of each shared handle to count; None means that of the config.
+        tokens: T of each shared handle to count memory for; None means the config's.
     """
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
     devices, problem = local_devices()
@@ -304,7 +304,7 @@ def window_bytes(
 ) -> int | None:
     """Returns bytes of a rank's window in a group of `ranks`, or None above the limit.
 
-    The window is that of p2p, or with `node` that of shmem over nodes of `node` ranks.
+    The window is one of p2p, or with `node` one of shmem over nodes of `node` ranks.
     It depends only on sizes, so the group need not exist here.
     """
     if ranks > ffi.native.MAX_WINDOW_RANKS:

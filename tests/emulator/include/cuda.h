@@ -1,5 +1,5 @@
-// Stands in for CUDA's header of this name, so far as cuda/matmul uses it: maps of tensors, of the
-// only kind that is emulated.
+// Stands in for CUDA's header of this name, as far as cuda/matmul uses it: tensor maps, of the one
+// kind that is emulated.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name, so far as elements.cuh uses it.
+// Stands in for CUDA's header of this name, as far as elements.cuh uses it.
 #pragma once
 
 #include "cuda_fp16.h"

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name, so far as elements.cuh uses it.
+// Stands in for CUDA's header of this name, as far as elements.cuh uses it.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -13,7 +13,7 @@ struct __half2 {
 
 namespace jax_ep::emulator {
 
-// Every NaN is what the hardware's conversions make of it.
+// Every NaN becomes the NaN that the hardware's conversions return.
 template <typename Element>
 uint16_t RoundedBits(float value) {
   return value != value ? uint16_t{0x7FFF} : FromFloat<Element>(value).bits;

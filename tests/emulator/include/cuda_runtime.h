@@ -1,5 +1,5 @@
-// Stands in for CUDA's header of this name, which nvcc includes first of all: the language of
-// device code as macros and functions over emulator.h, so far as the window kernels use it.
+// Stands in for CUDA's header of this name, which nvcc includes before all others: the language of
+// device code as macros and functions over emulator.h, as far as the kernels use it.
 #pragma once
 
 #include "cuda_runtime_api.h"
@@ -14,7 +14,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
-// Nobody who is run says it: see shared_memory.cuh.
+// No code that runs uses it: see shared_memory.cuh.
 #define __shared__ static
 
 struct alignas(8) uint2 {

@@ -1,5 +1,5 @@
-// Stands in for CUDA's header of this name: what the host's side of the window kernels and of
-// benchmarks/calls/window_kernels calls. Graphs and events are not emulated.
+// Stands in for CUDA's header of this name: the functions that the kernels' host code and
+// benchmarks/calls/window_kernels call. Graphs and events are not emulated.
 #pragma once
 
 #include <cstddef>
@@ -81,14 +81,14 @@ inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = *greatest = 0;
   return cudaSuccess;
 }
-// At once, so only of memory that nothing enqueued uses.
+// Takes effect at once, so use it only on memory that nothing enqueued uses.
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 // Runs what is enqueued on all streams.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
-// The kernel's parameters have no types here: include/cuda/launch.h does without it.
+// The kernel's parameters have no types here, so include/cuda/common/launch.h does without it.
 inline cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
   return cudaErrorNotSupported;
 }

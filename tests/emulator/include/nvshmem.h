@@ -1,4 +1,5 @@
-// Stands in for NVSHMEM's header of this name: what shmem/internode.cu calls, over puts.cc.
+// Stands in for NVSHMEM's header of this name: the functions that shmem/internode.cu calls, over
+// puts.cc.
 #pragma once
 
 #include <cstddef>

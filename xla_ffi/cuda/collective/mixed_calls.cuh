@@ -1,4 +1,4 @@
-// Tags of calls on the GPU: writing them, and what an unpack does where they differ.
+// Tags of calls on the GPU: how they are written, and what an unpack does if they differ.
 #pragma once
 
 #include <cstdint>

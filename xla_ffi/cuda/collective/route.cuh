@@ -1,6 +1,6 @@
-// Routing by warps, for pack.cu. Each block routes for one destination rank and each of its warps a
-// run of tokens: the warps count, sum up the warps before them, and assign. The tables equal those
-// of RouteTokens (protocol/routing.h) for any number of warps.
+// Routing by warps, for pack.cu. Each block routes for one destination rank, and each of its warps
+// routes a run of tokens: the warps count, sum up the warps before them, and assign. The tables
+// equal those of RouteTokens (protocol/routing.h) for any number of warps.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline constexpr int64_t kRouteSharedBytes = int64_t{48} << 10;
 struct RouteShared {
   int32_t* rows;        // [warps, L] by local expert
   int32_t* slots;       // [warps]
-  InvalidIds* invalid;  // [warps], found by that warp alone
+  InvalidIds* invalid;  // [warps], found by each warp alone
 
   static constexpr int64_t BytesPerWarp(int64_t local_experts) {
     return (local_experts + 1) * static_cast<int64_t>(sizeof(int32_t)) +
@@ -36,7 +36,7 @@ struct RouteShared {
 static_assert(RouteShared::BytesPerWarp(kMaxExperts) * kMinRouteWarps <= kRouteSharedBytes);
 static_assert(alignof(InvalidIds) == alignof(int32_t));
 
-// As many warps as have work and as have room for their counters.
+// As many warps as have work, and as there is room for their counters.
 inline int64_t RouteWarps(const EpShape& shape) {
   const int64_t steps = DivideUp(shape.tokens, kWarpSize / shape.top_k);
   const int64_t fitting = kRouteSharedBytes / RouteShared::BytesPerWarp(shape.local_experts);
@@ -70,7 +70,7 @@ __device__ void ForEachStep(const TokenWalk& walk, const int32_t* ids, const Tok
   }
 }
 
-// What the entries of a step are to one rank.
+// What the entries of a step mean for one rank.
 struct RankLanes {
   int32_t expert;  // local expert of this lane's row, or -1 if it goes to another rank
   unsigned opens;  // lanes that open a slot: the first entry of their token for this rank

@@ -13,8 +13,8 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Called by the whole team after a barrier behind the writes of row_offsets and group_sizes:
-// computes where the scales of each group start.
+// Computes where the scales of each group start. Called by the whole team, after a barrier that
+// follows the writes of row_offsets and group_sizes.
 __device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int64_t* totals) {
   const int64_t groups = step.shape.local_experts;
   const int64_t length = DivideUp(groups, team.threads);
@@ -168,7 +168,7 @@ struct PlaceStep {
   int64_t scales;       // offset in a message
   int64_t row_bytes;    // of an output row
   int64_t scale_bytes;  // of a row of output scales; 0: none are kept by row
-  int64_t scale_line;   // scales in columns: of a line; 0: they lie by row
+  int64_t scale_line;   // scales in columns: floats in a line; 0: they lie by row
   int64_t weight;       // offset in a message
   int64_t num_weights;
   const int32_t* row_of;        // [R, n, K]
@@ -292,7 +292,7 @@ cudaError_t LaunchPlace(const PlaceStep& step, cudaStream_t stream) {
                 step);
 }
 
-// Column words of a tile per warp.
+// Column words of a tile that a warp gathers.
 constexpr int64_t kTileWords = 8;
 
 // A warp gathers some columns of a tile. Lane i has the words of rows i, i + 32, i + 64 and i + 96,
@@ -364,7 +364,7 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
   const bool columns = step.scale_layout == ScaleLayout::kColumns;
   const int64_t line = columns ? ScaleLine(shape.recv_rows) : 0;
   if (error == cudaSuccess && line > shape.recv_rows) {
-    // What ends a line belongs to no row.
+    // The end of a line belongs to no row.
     error = cudaMemset2DAsync(step.scales + shape.recv_rows * 4, static_cast<size_t>(line * 4), 0,
                               static_cast<size_t>((line - shape.recv_rows) * 4),
                               static_cast<size_t>(shape.hidden / Format::kBlock), stream);

@@ -103,7 +103,7 @@ class BulkStages {
       load(next++);
     }
   }
-  // Call this instead of Pass to give a run up: it waits for the primed loads, which would
+  // Call this instead of Pass to give up a run. It waits for the primed loads, which would
   // otherwise write into stages that are in use again.
   __device__ void Abandon(uint32_t primed) {
     JAX_EP_NO_UNROLL

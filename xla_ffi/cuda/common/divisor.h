@@ -8,7 +8,7 @@
 
 namespace jax_ep::cuda {
 
-// Divides numbers below 2^31 by one multiplication.
+// Divides numbers below 2^31 with one multiplication.
 struct Divisor {
   uint32_t value;
   uint32_t multiplier;

@@ -78,7 +78,7 @@ struct Elements {
       for (uint32_t word : words) amax = max(amax, word & 0x7FFFFFFFu);
       return amax;
     } else {
-      // The bits of 16-bit floats, too, are ordered as the floats are.
+      // Without their signs, the bits of 16-bit floats also have the order of the floats.
       uint32_t pair = 0;
 #pragma unroll
       for (uint32_t word : words) pair = __vmaxu2(pair, word & 0x7FFF7FFFu);

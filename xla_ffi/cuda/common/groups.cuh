@@ -1,5 +1,5 @@
 // Computes from the counts of all sources where each group of rows starts. In collective/unpack.cu
-// one block does this; in window/groups.cuh some warps of every block.
+// one block does this; in window/groups.cuh some warps of every block do.
 #pragma once
 
 #include <cstdint>

@@ -52,7 +52,7 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
 
 // Like Launch, but its blocks start before waiting blocks of kernels on other streams. Other GPUs
 // wait for what an exchange sends, and a kernel with enough blocks to fill the device many times
-// would otherwise delay it until its own end.
+// would otherwise delay the exchange until that kernel ends.
 template <typename... Params>
 cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
                         cudaStream_t stream, std::type_identity_t<Params>... params) {
@@ -67,7 +67,7 @@ cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }
 
-// In clusters of two blocks; `grid` has an even number of blocks, in x alone.
+// Launches clusters of two blocks. `grid` has an even number of blocks, all in x.
 template <typename... Params>
 cudaError_t LaunchInPairs(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
                           cudaStream_t stream, std::type_identity_t<Params>... params) {

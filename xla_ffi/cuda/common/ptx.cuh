@@ -84,7 +84,7 @@ __device__ __forceinline__ void FenceAcqRelSystem() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// For several threads that may all store the same value. Separate it by a barrier from readers.
+// Several threads may store the same value to one place at once. Readers must come after a barrier.
 template <typename T>
 __device__ __forceinline__ void StoreSame(T* to, T value) {
   *to = value;
@@ -187,8 +187,8 @@ __device__ __forceinline__ void NamedBarrier(uint32_t id, uint32_t threads) {
 }
 
 // The same for warps that reach one barrier through different instructions, as warps with different
-// roles do. compute-sanitizer's synccheck demands that all warps use the same bar.sync instruction,
-// and that everything that comes to barrier 0 does.
+// roles do. compute-sanitizer's synccheck demands that all warps reach a bar.sync, and barrier 0 in
+// any form, through the same instruction.
 __device__ __forceinline__ void NamedBarrierApart(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -214,8 +214,8 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
 
 // ---- A thread's own copies ----------------------------------------------------------------------
 
-// Copies kBytes, 8 or 16, to which both are aligned, from global to shared memory, at some time
-// before this thread's next AsyncArrive completes.
+// Copies kBytes (8 or 16) from global to shared memory; both addresses are aligned to kBytes. The
+// copy happens at some time before this thread's next AsyncArrive completes.
 template <int kBytes>
 __device__ __forceinline__ void AsyncCopy(void* shared, const void* global) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -263,8 +263,8 @@ __device__ __forceinline__ void MbarrierExpect(uint64_t* barrier, uint32_t bytes
   MbarrierExpectAt(SharedAddress(barrier), bytes);
 }
 
-// Arrives once this thread's earlier AsyncCopy are there, which may be later. Release of what they
-// wrote; pairs with the MbarrierTryWait that sees the phase end.
+// Arrives when this thread's earlier AsyncCopy calls have completed, perhaps after this call has
+// returned. Release of what they wrote; pairs with the MbarrierTryWait that sees the phase end.
 __device__ __forceinline__ void AsyncArrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
                : "memory");

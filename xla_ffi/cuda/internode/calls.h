@@ -15,13 +15,13 @@ class InternodeRank {
   InternodeRank(const InternodeGroup& internode, const InternodeKernels& kernels)
       : internode_(internode), kernels_(kernels) {}
 
-  // Launches the send half of `call.pending`, by `half()`, and what follows it.
+  // Launches the send half of `call.pending`, by calling `half()`, and what follows it.
   template <typename Half>
   cudaError_t SendHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     const cudaError_t error = half();
     return error == cudaSuccess ? Send(call, stream) : error;
   }
-  // Launches the receive half, by `half()`, and what surrounds it.
+  // Launches the receive half, by calling `half()`, and what surrounds it.
   template <typename Half>
   cudaError_t ReceiveHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     cudaError_t error = Arrive(call, stream);

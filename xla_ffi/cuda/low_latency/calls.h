@@ -9,9 +9,8 @@
 
 namespace jax_ep::cuda {
 
-// Whether windows have room for `messages` messages of `cells` cells each. They always have for
-// calls of the group's own config, but handlers also accept other calls whose messages fit into
-// regions.
+// Whether windows have room for `messages` messages of `cells` cells each. They always do for calls
+// of the group's own config, but handlers also accept other calls whose messages fit into regions.
 inline bool HasCells(const WindowGroup& group, CallKind kind, int64_t messages, int64_t cells) {
   const BufferGroupLayout& layout = group.layout.groups[static_cast<int>(kind)];
   return cells <= layout.message_cells &&

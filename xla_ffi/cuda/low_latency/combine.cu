@@ -1,4 +1,4 @@
-// The low-latency combine: as window/combine.cu, but sums travel in cells that need no flags. An
+// The low-latency combine: like window/combine.cu, but sums travel in cells that need no flags. An
 // item is a piece of a sum, and each worker has the elements of one cell.
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
-// The low-latency dispatch: as window/dispatch.cu, but messages travel in cells that need no flags.
-// An item is a piece of a token to send or to receive; workers store from registers to the link and
-// from the window to rows.
+// The low-latency dispatch: like window/dispatch.cu, but messages travel in cells that need no
+// flags. An item is a piece of a token to send or to receive; workers store from registers to the
+// link and from the window to rows.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -571,8 +571,8 @@ template <typename Format>
 struct LowLatencyMemory {
   static constexpr bool kEncodes = QuantizedFormat<Format>;
 
-  int64_t message;  // of senders that encode
-  int64_t zeros;    // this and the next one: of formats with scales
+  int64_t message;  // for senders that encode
+  int64_t zeros;    // this and the next one: for formats with scales
   int64_t first_tiles;
   int64_t router_rows;
   int64_t tables;
@@ -635,8 +635,8 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 
 template <typename Format>
 bool FitsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
-  // As long as every item has a multiprocessor of its own: a block's second item comes later than a
-  // flag would. Very few tokens gain even so.
+  // Low latency pays as long as every item has a multiprocessor of its own: a block's second item
+  // comes later than a flag would. Very few tokens gain even without that.
   constexpr int64_t kItems = 128, kVeryFew = 8;
   const EpShape& shape = step.shape;
   if (shape.tokens <= 0 || shape.tokens > kLowLatencyTokens<Format>) return false;

@@ -1,7 +1,7 @@
-// A warp's way from sums in registers to rows in memory, and from rows to where the sums are:
-// through shared memory, 16 lines of 128 bytes. From there tensor copies take whole boxes while the
-// warp goes on; of a tile's last rows, which are followed by another group's, lanes copy 16 bytes
-// each.
+// How a warp moves sums from registers to rows in memory, and rows to where its sums are: through
+// 16 lines of 128 bytes in shared memory. From there tensor copies store whole boxes while the warp
+// goes on. If fewer than 16 rows are left at a tile's end, another group's rows follow them, so
+// lanes copy those that are left, 16 bytes at a time.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,19 @@ namespace jax_ep::cuda {
 inline constexpr uint32_t kWarpRows = 16;
 inline constexpr uint32_t kLineBytes = 128;
 inline constexpr uint32_t kDrainBytes = kWarpRows * kLineBytes;
-inline constexpr uint32_t kDrains = 2;  // of a warp: one is filled while the other is copied from
+inline constexpr uint32_t kDrains = 2;  // per warp: one is filled while the other is copied from
 
 // A matrix of results [rows, sides, columns].
 struct ResultMatrix {
   uint8_t* base;
-  const CUtensorMap* map;  // of boxes of a warp's rows and 128 bytes
+  const CUtensorMap* map;  // its boxes are a warp's rows and 128 bytes
   int32_t columns;
   int64_t row_bytes;
 };
 
-// A warp's 16 rows of one.
+// A warp's 16 rows of a ResultMatrix.
 struct DrainRows {
-  // Rows from `row` on, of which `rows` exist; any number.
+  // The rows from `row` on. `rows` of them exist; it may be any number.
   __device__ DrainRows(const ResultMatrix& matrix, int64_t row, int32_t rows)
       : map(matrix.map),
         columns(matrix.columns),
@@ -37,7 +37,7 @@ struct DrainRows {
         rows(rows - static_cast<int32_t>(Lane() / 8)),
         all(rows >= static_cast<int32_t>(kWarpRows)) {}
 
-  // A lane's 16 bytes of the first row, of elements from `column` of a side on.
+  // Returns the lane's 16 bytes of its first row, within the elements from `column` of a side on.
   template <int kElementBytes>
   __device__ uint8_t* At(int32_t side, int32_t column) const {
     return at + (int64_t{side} * columns + column) * kElementBytes;
@@ -50,11 +50,11 @@ struct DrainRows {
   const CUtensorMap* map;
   int32_t columns;  // of a side
   int32_t row;
-  // A lane's view: of every fourth row 16 bytes of 128.
+  // A lane's view: 16 of the 128 bytes of every fourth row.
   uint8_t* at;
   int64_t step;
   int32_t rows;
-  bool all;  // of the warp's rows exist
+  bool all;  // whether all of the warp's rows exist
 };
 
 class Drain {
@@ -68,14 +68,15 @@ class Drain {
     if (IsElected()) BulkWaitRead<kDrains - 1>();
     __syncwarp();
   }
-  // Waits until all copies have read shared memory, which may then end.
+  // Waits until all copies have read shared memory. The block may end then.
   __device__ void End() {
     if (IsElected()) BulkWaitRead<0>();
   }
 
-  // 64 columns of 16 bits from `column` of a side on; those past its last one do not exist.
-  // `word(c, r)` is the lane's two elements of columns 8 * c and on, of its row (r = 0) or the one
-  // 8 further. With kWordsFromHere, `word` calls Word(c, r), and the buffer is taken.
+  // Stores 64 columns of 16-bit elements from `column` of a side on, but none past the side's last
+  // one. `word(c, r)` is the lane's two elements of columns 8 * c and on, of its row (r = 0) or of
+  // the one 8 further. With kWordsFromHere, `word` calls Word(c, r), and the buffer is already
+  // taken.
   template <bool kWordsFromHere = false, typename Word>
   __device__ void Store16(const DrainRows& to, int32_t side, int32_t column, Word word) {
     if constexpr (!kWordsFromHere) Take();
@@ -89,7 +90,7 @@ class Drain {
     Copy<2>(to, side, column);
   }
 
-  // 32 columns of float32: `sum(c, r, i)` is element i of two.
+  // Stores 32 columns of float32. `sum(c, r, i)` is element i of the lane's two.
   template <typename Sum>
   __device__ void Store32(const DrainRows& to, int32_t column, Sum sum) {
     Take();
@@ -106,7 +107,7 @@ class Drain {
     Copy<4>(to, 0, column);
   }
 
-  // 128 columns of 8 bits: `pair(c, r)` is the lane's two codes of columns 8 * c and on.
+  // Stores 128 columns of 8 bits. `pair(c, r)` is the lane's two codes of columns 8 * c and on.
   template <typename Pair>
   __device__ void Store8(const DrainRows& to, int32_t side, int32_t column, Pair pair) {
     Take();
@@ -121,7 +122,7 @@ class Drain {
     Copy<1>(to, side, column);
   }
 
-  // 64 columns of 16 bits on their way from memory: zeros where there are none.
+  // 64 columns of 16-bit elements on their way from memory; zeros where there are none.
   struct Lines {
     uint4 units[kWarpRows / 4];
   };
@@ -136,7 +137,7 @@ class Drain {
     }
     return lines;
   }
-  // Puts them where Word finds them, once the buffer is taken.
+  // Puts `lines` where Word finds them. The buffer must have been taken.
   __device__ void Put(const Lines& lines) {
     __syncwarp();
 #pragma unroll
@@ -151,7 +152,7 @@ class Drain {
   }
 
  private:
-  // Units of 16 bytes are swizzled, as the map says; neither side meets bank conflicts.
+  // Units of 16 bytes are swizzled as the map says, so that neither side has bank conflicts.
   __device__ uint8_t* At(uint32_t row, uint32_t unit) const {
     return buffer_ + row * kLineBytes + (unit ^ row % 8) * 16;
   }
@@ -171,7 +172,7 @@ class Drain {
         if (has_columns && 4 * i < to.rows) *reinterpret_cast<uint4*>(at) = value;
       }
     }
-    // Also of nothing: Take counts.
+    // Commits even if nothing was copied, because Take counts groups.
     if (IsElected()) BulkCommit();
     buffer_ += to_other_;
     address_ += to_other_;
@@ -179,7 +180,7 @@ class Drain {
   }
 
   uint8_t* buffer_;
-  uint32_t address_;  // of it
+  uint32_t address_;  // of buffer_
   int32_t to_other_ = kDrainBytes;
   uint32_t lane_;
 };

@@ -1,7 +1,6 @@
-// What becomes of a tile's sums. Each epilogue is called by the four warps of a warpgroup with the
-// sums of wgmma [64, kColumns], kColumns / kSides of each side; elements 4 * c + 2 * r + i of a
-// lane are columns 8 * c + 2 * (lane % 4)
-// + i of row lane / 4 + 8 * r of its warp.
+// What happens to a tile's sums. The four warps of a warpgroup call an epilogue with the sums of
+// wgmma [64, kColumns], which have kColumns / kSides columns of each side. A lane's element
+// 4 * c + 2 * r + i is column 8 * c + 2 * (lane % 4) + i of row lane / 4 + 8 * r of its warp.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@
 
 namespace jax_ep::cuda {
 
-// What of MatmulStep an epilogue reads.
+// What an epilogue reads of a MatmulStep.
 struct ResultArguments {
   uint8_t* out;
   float* out_scales;
@@ -27,7 +26,8 @@ struct ResultArguments {
   ElementType out_element;
 };
 
-// The same on the device. `both` is what is stored, `to_both` where the kind has that.
+// The same on the device, with the maps for tensor stores. `both_map` is of `to_both` in kinds that
+// have it, else of `both`.
 struct Results : ResultArguments {
   const CUtensorMap* out_map;
   const CUtensorMap* both_map;
@@ -61,7 +61,8 @@ __device__ __forceinline__ float FloatOf(ElementType element, uint32_t bits) {
                                           : ToFloat(BFloat16{low});
 }
 
-// An element type that is known when the kernel is compiled, or one that is not.
+// An element type that is known when the kernel is compiled. Where it is not, epilogues take an
+// ElementType.
 template <ElementType kType>
 struct FixedElement {
   __device__ explicit FixedElement(ElementType) {}
@@ -82,9 +83,9 @@ struct Swish {
   }
 };
 
-// One scale for 128 columns of each of the lane's two rows, all of which lie in the four lanes of a
-// quad; as formats.quantize, with the floor of `input_scale`.
-// values: elements 4 * c + 2 * r + i, 64 of them.
+// Stores 128 columns as codes, with one scale for each of the lane's two rows, which lie in the
+// four lanes of a quad. Quantises as formats.quantize does, with the floor of `input_scale`.
+// `values` has 64 elements, 4 * c + 2 * r + i.
 __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& place,
                                            const float* values, float input_scale,
                                            const Results& to, int side) {
@@ -110,7 +111,8 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
       to.out_scales[line * (to.columns / 128) + place.column / 128] = of_row[r];
     }
   }
-  // Of a NaN the instruction may keep the sign. Masks, because nvcc makes branches of choices.
+  // The instruction may keep the sign of a NaN, so the codes of a NaN scale are set here. Masks do
+  // it because nvcc turns choices into branches.
   uint32_t kept[2], nans[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -126,8 +128,8 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
   });
 }
 
-// Fills a warp's rows of a result, all of their columns, with bytes that make a NaN of every type:
-// of `out`, or of `to_both` where that is the only result.
+// Fills a warp's rows, with all of their columns, with bytes that are a NaN in every type: rows of
+// `out`, or of `to_both` if that is the only result.
 __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Results& to,
                                              int64_t out_bytes) {
   const ResultMatrix matrix = to.out != nullptr ? to.Out(out_bytes) : to.Both(to.to_both);
@@ -138,7 +140,7 @@ __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Res
   }
 }
 
-// Stores 64 * kParts columns of a side of 16-bit elements, from `column` on.
+// Stores 64 * kParts columns of 16-bit elements of a side, from `column` on.
 template <int kParts, typename Type>
 __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& rows, Type type,
                                               const float* sums, int side, int32_t column,
@@ -154,7 +156,7 @@ __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& row
   }
 }
 
-// What `out` of StoreSums may be.
+// Which element type `out` of StoreSums has.
 enum class Out { kElement, kFloat32, kEither };
 
 // out [N or L * K, B].
@@ -184,7 +186,7 @@ struct StoreSums {
   }
 };
 
-// The tile is 128 columns of gate, then the same of up.
+// The tile is 128 columns of gate, then the same columns of up.
 template <bool kCodes>
 struct SwiGlu {
   static constexpr int kSides = 2;
@@ -209,8 +211,9 @@ struct SwiGlu {
   }
 };
 
-// The sums are cotangents of h; gate and up come from memory, 64 columns of one of them after the
-// other, each a step ahead of its use. None is read after it was written: both arrays may be one.
+// The sums are cotangents of h. Gate and up are loaded from memory in turns, 64 columns at a time,
+// each a step ahead of its use. No element is read after it was written, so `both` and `to_both`
+// may be one array.
 template <bool kCodes>
 struct SwiGluBack {
   static constexpr int kSides = 1;
@@ -233,7 +236,7 @@ struct SwiGluBack {
     const DrainRows from = place.Of(to.Both(to.both));
     const DrainRows rows = place.Of(to.Both(to.to_both));
     Drain::Lines ahead = drain.Load(from, 0, place.column);
-    // In the same registers each time, for want of more.
+    // Not unrolled: every part uses the same registers, because there are no more.
     JAX_EP_NO_UNROLL
     for (int part = 0; part < 4; ++part) {
       const int32_t column = place.column + part * 64;
@@ -261,8 +264,8 @@ struct SwiGluBack {
     }
   }
 
-  // From cotangents of h and two elements of gate to the cotangents of up, and to what times up is
-  // the cotangent of gate.
+  // Takes cotangents of h and two elements of gate. Computes the cotangents of up, and leaves in
+  // `sums` what must be multiplied by up to give the cotangents of gate.
   template <typename Type>
   __device__ static void BackToUp(Type type, uint32_t gate, float* sums, float* to_up) {
 #pragma unroll
@@ -283,7 +286,7 @@ struct SwiGluBack {
     a = b, b = other;
   }
 
-  // 128 columns, as they are and as codes.
+  // Stores 128 columns, as they are and as codes.
   template <typename Type>
   __device__ static void StoreSide(Type type, int side, const float* values, const Results& to,
                                    const ResultPlace& place, Drain& drain) {
@@ -292,7 +295,7 @@ struct SwiGluBack {
     StoreCodes(drain, place, values, kOfGradients, to, side);
   }
 
-  // A tile of 128 columns: for twice as many there are not registers enough.
+  // A tile has 128 columns: there are not enough registers for twice as many.
   template <typename Type>
   __device__ static void RunCodes(Type type, float (&sums)[64], const Results& to,
                                   const ResultPlace& place, Drain& drain) {
@@ -301,7 +304,7 @@ struct SwiGluBack {
     float to_up[64];
     drain.Take();
     Drain::Lines ahead = drain.Load(from, 0, column);
-    // In the same registers each time, so that no more lines are under way.
+    // Not unrolled: both halves use the same registers, so that no more lines are under way.
     JAX_EP_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       drain.Put(ahead);

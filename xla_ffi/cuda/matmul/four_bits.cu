@@ -19,7 +19,7 @@ bool Fits(const FourBitStep& step) {
          aligned(step.left) && aligned(step.right) && aligned(step.out);
 }
 
-// Calls `visit(kernel, shared bytes, blocks of a multiprocessor)` for a kernel.
+// Calls `visit(kernel, shared bytes, blocks per multiprocessor)` for one kernel.
 template <bool kCodes, bool kGateUp, typename Visit>
 cudaError_t Visited(Visit visit) {
   const auto kernel = FourBitKernel<kCodes, kGateUp>;

@@ -1,8 +1,7 @@
-// Each block works on tiles of 128 columns and up to 32 rows of a group, along all of the
-// contracted dimension. One warp feeds stages in shared memory with weights and rows; four others
-// multiply, each 32 of the columns, which lie as the rows do in wgmma's counterpart for a warp.
-// Several blocks share a multiprocessor, because decoding takes instructions that wait for each
-// other.
+// Each block works on tiles of 128 columns and up to 32 rows of a group, along the whole contracted
+// dimension. One warp feeds stages in shared memory with weights and rows. Four others multiply 32
+// columns each; columns of the matrix are the rows of WarpMultiply's left operand. Several blocks
+// share a multiprocessor, because the instructions that decode wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +22,15 @@ namespace jax_ep::cuda {
 inline constexpr int kFourBitMathWarps = 4;
 inline constexpr int kFourBitMathThreads = kFourBitMathWarps * kWarpSize;
 inline constexpr int kFourBitThreads = kFourBitMathThreads + kWarpSize;
-inline constexpr int kFourBitRowTiles = 4;  // eights of rows
+inline constexpr int kFourBitRowTiles = 4;  // of 8 rows
 inline constexpr int kFourBitRows = 8 * kFourBitRowTiles;
 inline constexpr int kAtomsOfStage = 4;
 inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;
-static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as scales of rows are
-inline constexpr int kColumnTiles = 2;  // sixteens of columns, of a warp
+static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as row scales are
+inline constexpr int kColumnTiles = 2;                              // per warp, of 16 columns
 inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
 
-// Part of a group's rows, and columns of its matrix.
+// Some rows of a group, and some columns of its matrix.
 struct FewRowsTile {
   int32_t group;  // negative: no more tiles
   int32_t row;
@@ -42,22 +41,22 @@ struct FewRowsTile {
 // Shared memory. kCodes: whether rows are codes.
 template <bool kCodes>
 struct FourBitLayout {
-  // Of a multiprocessor. Decoding rows as well takes more registers.
+  // Per multiprocessor. Decoding rows as well takes more registers.
   static constexpr int kBlocks = kCodes ? 3 : 4;
   static constexpr uint32_t kStages = 3;
   static constexpr uint32_t kRowBytes = kStageSteps * (kCodes ? 1 : 2);
-  // What a lane reads of a row in an atom; pieces lie by atom, tile, lane.
+  // What a lane reads of a row in an atom. Pieces are ordered by atom, tile and lane.
   static constexpr uint32_t kPieceBytes = kCodes ? 8 : 16;
   static constexpr uint32_t kStageBytes =
       kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
-  // Of a warp: sums of a column tile that another one finishes.
+  // Per warp: the sums of a column tile that another warp finishes.
   static constexpr uint32_t kHandedBytes = kFourBitRowTiles / 2 * 4 * kWarpSize * sizeof(float);
   static constexpr uint32_t kBytes =
       kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FewRowsTile)) +
       kFourBitMathWarps * kHandedBytes;
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
-  // Where a lane's piece of a row is in a stage.
+  // Returns where a lane's piece of a row is in a stage.
   __device__ static uint32_t PieceAt(int atom, int tile) {
     return kWeightBytes + ((atom * kFourBitRowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
   }
@@ -71,7 +70,7 @@ struct FourBitMemory {
   float* handed;
   uint64_t* full;      // per stage: ends when weights and rows are there
   uint64_t* free;      // per stage: ends when all math warps have read it
-  FewRowsTile* tiles;  // per stage: what it is of
+  FewRowsTile* tiles;  // per stage: the tile that it belongs to
 
   __device__ explicit FourBitMemory(uint8_t* memory)
       : stages(memory),
@@ -82,7 +81,7 @@ struct FourBitMemory {
         tiles(reinterpret_cast<FewRowsTile*>(free + Layout::kStages)) {}
 };
 
-// Waits for the end of a phase, which this block's own copies and warps alone decide.
+// Waits for the end of a phase, which depends only on this block's own copies and warps.
 __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
   while (!MbarrierTryWait(barrier, parity)) {
   }
@@ -102,7 +101,7 @@ class FewRowsWalk {
       Load();
     }
     const GroupPiece tile = pieces_.Find(next_);
-    // Tiles of the same columns follow each other: weights come from L2 after the first.
+    // Tiles of the same columns follow each other, so that weights come from L2 after the first.
     const int32_t row_tiles = RowTiles(tile.size);
     const int32_t row = tile.index % row_tiles * tile_rows_;
     next_ += gridDim.x;
@@ -124,18 +123,17 @@ class FewRowsWalk {
 
 // ---- Numbers ------------------------------------------------------------------------------------
 
-// Turns scale bytes into factors of codes as TwoOfCodes makes them, which are 2^-126 of their
-// values.
+// Turns scale bytes into factors for codes from TwoOfCodes, which are 2^-126 times their values.
 struct CodeFactor {
   uint32_t first;   // two bfloat16
-  uint32_t second;  // 1, if `first` is all
+  uint32_t second;  // 1 if `first` suffices
 
-  // Powers that bfloat16 cannot hold at once, and NaN, take two factors.
+  // Powers too large for one bfloat16, and NaN, take two factors.
   __device__ static bool NeedsTwo(uint32_t scale) { return scale > 128; }
-  // Whether any of four scales may.
+  // Whether any of the four scales may need two factors.
   __device__ static bool MayNeedTwo(uint32_t scales) { return (scales & 0x80808080u) != 0; }
 
-  // Of scale `i` of four, of which none needs two.
+  // Returns the only factor of scale `i` of four. None of them may need two.
   __device__ static uint32_t OnlyOf(uint32_t scales, int i) {
     constexpr uint32_t kTwoExponents = 0x00800080;
     return __byte_perm(scales, 0, 0x4440 + i) * kTwoExponents + 126 * kTwoExponents;
@@ -151,9 +149,9 @@ struct CodeFactor {
   }
 };
 
-// Pair kPair of a word's codes (protocol/matmul_steps.h), as two bfloat16 of 2^-126 of their
-// values: exponent and mantissa are the lowest bits of the exponent and the highest one of the
-// mantissa, where denormals are right, too.
+// Returns pair kPair of a word's codes (protocol/matmul_steps.h) as two bfloat16 that are 2^-126
+// times their values. A code's exponent becomes the lowest bits of the exponent, and its mantissa
+// the highest bit of the mantissa. This is right for denormals, too.
 template <int kPair>
 __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
   constexpr uint32_t kSigns = 0x80008000, kRest = 0x01C001C0;
@@ -163,7 +161,7 @@ __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
   return (word >> 6 & kRest) | (word << 5 & kSigns);
 }
 
-// Four words of bfloat16 from eight codes of e4m3.
+// Decodes eight codes of e4m3 to four words of bfloat16.
 __device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -175,7 +173,7 @@ __device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
 
 // ---- Feeding ------------------------------------------------------------------------------------
 
-// Called by a warp. After the last tile comes a stage of none.
+// Called by a warp. After the last tile comes a stage that says that there are no more.
 template <bool kCodes>
 __device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t column_tiles,
                                             const FourBitMemory<kCodes>& memory) {
@@ -200,11 +198,11 @@ __device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t col
       uint8_t* stage = memory.stages + at.slot() * Layout::kStageBytes;
       if (IsElected()) {
         memory.tiles[at.slot()] = tile;
-        // Release, of the tile; pairs with the math warps' wait.
+        // Release of the tile; pairs with the math warps' wait.
         MbarrierExpect(&memory.full[at.slot()], more ? kWeightBytes : 0);
         if (more) BulkLoad(stage, weights, kWeightBytes, &memory.full[at.slot()]);
       }
-      // Not by bulk copies: those of rows are short, and there would be many.
+      // No bulk copies here: rows would take many short ones.
 #pragma unroll
       for (int row_tile = 0; row_tile < kFourBitRowTiles; ++row_tile) {
         if (8 * row_tile + Lane() / 4 >= tile.rows) break;
@@ -227,7 +225,7 @@ __device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t col
 template <int kRowTiles>
 using FewRowsSums = float[kColumnTiles][kRowTiles][4];
 
-// One atom with rows that are loaded. kTwo: whether any of its scales takes two factors.
+// Multiplies one atom with rows that are loaded. kTwo: whether its scales may need two factors.
 template <bool kTwo, int kRowTiles>
 __device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
                                              const uint32_t (&words)[4],
@@ -302,7 +300,7 @@ __device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, cons
                                                       Lane() / 4 * 16 + Warp() * 4);
     any |= scales[atom];
   }
-  // A branch: with choices in its place every code would be multiplied twice.
+  // A branch, because with choices in its place every code would be multiplied twice.
   if (__any_sync(kFullWarp, CodeFactor::MayNeedTwo(any))) {
     MultiplyAtoms<true, kRowTiles, kCodes>(sums, stage, scales);
   } else {
@@ -310,8 +308,9 @@ __device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, cons
   }
 }
 
-// The scales of this lane's columns of the sums, that is of rows, for 128 of K. Sums of codes are
-// kept in units of the scale of the last 128, which costs a product for every 128 and no registers.
+// The scales of the rows that are this lane's columns of the sums, for 128 of K. Sums of codes are
+// kept in units of the last 128's scale. This costs one more product per sum for every 128, but no
+// registers.
 template <int kRowTiles>
 struct RowScales {
   float scale[kRowTiles][2];
@@ -322,7 +321,7 @@ struct RowScales {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int32_t row = 8 * i + 2 * (Lane() % 4) + j;
-        // Others have no results.
+        // Rows past the last one have no results.
         const int64_t at = tile.row + Min(row, tile.rows - 1);
         scale[i][j] = step.left_scales[at * (step.left_columns / 128) + block];
       }
@@ -367,7 +366,7 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
   JAX_EP_NO_UNROLL
   for (int32_t part = 0; part < parts; ++part, ++at.passed) {
     if constexpr (kCodes) {
-      // Where the scale is the same, as at first, the factor is 1.
+      // The factor is 1 where the scale stays the same, as it does in the first part.
       float factors[kRowTiles][2];
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -392,7 +391,7 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
 
 // ---- Storing ------------------------------------------------------------------------------------
 
-// Two neighbouring results.
+// Stores two neighbouring results.
 __device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, int64_t column,
                                          float low, float high) {
   const int64_t at = row * step.columns + column;
@@ -405,8 +404,8 @@ __device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, i
   }
 }
 
-// One column tile of one row tile, from `column` on. A lane's sums are of one column; with those of
-// its neighbour it has two columns of one row.
+// Stores one column tile of one row tile, from `column` on. A lane's sums are of one column; by an
+// exchange with its neighbour it gets two columns of one row.
 __device__ __forceinline__ void StoreSumsOf(const FourBitStep& step, const FewRowsTile& tile,
                                             int row_tile, int64_t column, const float (&sums)[4]) {
   const int odd = Lane() / 4 % 2;
@@ -426,8 +425,8 @@ __device__ __forceinline__ float SwiGluOf(float gate, float up) {
   return Multiply(Divide(gate, Add(1.0f, expf(-gate))), up);
 }
 
-// With SwiGLU the first two warps have sums of gate, the others those of up in the same columns.
-// Each finishes half of the row tiles, for which it is handed the other's sums.
+// With SwiGLU the first two warps have the sums of gate, and the other two those of up in the same
+// columns. Each warp finishes half of the row tiles, for which another warp hands it its sums.
 template <int kRowTiles>
 __device__ __forceinline__ void StoreSwiGlu(const FourBitStep& step, const FewRowsTile& tile,
                                             FewRowsSums<kRowTiles>& sums, float* handed) {
@@ -498,7 +497,7 @@ __global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlock
   const FourBitMemory<kCodes> memory(SharedBytes());
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < Layout::kStages; ++stage) {
-      // The bulk copy and the lanes' own copies.
+      // One arrival for the bulk copy, and one for each lane's own copies.
       MbarrierInit(&memory.full[stage], 1 + kWarpSize);
       MbarrierInit(&memory.free[stage], kFourBitMathWarps);
     }

@@ -1,9 +1,9 @@
-// Products of few rows with matrices of four bits, which are read once: decoding on Hopper and
+// Products of few rows with four-bit matrices, which are read once: for decoding, on Hopper and
 // newer GPUs.
 //
-// N rows lie in L groups of `sizes`, as in step.h, and what is said there of rows past the groups,
-// of NaN and of wrong sizes holds here, too. Weights are codes of "mxfp4": e2m1 with a power of two
-// per 32 of the contracted dimension K.
+// N rows lie in L groups of `sizes`. What protocol/matmul_steps.h says about rows past the groups,
+// NaN and wrong sizes holds here, too. Weights are codes of "mxfp4": e2m1 with a power of two per
+// 32 of the contracted dimension K.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@ namespace jax_ep::cuda {
 // cudaErrorInvalidValue for sizes that do not fit.
 cudaError_t MultiplyFourBits(const FourBitStep& step, cudaStream_t stream);
 
-// Loads the kernels, which a graph capture must not be the first to use.
+// Loads the kernels. A graph capture must not be the first to use them.
 cudaError_t PreloadFourBitKernels();
 
 }  // namespace jax_ep::cuda

@@ -1,4 +1,4 @@
-// Which rows a group has, and which group a piece of work is of.
+// Finds which rows a group has, and which group a piece of work belongs to.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ struct GroupPiece {
   int32_t index;  // of the piece within its group
 };
 
-// Numbers pieces of work on groups of rows: first all of the first group, then of the next. All
-// methods are called by a whole warp, each lane of which looks after one of 32 neighbouring groups.
-// `Groups` has their `sizes`, how many `groups` there are, and `rows`, N.
+// Numbers pieces of work on groups of rows: first all pieces of the first group, then those of the
+// next. All methods are called by a whole warp; each lane looks after one of 32 neighbouring
+// groups. `Groups` has their `sizes`, the number of `groups`, and `rows`, N.
 template <typename Groups>
 class GroupPieces {
  public:
   __device__ explicit GroupPieces(const Groups& plan) : plan_(plan) {}
 
-  // Reads the sizes of 32 groups, of which one of `size` rows has pieces(group, size) pieces; past
-  // the last group they must be 0. Whatever sizes are, no row past N is in a group.
+  // Reads the sizes of 32 groups. A group of `size` rows has pieces(group, size) pieces, which must
+  // be 0 past the last group. Whatever the sizes are, no row past N is in a group.
   template <typename Pieces>
   __device__ void Load(const Pieces& pieces) {
     const int32_t group = base_ + Lane();
@@ -51,10 +51,10 @@ class GroupPieces {
     pieces_loaded_ = __shfl_sync(kFullWarp, pieces_end_, kWarpSize - 1);
   }
 
-  // The pieces of all groups up to those that were loaded last.
+  // Returns the number of pieces of all groups up to those that were loaded last.
   __device__ uint32_t end() const { return before_ + pieces_loaded_; }
 
-  // Goes on to the next 32 groups, which are then to be loaded; false if there are none.
+  // Goes on to the next 32 groups, which must then be loaded. Returns false if there are none.
   __device__ bool Advance() {
     if (base_ + kWarpSize >= plan_.groups) return false;
     before_ += pieces_loaded_;
@@ -63,7 +63,7 @@ class GroupPieces {
     return true;
   }
 
-  // A piece of the groups that were loaded last.
+  // Returns a piece of the groups that were loaded last.
   __device__ GroupPiece Find(uint32_t piece) const {
     const uint32_t within = piece - before_;
     const int lane = __ffs(static_cast<int>(__ballot_sync(kFullWarp, within < pieces_end_))) - 1;

@@ -6,10 +6,10 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Results that the kernels count in int32.
+// Kernels count rows, groups and columns in int32.
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
-// Of rows of codes, counted in uint32.
+// Row scales are indexed in uint32.
 constexpr int64_t kMostScales = int64_t{1} << 32;
 
 bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -49,7 +49,7 @@ cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
   if (!MatmulSupported()) return cudaErrorNotSupported;
   if (step.groups == 0) return cudaSuccess;
   if (step.rows == 0) {
-    // Tensor maps have no empty dimensions.
+    // A tensor map cannot have an empty dimension.
     if (step.kind != MatmulKind::kOuter) return cudaSuccess;
     const int64_t bytes =
         step.groups * step.left_columns * step.columns * ElementBytes(step.out_element);

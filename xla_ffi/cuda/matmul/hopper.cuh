@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t ClusterRank() {
   return rank;
 }
 
-// All threads of both blocks: what they did to shared memory before is seen after.
+// Called by all threads of both blocks. What they did to shared memory before is visible after.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -29,14 +29,14 @@ __device__ __forceinline__ void ClusterSync() {
           : "memory");
 }
 
-// After MbarrierInit and before ClusterSync: makes the barriers known to the other block and to
-// tensor copies.
+// Makes barriers known to the other block and to tensor copies. Called after MbarrierInit and
+// before ClusterSync.
 __device__ __forceinline__ void FenceMbarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// True for one lane of a whole warp, always the same. For what follows, the compiler knows that it
-// is one.
+// True for one lane of a whole warp, always the same one. The compiler knows that a single lane
+// runs what depends on it.
 __device__ __forceinline__ bool IsElected() {
   uint32_t elected;
   asm volatile(
@@ -55,9 +55,10 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
-// A number that all lanes have, for use in loops. From a shuffle the compiler knows that they do,
-// so that it counts from there in registers of the whole warp, and it has to keep what it would
-// find again before every use: addresses in shared memory, from the block's rank in its cluster.
+// Returns a number that all lanes have, for use in loops. The shuffle tells the compiler that they
+// do, so that it continues from there in uniform registers. It must also keep what it would
+// otherwise compute again before every use: addresses in shared memory, from the block's rank in
+// its cluster.
 template <typename T>
 __device__ __forceinline__ T Uniform(T value) {
   return __shfl_sync(0xFFFFFFFFu, value, 0);
@@ -78,9 +79,9 @@ __device__ __forceinline__ bool MbarrierHasEnded(uint32_t barrier, uint32_t pari
   return done != 0;
 }
 
-// Arrives once at the barrier of block `rank` at the same place. It has the default scope of a
-// block: it only says that this block has read what tensor copies brought, and a release at cluster
-// scope would flush L1.
+// Arrives once at the barrier at the same place in block `rank`. The scope is the default, the
+// block: the arrival only says that this block has read what tensor copies brought, and a release
+// at cluster scope would flush L1.
 __device__ __forceinline__ void MbarrierArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -92,7 +93,8 @@ __device__ __forceinline__ void MbarrierArriveAt(uint32_t barrier, uint32_t rank
       : "memory");
 }
 
-// Not before what precedes it in the source: the compiler would put loads between products.
+// Not moved ahead of what precedes it in the source. Otherwise the compiler would put loads between
+// products.
 __device__ __forceinline__ float LoadShared(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -101,8 +103,8 @@ __device__ __forceinline__ float LoadShared(uint32_t address) {
 
 // ---- Tensor copies ------------------------------------------------------------------------------
 
-// Where a box of a tensor map of four dimensions begins, the fastest first. Elements outside of the
-// tensor come as zeros.
+// Where a box of a four-dimensional tensor map begins, the fastest dimension first. Elements
+// outside the tensor are loaded as zeros.
 struct BoxPlace {
   int32_t at[4];
 };
@@ -112,7 +114,7 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
 }
 
 // Copies a box to this block's shared memory at `shared`, a multiple of 1024, and completes on
-// `barrier`. All that it is given should be Uniform: for what may differ between lanes there is a
+// `barrier`. All arguments should be Uniform: if they may differ between lanes, the compiler puts a
 // loop around the instruction.
 __device__ __forceinline__ void TensorLoad(uint32_t shared, const CUtensorMap* map, BoxPlace place,
                                            uint32_t barrier) {
@@ -123,7 +125,8 @@ __device__ __forceinline__ void TensorLoad(uint32_t shared, const CUtensorMap* m
       : "memory");
 }
 
-// The same to the same place in both blocks of the cluster; each has its own barrier completed.
+// The same, to the same place in both blocks of the cluster. It completes on each block's own
+// barrier.
 __device__ __forceinline__ void TensorLoadBoth(uint32_t shared, const CUtensorMap* map,
                                                BoxPlace place, uint32_t barrier) {
   constexpr uint16_t kBoth = 3;
@@ -135,7 +138,8 @@ __device__ __forceinline__ void TensorLoadBoth(uint32_t shared, const CUtensorMa
       : "memory");
 }
 
-// Copies a box to the tensor, in this thread's open bulk group. What of it is outside stays away.
+// Copies a box to the tensor, in this thread's open bulk group. Elements outside the tensor are not
+// stored.
 __device__ __forceinline__ void TensorStore(const CUtensorMap* map, BoxPlace place,
                                             uint32_t shared) {
   asm volatile(
@@ -149,7 +153,7 @@ __device__ __forceinline__ void TensorStore(const CUtensorMap* map, BoxPlace pla
 
 inline constexpr uint32_t kWarpgroupThreads = 128;
 
-// Changes the registers per thread of this warpgroup, all of whose warps must call it.
+// Changes the registers per thread of this warpgroup. All of its warps must call it.
 template <int kRegisters>
 __device__ __forceinline__ void GrowRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -159,7 +163,7 @@ __device__ __forceinline__ void ShrinkRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Before the first wgmma and whenever its sums were touched otherwise.
+// Called before the first wgmma, and whenever anything else has touched its sums.
 __device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -173,16 +177,17 @@ __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from using the sums before this point: they are no operands of WgmmaWait.
+// Keeps the compiler from using the sums before this point, because they are not operands of
+// WgmmaWait.
 template <int kCount>
 __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// sums [64, 256] (+)= left [64, 16] * right [16, 256]. Lane l of warp w has, as elements 4 * c to
-// 4 * c + 3, rows 16 * w + l / 4 and that plus 8, columns 8 * c + 2 * (l % 4) and the one after.
-// kLeftAcross, kRightAcross: how the operand lies, see above.
+// sums [64, 256] (+)= left [64, 16] * right [16, 256]. Elements 4 * c to 4 * c + 3 of lane l of
+// warp w are of row 16 * w + l / 4, then of the row 8 further, each in columns 8 * c + 2 * (l % 4)
+// and the next one. kLeftAcross, kRightAcross: how the operand lies, see operand.h.
 template <typename Element, bool kLeftAcross, bool kRightAcross>
 __device__ __forceinline__ void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add);
 
@@ -251,9 +256,9 @@ JAX_EP_WGMMA(Float16, "f16", false, true)
 JAX_EP_WGMMA(Float16, "f16", true, true)
 #undef JAX_EP_WGMMA
 
-// sums [64, 128] (+)= left [64, 32] * right [32, 128] of e4m3 codes, both along. The tensor cores
-// keep some 14 bits of these sums, so they must be added up elsewhere every 128 of the contracted
-// dimension.
+// sums [64, 128] (+)= left [64, 32] * right [32, 128] of e4m3 codes, with both operands along
+// (operand.h). The tensor cores keep some 14 bits of these sums, so they must be added up elsewhere
+// after every 128 of the contracted dimension.
 __device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right,
                                            bool add) {
   asm volatile(
@@ -289,9 +294,9 @@ __device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uin
 
 // ---- A warp's registers to shared memory --------------------------------------------------------
 
-// Stores four 8 x 8 matrices of 16-bit elements. Lane l holds, as words[m], elements (l / 4, 2 * (l
-// % 4)) and the one after of matrix m, and `line` is where row l % 8 of matrix l / 8 goes, 16
-// bytes.
+// Stores four 8 x 8 matrices of 16-bit elements. In lane l, words[m] holds element
+// (l / 4, 2 * (l % 4)) of matrix m and the next one of its row, and `line` is where the 16 bytes of
+// row l % 8 of matrix l / 8 go.
 __device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
@@ -299,8 +304,8 @@ __device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words
       : "memory");
 }
 
-// Stores 16 bytes of zeros. Several threads may do so at one place, and wgmma of another warpgroup
-// may read there meanwhile: it has stored the same zeros before.
+// Stores 16 bytes of zeros. Several threads may do so at one place, and another warpgroup's wgmma
+// may read there meanwhile: that warpgroup has stored the same zeros before.
 __device__ __forceinline__ void StoreZeros(void* to) {
   *static_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }

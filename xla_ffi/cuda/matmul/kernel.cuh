@@ -1,11 +1,12 @@
 // The matmul kernel. A cluster of two blocks works on units (units.cuh), each block on a tile of
-// 128 x 256 of the result. In a block, one warpgroup feeds two others:
-//   warp 0 copies left operands to stages in shared memory, warp 3 right ones, warp 1 finds tiles,
-//   warp 2 loads the scales of codes; the other two warpgroups multiply, each 64 rows, and write
-//   the result.
-// Barriers, per stage: `full` ends when the stage's operands are there; `free` when the math warps
-// of both blocks have read the stage, because half of what a block loads goes to both. Each
-// warpgroup goes its own way from tile to tile, so that one multiplies while the other writes.
+// 128 x 256 of the result. In a block, one warpgroup feeds two others: warp 0 copies left operands
+// to stages in shared memory, warp 3 copies right ones, warp 1 finds tiles, and warp 2 loads the
+// scales of codes. The other two warpgroups multiply 64 rows each and write the result.
+//
+// Each stage has two barriers. `full` ends when the stage's operands are there. `free` ends when
+// the math warps of both blocks have read the stage, because half of what a block loads goes to
+// both. Each math warpgroup goes from tile to tile on its own, so that one multiplies while the
+// other writes.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +26,7 @@ inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
 inline constexpr uint32_t kLeftBoxes = 2;
 inline constexpr uint32_t kMostRightBoxes = 4;
 inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
-// Per thread of a warpgroup: all that a block of these threads begins with.
+// Per thread of a warpgroup. Together these are all the registers that the block begins with.
 inline constexpr int kFeederRegisters = 56;
 inline constexpr int kMathRegisters = 224;
 static_assert(kBoxBytes == kChunkBytes);
@@ -34,10 +35,10 @@ static_assert(kBoxBytes == kChunkBytes);
 template <MatmulKind kOf, typename ElementOf, Out kOut>
 struct MatmulTraits {
   static constexpr MatmulKind kKind = kOf;
-  using Element = ElementOf;  // of 16-bit operands; void of codes
+  using Element = ElementOf;  // of 16-bit operands; void for codes
   static constexpr bool kCodes = OfCodes(kOf);
   static constexpr bool kOuter = kOf == MatmulKind::kOuter;
-  // Whether lines of the operand lie across the contracted dimension (hopper.cuh).
+  // Whether lines of the operand lie across the contracted dimension (operand.h).
   static constexpr bool kLeftAcross = kOuter;
   static constexpr bool kRightAcross =
       kOuter || kOf == MatmulKind::kRows || kOf == MatmulKind::kGateUp;
@@ -51,7 +52,7 @@ struct MatmulTraits {
   static constexpr int kColumns = Epilogue::kColumns;
   static constexpr int kSideColumns = kColumns / kSides;
   static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
-  // Of an element of `out`. MatmulStep::out_element is of some kinds only.
+  // The size of an element of `out`. Only some kinds use MatmulStep::out_element.
   JAX_EP_HOST_DEVICE static int64_t OutBytes(ElementType out_element) {
     if (kCodes && (kGateUp || kDownBack)) return 1;
     if (kOut == Out::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
@@ -65,7 +66,7 @@ struct MatmulTraits {
                          FixedElement<ElementType::kBFloat16>>>;
 };
 
-// Of codes (step.h).
+// The scales of codes (protocol/matmul_steps.h).
 struct ScaleArguments {
   const float* rows;
   uint32_t row_stride;
@@ -76,7 +77,7 @@ struct ScaleArguments {
   int64_t per_b;
 };
 
-// Of what is copied from, and to: `both` is to_both where the kind has that.
+// The maps of operands and results. `both` is of to_both in kinds that have it.
 struct MatmulMaps {
   CUtensorMap left, right;
   CUtensorMap out, both;
@@ -93,14 +94,14 @@ struct MatmulShared {
   uint64_t free[kStages];
   TileRing ring;
 };
-// Of codes, per stage: a scale for each row, and one for each 128 columns.
+// For codes, per stage: a scale for each row, and one for each 128 columns.
 struct StageScales {
   float rows[kTileRows];
   float right[2];
 };
 
-// Shared memory: MatmulShared and the scales of codes, stages from an atom on, drains. It is all
-// that a block can have.
+// Shared memory holds MatmulShared and the scales of codes, then, aligned to an atom, the stages,
+// then the drains. Together they take all that a block can have.
 inline constexpr uint32_t kScalesBytes = kStages * static_cast<uint32_t>(sizeof(StageScales));
 inline constexpr uint32_t kDrainsBytes = kWarpsOfMath * kDrains * kDrainBytes;
 template <bool kCodes>
@@ -128,13 +129,13 @@ using StageCursor = RingCursor<kStages>;
 
 // ---- Feeding ------------------------------------------------------------------------------------
 
-// A stage on its way from the warps that feed it.
+// The addresses of a stage that is being fed.
 struct StageAddresses {
   uint32_t operands;
   uint32_t full;
 };
 
-// Called by one thread: the left operand of a step.
+// Loads the left operand of one step. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void LoadLeft(const CUtensorMap* map, const Tile& tile, int32_t step,
                                          uint32_t rank, const StageAddresses& stage) {
@@ -153,12 +154,12 @@ __device__ __forceinline__ void LoadLeft(const CUtensorMap* map, const Tile& til
   } else if (!tile.half()) {
     load(rank, true);
   } else if (static_cast<uint32_t>(step) % 2 == rank) {
-    // The only box of a half is loaded by the blocks in turns.
+    // The blocks take turns to load the only box of a half.
     load(0, true);
   }
 }
 
-// Called by one thread: the right operand of a step.
+// Loads the right operand of one step. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void LoadRight(const CUtensorMap* map, const Tile& tile, int32_t step,
                                           uint32_t rank, const StageAddresses& stage) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void LoadRight(const CUtensorMap* map, const Tile& ti
   }
 }
 
-// Called by a warp for each side.
+// Called by one warp for the left operands and by another for the right ones.
 template <typename Traits, bool kRight>
 __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const MatmulMemory& memory) {
   MatmulShared& shared = memory.shared;
@@ -200,8 +201,8 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const Matmu
     JAX_EP_NO_UNROLL
     for (int32_t step = 0; step < tile.steps; ++step, ++at.passed) {
       const bool is_free = Await(&shared.free[at.slot()], at.parity() ^ 1, &shared.ring.given_up);
-      // After a wait that was given up a stage may still be read, by the other block, too: nothing
-      // more is loaded, so that this one gives up as well.
+      // After a wait was given up, this block or the other one may still be reading the stage.
+      // Nothing more is loaded, so that the other block gives up as well.
       if (!__all_sync(kFullWarp, is_free)) break;
       if (IsElected()) {
         const StageAddresses stage{operands + at.slot() * kStageBytes,
@@ -217,7 +218,7 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const Matmu
   }
 }
 
-// Called by a warp: the scales of codes. They are read from memory two steps ahead.
+// Loads the scales of codes, which it reads from memory two steps ahead. Called by a warp.
 __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t all_rows,
                                            bool sides, int64_t columns,
                                            const MatmulMemory& memory) {
@@ -237,7 +238,7 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
       const int32_t row = min(tile.row + lane + i * static_cast<int32_t>(kWarpSize), all_rows - 1);
       rows[i] = static_cast<uint32_t>(row) * scales.row_stride;
     }
-    // Lanes 0 and 1: of gate and up, or of 128 columns each.
+    // Lanes 0 and 1 load the scales of gate and of up, or of 128 columns each.
     const int32_t column = tile.column + (sides ? 0 : lane * 128);
     const bool has_right = lane < 2 && column < columns;
     const float* right = scales.right + tile.group * scales.per_group +
@@ -283,7 +284,7 @@ class Stages {
         barriers_(Uniform(SharedAddress(memory.shared.full))),
         memory_(memory) {}
 
-  // Goes on to a tile, of which nothing is awaited yet.
+  // Goes on to a tile. Nothing of it has been awaited yet.
   __device__ void Begin(uint32_t stage) {
     at_.passed = stage;
     has_come_ = false;
@@ -292,7 +293,7 @@ class Stages {
   __device__ void Await() {
     if (!has_come_) cuda::Await(&shared_.full[stage()], at_.parity(), &shared_.ring.given_up);
   }
-  // Says to both blocks that this warp has read stage `stage`.
+  // Tells both blocks that this warp has read stage `stage`.
   __device__ void Free(uint32_t stage) {
     // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();
@@ -302,7 +303,7 @@ class Stages {
     ++at_.passed;
     has_come_ = false;
   }
-  // Looks whether the operands of the next step are there, and Await need not.
+  // Checks whether the operands of the next step are there, so that Await need not.
   __device__ void Look() {
     has_come_ = MbarrierHasEnded(barriers_ + stage() * kBarrierBytes, at_.parity());
   }
@@ -317,12 +318,13 @@ class Stages {
   }
 
   __device__ uint32_t stage() const { return at_.slot(); }
-  // What lies in boxes from `box` on, of stage 0 and `units` further.
+  // The descriptor of the operand that lies `units` behind box `box` of stage 0.
   template <bool kAcross>
   __device__ uint64_t Operand(uint32_t box, uint32_t units) const {
     return OperandAt<kAcross>(operands_ + (box * kBoxBytes >> 4) + units);
   }
-  // From stage 0 to this one. Where it is used, or the compiler forgets that all lanes have it.
+  // The distance from stage 0 to this one. Call it where it is used, or the compiler forgets that
+  // all lanes have it.
   __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
   __device__ float RowScale(uint32_t row) const {
@@ -350,7 +352,7 @@ class Stages {
 template <typename Traits>
 __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const Stages& stages,
                                               uint32_t left_box, bool add) {
-  // Sixteen elements along a line, or sixteen lines.
+  // From one product to the next: sixteen elements along a line, or sixteen lines.
   constexpr uint32_t kLeftStep = (Traits::kLeftAcross ? 16 * kLineBytes : 32) >> 4;
   constexpr uint32_t kRightStep = (Traits::kRightAcross ? 16 * kLineBytes : 32) >> 4;
   const uint32_t at = stages.units();
@@ -365,8 +367,8 @@ __device__ __forceinline__ void MultiplyStage(float (&sums)[128], const Stages& 
 }
 
 // Zeros lines [first, end) of the warpgroup's left box and of all right boxes: the last rows of a
-// group are followed by rows of others, even NaN. Both warpgroups write the same zeros to the right
-// boxes.
+// group are followed by other groups' rows, which may hold NaN. Both warpgroups write the same
+// zeros to the right boxes.
 __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, uint32_t first,
                                           uint32_t end, uint32_t warpgroup) {
   constexpr uint32_t kUnits = kLineBytes / 16;
@@ -383,7 +385,7 @@ __device__ __forceinline__ void ZeroLines(uint8_t* operands, uint32_t left_box, 
   NamedBarrier(1 + warpgroup, kWarpgroupThreads);
 }
 
-// Sums over all whole steps. Returns the last stage, which may still be read.
+// Sums over all whole steps. Returns the last stage, which a product may still be reading.
 template <typename Traits>
 __device__ __forceinline__ uint32_t MultiplySteps(float (&sums)[128], int32_t steps, Stages& stages,
                                                   uint32_t left_box) {
@@ -410,9 +412,8 @@ __device__ __forceinline__ void MultiplyTile(float (&sums)[128], const Tile& til
   stages.Free(last);
 }
 
-// Called for kOuter: sums over as many rows as a group has, the last ones in sixteens. Sums begin
-// as zeros: if the first product made them, in one of two loops, ptxas would wait after every
-// product.
+// For kOuter: sums over all rows of a group, the last ones in sixteens. Sums begin as zeros: if the
+// first product, in either of two loops, set them, ptxas would wait after every product.
 template <typename Traits>
 __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& tile, Stages& stages,
                                              uint32_t left_box, uint32_t warpgroup) {
@@ -443,7 +444,7 @@ __device__ __forceinline__ void MultiplyRows(float (&sums)[128], const Tile& til
 
 // ---- Multiplying codes --------------------------------------------------------------------------
 
-// Columns 128 * half and on: 128 of the contracted dimension.
+// Multiplies 128 columns, from 128 * half on, along 128 of the contracted dimension.
 __device__ __forceinline__ void MultiplyHalf(float (&part)[64], const Stages& stages,
                                              uint32_t left_box, uint32_t half) {
   const uint32_t at = stages.units();
@@ -464,9 +465,9 @@ __device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const fl
   }
 }
 
-// There are not registers enough for a product under way and another that is added up: while one
-// warpgroup adds, the other one multiplies. Products of fewer columns would read shared memory more
-// often than it can be read beside the copies.
+// There are not enough registers for a product under way and another that is being added up.
+// Instead, one warpgroup adds while the other multiplies. Products of fewer columns would read more
+// from shared memory than it can deliver beside the copies.
 template <int kHalves>
 __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32_t steps,
                                               Stages& stages, uint32_t left_box, uint32_t warp) {
@@ -494,7 +495,7 @@ __device__ __forceinline__ void MultiplyCodes(float (&sums)[64 * kHalves], int32
     }
     stages.Free(stages.stage());
     stages.Next();
-    // What comes next is awaited while sums are added up.
+    // Checks for the next operands now, so that the answer comes while sums are added up.
     if (step + 1 < steps) stages.Look();
     AddHalf(sums + (kHalves - 1) * 64, part, factors[kHalves - 1]);
   }
@@ -535,7 +536,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
       MultiplyTile<Traits>(sums, tile, stages, left_box);
     }
     if (HasGivenUp(memory.shared.ring)) {
-      // Nobody may take what was summed for a result.
+      // Nobody may mistake these sums for a result.
       FillWithNans(place, results, Traits::OutBytes(results.out_element));
       continue;
     }

@@ -19,7 +19,7 @@ inline cudaError_t MapLeft(const MatmulStep& step, CUtensorMap* map) {
   return MakeTensorMap(tensor, map);
 }
 
-// Dimensions in the order of LoadStage.
+// Dimensions are in the order of LoadRight.
 template <typename Traits>
 cudaError_t MapRight(const MatmulStep& step, CUtensorMap* map) {
   MappedTensor tensor{};
@@ -46,7 +46,7 @@ cudaError_t MapRight(const MatmulStep& step, CUtensorMap* map) {
   return MakeTensorMap(tensor, map);
 }
 
-// Of results [rows, sides, B] as warps store them; of none, a map of others that nobody uses.
+// Maps results [rows, sides, B] as warps store them.
 template <typename Traits>
 cudaError_t MapResult(const MatmulStep& step, const void* base, int64_t element_bytes,
                       int64_t sides, CUtensorMap* map) {
@@ -60,6 +60,7 @@ cudaError_t MapResult(const MatmulStep& step, const void* base, int64_t element_
   return MakeTensorMap(tensor, map);
 }
 
+// If there is only one result, both maps are of it, and nobody uses the second.
 template <typename Traits>
 cudaError_t MapResults(const MatmulStep& step, MatmulMaps* maps) {
   const void* both = Traits::kDownBack ? step.to_both : step.both;
@@ -121,8 +122,9 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                        kMatmulSharedBytes<Traits::kCodes>, stream, maps, arguments);
 }
 
-// Calls `run(Traits)` for the kernels of a kind until one fails: `out` says which, or all if it is
-// kEither. Both results of outer products have kernels of their own, as one would spill registers.
+// Calls `run(Traits)` for the kernels of a kind until one fails. `out` says for which kernel, or
+// for all of them if it is kEither. Outer products have a kernel for each result type, because one
+// for both would spill registers.
 template <MatmulKind kKind, typename Element, typename Run>
 cudaError_t ForOut(Out out, Run run) {
   if constexpr (kKind == MatmulKind::kOuter) {

@@ -1,6 +1,5 @@
-// Quantising experts' weights: a thread block takes 128 x 128 elements, which it reads once into
-// registers, and writes their codes as they lie and, through shared memory, with both dimensions
-// exchanged.
+// Quantises experts' weights. A thread block takes 128 x 128 elements and reads them into registers
+// once. It writes their codes in the order of the elements and, through shared memory, transposed.
 #include "cuda/matmul/quantize_matrices.h"
 
 #include <cmath>
@@ -18,22 +17,22 @@ namespace {
 
 using Format = Fp8Block128Format;
 
-constexpr int kSize = 128;  // of a block, and so the bytes of a line of its codes
+constexpr int kSize = 128;  // of a block, and the bytes of a line of its codes
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kRowsPerWarp = kSize / kWarps;
 constexpr int kChunkBytes = 16;
 constexpr int kChunks = kSize / kChunkBytes;
 
-// Of Element: a lane holds kRows consecutive rows of kColumns consecutive columns.
+// A lane's share of elements: kRows consecutive rows of kColumns consecutive columns.
 template <typename Element>
 struct Share {
   static constexpr int kColumns = kLaneElements<Element>;
   static constexpr int kLanesPerRow = kSize / kColumns;
   static constexpr int kRows = kRowsPerWarp * kLanesPerRow / kWarpSize;
 
-  // Where byte `row` of turned line `column` lies. Lanes that store at once differ in their
-  // columns, and lines are as long as all banks, so each column has its chunks in another order.
+  // Where byte `row` of line `column` of the transposed codes lies. Lanes that store at once differ
+  // in their columns, and a line spans all banks, so columns have their chunks in different orders.
   __device__ static int PlaceOf(int column, int row) {
     const int chunk = (row / kChunkBytes) ^ (column / kColumns % kChunks);
     return column * kSize + chunk * kChunkBytes + row % kChunkBytes;
@@ -58,8 +57,8 @@ __device__ uint32_t BlockMax(uint32_t bits) {
   return bits;
 }
 
-// As many blocks share a multiprocessor as there are registers for: loads of one hide what others
-// do.
+// As many blocks share a multiprocessor as there are registers for, so that one loads while others
+// compute.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
     QuantizeMatricesKernel(const __grid_constant__ QuantizeMatricesStep step) {
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
   using Vector = Elements<Element, Own::kColumns>;
   constexpr int kWords = Own::kColumns / 4;  // of codes in a row
 
-  // Blocks side by side come after each other, so that rows are read as a whole.
+  // Blocks beside each other in a row have consecutive indices, so that whole rows are read.
   const auto across = static_cast<uint32_t>(step.columns / kSize);
   const auto sides = static_cast<uint32_t>(step.sides);
   const auto down = static_cast<uint32_t>(step.rows / kSize);

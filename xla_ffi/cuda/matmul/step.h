@@ -1,4 +1,4 @@
-// How to enqueue a grouped matmul of protocol/matmul_steps.h on Hopper.
+// Enqueues grouped matmuls (protocol/matmul_steps.h) on Hopper.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ using jax_ep::OfCodes;
 // fit: columns that are not aligned, pointers that are not aligned to 16 bytes.
 cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream);
 
-// Loads the kernels of all kinds, which a graph capture must not be the first to use.
+// Loads the kernels of all kinds. A graph capture must not be the first to use them.
 cudaError_t PreloadMatmulKernels();
 
 // Whether the current device runs GroupedMatmul.

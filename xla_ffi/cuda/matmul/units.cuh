@@ -1,12 +1,13 @@
 // Which tiles of a result a cluster computes, in which order, and how its two blocks share
 // operands.
 //
-// A unit is what both blocks of a cluster do together: two row tiles with the same columns, of
-// whose right operand each block loads half for both, or one row tile and two column tiles, of
-// whose left operand each loads half. Tails of up to kHalfRows rows are units of their own, with
-// one warpgroup per block. Clusters take both kinds in turns, a group's tails after its other
-// units, when part of the right operand may still be in L2. Each kind begins at another end of the
-// clusters, so that those with one unit more of the one have one less of the other.
+// A unit is what both blocks of a cluster do together. It has two row tiles with the same columns,
+// and each block loads half of the right operand for both; or it has one row tile and two column
+// tiles, and each block loads half of the left operand for both. Tails of up to kHalfRows rows are
+// units of their own, with one warpgroup per block. Clusters take tails and other units in turns, a
+// group's tails after its other units, when part of the right operand may still be in L2. The two
+// kinds are dealt out from opposite ends of the clusters, so that clusters with one unit more of
+// one kind have one less of the other.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +27,15 @@ enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
 // One block's part of a unit.
 struct Tile {
   int32_t group;
-  int32_t row;         // the first row: of N, or in kOuter of the group's matrix
+  int32_t row;         // the first row of N, or in kOuter of the group's matrix
   int32_t rows;        // up to kTileRows
   int32_t column;      // the first column of each side; past the last one there is nothing to do
   int32_t steps;       // of the contracted dimension; negative: no more tiles
   int32_t first;       // kOuter: the first row of N to sum over
-  int32_t contracted;  // kOuter: how many
+  int32_t contracted;  // kOuter: how many rows to sum over
   Sharing sharing;
-  uint32_t warpgroup;  // of a half: who multiplies; they take turns, so that one writes meanwhile
-  uint32_t stage;      // how many stages the block's earlier tiles have passed
+  uint32_t warpgroup;  // of a half: which multiplies; they take turns, so one can write meanwhile
+  uint32_t stage;      // how many stages the block's earlier tiles went through
 
   __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
 };
@@ -47,7 +48,7 @@ struct UnitPlan {
   int32_t outer_rows;    // kOuter: of each result matrix
   int32_t column_tiles;  // of a result matrix
   int32_t tile_columns;  // of a side
-  int32_t steps;         // but in kOuter
+  int32_t steps;         // except in kOuter
 };
 
 // Finds the units of this block's cluster, one after the other. All methods are called by a
@@ -64,7 +65,7 @@ class UnitWalk {
         whole_(blockIdx.x / 2),
         half_(clusters_ - 1 - whole_) {}
 
-  // The next tile; with negative steps when there is none.
+  // Returns the next tile, with negative steps if there is none.
   __device__ Tile Next() {
     Tile tile{};
     tile.steps = -1;
@@ -177,10 +178,10 @@ __device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
   }
 }
 
-// Waits for the end of a phase. The threads of one cluster wait for each other and for copies
-// alone, so only a fault of theirs could make it long. After seconds of spinning a thread gives up
-// and says so in `given_up`, a word of the block's shared memory that ends all the block's waits;
-// they return false then.
+// Waits for the end of a phase. The threads of a cluster wait only for each other and for copies,
+// so a long wait means that one of them is at fault. After seconds of spinning a thread gives up
+// and says so in `given_up`, a word of the block's shared memory. That ends all of the block's
+// waits, which then return false.
 __device__ __forceinline__ bool Await(uint64_t* barrier, uint32_t parity,
                                       volatile uint32_t* given_up) {
   constexpr uint32_t kMostTries = 1 << 22;
@@ -191,8 +192,8 @@ __device__ __forceinline__ bool Await(uint64_t* barrier, uint32_t parity,
   return true;
 }
 
-// Where a thread is in a ring of kCount barriers: one register, and cheap where kCount is a power
-// of two.
+// Where a thread is in a ring of kCount barriers. It takes one register and is cheap if kCount is a
+// power of two.
 template <uint32_t kCount>
 struct RingCursor {
   uint32_t passed = 0;
@@ -201,13 +202,13 @@ struct RingCursor {
   __device__ uint32_t parity() const { return passed / kCount % 2; }
 };
 
-// The same in all lanes, which meet here as in __syncwarp.
+// Returns the same in all lanes, which meet here as in __syncwarp.
 __device__ __forceinline__ bool HasGivenUp(const TileRing& ring) {
   __syncwarp();
   return __any_sync(kFullWarp, *static_cast<const volatile uint32_t*>(&ring.given_up) != 0);
 }
 
-// Called by a whole warp: finds all tiles of this block.
+// Finds all tiles of this block. Called by a whole warp.
 template <bool kOuter>
 __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
                                           TileRing& ring) {
@@ -217,8 +218,8 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
     const Tile tile = walk.Next();
     more = tile.steps >= 0;
     Await(&ring.read[at.slot()], at.parity() ^ 1, &ring.given_up);
-    // Lanes that still wait might miss the phase's end, once lane 0 has let the readers go on: all
-    // meet here.
+    // All lanes meet here: one that still waits might miss the phase's end once lane 0 has let the
+    // readers go on.
     if (HasGivenUp(ring)) return;
     if (Lane() == 0) {
       ring.tiles[at.slot()] = tile;
@@ -229,8 +230,8 @@ __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_ro
   }
 }
 
-// Called by a whole warp, which counts as one reader. Where it is in the ring is kept in shared
-// memory: a register that lives as long as this would be spilled.
+// Called by a whole warp, which counts as one reader. Its place in the ring is kept in shared
+// memory, because a register that lives as long as this would be spilled.
 class TileReader {
  public:
   __device__ explicit TileReader(TileRing& ring) : ring_(ring) {
@@ -242,7 +243,8 @@ class TileReader {
     const RingCursor<TileRing::kSlots> at{*taken()};
     Await(&ring_.filled[at.slot()], at.parity(), &ring_.given_up);
     Tile tile = ring_.tiles[at.slot()];
-    // All lanes have read it. Nobody may have written it if there was no end to wait for.
+    // All lanes have read the tile after this. If its wait was given up, nobody may have written
+    // it.
     if (HasGivenUp(ring_)) tile.steps = -1;
     if (Lane() == 0) {
       *taken() = at.passed + 1;
@@ -253,7 +255,7 @@ class TileReader {
     return tile;
   }
 
-  // The same, of which the compiler knows that all lanes have it.
+  // The same, but the compiler knows that all lanes have the same tile.
   __device__ Tile NextUniform() {
     const Tile tile = Next();
     return {Uniform(tile.group),

@@ -6,9 +6,11 @@
 namespace jax_ep::cuda {
 
 // sums [16, 8] += left [16, 16] * right [16, 8] of bfloat16. With r = lane / 4 and q = lane % 4, a
-// lane has: of left, words 0 to 3: rows r, r + 8, r, r + 8 in columns 2 * q and on, the last two 8
-// columns further; of right, words 0 and 1: rows 2 * q and on, and 8 further, in column r; of the
-// sums, elements 0 to 3: rows r, r, r + 8, r + 8 in columns 2 * q, 2 * q + 1 and again.
+// lane has
+//   left, words 0 to 3: rows r, r + 8, r, r + 8 in columns 2 * q and on, the last two words 8
+//   columns further;
+//   right, words 0 and 1: rows 2 * q and on, and 8 further, in column r;
+//   sums, elements 0 to 3: rows r, r, r + 8, r + 8 in columns 2 * q, 2 * q + 1, and the same again.
 __device__ __forceinline__ void WarpMultiply(float (&sums)[4], const uint32_t (&left)[4],
                                              const uint32_t (&right)[2]) {
   asm volatile(
@@ -18,7 +20,7 @@ __device__ __forceinline__ void WarpMultiply(float (&sums)[4], const uint32_t (&
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 
-// Two products of bfloat16, with denormals.
+// Multiplies two pairs of bfloat16, with denormals.
 __device__ __forceinline__ uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));

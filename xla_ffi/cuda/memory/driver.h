@@ -1,6 +1,6 @@
 // CUDA calls for init and close: on threads of their own, so that the caller's current device does
-// not change, and with errors as exceptions. The only user in handlers of calls is the launch of
-// NVSHMEM's kernels.
+// not change, and with errors as exceptions. In handlers of calls, only launches of NVSHMEM's
+// kernels and the tensor maps of matmuls use this header.
 #pragma once
 
 #include <cuda.h>

@@ -1,5 +1,5 @@
 // NVLink between hosts: which GPUs it connects, and whether this process may share memory over it.
-// init chooses the transport by it.
+// init uses it to choose the transport.
 #pragma once
 
 #include <array>

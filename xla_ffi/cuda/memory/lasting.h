@@ -1,4 +1,4 @@
-// Memory that is never freed and of which no byte is given out twice. A call captured in a CUDA
+// Memory that is never freed, and no byte of which is given out twice. A call captured in a CUDA
 // graph keeps its addresses and may write to them long after its group was closed.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Finds out which devices can have windows. init chooses the transport by it.
+// Finds out which devices can have windows. init uses it to choose the transport.
 #pragma once
 
 #include <cstddef>

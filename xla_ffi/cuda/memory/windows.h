@@ -27,8 +27,8 @@ class OutOfDeviceMemory : public std::exception {
   const int64_t free_bytes;
 };
 
-// With whom a window is shared: with processes of this host, by descriptors, or with some by fabric
-// handles, which requires SharesByFabric.
+// With whom a window is shared: with no other process, with processes of this host by descriptors,
+// or with some processes by fabric handles, which requires SharesByFabric.
 enum class Sharing { kThisProcess, kProcesses, kFabric };
 
 // Memory of one device, at the same address on all devices of this process that may touch it.

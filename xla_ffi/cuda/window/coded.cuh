@@ -12,7 +12,7 @@
 
 namespace jax_ep::cuda {
 
-// In the place of a format.
+// Takes the place of a format.
 template <typename ScaleType>
 struct Coded {
   using Scale = ScaleType;
@@ -48,7 +48,7 @@ JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const WindowDispatchStep& step) {
                              step.shape.top_k);
 }
 
-// Calls visit(TypeTag<Sent>{}) with what the tokens of a call in `Format` come as.
+// Calls visit(TypeTag<Sent>{}) with the type for what the tokens of a call in `Format` come as.
 template <typename Format, typename Visit>
 auto VisitSentTokens(const WindowDispatchStep& step, Visit&& visit) {
   if constexpr (QuantizedFormat<Format>) {
@@ -56,7 +56,7 @@ auto VisitSentTokens(const WindowDispatchStep& step, Visit&& visit) {
   }
   return visit(TypeTag<Format>{});
 }
-// The same with everything that tokens come as.
+// The same for everything that tokens may come as.
 template <typename Visit>
 void ForEachSentTokens(Visit&& visit) {
   ForEachFormat([&]<typename Format>(Format) { visit(TypeTag<Format>{}); });

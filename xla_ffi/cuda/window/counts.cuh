@@ -1,5 +1,5 @@
-// How sending warps share their counts of the ids: each part of them among the senders of the rank,
-// and the total with all ranks.
+// How sending warps share their counts of the ids: those of each part with the other senders of the
+// rank, and the totals with all ranks.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ __device__ inline void PostRouted(const WindowDispatchStep& step, const WindowCa
 
 // ---- Among the senders of a rank ----
 //
-// Who counts a part posts its counts, adds up those of the parts before it, and posts that as well:
-// it takes two looks to count the tokens before a chunk, however many they are.
+// The warp that counts a part posts its counts, adds up those of the parts before it, and posts
+// that sum as well. Counting the tokens before a chunk takes two looks, however many there are.
 
 // Rows of cells in the scratch.
 __device__ inline uint32_t OfPart(uint32_t part) { return part; }
@@ -90,7 +90,7 @@ __device__ inline void PostCounted(const WindowCall& call, const WarpRouter& rou
   call.PostHere(cells + row_cells + rank, {router.slots(), 0, 0});
 }
 
-// For any lanes, each for its own `count` cells from `first` on: whether they arrive soon.
+// For any lanes, each for its own `count` cells from `first` on: returns whether they arrive soon.
 template <uint32_t kCells>
 __device__ inline bool LookForCells(const WindowCall& call, const CountCell* first, uint32_t count,
                                     uint32_t stride, CountCell (&cells)[kCells]) {

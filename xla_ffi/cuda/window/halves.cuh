@@ -15,7 +15,7 @@ namespace jax_ep::cuda {
 // concurrent work. Encoding senders need twice as many.
 inline constexpr uint32_t kSendingBlocks = 24;
 
-// In a send half every warp sends. That of a whole call has nothing beside it to leave
+// In a send half every warp sends. The send half of a whole call has no work beside it to leave
 // multiprocessors to.
 inline BlockRoles SendingRoles(const WindowGroup& group, uint32_t warps, const CallPlan& plan,
                                bool encodes) {

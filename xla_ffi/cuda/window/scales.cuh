@@ -32,7 +32,7 @@ struct ScalePlan {
     return tiles.column_words * kTileRows * kTileColumns;
   }
   JAX_EP_HOST_DEVICE bool tiled() const { return tiles.tiles != 0; }
-  // How many scales of each block of columns there are where they do not lie in tiles.
+  // Returns the number of scales per block of columns if they do not lie in tiles.
   template <typename Scale>
   JAX_EP_HOST_DEVICE int64_t Line(int64_t rows) const {
     return sizeof(Scale) == 4 && line != 0 ? line : rows;
@@ -63,7 +63,7 @@ class ScaleWriter {
     if (tiled()) groups_.BuildTiles(team, first_tiles_);
   }
 
-  // Called once in a call: what belongs to no row.
+  // Called once per call: writes what belongs to no row.
   __device__ void WriteOnce() const {
     if (columns()) return ClearColumns({step_.shape.recv_rows, plan_.line});
     if (!tiled()) return;

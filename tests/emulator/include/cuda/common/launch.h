@@ -1,4 +1,5 @@
-// xla_ffi/cuda/common/launch.h with launches on emulated GPUs. Found before it on the include path.
+// xla_ffi/cuda/common/launch.h with launches on emulated GPUs. This header is found before it on
+// the include path.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -1,6 +1,6 @@
 // Takes the place of xla_ffi/cuda/common/ptx.cuh on the include path: its functions, name by name,
-// over emulator.h. Accesses take effect at once and in order, so fences matter only to a build for
-// races; where the order among threads matters other threads run first.
+// over emulator.h. Ordinary accesses take effect at once and in order, so fences between them
+// matter only to a build for races. Where the order among threads matters, other threads run first.
 #pragma once
 
 #include <cstdint>

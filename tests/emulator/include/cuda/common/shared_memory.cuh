@@ -6,7 +6,7 @@
 namespace jax_ep::cuda {
 
 using emulator::SharedBytes;
-// Of clusters.
+// Only kernels in clusters use it.
 inline uint8_t* SharedAtoms() { return SharedBytes(); }
 using emulator::SharedObject;
 

@@ -116,8 +116,8 @@ inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
   *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
 }
 
-// Several threads may store the same zeros while products read those of another one, so races are
-// looked for with the bytes that were there before.
+// Several threads may store the same zeros while products read another thread's. For races the
+// store therefore counts as a read of the bytes that were there before.
 inline void StoreZeros(void* to) {
   emulator::Reads(to, sizeof(uint4));
   const emulator::Unseen unseen;
