@@ -1,8 +1,10 @@
-"""Writes jax_ep/_native/tables.pyi from the native tables; --check compares.
+"""Writes jax_ep/_native/tables.pyi from the native tables; --check only compares.
 
-It has a NamedTuple for the results of each target, and what `call` takes for it.
+For each target the stub has a NamedTuple of its results and the arguments of `call`.
 """
 
+import dataclasses
+import inspect
 import pathlib
 import sys
 
@@ -19,38 +21,8 @@ import jax
 
 Size = tuple[tuple[str, ...], int]
 T = TypeVar("T")
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    name: str
-    dtype: str
-    shape: tuple[Size, ...]
-    form: str
-    given: str | None
-    omitted: tuple[Size, ...]
-    when: str | None
-    other: tuple[Size, ...]
-    in_place_of: str | None
-    def shape_with(self, flags: Mapping[str, bool]) -> tuple[Size, ...]: ...
-
-@dataclasses.dataclass(frozen=True)
-class Attribute:
-    name: str
-    type: str
-    dim: str | None
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    operands: tuple[Row, ...]
-    results: tuple[Row, ...]
-    attributes: tuple[Attribute, ...]
-    packed: bool
-    @property
-    def from_operands(self) -> frozenset[str]: ...
-    @property
-    def shown(self) -> frozenset[str]: ...
-
-TABLES: dict[str, Table]
+"""
+TAIL = """TABLES: dict[str, Table]
 
 def type_name(target: str) -> str: ...
 def pick(kind: type[T], results: Any, **others: Any) -> T: ...
@@ -60,20 +32,34 @@ def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array: ...
 
 
 def has_call(table: tables.Table) -> bool:
-    """Whether `call` takes it: not where results have as many dimensions as asked."""
+    """Whether `call` takes the target: only if every result has an exact shape."""
     return all(row.form == "exact" for row in table.results)
 
 
 def class_of(name: str, base: str, fields: list[tuple[str, str]]) -> str:
-    """A class of annotated names."""
+    """Returns the source of a class with these annotated fields."""
     if not fields:
         return f"class {name}({base}): ..."
     lines = [f"    {field}: {kind}" for field, kind in fields]
     return "\n".join([f"class {name}({base}):", *lines])
 
 
+def dataclass_of(kind: type) -> str:
+    """Returns the source of a dataclass without what its methods do."""
+    lines = ["@dataclasses.dataclass(frozen=True)", f"class {kind.__name__}:"]
+    lines += [f"    {each.name}: {each.type}" for each in dataclasses.fields(kind)]
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        lines += ["    @property"] if isinstance(member, property) else []
+        signature = str(inspect.signature(function)).replace("'", "")
+        lines.append(f"    def {name}{signature}: ...")
+    return "\n".join(lines)
+
+
 def classes(target: str, table: tables.Table) -> list[str]:
-    """Of what a target gives, and of what it takes."""
+    """Returns the classes of a target's results, operands and attributes."""
     name = tables.type_name(target)
     array, optional = "jax.Array", "jax.Array | None"
     results = [(row.name, optional if row.given else array) for row in table.results]
@@ -95,7 +81,7 @@ def classes(target: str, table: tables.Table) -> list[str]:
 
 
 def call_of(target: str) -> str:
-    """An overload of `call`."""
+    """Returns the overload of `call` for a target."""
     name = tables.type_name(target)
     return f"""@overload
 def call(
@@ -108,7 +94,7 @@ def call(
 
 
 def unpack_of(target: str) -> str:
-    """An overload of `unpack`."""
+    """Returns the overload of `unpack` for a target."""
     return f"""@overload
 def unpack(
     target: Literal["{target}"], results: jax.Array, dims: Mapping[str, int]
@@ -116,9 +102,13 @@ def unpack(
 
 
 def stub() -> str:
-    """The whole file."""
+    """Returns the text of the whole file."""
     called = {t: table for t, table in tables.TABLES.items() if has_call(table)}
-    parts = [part for each in called.items() for part in classes(*each)]
+    parts = [
+        dataclass_of(kind) for kind in (tables.Row, tables.Attribute, tables.Table)
+    ]
+    parts.append(TAIL.rstrip())
+    parts += [part for each in called.items() for part in classes(*each)]
     packed = [t.removesuffix("_aside") for t, table in called.items() if table.packed]
     functions = [call_of(target) for target in called]
     functions += [unpack_of(target) for target in packed]
@@ -126,7 +116,7 @@ def stub() -> str:
 
 
 def main() -> None:
-    """Writes or compares."""
+    """Writes the stub, or compares it with --check."""
     if "--check" not in sys.argv:
         STUB.write_text(stub())
     elif STUB.read_text() != stub():

@@ -18,8 +18,10 @@ class Row:
     omitted: tuple[Size, ...]
     when: str | None
     other: tuple[Size, ...]
+    other_dtype: str
     in_place_of: str | None
     def shape_with(self, flags: Mapping[str, bool]) -> tuple[Size, ...]: ...
+    def dtype_with(self, flags: Mapping[str, bool]) -> str: ...
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:

@@ -1,6 +1,6 @@
 // Grouped matmuls (cuda/matmul) on emulated GPUs against sums in float64: all kinds, with groups of
-// any sizes. Rows past the groups hold NaN and must stay as they are. Takes the seed of its draws
-// and their number; a kind before them draws that one alone.
+// any sizes. Rows past the groups hold NaN and must not change. Takes the seed of its draws and
+// their number; a kind before them draws only that one.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -25,7 +25,7 @@ using Format = Fp8Block128Format;
 constexpr const char* kNames[] = {"rows",  "rows_transposed", "gate_up",      "down_back",
                                   "outer", "code_rows",       "code_gate_up", "code_down_back"};
 constexpr int64_t kBlock = Format::kBlock;
-constexpr double kUlp = 0x1p-24;  // of float32, from the middle of two to either
+constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
 // ---- What is multiplied -------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ struct Draws {
   int64_t rows, left_columns, columns;
   std::vector<int32_t> sizes;
   bool both;               // whether gate and up are kept
-  bool in_place;           // whether their cotangents take their place
+  bool in_place;           // whether their cotangents overwrite them
   bool scales_transposed;  // of the right operand
   bool nans;               // also in groups
   float magnitude;         // of the left operand
@@ -95,7 +95,7 @@ Draws Draw(Random& random, MatmulKind kind) {
     return random.OneIn(3) ? 64 * random.In(1, 5) : align * random.In(1, 42);
   };
   draws.left_columns = draw_columns(), draws.columns = draw_columns();
-  // More steps than there are stages, several times.
+  // Several times more steps than there are stages.
   if (random.OneIn(6))
     draws.left_columns += OfCodes(kind) ? kBlock * random.In(4, 8) : 64 * random.In(4, 12);
   int64_t groups = random.In(1, 5);
@@ -127,7 +127,7 @@ Draws Draw(Random& random, MatmulKind kind) {
   return draws;
 }
 
-// Memory of the emulated GPU, and what it held at first.
+// Memory of the emulated GPU, and its initial contents.
 template <typename T>
 class Array {
  public:
@@ -152,7 +152,7 @@ class Array {
   std::vector<T> first_;
 };
 
-// Bits of 16-bit elements, or codes.
+// The numbers that elements or codes stand for.
 using Values = std::vector<double>;
 
 float FloatAt(const Array<uint8_t>& array, ElementType element, int64_t at) {
@@ -167,7 +167,7 @@ float Uniform(Random& random) {
   return static_cast<float>(static_cast<double>(random.In(-1000, 1000)) / 1000);
 }
 
-// Fills `count` elements with numbers up to `magnitude`; what they are.
+// Fills `count` elements with numbers up to `magnitude`, and returns them.
 Values FillElements(Random& random, const Array<uint8_t>& to, ElementType element, int64_t count,
                     float magnitude) {
   Values values(static_cast<size_t>(count));
@@ -181,12 +181,12 @@ Values FillElements(Random& random, const Array<uint8_t>& to, ElementType elemen
   return values;
 }
 
-constexpr uint16_t kNanBits = 0x7FFF;  // of either 16-bit type; each byte is one of e4m3's, too
+constexpr uint16_t kNanBits = 0x7FFF;  // NaN in either 16-bit type
 
 // A draw's operands and results in memory, and the operands as numbers.
 struct Case {
   Draws draws;
-  std::vector<int64_t> starts;  // of groups, and the end of the last one
+  std::vector<int64_t> starts;  // of groups, then the end of the last one
   Array<int32_t> sizes;
   Array<uint8_t> left, right, both, to_both, out;
   Array<float> left_scales, right_scales, out_scales;
@@ -212,7 +212,7 @@ struct Case {
     }
     DrawNans(random);
     step.kind = of.kind, step.element = of.element;
-    // Others leave it as it is made.
+    // Other kinds leave it at its default.
     if (of.outer() || of.kind == MatmulKind::kCodeRows) step.out_element = of.out;
     step.rows = n, step.groups = of.groups(), step.left_columns = k, step.columns = b;
     step.sizes = sizes.data(), step.left = left.data(), step.right = right.data();
@@ -229,7 +229,7 @@ struct Case {
     MakeOut();
   }
 
-  // Element `at` of an operand.
+  // Sets element `at` of an operand to NaN.
   void SetNan(bool of_left, int64_t at) {
     const Array<uint8_t>& array = of_left ? left : right;
     std::memcpy(array.data() + (draws.codes() ? at : 2 * at), &kNanBits, draws.codes() ? 1 : 2);
@@ -238,7 +238,7 @@ struct Case {
         std::numeric_limits<double>::quiet_NaN();
   }
 
-  // Row or line k of a group's right matrix, column c of side s.
+  // The index of element k of column c, side s, in a group's right matrix.
   int64_t RightAt(int64_t group, int64_t k, int64_t s, int64_t c) const {
     const int64_t b = draws.columns, all = draws.left_columns, sides = draws.sides();
     return draws.across() ? ((group * all + k) * sides + s) * b + c
@@ -281,7 +281,7 @@ struct Case {
     }
   }
 
-  // Rows past the groups are NaN; now and then others, and elements of matrices.
+  // Rows past the groups are NaN; sometimes elements of other rows and of matrices are, too.
   void DrawNans(Random& random) {
     const int64_t k = draws.left_columns, b = draws.columns;
     const auto row = [&](int64_t of) {
@@ -328,14 +328,14 @@ struct Case {
 
 // ---- What must come out -------------------------------------------------------------------------
 
-// A number, and how far from it a float32 may be that was computed in the way of a kernel.
+// A number, and the error that a float32 result of a kernel may have.
 struct About {
   double value = 0, error = 0;
 
   bool nan() const { return std::isnan(value); }
 };
 
-// Of float32 operations after sums: a few units of the last place.
+// The error of float32 operations after sums: a few units in the last place.
 constexpr double kFewUlps = 8 * kUlp, kTiny = 0x1p-120;
 
 About Sum(double value, double absolute, int64_t count) {
@@ -343,7 +343,7 @@ About Sum(double value, double absolute, int64_t count) {
 }
 
 double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-// Relative, of the kernels' sigmoid: the exponent's rounding grows with it.
+// The relative error of the kernels' sigmoid: the rounding error of the exponent grows with |x|.
 double SigmoidError(double x) { return (std::fabs(x) + 8) * 4 * kUlp; }
 
 About SwiGlu(About gate, About up) {
@@ -370,7 +370,7 @@ About BackToGate(About cotangent, double gate, double up) {
                      kTiny};
 }
 
-// What `element` may make of it.
+// How far off `value` may be after rounding to `element`.
 double RoundingOf(ElementType element, double value) {
   if (element == ElementType::kBFloat16) return std::fabs(value) * 0x1p-8;
   if (element == ElementType::kFloat16) return std::fabs(value) * 0x1p-11 + 0x1p-25;
@@ -391,7 +391,7 @@ void CheckElement(const Array<uint8_t>& array, ElementType element, int64_t at, 
   CHECK(!"as in float64");
 }
 
-// A block of codes and their scale.
+// Checks a block of codes and their scale.
 void CheckCodes(const Case& c, int64_t block, const About* want, float least, int64_t row) {
   const float scale = c.out_scales[block];
   bool nan = false;
@@ -428,7 +428,7 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
   }
 }
 
-// Sums of a row of a group with columns [side][column] of its matrix.
+// Products of a row of a group with its matrix's columns, as [side][column].
 std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
   const int64_t k = c.draws.left_columns, b = c.draws.columns, sides = c.draws.sides();
   std::vector<About> sums;
@@ -514,7 +514,7 @@ void CheckOuter(const Case& c, int64_t group) {
   }
 }
 
-// Rows past the groups are as they were.
+// Rows past the groups have not changed.
 void CheckRest(const Case& c) {
   if (c.draws.outer()) return;
   const int64_t n = c.draws.rows, b = c.draws.columns, first = c.starts.back();
@@ -572,6 +572,11 @@ void CheckRefusals(Random& random) {
   CHECK(refused([](MatmulStep& step) { step.left = static_cast<const uint8_t*>(step.left) + 2; }));
   CHECK(refused([](MatmulStep& step) { step.out = static_cast<uint8_t*>(step.out) + 8; }));
   CHECK(refused([](MatmulStep& step) { step.kind = MatmulKind::kCodeRows; }));
+  // More row scales than 32 bits count.
+  CHECK(refused([](MatmulStep& step) {
+    step.kind = MatmulKind::kCodeRows;
+    step.rows = int64_t{1} << 30, step.left_columns = 8192, step.columns = 128;
+  }));
   MatmulStep none = c.step;
   none.groups = 0;
   CHECK(cuda::GroupedMatmul(none, nullptr) == cudaSuccess);

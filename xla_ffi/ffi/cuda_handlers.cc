@@ -270,11 +270,9 @@ cudaError_t Prepare(const WindowGroup& group, cuda::InitResults& results) {
   const uint8_t* window = group.windows[group.rank];
   for (int i = 0; i < kBufferGroups; ++i) {
     const BufferGroupLayout& buffers = group.layout.groups[i];
-    // Calls send from their operands. If a buffer group has no counts, its flags stand for them.
-    const int64_t counts = buffers.count_cells != 0 ? buffers.counts : buffers.flags;
-    results.dev_ptrs[i][0] = 0;
+    results.dev_ptrs[i][0] = 0;  // calls send from their operands
     results.dev_ptrs[i][1] = reinterpret_cast<uint64_t>(window + buffers.regions);
-    results.dev_ptrs[i][2] = reinterpret_cast<uint64_t>(window + counts);
+    results.dev_ptrs[i][2] = reinterpret_cast<uint64_t>(window + buffers.counts);
   }
   return cuda::PreloadWindowKernels();
 }

@@ -1,5 +1,5 @@
 // The passes over an expert rank's rows that gradients need. They leave out rows that no token has
-// reached, which are neither read nor written.
+// reached: those are not read, and only their `to_weights` are written.
 #pragma once
 
 #include <cstdint>

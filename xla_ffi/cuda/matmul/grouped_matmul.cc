@@ -23,6 +23,7 @@ bool Fits(const MatmulStep& step) {
          step.columns > 0 && step.columns < kMostRows && step.columns % align == 0 && is_half &&
          // Tensor copies count rows of results in int32.
          (step.kind != MatmulKind::kOuter || step.groups * step.left_columns < kMostRows) &&
+         (!OfCodes(step.kind) || step.rows * (step.left_columns / 128) <= kMostScales) &&
          Aligned(step.left) && Aligned(step.right) && Aligned(step.both) && Aligned(step.out) &&
          Aligned(step.to_both);
 }
