@@ -575,7 +575,7 @@ void CheckRefusals(Random& random) {
   // More row scales than 32 bits count.
   CHECK(refused([](MatmulStep& step) {
     step.kind = MatmulKind::kCodeRows;
-    step.rows = int64_t{1} << 30, step.left_columns = 8192, step.columns = 128;
+    step.rows = (int64_t{1} << 26) + 1, step.left_columns = 8192, step.columns = 128;
   }));
   MatmulStep none = c.step;
   none.groups = 0;
