@@ -1,8 +1,9 @@
-"""A plugin of pytest that runs less: --part I/N as record_suite.py does, --cases N."""
+"""A pytest plugin to run fewer tests: --part I/N (for record_suite.py), --cases N."""
 
 from __future__ import annotations
 
 import collections
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -15,10 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="at most so many cases of each test function, from its first to its last",
     )
+    parser.addoption(
+        "--draw",
+        help="with --cases, any word: the cases are drawn at random, by this seed",
+    )
 
 
 def spread(cases: Sequence, most: int) -> list:
-    """At most `most` of them, at equal distances; all of them if they are fewer."""
+    """At most `most` of the cases, evenly spaced; all of them if they are fewer."""
     if len(cases) <= most:
         return list(cases)
     if most == 1:
@@ -26,13 +31,29 @@ def spread(cases: Sequence, most: int) -> list:
     return [cases[i * (len(cases) - 1) // (most - 1)] for i in range(most)]
 
 
+def drawn(function: str, cases: Sequence, most: int, seed: str) -> list:
+    """At most `most` of them; another seed draws others, and so do other functions."""
+    # Seeded by a string, which unlike hash() is the same in every process.
+    chance = random.Random(f"{seed} {function}")
+    return chance.sample(list(cases), min(most, len(cases)))
+
+
+# After -m and -k have left out cases.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     kept = list(items)
     if (most := config.getoption("--cases")) is not None:
         functions = collections.defaultdict(list)
         for item in kept:
             functions[item.nodeid.partition("[")[0]].append(item)
-        chosen = {case for cases in functions.values() for case in spread(cases, most)}
+        seed = config.getoption("--draw")
+        chosen = {
+            case
+            for name, cases in functions.items()
+            for case in (
+                spread(cases, most) if seed is None else drawn(name, cases, most, seed)
+            )
+        }
         kept = [item for item in kept if item in chosen]
     if part := config.getoption("--part"):
         first, parts = map(int, part.split("/"))

@@ -1,9 +1,10 @@
-"""How tests start: GPUs of processes, parts of files, the job file of examples/."""
+"""How tests start: processes' GPUs, parts of files, the job file of examples/."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_a_process_is_run_to_its_end(tmp_path) -> None:
 def environments(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, own: bool
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of two processes of one GPU; None: that of the test."""
+    """CUDA_VISIBLE_DEVICES of two processes of one GPU; None if it is the test's."""
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -69,7 +70,7 @@ def environments(
 )
 def test_own_gpus_are_of_those_visible(monkeypatch, visible, shares) -> None:
     assert environments(monkeypatch, visible, own=True) == shares
-    # Each then takes all that it sees.
+    # Each process then takes all GPUs that it sees.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shares[1])
     assert worker_process.local_ids(1, 1) is None
 
@@ -106,14 +107,12 @@ def test_job_of_one_process_per_host(tmp_path) -> None:
 
 
 def test_parts_have_every_test_once() -> None:
-    """As record_suite.py runs long files."""
+    """The parts in which record_suite.py runs long files have every test once."""
     dropped: list = []
     hook = types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
 
     def part(name: str | None) -> list:
-        config = types.SimpleNamespace(
-            hook=hook, getoption={"--part": name, "--cases": None}.get
-        )
+        config = types.SimpleNamespace(hook=hook, getoption={"--part": name}.get)
         items = list(range(7))
         parts.pytest_collection_modifyitems(cast("Any", config), items)
         return items
@@ -122,3 +121,46 @@ def test_parts_have_every_test_once() -> None:
     assert not dropped
     assert sorted(part("0/3") + part("1/3") + part("2/3")) == list(range(7))
     assert len(dropped) == 2 * 7
+
+
+CASES = """
+import pytest
+
+cases = [i if i < 4 else pytest.param(i, marks=pytest.mark.thorough) for i in range(20)]
+@pytest.mark.parametrize("case", cases)
+def test_one(case):
+    pass
+
+test_other = test_one
+"""
+
+
+def test_cases_are_of_what_is_selected(tmp_path) -> None:
+    """-m leaves cases out before they are counted; a seed draws the same every time."""
+    (tmp_path / "test_it.py").write_text(CASES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
+    command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
+    paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
+
+    def run(*words: str) -> list[tuple[str, int]]:
+        done = run_to_end([*command, "-q", *words], cwd=tmp_path, env=paths)
+        assert done.returncode == 0, done.stdout
+        return [
+            (name, int(number))
+            for name, number in re.findall(r"::(\w+)\[(\d+)\]", done.stdout)
+        ]
+
+    few = run("--cases", "2", "-m", "not thorough")
+    assert few == [(name, i) for name in ("test_one", "test_other") for i in (0, 3)]
+    drawn = [
+        run("--cases", "8", "--draw", seed, "-m", "thorough") for seed in ("a", "b")
+    ]
+    assert drawn[0] != drawn[1]
+    assert run("--cases", "8", "--draw", "a", "-m", "thorough") == drawn[0]
+    for cases in drawn:
+        one, other = (
+            {i for name, i in cases if name == of} for of in ("test_one", "test_other")
+        )
+        assert len(one) == len(other) == 8
+        assert one != other
+        assert min(one | other) >= 4
